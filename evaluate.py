@@ -210,10 +210,6 @@ def refuse(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
             )
     if given.picture and given.picture.suffix not in (".png", ".svg", ".pdf"):
         parser.error(f"--picture {given.picture}: a name that ends in .png, .svg or .pdf is needed")
-    if given.json and not given.json.absolute().parent.is_dir():
-        parser.error(
-            f"--json {given.json}: there is no folder {given.json.absolute().parent}; make it first"
-        )
     if given.json and given.json.is_dir():
         parser.error(f"--json {given.json}: is a folder; give the name of a file")
     for flag, path in (

@@ -10,7 +10,7 @@ import sys
 import time
 from dataclasses import asdict
 
-from launch.terminal.quiet import quiet_libraries
+from launch.terminal.quiet import quiet_libraries, quiet_ranks
 
 quiet_libraries()  # before they are imported
 
@@ -73,6 +73,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     processes = start_processes(limit_s, print, asked_communication(options))
     run.watchdog = Watchdog(processes.rank, processes.world_size, tell=say_last).start()
     first = processes.rank == 0
+    quiet_ranks(processes.rank)
     loading = share_cores(options.section(LoadingOptions), processes)
 
     # How to run: the JSON file, checked against this hardware and this number of processes.

@@ -274,6 +274,7 @@ def _inspect(arguments: Sequence[str] | None) -> None:
         console.print(table)
     if options.count > 0:
         sheet, notice = contact_sheet(source, options.count, options.seed)
+        options.sheet.parent.mkdir(parents=True, exist_ok=True)
         sheet.save(options.sheet)
         if notice:
             print(notice)

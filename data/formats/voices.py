@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
-from tqdm import tqdm
 
 from data.formats.demo import DemoFormat, text_of
 from data.formats.rows import Part, Roots, Row, place, place_audio
 from data.formats.specs import cache_folder
 from data.index.bad_samples import BadSample
+from data.progress import progress_bar
 
 INSTALL = "pip install espeakng-loader"
 WORD = "voices"  # behind "demo:"
@@ -123,7 +123,7 @@ class VoicesFormat(DemoFormat):
                 unfinished = folder.with_suffix(".writing")
                 shutil.rmtree(unfinished, ignore_errors=True)
                 unfinished.mkdir()
-                for file, text, language, speaker in tqdm(said, "speaking", unit="name", delay=2):
+                for file, text, language, speaker in progress_bar(said, "speaking", "name"):
                     say(unfinished / file, text, language, speaker)
                 unfinished.rename(folder)  # others see all of them or none
         return folder

@@ -214,7 +214,9 @@ def embeddings_of(
 
 
 def write_numbers(path: Path, values: Mapping[str, Any]) -> None:
-    """Not-a-number and infinity, which JSON does not have, become null."""
+    """Into a folder that is made where it is not there. Not-a-number and infinity, which JSON does
+    not have, become null."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(_for_json(values), indent=2) + "\n", encoding="utf-8")
 
 

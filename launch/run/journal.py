@@ -67,9 +67,9 @@ class Journal:
                 self.tracker = tracker
 
     def say(self, *things: object) -> None:
-        """In the terminal, above the progress bar, each on its own lines; empty ones are left
-        out."""
-        for thing in filter(None, things):
+        """In the terminal, above the progress bar, each on its own lines; empty ones, and another
+        one that is equal, are left out."""
+        for thing in dict.fromkeys(filter(None, things)):
             with only_shows("a message is not shown"):
                 show(thing, self.folder.first_rank)
 

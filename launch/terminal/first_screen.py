@@ -119,7 +119,7 @@ def print_screen(screen: Sequence[tuple[str, str]]) -> None:
     terminal = sys.stdout.isatty()
     width = max(60, shutil.get_terminal_size().columns) - LABEL - 1 if terminal else None
     text = Text()
-    for label, said in screen:
+    for label, said in dict.fromkeys(screen):  # two branches may have the same tower
         text.append(f"{label}:".rjust(LABEL), style="bold")
         lines = [piece for line in plain(said).splitlines() for piece in _broken(line, width)]
         text.append(" " + ("\n" + " " * (LABEL + 1)).join(lines) + "\n")

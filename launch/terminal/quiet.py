@@ -40,3 +40,9 @@ def quiet_libraries() -> None:
         logging.getLogger(name).addFilter(_Unneeded(beginnings))
     for message in DEPRECATED:
         warnings.filterwarnings("ignore", message, FutureWarning)
+
+
+def quiet_ranks(rank: int) -> None:
+    """What all ranks find, such as tensors that pretrained weights lack, is said by the first."""
+    if rank > 0 and not os.environ.get(VERBOSE):
+        logging.getLogger("models").setLevel(logging.ERROR)

@@ -114,8 +114,6 @@ class WeightReader:
             if canonical in self.names:
                 self.read_names.append(self.names[canonical])
                 target.copy_(self._fitting(canonical, target))
-        if absent := self._absent(wanted):
-            log.warning("%s has no %s: trained from scratch", self.source, ", ".join(absent))
 
     def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Refuse missing tensors and other shapes, from the files' headers alone."""
@@ -160,17 +158,25 @@ class WeightReader:
                 "it again with all of its weights"
             )
 
+    def note_changes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Warn of the tensors of `shapes` that the files lack, and of those that are made to fit.
+        Every rank finds the same before a layer is filled."""
+        if absent := self._absent(shapes):
+            log.warning("%s has no %s: trained from scratch", self.source, ", ".join(absent))
+        for canonical, shape in shapes.items():
+            if canonical in self.names and (there := self.shape_of(self.names[canonical])) != shape:
+                how = "interpolated between the learned ones"
+                if canonical.endswith(TOKENS):
+                    how = "rows of no token are left out"
+                log.warning(
+                    "%s: %s has shape %s there and %s in the tower: %s",
+                    *(self.source, canonical, there, shape, how),
+                )
+
     def _fitting(self, canonical: str, target: Tensor) -> Tensor:
         tensor = self.tensor_of(self.names[canonical])
         if tensor.shape == target.shape:
             return tensor
-        how = "interpolated between the learned ones"
-        if canonical.endswith(TOKENS):
-            how = "rows of no token are left out"
-        log.warning(
-            "%s: %s has shape %s there and %s in the tower: %s",
-            *(self.source, canonical, tuple(tensor.shape), tuple(target.shape), how),
-        )
         return self.resizers[canonical](tensor.float(), tuple(target.shape))
 
     def _can_resize(self, canonical: str, found: tuple[int, ...], shape: tuple[int, ...]) -> bool:
@@ -327,6 +333,7 @@ def _checked(reader: WeightReader, *towers: Tower) -> WeightReader:
         name: shape for tower in towers for name, shape in _shapes(tower, reader.groups).items()
     }
     reader.check(shapes)
+    reader.note_changes(shapes)
     unused = sorted(set(reader.names) - set(shapes))
     if unused:
         towers_said = " and ".join(tower.name for tower in towers)

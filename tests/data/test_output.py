@@ -51,15 +51,16 @@ def test_a_full_disk_and_a_stream_that_is_closed_end_nothing(monkeypatch):
     print("said to nobody", file=sys.stderr)
 
 
-def test_what_fails_while_it_is_shown_is_one_warning(tmp_path, caplog):
+def test_what_fails_while_it_is_shown_is_one_warning(tmp_path, caplog, capsys):
     class Broken:
         def __rich_console__(self, console, options):
             raise KeyError("title\x1b[2J")
 
     journal = Journal(RunFolder(tmp_path, first_rank=True), trace_every=0)
-    journal.say(Broken(), "a line")
+    journal.say(Broken(), "a line", "a line")
     journal.evaluation(1, 0.5, {"validation": {"image_to_text_R@1": 0.5}})
     journal.retrieval({"validation": 12})  # without the other figures of its table
+    assert capsys.readouterr().out.count("a line") == 1
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2 and all("not shown (KeyError: " in each for each in messages)
     assert messages[0].endswith("\\x1b[2J')")

@@ -21,7 +21,7 @@ from launch.terminal import last_words
 from launch.terminal.bar import Progress
 from launch.terminal.first_screen import _predicted, _why, duration, folder_to_watch, print_screen
 from launch.terminal.last_words import MOST_LINES, say_last, shortened
-from launch.terminal.quiet import UNNEEDED, VERBOSE, quiet_libraries
+from launch.terminal.quiet import UNNEEDED, VERBOSE, quiet_libraries, quiet_ranks
 from launch.tools.report import make_parser
 
 SCREEN = [("data", "demo: 12 samples"), ("why", "auto: two ways\n  " + "a long reason " * 12)]
@@ -75,6 +75,22 @@ def test_in_a_log_file_each_fact_is_one_line(capsys, monkeypatch):
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["     data: demo: 12 samples", "      why: auto: two ways"]
     assert lines[2].strip() == ("a long reason " * 12).strip()
+
+
+def test_what_two_branches_have_in_common_is_said_once(capsys):
+    print_screen([*SCREEN, ("note", "resnet18: one layer"), ("note", "resnet18: one layer")])
+    assert capsys.readouterr().out.count("resnet18: one layer") == 1
+
+
+def test_what_all_ranks_find_is_said_by_the_first(caplog, monkeypatch):
+    monkeypatch.delenv(VERBOSE, raising=False)
+    of_models, weights = logging.getLogger("models"), logging.getLogger("models.weights.reading")
+    for rank in (0, 1):
+        quiet_ranks(rank)
+        weights.warning("interpolated on rank %d", rank)
+        weights.error("broken on rank %d", rank)
+    of_models.setLevel(logging.NOTSET)
+    assert caplog.messages == ["interpolated on rank 0", "broken on rank 0", "broken on rank 1"]
 
 
 def test_in_a_terminal_lines_are_broken_under_their_text(capsys, monkeypatch):

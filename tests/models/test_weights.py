@@ -309,7 +309,8 @@ def test_positions_of_another_image_size_are_interpolated(cases, tmp_path, caplo
     where = write(tmp_path, library_state(saved), "safetensors")
     tower = image_tower(vit.name, 64)
     with caplog.at_level(logging.WARNING):
-        loaded = library_state(built(tower, 2, open_weights("image", where, tower)))
+        reader = open_weights("image", where, tower)
+        loaded = library_state([built(tower, 2, reader) for replica in range(2)][0])
     assert caplog.messages == [
         f"weights '{where}': image.encoder.pos_embedding has shape (1, 17, 96) there and "
         "(1, 65, 96) in the tower: interpolated between the learned ones"
