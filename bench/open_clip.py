@@ -279,7 +279,7 @@ def own_configuration(variant: Variant) -> dict[str, Any]:
         return laid_over({**shipped, "train_batch_size": RECIPE.batch_size}, variant.config)
     optimizer = {
         "lr": RECIPE.lr,
-        "betas": RECIPE.betas,
+        "betas": list(RECIPE.betas),
         "eps": RECIPE.eps,
         "weight_decay": RECIPE.weight_decay,
         "torch_adam": True,

@@ -142,6 +142,7 @@ class Case:
         default_factory=dict
     )  # the gradient_clipping block; limits of norms only, for the unsplit side
     optimizer_groups: dict[str, Any] = field(default_factory=dict)  # the block
+    lr: float = LR  # on the split side
     locked: dict[str, Any] = field(default_factory=dict)  # the block
     lora: dict[str, Any] = field(default_factory=dict)  # branch -> its adapters, as in the block
     ema: dict[str, Any] | None = None  # the block
@@ -171,7 +172,7 @@ class Case:
             "optimizer": self.optimizer
             or {
                 "type": "AdamW",
-                "params": {"lr": LR, "weight_decay": WEIGHT_DECAY, "torch_adam": True},
+                "params": {"lr": self.lr, "weight_decay": WEIGHT_DECAY, "torch_adam": True},
             },
             "zero_optimization": {
                 "stage": self.zero_stage,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from data.batching.mixture import open_sources
 from data.index.bad_samples import Absent
+from data.index.building import content_hash
 from data.index.sources import Source
 from launch.inference.embedding import (
     Embedder,
@@ -63,6 +64,11 @@ class OneFile:
         if modality != self._value.modality:
             raise Absent(f"{self.spec} has no {modality}")
         return self._value.data
+
+    def content_hash(self, i: int) -> bytes:
+        return content_hash(self._value.data)
+
+    audio_hash = content_hash
 
     def lacking(self, modality: str) -> np.ndarray:
         return np.array([modality != self._value.modality])

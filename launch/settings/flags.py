@@ -398,7 +398,6 @@ def _objective(objective: argparse._ArgumentGroup) -> None:
     objective.add_argument(
         "--duplicates",
         choices=("masked", "positives", "negatives"),
-        default="masked",
         help="what samples of a batch are to each other whose image, sound or caption is the same: left out of each "
         "other's loss, each other's positives, or negatives like all others (default: masked)",
     )

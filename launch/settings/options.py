@@ -184,6 +184,7 @@ DEMO_DEFAULTS = {
     "max_text_tokens": 32,
     "epochs": 12,
     "loss": "infonce",
+    "duplicates": "masked",
     "projection": "linear",
 }
 DEFAULTS = {
@@ -194,6 +195,7 @@ DEFAULTS = {
     "max_text_tokens": 77,
     "epochs": 30,
     "loss": "infonce",
+    "duplicates": "masked",
     "projection": "linear",
 }
 
@@ -257,6 +259,8 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     # What the command of a run that goes on leaves out stays what it was, also where defaults have
     # changed since.
     recorded = (values["run_dir"] and read_run(values["run_dir"]) or {}).get("options", {})
+    if recorded:  # a run that began before there was a choice
+        recorded = {"duplicates": "negatives", **recorded}
     defaults = (
         DEMO_DEFAULTS if all(spec.split(":")[0] == "demo" for spec in values["data"]) else DEFAULTS
     )

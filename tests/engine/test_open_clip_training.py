@@ -28,7 +28,7 @@ from transformers import BertConfig, BertTokenizerFast
 STEPS, WARMUP, RATE = 5, 3, 1e-4
 SCHEDULE = {
     "type": "WarmupLR",
-    "params": {"warmup_num_steps": WARMUP, "warmup_max_lr": RATE, "warmup_type": "linear"},
+    "params": {"warmup_num_steps": WARMUP, "warmup_type": "linear"},
 }
 BATCH_PER_RANK = 32
 
@@ -36,7 +36,7 @@ BATCH_PER_RANK = 32
 def case_of(layout, stages, replicas, loss, global_batch_size):
     return Case(
         layout, stages, replicas, BATCH_PER_RANK, loss=loss, towers="resnet18+bert, mean", steps=STEPS, scheduler=SCHEDULE,
-        global_batch_size=global_batch_size,
+        global_batch_size=global_batch_size, lr=RATE,
     )  # fmt: skip
 
 

@@ -97,12 +97,12 @@ def test_a_run_goes_on_with_another_batch_in_the_middle_of_an_epoch(tmp_path):
     24 it would have been 3 and 3."""
     config = json.loads((ROOT / "ds_configs" / "cpu_fp32.json").read_text())
     config["branches"] |= {"layout": "merged", "stages": {"merged": 1}, "schedule": "batch_sync"}
+    config["optimizer"]["params"]["lr"] = RATE
     config["scheduler"] = {
         "type": "WarmupDecayLR",
         "params": {
             "total_num_steps": "auto",
             "warmup_num_steps": 2,
-            "warmup_max_lr": RATE,
             "warmup_type": "linear",
         },
     }
