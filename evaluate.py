@@ -26,6 +26,7 @@ from rich.table import Table
 
 from data.index.roots import add_root_flag, from_anywhere, given_roots, with_roots
 from data.loader import resolve_workers
+from data.modules import add_trust_flags, import_named
 from data.output import outlive_output, run_program
 from launch.inference.classes import benchmark_metrics, classification, classification_table
 from launch.inference.embedding import (
@@ -163,6 +164,7 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="where the numbers go (default: in RUN_DIR, with --import in the current folder, named after what was evaluated on what: evaluation-<checkpoint>.json, ...)",
     )
+    add_trust_flags(parser)
     return parser
 
 
@@ -246,6 +248,7 @@ def refuse_other_models(parser: argparse.ArgumentParser, given: argparse.Namespa
 
 
 def main(arguments: argparse.Namespace) -> None:
+    import_named(arguments)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if arguments.embeddings and arguments.query is None:
         refuse_other_content(arguments.embeddings)

@@ -9,6 +9,7 @@ import logging
 import sys
 from pathlib import Path
 
+from data.modules import add_trust_flags, import_named
 from data.output import outlive_output, run_program
 from launch.exporting.writing import FORMATS, refuse_to_overwrite, write_export
 from launch.inference.trained import open_run
@@ -54,10 +55,12 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="log OUT as an artifact of the run in Weights & Biases; without a login, offline",
     )
+    add_trust_flags(parser)
     return parser
 
 
 def main(arguments: argparse.Namespace) -> None:
+    import_named(arguments)
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     refuse_to_overwrite(arguments.out, arguments.overwrite)
     if read_export(arguments.run_dir) is not None:

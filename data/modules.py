@@ -1,6 +1,9 @@
 """Python modules of a user's own, imported at the start of a command (`--import-module`).
 
-What they register, such as a schedule, can then be chosen by its name.
+What they register, such as a schedule, can then be chosen by its name. A module runs as a program
+with the rights of the user, so what a file names (the record of a run, an export, a folder of
+embeddings) is imported only if the command line of this process names it too, or says
+`--trust-run`.
 """
 
 from __future__ import annotations
@@ -10,7 +13,10 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+_named: set[str] = set()  # by the command line of this process
+TRUST_ALL = "*"
 
 
 def add_module_flag(group: argparse._ActionsContainer) -> None:
@@ -25,12 +31,58 @@ def add_module_flag(group: argparse._ActionsContainer) -> None:
     )
 
 
+def add_trust_flags(parser: argparse.ArgumentParser) -> None:
+    """`--import-module` and `--trust-run`, for programs that open what others may have made."""
+    add_module_flag(parser)
+    parser.add_argument(
+        "--trust-run",
+        action="store_true",
+        help="import the Python modules that the given folder names, which run as programs: for a "
+        "folder of your own, or of somebody you trust (default: only those of --import-module)",
+    )
+
+
+def import_named(arguments: argparse.Namespace) -> None:
+    """What the flags of `add_trust_flags` say. Errors: as `import_modules`."""
+    import_modules(arguments.import_module)
+    if arguments.trust_run:
+        _named.add(TRUST_ALL)
+
+
+def modules_of_specs(specs: Iterable[str | None]) -> list[str]:
+    """Those that data specs `python:MODULE:NAME` call."""
+    parts = [(spec or "").split(":") for spec in specs]
+    return [part[1] for part in parts if part[0] == "python" and len(part) > 1]
+
+
+def import_recorded(names: Sequence[str] | None, where: object, others: Sequence[str] = ()) -> None:
+    """Import modules that a file names. `where`: the file or its folder; `others`: further modules
+    that it names, which the message of a refusal lists too.
+
+    Raises ValueError for a module that the command line does not name, before any is imported.
+    """
+    refused = [name for name in names or () if not {name, TRUST_ALL} & _named]
+    if refused:
+        every = list(dict.fromkeys([*(names or ()), *others]))
+        raise ValueError(
+            f"{where}: it names the Python module{'s' * (len(every) > 1)} {', '.join(every)}, and "
+            "importing one runs it as a program. If you trust whoever made this, add "
+            f"--import-module {','.join(every)}, or --trust-run for all that it names"
+        )
+    _import(names)
+
+
 def import_modules(names: Sequence[str] | None) -> None:
-    """Import these modules in their order; None: there are none.
+    """Import these modules of the command line in their order; None: there are none.
 
     The current folder is searched last, so that nothing in it hides a module of the environment.
     Raises ValueError for a module that cannot be imported, whatever its code raised.
     """
+    _import(names)
+    _named.update(names or ())
+
+
+def _import(names: Sequence[str] | None) -> None:
     if names and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     for name in names or ():

@@ -110,12 +110,12 @@ def test_a_fork_of_three_branches_trains_as_one_rank_does(tmp_path):
         1
     ].keys()
     out = tmp_path / "out"
-    status, output = run_to_end("export.py", tmp_path / "run4", out)
+    status, output = run_to_end("export.py", tmp_path / "run4", out, "--trust-run")
     assert status == 0 and (out / "model.safetensors").is_file(), output[-3000:]
     from safetensors.torch import load_file
 
     assert not any("palette" in name for name in load_file(out / "model.safetensors"))
-    status, output = run_to_end("evaluate.py", tmp_path / "run4")
+    status, output = run_to_end("evaluate.py", tmp_path / "run4", "--trust-run")
     assert status == 0 and "palette → image" in output, output[-3000:]
     # one sample more or less among the first ten is what rounding may change
     assert seen[4][1]["palette_to_text_R@10"] == pytest.approx(

@@ -4,6 +4,7 @@ takes it.
 That its gradients are right is in tests/engine/test_parity.py.
 """
 
+import argparse
 import json
 import sys
 from dataclasses import asdict
@@ -12,6 +13,7 @@ import pytest
 from cost_models import BRANCHES, proportional
 from launched import SMALL, fork_flags, metrics, run_to_end, write_pairs
 
+from data import modules
 from data.modules import import_modules
 from engine.config.reading import BranchesBlock, check_config
 from engine.planning.costs import CostModel, cost_model_to_json
@@ -191,6 +193,10 @@ def test_the_timeline_of_a_run_predicts_it_where_the_module_is_found(
         "batches": {branch: asdict(batch) for branch, batch in plan.batches.items()},
         "options": {"import_module": [MODULE]},
     }
+    monkeypatch.setattr(modules, "_named", set())
+    predicted, reason = prediction(tmp_path, record)
+    assert predicted is None and "--trust-run" in reason
+    modules.import_named(argparse.Namespace(import_module=None, trust_run=True))
     predicted, reason = prediction(tmp_path, record)
     assert NAME in predicted.title and reason is None
     predicted, reason = prediction(

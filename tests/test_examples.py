@@ -71,11 +71,11 @@ def test_a_tower_a_loss_and_a_format_of_ones_own_train_split_as_they_do_on_one_r
         assert status == 0, output[-3000:]
         seen[ranks] = metrics(run_dir)
         if ranks == 1:
-            status, output = run_to_end(
-                "evaluate.py", run_dir
-            )  # finds the modules in the run's record
+            status, output = run_to_end("evaluate.py", run_dir)
+            assert status == 2 and "or --trust-run for all that it names" in output
+            status, output = run_to_end("evaluate.py", run_dir, "--trust-run")
             assert status == 0 and "text → image" in output, output[-3000:]
-            status, output = run_to_end("export.py", run_dir, tmp_path / "out")
+            status, output = run_to_end("export.py", run_dir, tmp_path / "out", "--trust-run")
             assert status == 2 and "was trained with --loss alignment+uniformity" in output
     for step in (1, 2):
         compared = [

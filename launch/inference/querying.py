@@ -16,6 +16,7 @@ from data.batching.mixture import open_sources
 from data.index.bad_samples import Absent
 from data.index.building import content_hash
 from data.index.sources import Source
+from data.modules import import_recorded, modules_of_specs
 from launch.inference.embedding import (
     Embedder,
     compared_by,
@@ -152,6 +153,8 @@ def _searched(
         source = None
         if arguments.val_data or arguments.picture:
             given = [arguments.val_data] if arguments.val_data else specs
+            if not arguments.val_data:
+                import_recorded(modules_of_specs(specs), arguments.embeddings)
             source = open_sources(given, pairs=pairs_to_open(embedder.trained), progress=True)
             if modality != "text":  # a text is as it was written down
                 refuse_other_content_of(arguments.embeddings, lines, source, modality)

@@ -10,7 +10,7 @@ from data.index.sources import open_source
 from data.options import DataOptions
 from data.prepare import HeldOut, count_unusable, first_bad, prepare_data
 from launch.inference.embedding import compared_by
-from launch.inference.trained import Trained
+from launch.inference.trained import Trained, import_of_data
 from launch.run.report import show
 
 
@@ -23,6 +23,7 @@ def held_out(arguments: argparse.Namespace, trained: Trained) -> dict[str, HeldO
             f"{arguments.run_dir}: an exported model has no samples of its own; give some with "
             "--val-data"
         )
+    import_of_data(trained.options, arguments.run_dir)
     options = DataOptions.from_record(trained.options)
     if options.val_data:
         spec = with_roots(options.val_data, options.data_root)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.modalities.preprocessing import Preprocessing
 from data.modalities.tokenizer import load_tokenizer, num_ids, refuse_no_vocabulary
-from data.modules import import_modules
+from data.modules import import_recorded, modules_of_specs
 from data.options import IMAGE_TEXT, PairOption, branches_of, read_pairs
 from engine.checkpoint.layout import (
     AVERAGE,
@@ -211,7 +211,8 @@ def open_run(
     texts = "text" in branches_of(options.get("pairs", IMAGE_TEXT))
     tokenizer = load_tokenizer(record["tokenizer"] or str(run_dir / "tokenizer")) if texts else None
     towers = adapted_towers(
-        towers_of(options, tokenizer), record.get("training", {}).get("branches", {}).get("train")
+        towers_of({**options, "run_dir": run_dir}, tokenizer),
+        record.get("training", {}).get("branches", {}).get("train"),
     )
     specs = [spec for tower in towers for spec in tower.specs]
     with CheckpointReader(found) as reader, library_models_kept():
@@ -257,7 +258,8 @@ def towers_of(
 ) -> tuple[Tower, ...]:
     """Those that train.py's `options`, by name, ask for, a tower for each modality of the pairs; no
     layer is built yet. Errors: ValueError, FileNotFoundError."""
-    import_modules(options.get("import_module"))
+    where = options.get("run_dir") or options.get("imported") or "this model"
+    import_recorded(options.get("import_module"), where, _modules_of(options))
     pairs = pairs_of(options.get("pairs", IMAGE_TEXT), build_loss(options["loss"]))
     branches = dict.fromkeys(name for pair in pairs for name in pair.branches)
     vocabulary = Vocabulary.of(tokenizer)
@@ -277,6 +279,21 @@ def towers_of(
         if tokenizer is not None and tower.branch == "text":
             _refuse_other_tokenizer(tower, tokenizer)
     return towers
+
+
+def import_of_data(options: Mapping[str, Any], where: Path) -> None:
+    """Import the modules that the recorded data specs of the run in `where` call. Errors: as
+    `import_recorded`."""
+    import_recorded(modules_of_specs(_specs(options)), where, _modules_of(options))
+
+
+def _modules_of(options: Mapping[str, Any]) -> list[str]:
+    """All modules that recorded options name."""
+    return [*(options.get("import_module") or ()), *modules_of_specs(_specs(options))]
+
+
+def _specs(options: Mapping[str, Any]) -> list[str | None]:
+    return [*(options.get("data") or ()), options.get("val_data")]
 
 
 def _refuse_other_tokenizer(tower: Tower, tokenizer: PreTrainedTokenizerBase) -> None:

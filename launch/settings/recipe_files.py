@@ -18,6 +18,19 @@ from typing import Any
 from engine.config.spelling import keys_of, nearest
 
 RECIPES = Path(__file__).resolve().parents[2] / "ds_configs" / "recipes"
+# Flags that a recipe may set: of what is trained and for how long. Not what to import, where to read
+# and write, or what else only whoever types the command can decide.
+FLAGS = (
+    *("image-tower", "text-tower", "audio-tower", "image-weights", "text-weights"),
+    *("audio-weights", "import", "embed-dim", "projection", "image-size", "image-buckets"),
+    *("image-normalization", "image-interpolation", "image-resize", "image-resize-mode"),
+    *("max-text-tokens", "audio-seconds", "audio-size", "max-audio-seconds"),
+    *("augmentation", "audio-augmentation", "pairs", "loss", "label-smoothing", "duplicates"),
+    *("fusion", "fusion-width", "fusion-heads", "fusion-scales", "matching-weight"),
+    *("loss-weights", "loss-weights-every", "epochs", "steps", "seed", "val-fraction"),
+    *("eval-every", "eval-ema", "save-every", "keep-checkpoints", "keep-every"),
+    *("data-temperature", "data-floors", "data-weights", "data-adapt"),
+)
 EITHER = ("epochs", "steps")  # flags that exclude each other
 
 
@@ -59,6 +72,12 @@ class RecipeFile:
         missing = [field.name for field in fields(cls) if field.name not in block]
         if missing:
             raise ValueError(f'{file}: "recipe" lacks {", ".join(missing)}')
+        refused = [name for name in block["flags"] if name not in FLAGS]
+        if refused:
+            raise ValueError(
+                f"{file}: recipe.flags: a recipe cannot set --{refused[0]}; give it on the command "
+                f"line{nearest(refused[0], FLAGS)}"
+            )
         return cls(**{**block, "arithmetic": tuple(block["arithmetic"])})
 
     def arguments(self, given: Sequence[str]) -> list[str]:

@@ -24,7 +24,7 @@ if __name__ == "__main__":
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from data.modules import import_modules
+from data.modules import add_trust_flags, import_named, import_recorded
 from data.output import outlive_output, run_program
 from engine.optimizer.locking import lock_costs
 from engine.planning.costs import cost_model_from_json
@@ -65,10 +65,12 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="the plot (default: RUN_DIR/timeline.png)",
     )
+    add_trust_flags(parser)
     return parser
 
 
 def main(arguments: argparse.Namespace) -> None:
+    import_named(arguments)
     run_dir: Path = arguments.run_dir
     record = _read(run_dir / "config.json", "give the folder of a run of train.py")
     step, ranks = choose_step(run_dir / "trace.json", arguments.step)
@@ -138,9 +140,8 @@ def prediction(run_dir: Path, record: Mapping[str, Any]) -> tuple[Timeline | Non
             "wrote it, train again",
         )
     try:
-        import_modules(
-            record.get("options", {}).get("import_module")
-        )  # which register its schedule
+        # which register its schedule
+        import_recorded(record.get("options", {}).get("import_module"), run_dir)
     except ValueError as error:
         return None, f"{run_dir}: nothing is predicted: {error}"
     costs = cost_model_from_json(_read(run_dir / "costs.json", "train again"))
