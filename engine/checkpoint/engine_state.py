@@ -384,12 +384,13 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             f"{before['schedule']}: sums are taken in another order, which moves last bits; "
             "running means of BatchNorm are those of other replicas"
         )
-    for branch, size in now["micro_batch_size"].items():
-        if (other := before["micro_batch_size"][branch]) != size:
-            found.append(
-                f"{branch} micro-batches of {size}, and before of {other}: BatchNorm and dropout "
-                "see other micro-batches"
-            )
+    sizes = [
+        f"{branch} micro-batches of {size} (before: {other})"
+        for branch, size in now["micro_batch_size"].items()
+        if (other := before["micro_batch_size"][branch]) != size
+    ]
+    if sizes:
+        found.append(f"{', '.join(sizes)}: BatchNorm and dropout see other micro-batches")
     if before["precision"] != now["precision"]:
         found.append(
             f"computed in {now['precision']}, and before in {before['precision']}: numbers differ "

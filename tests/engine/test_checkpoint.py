@@ -228,7 +228,7 @@ def test_changes_say_what_they_do_to_the_numbers():
         "stages": "a",
         "stage_graph": [1],
         "schedule": "replay",
-        "micro_batch_size": {"image": 4, "text": 8},
+        "micro_batch_size": {"image": 4, "text": 8, "audio": 6},
         "precision": "bfloat16",
     }
     assert changes(before, dict(before)) == []
@@ -236,13 +236,14 @@ def test_changes_say_what_they_do_to_the_numbers():
         **before,
         "stages": "b",
         "stage_graph": [2],
-        "micro_batch_size": {"image": 4, "text": 2},
+        "micro_batch_size": {"image": 4, "text": 2, "audio": 3},
         "precision": "float16",
     }
+    # what it means for two branches is said once
     split, size, precision = changes(before, now)
     assert "split as b, replay, and before as a, replay" in split and "last bits" in split
-    assert (
-        size
-        == "text micro-batches of 2, and before of 8: BatchNorm and dropout see other micro-batches"
+    assert size == (
+        "text micro-batches of 2 (before: 8), audio micro-batches of 3 (before: 6): BatchNorm and "
+        "dropout see other micro-batches"
     )
     assert precision.startswith("computed in float16, and before in bfloat16")
