@@ -24,10 +24,10 @@ from typing import Any
 
 from rich.table import Table
 
+from common.output import outlive_output, run_program
 from data.index.roots import add_root_flag, from_anywhere, given_roots, with_roots
 from data.loader import resolve_workers
 from data.modules import add_trust_flags, import_named
-from data.output import outlive_output, run_program
 from launch.inference.classes import benchmark_metrics, classification, classification_table
 from launch.inference.embedding import (
     PRECISIONS,

@@ -9,8 +9,8 @@ import logging
 import sys
 from pathlib import Path
 
+from common.output import outlive_output, run_program
 from data.modules import add_trust_flags, import_named
-from data.output import outlive_output, run_program
 from launch.exporting.writing import FORMATS, refuse_to_overwrite, write_export
 from launch.inference.trained import open_run
 from launch.run.records import read_export

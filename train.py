@@ -14,9 +14,9 @@ from launch.terminal.quiet import quiet_libraries, quiet_ranks
 
 quiet_libraries()  # before they are imported
 
+from common.output import outlive_output
 from data.modalities.tokenizer import length_multiple
 from data.options import DataOptions
-from data.output import outlive_output
 from data.prepare import prepare_data
 from engine.build import build_engine
 from engine.checkpoint.layout import step_folder

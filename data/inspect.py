@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from common.output import outlive_output, plain, run_program
 from data.index.bad_samples import REASONS, Absent, BadSample
 from data.index.roots import add_root_flag, given_roots, with_roots
 from data.index.sources import IndexedSource, Source, open_source
@@ -28,7 +29,6 @@ from data.modalities.decoding import decode_bytes, upright_8bit
 from data.modalities.fonts import Font, Fonts, fonts_for, wrapped
 from data.modules import import_modules
 from data.options import add_pairs_flags, compared
-from data.output import outlive_output, plain, run_program
 from data.prepare import bad_values, count_bad
 
 TILE, CAPTION_LINES, LINE, GAP, LETTER_SIZE = (

@@ -6,7 +6,7 @@ import sys
 if __name__ == "__main__":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed need not look for a GPU
 
-from data.output import outlive_output
+from common.output import outlive_output
 from launch.tools.plan import run
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from common.output import outlive_output, plain, run_program
 from data.cache import DEFAULT_LIMIT, GIB, default_folder, fill, open_cache
 from data.index.roots import add_root_flag, given_roots, with_roots
 from data.index.sources import open_source
@@ -15,7 +16,6 @@ from data.modalities.preprocessing import CLIP, INTERPOLATIONS
 from data.modalities.transforms import train_transform
 from data.modules import import_modules
 from data.options import add_pairs_flags, compared
-from data.output import outlive_output, plain, run_program
 
 
 def make_parser() -> argparse.ArgumentParser:

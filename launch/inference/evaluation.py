@@ -14,8 +14,8 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from common.output import plain
 from data.index.sources import Source
-from data.output import plain
 from launch.inference.embedding import Embedded, Rows, folders_of, read_embeddings
 from launch.inference.gallery import Found, Row
 from launch.inference.kinds import Encoded, encoded

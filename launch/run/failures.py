@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from data.output import plain
+from common.output import plain
 from engine.checkpoint.layout import LATEST
 from engine.processes.out_of_memory import OutOfMemory, in_words
 from engine.processes.watchdog import Watchdog

@@ -9,7 +9,7 @@ from typing import Any
 
 from deepspeed.monitor.config import DeepSpeedMonitorConfig
 
-from data.output import only_shows
+from common.output import only_shows
 from engine.executor import ForkEngine
 from engine.optimizer.bad_steps import BadStep
 from engine.planning.planner import RunPlan

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data.output import only_shows
+from common.output import only_shows
 from engine.checkpoint.layout import replace_text
 from launch.inference.kinds import KINDS, Encoded, played, small_picture
 

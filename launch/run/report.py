@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from data.output import plain
+from common.output import plain
 from models.metrics.retrieval import FIGURES, RECALL_AT
 
 DIRECTIONS = {"image_to_text": "image → text", "text_to_image": "text → image"}

@@ -18,8 +18,8 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from common.output import plain
 from data.index.sources import Source
-from data.output import plain
 from data.prepare import PreparedData, count_bad, count_unusable
 from engine.config.communication import DEVICE, HOST
 from engine.optimizer.preview import preview

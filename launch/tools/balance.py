@@ -24,8 +24,8 @@ if __name__ == "__main__":
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from common.output import outlive_output, run_program
 from data.batching.feed import BRANCH_OF
-from data.output import outlive_output, run_program
 from launch.run.report import show
 from launch.run.step_line import rates
 from launch.tools.balance_plot import Decision, Line, save_balance_plot

@@ -32,9 +32,9 @@ if __name__ == "__main__":
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from common.output import outlive_output, run_program
 from data.modules import add_module_flag, import_modules
 from data.options import IMAGE_TEXT, branches_of
-from data.output import outlive_output, run_program
 from engine.config.reading import AUTO, BranchesBlock, read_config
 from engine.objective import scalars_of
 from engine.optimizer.locking import lock_costs, trainable_layers

@@ -18,7 +18,7 @@ if __name__ == "__main__":
         "DS_ACCELERATOR", "cpu"
     )  # DeepSpeed need not look for a GPU, nor warn that there is none
 
-from data.output import only_shows, outlive_output, run_program
+from common.output import only_shows, outlive_output, run_program
 from launch.tools.plan import OneLineParser
 
 INSTALL = "the report needs plotly; install it with: pip install 'plotly>=6'"

@@ -24,8 +24,8 @@ if __name__ == "__main__":
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from common.output import outlive_output, run_program
 from data.modules import add_trust_flags, import_named, import_recorded
-from data.output import outlive_output, run_program
 from engine.optimizer.locking import lock_costs
 from engine.planning.costs import cost_model_from_json
 from engine.planning.planner import BranchBatch, describe_schedule

@@ -29,7 +29,7 @@ from deepspeed.monitor.monitor import Monitor, MonitorMaster
 from deepspeed.monitor.tensorboard import TensorBoardMonitor
 from deepspeed.monitor.utils import check_comet_availability
 
-from data.output import plain
+from common.output import plain
 
 BLOCKS = ("wandb", "tensorboard", "csv_monitor", "comet")
 # block -> the module that it needs, and what installs it

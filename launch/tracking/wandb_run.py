@@ -16,7 +16,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-from data.output import only_shows, plain
+from common.output import only_shows, plain
 from launch.tracking.alerts import Alert
 
 INIT_TIMEOUT_S = 30

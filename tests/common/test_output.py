@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from data.output import INTERRUPTED, only_shows, outlive_output, plain, run_program
+from common.output import INTERRUPTED, only_shows, outlive_output, plain, run_program
 from data.progress import Bar
 from launch.run.folder import RunFolder
 from launch.run.journal import Journal

@@ -1,0 +1,1 @@
+"""What all folders use: writing files, showing text."""
