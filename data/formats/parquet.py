@@ -40,7 +40,7 @@ from data.formats.specs import (
     local_copies,
     split_options,
 )
-from data.index.bad_samples import FILE_LIMIT, BadSample
+from data.index.bad_samples import CAPTION_LIMIT, FILE_LIMIT, BadSample
 
 OPTIONS = ("image", "text", "audio", "id", ROOT)
 USAGE = (
@@ -50,10 +50,15 @@ USAGE = (
 AUDIO_COLUMNS = ("audio", "audio_path")
 IMAGE_COLUMNS = ("image", "image_path", "filepath")
 TEXT_COLUMNS = ("text", "caption", "title")
-ROWS_AT_ONCE = 64
-KEPT_LIMIT = (
-    256 << 20
-)  # bytes of a row group that is kept; of a larger one only the rows up to the wanted one are read
+# A dictionary page repeats one value of megabytes in thousands of rows for a few bytes each, so only
+# what was decoded tells how large rows are, and they are decoded one by one.
+ROWS_AT_ONCE = 1
+# bytes of a row group that is kept; of a larger one only the rows up to the wanted one are read
+KEPT_LIMIT = 256 << 20
+ROW_BYTES = 1 << 10  # that a row counts at least
+DECODED_FACTOR = 1000  # times the size of its file a row group may decode to, beside FILE_LIMIT
+VALUES_LIMIT = 100_000_000  # of a column of a row group; lists have several in a row
+TEXT_LIMIT = 1 << 20  # bytes of the texts of a row
 
 
 class ParquetFormat(Format):
@@ -211,38 +216,66 @@ class ParquetFormat(Format):
                 ),
             )
             return
-        mtime_ns = os.stat(part.file).st_mtime_ns
+        _, file_size, mtime_ns = stamp(part.file)
         number, end = self._opened.bounds(part.file)[group : group + 2]
+        start, decoded, limit = number, 0, FILE_LIMIT + DECODED_FACTOR * file_size
         try:
-            with pq.ParquetFile(part.file) as file:
-                columns = self._columns()
-                for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=columns):
-                    for i in range(batch.num_rows):
-                        yield self._row(batch, i, name, number, mtime_ns)
-                        number += 1
+            for batch, size in self._batches(part.file, group):
+                row = self._row(batch, name, number, mtime_ns)
+                decoded += max(ROW_BYTES, size + sum(map(len, row.captions)))
+                if decoded > limit:
+                    raise _Bomb(f"its first {number - start:,} rows decode to over {limit:,} bytes")
+                yield row
+                number += 1
+        except _Bomb as error:
+            said = (
+                f"row group {group} of a file of {file_size:,} bytes: {error}; the rest is not read"
+            )
+            yield Row(f"{name}/{number}", number, problem=BadSample("unreadable", said))
         except (
             pa.ArrowException,
             OSError,
             KeyError,
         ) as error:  # a damaged page; a file without the columns of the first one
-            for lost in range(number, end):
+            # a damaged footer may promise any number
+            for lost in range(number, min(end, number + file_size)):
                 yield Row(
                     f"{name}/{lost}",
                     lost,
                     problem=BadSample("unreadable", f"row group {group}: {error}"),
                 )
 
-    def _row(self, batch: pa.RecordBatch, i: int, name: str, number: int, mtime_ns: int) -> Row:
+    def _batches(self, file: str, group: int) -> Iterator[tuple[pa.RecordBatch, int]]:
+        """The rows of a row group, one each, and how many bytes each was decoded to, the texts of
+        lists apart. Raises _Bomb."""
+        with pq.ParquetFile(file) as opened:
+            chunks = opened.metadata.row_group(group)
+            leaves = [chunks.column(i) for i in range(chunks.num_columns)]
+        most = max((leaf.num_values for leaf in leaves), default=0)
+        if most > VALUES_LIMIT:
+            raise _Bomb(f"{most:,} values in a column; at most {VALUES_LIMIT:,} are read")
+        # The texts of one list are decoded together: as numbers of a dictionary they take 4 bytes.
+        lists = [leaf.path_in_schema for leaf in leaves if self._is_of_text_list(leaf)]
+        with pq.ParquetFile(file, read_dictionary=lists) as opened:
+            for batch in _rows_of(opened, group, self._columns()):
+                yield batch, sum(map(_decoded_bytes, batch.columns))
+
+    def _is_of_text_list(self, leaf: pq.ColumnChunkMetaData) -> bool:
+        return (
+            leaf.path_in_schema.startswith(f"{self.text}.") and leaf.physical_type == "BYTE_ARRAY"
+        )
+
+    def _row(self, batch: pa.RecordBatch, name: str, number: int, mtime_ns: int) -> Row:
         row = Row(f"{name}/{number}", number, offset=number, mtime_ns=mtime_ns)
         try:
             if self.id is not None:
-                row.id = checked_id(_id(_value(batch.column(self.id)[i])), row.id)
+                row.id = checked_id(_id(_value(batch.column(self.id)[0])), row.id)
             self.fill(
                 row,
                 {
-                    "text": lambda: self._take_text(row, batch, i),
-                    "image": lambda: self._take_image(row, batch, i),
-                    "audio": lambda: self._take_audio(row, batch, i, mtime_ns),
+                    "text": lambda: self._take_text(row, batch),
+                    "image": lambda: self._take_image(row, batch),
+                    "audio": lambda: self._take_audio(row, batch, mtime_ns),
                 },
             )
         except BadSample as problem:
@@ -255,11 +288,11 @@ class ParquetFormat(Format):
         wanted = [of.get(modality) for modality in self.modalities]
         return [column for column in (*wanted, self.id) if column is not None]
 
-    def _take_text(self, row: Row, batch: pa.RecordBatch, i: int) -> None:
-        take_captions(row, None if self.text is None else _texts(batch.column(self.text)[i]))
+    def _take_text(self, row: Row, batch: pa.RecordBatch) -> None:
+        take_captions(row, None if self.text is None else _texts(batch.column(self.text)[0]))
 
-    def _take_image(self, row: Row, batch: pa.RecordBatch, i: int) -> None:
-        image = None if self.image is None else _value(batch.column(self.image)[i])
+    def _take_image(self, row: Row, batch: pa.RecordBatch) -> None:
+        image = None if self.image is None else _value(batch.column(self.image)[0])
         if image is None and self.pairs != DEFAULT_PAIRS:
             raise BadSample("no-value", "no image is given")
         content, path = _bytes_and_path(image)
@@ -269,8 +302,8 @@ class ParquetFormat(Format):
             row.image = self._bytes(content, self.image)
             row.size = len(row.image)
 
-    def _take_audio(self, row: Row, batch: pa.RecordBatch, i: int, mtime_ns: int) -> None:
-        sound = None if self.audio is None else _value(batch.column(self.audio)[i])
+    def _take_audio(self, row: Row, batch: pa.RecordBatch, mtime_ns: int) -> None:
+        sound = None if self.audio is None else _value(batch.column(self.audio)[0])
         if sound is None:
             raise BadSample("no-value", "no sound is given")
         content, path = _bytes_and_path(sound)
@@ -339,6 +372,25 @@ def _bytes_and_path(given: Any) -> tuple[Any, Any]:
     return (None, given) if isinstance(given, str) else (given, None)
 
 
+class _Bomb(Exception):
+    """The rest of a row group is not read."""
+
+
+def _rows_of(
+    opened: pq.ParquetFile, group: int, columns: list[str | None]
+) -> Iterator[pa.RecordBatch]:
+    # with threads a batch of one row takes ten times as long
+    return opened.iter_batches(ROWS_AT_ONCE, [group], columns, use_threads=False)
+
+
+def _decoded_bytes(column: pa.Array) -> int:
+    """Of one row. A dictionary, which all rows share, does not count."""
+    if pa.types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    is_list = pa.types.is_nested(column.type) and not pa.types.is_struct(column.type)
+    return 0 if is_list else column.nbytes
+
+
 class _Opened:
     """Files of one process, and of one column the last row group."""
 
@@ -347,7 +399,7 @@ class _Opened:
         self._column = column
         self._bounds: dict[str, list[int]] = {}
         self._file: tuple[str, pq.ParquetFile] | None = None
-        self._group: tuple[str, int, pa.ChunkedArray] | None = None
+        self._group: tuple[str, int, list[pa.Array]] | None = None  # an array of each row
 
     def bounds(self, file: str) -> list[int]:
         """The first row of each row group, and the number of all rows."""
@@ -371,22 +423,30 @@ class _Opened:
         group = bisect_right(bounds, row) - 1
         if self._group is None or self._group[:2] != (file, group):
             self._group = None  # freed before the next one is read
-            opened = self._open(file)
-            if opened.metadata.row_group(group).total_byte_size > KEPT_LIMIT:
-                return self._from_large(opened, group, row - bounds[group])
-            self._group = (
-                file,
-                group,
-                opened.read_row_group(group, columns=[self._column]).column(self._column),
-            )
-        return _value(self._group[2][row - bounds[group]])
+            found = self._keep(self._open(file), file, group, row - bounds[group])
+            if self._group is None:
+                return found
+        return _value(self._group[2][row - bounds[group]][0])
 
-    def _from_large(self, opened: pq.ParquetFile, group: int, row: int) -> Any:
-        for batch in opened.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=[self._column]):
-            if row < batch.num_rows:
-                return _value(batch.column(self._column)[row])
-            row -= batch.num_rows
-        raise BadSample("unreadable", f"row group {group} ends early")
+    def _keep(self, opened: pq.ParquetFile, file: str, group: int, wanted: int) -> Any:
+        """Keep the row group, as far as it is small once it is decoded; else the value of its row
+        `wanted` comes back. Raises BadSample."""
+        is_large = opened.metadata.row_group(group).total_byte_size > KEPT_LIMIT
+        rows, size, found = [], 0, None
+        for number, batch in enumerate(_rows_of(opened, group, [self._column])):
+            column = batch.column(self._column)
+            size += column.nbytes
+            found = column[0] if number == wanted else found
+            is_large = is_large or size > KEPT_LIMIT
+            if not is_large:
+                rows.append(column)
+                continue
+            rows.clear()
+            if found is not None:
+                return _value(found)
+        if found is None:
+            raise BadSample("unreadable", f"row group {group} ends early")
+        self._group = (file, group, rows)
 
     def _open(self, file: str) -> pq.ParquetFile:
         if self._file is None or self._file[0] != file:
@@ -407,9 +467,24 @@ def _value(scalar: pa.Scalar) -> Any:
 
 def _texts(scalar: pa.Scalar) -> Any:
     """A text, or a list of them; bytes that are not UTF-8 become lone surrogates, which the check
-    of captions finds. Some tools write texts as bytes."""
-    if isinstance(scalar, pa.ListScalar) and scalar.is_valid:
-        return [_texts(each) for each in scalar]
+    of captions finds. Some tools write texts as bytes. Raises BadSample: huge-caption."""
+    is_list = isinstance(scalar, pa.ListScalar) and scalar.is_valid
+    texts, size = [], 0
+    for each in scalar if is_list else [scalar]:
+        each = each.value if isinstance(each, pa.DictionaryScalar) else each
+        if isinstance(each, pa.BinaryScalar) and each.is_valid:
+            size += each.as_buffer().size
+        if size > TEXT_LIMIT or len(texts) > CAPTION_LIMIT:
+            raise BadSample(
+                "huge-caption",
+                f"the texts of the row have over {size:,} bytes; at most {TEXT_LIMIT:,} bytes and "
+                f"{CAPTION_LIMIT:,} texts are read",
+            )
+        texts.append(_text(each))
+    return texts if is_list else texts[0]
+
+
+def _text(scalar: pa.Scalar) -> Any:
     try:
         given = scalar.as_py()
     except UnicodeDecodeError as error:

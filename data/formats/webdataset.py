@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from posixpath import splitext
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from data.formats.parquet import short_names
 from data.formats.rows import (
@@ -44,6 +44,10 @@ KEY_AND_ENDING = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)$", re.DOTALL)
 OF_THE_ARCHIVE = re.compile(r"__[^/]*__($|/)")
 HIDDEN = re.compile(r"(^|/)[.][^./]")
 TEXT_LIMIT = 1 << 20  # bytes of a text member
+# bytes of the headers of one member, in which long names and attributes are
+HEADER_LIMIT = 1 << 20
+GLOBALS_LIMIT = 10_000  # entries of a shard's own headers, which hold for all that follows
+DIGITS = re.compile(rb"[0-9]{256}")  # tarfile searches such runs anew from each of their digits
 OPEN_SHARDS = 64  # per process
 BLOCK = 512  # bytes; tar's unit
 
@@ -215,10 +219,17 @@ class _Shard:
     def _members(self) -> Iterator[Member]:
         self._file.seek(0)
         try:
+            headers = _Headers(self._file)
             tar = tarfile.TarFile(
-                fileobj=self._file, errorlevel=1, encoding="utf-8", errors="surrogateescape"
+                fileobj=cast(BinaryIO, headers),
+                errorlevel=1,
+                encoding="utf-8",
+                errors="surrogateescape",
             )
             while (member := tar.next()) is not None:
+                headers.left = HEADER_LIMIT
+                if len(tar.pax_headers) > GLOBALS_LIMIT:
+                    raise tarfile.ReadError(f"over {GLOBALS_LIMIT:,} entries in its own headers")
                 # it keeps them all, for access by name; typeshed does not know the list
                 tar.members.clear()  # type: ignore[attr-defined]
                 if member.isreg() and not member.issparse():
@@ -233,7 +244,9 @@ class _Shard:
             tarfile.TarError,
             ValueError,
             IndexError,
-        ) as error:  # headers from a damaged file may raise the last two
+            RecursionError,
+        ) as error:
+            # headers from a damaged file may raise the others, a thousand in a row the last one
             self.fault = f"damaged or cut off: {error}"
             return
         self._file.seek(end)
@@ -268,6 +281,24 @@ class _Shard:
                 f"{member.name}: a {type(fields).__name__} is given, an object {{...}} is needed",
             )
         return fields.get(key)
+
+
+class _Headers:
+    """A shard as tarfile reads it. The size of a header is what the header says, and so much of the
+    file, or of its holes, would be held in memory."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.left = file, HEADER_LIMIT
+        self.seek, self.tell = file.seek, file.tell
+
+    def read(self, size: int) -> bytes:
+        self.left -= size
+        if self.left < 0:
+            raise tarfile.ReadError(f"a member whose headers have over {HEADER_LIMIT:,} bytes")
+        found = self._file.read(size)
+        if DIGITS.search(found):
+            raise tarfile.ReadError("a number of over 256 digits in a header")
+        return found
 
 
 def _samples_of(key: str, members: Members) -> Iterator[tuple[str, Members] | Unused]:

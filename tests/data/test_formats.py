@@ -385,7 +385,6 @@ def test_parquet_ids_of_duckdb_and_pandas(tmp_path):
 
 def test_parquet_large_row_groups_are_not_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(parquet_format, "KEPT_LIMIT", 1000)
-    monkeypatch.setattr(parquet_format, "ROWS_AT_ONCE", 4)
     images = [encoded_image(n) for n in range(11)]
     pq.write_table(pa.table({"image": images, "text": ["words"] * 11}), tmp_path / "a.parquet")
     source = open_source(f"parquet:{tmp_path}/a.parquet")
