@@ -35,6 +35,7 @@ from data.formats.specs import local_file, local_folder, split_options
 from data.index.bad_samples import BadSample
 
 OPTIONS = ("names", "classnames", "templates")
+DEPTH_LIMIT = 100  # folders within a class
 NAMES_FILE = "classnames.txt"  # taken from DIR where it is there and no other is named
 
 
@@ -65,7 +66,7 @@ class ImageFolderFormat(Format):
         self.classes = sorted(
             entry.name
             for entry in os.scandir(root)
-            if entry.is_dir() and not entry.name.startswith(".") and not _is_leftover(entry)
+            if _is_folder(entry) and not entry.name.startswith(".") and not _is_leftover(entry)
         )
         if not self.classes:
             raise ValueError(
@@ -211,21 +212,21 @@ def _chosen_names(spec: str, options: dict[str, str], root: str) -> str | None:
 
 def _files(root: str, relative: str) -> Iterator[tuple[str, bool]]:
     """Paths below `root`, sorted, without what systems leave there. A folder that leads out of the
-    root comes as its own path, with True, and is not entered."""
+    root, or is too deep, comes as its own path, with True, and is not entered."""
     folder = os.path.join(root, relative)
-    if not is_inside(root, os.path.realpath(folder)):
+    if relative.count("/") == DEPTH_LIMIT or not is_inside(root, os.path.realpath(folder)):
         yield relative, True
         return
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
         path = f"{relative}/{entry.name}"
         if _is_leftover(entry):
             continue
-        if (
-            entry.is_symlink() and entry.is_dir()
+        if entry.is_symlink() and _is_folder(
+            entry
         ):  # inside it is listed where it is; else a link to its own parent would never end
             if not is_inside(root, os.path.realpath(entry.path)):
                 yield path, True
-        elif entry.is_dir():
+        elif _is_folder(entry):
             yield from _files(root, path)
         else:
             yield path, False
@@ -233,7 +234,12 @@ def _files(root: str, relative: str) -> Iterator[tuple[str, bool]]:
 
 def _is_leftover(entry: os.DirEntry) -> bool:
     # a folder may well be called license
-    return bool(LEFTOVER.search(f"{entry.name}/" if entry.is_dir() else entry.name))
+    return bool(LEFTOVER.search(f"{entry.name}/" if _is_folder(entry) else entry.name))
+
+
+def _is_folder(entry: os.DirEntry) -> bool:
+    # of a link to itself `is_dir` raises an error
+    return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
 
 
 def _kind_of(path: str) -> str:
@@ -244,9 +250,9 @@ def _kind_of(path: str) -> str:
     return f"files {ending}" if ending else "files without an ending"
 
 
-def _folders(folder: str) -> Iterator[str]:
-    """The folder and all below it, links apart."""
+def _folders(folder: str, depth: int = 0) -> Iterator[str]:
+    """The folder and all below it that `_files` enters, links apart."""
     yield folder
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        if entry.is_dir(follow_symlinks=False):
-            yield from _folders(entry.path)
+        if depth < DEPTH_LIMIT and entry.is_dir(follow_symlinks=False):
+            yield from _folders(entry.path, depth + 1)

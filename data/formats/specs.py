@@ -4,7 +4,9 @@ elsewhere."""
 import glob
 import hashlib
 import os
+import re
 import tempfile
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import unquote
@@ -17,6 +19,11 @@ from data.progress import progress_bar
 
 COPIES_AT_ONCE = 8
 MAX_SHOWN = 5
+NAMES_LIMIT = 1_000_000  # that braces may stand for
+BRACES = re.compile(
+    r"\\.|(?P<range>\{(?:(?P<first>-?\d+)\.\.(-?\d+)|([A-Za-z])\.\.([A-Za-z]))"
+    r"(?:\.\.-?(?P<step>\d+))?\})|[{},]"
+)
 ROOT = "root"  # the option that names a further folder in which images may lie
 
 
@@ -151,9 +158,15 @@ def expand(kind: str, pattern: str, usage: str) -> list[str]:
         raise ValueError(f"data spec '{kind}:' names no file; write {usage}")
     names: list[str] = []
     try:
+        number = sum(map(_number_of_names, pattern.split("::")))
+        if number > NAMES_LIMIT:
+            raise ValueError(
+                f"its braces stand for {number:,} names; at most {NAMES_LIMIT:,} are read: give "
+                "narrower ranges, or *"
+            )
         every = [name for part in pattern.split("::") for name in braceexpand(part)]
-    except ValueError as error:  # of braceexpand: UnbalancedBracesError
-        raise ValueError(f"data spec '{kind}:{pattern}': {error}") from error
+    except (ValueError, RecursionError) as error:  # of braceexpand: UnbalancedBracesError
+        raise ValueError(f"data spec '{kind}:{pattern:.1000}': {error}") from error
     for name in every:
         if is_remote(name):
             names.append(name)
@@ -173,14 +186,31 @@ def expand(kind: str, pattern: str, usage: str) -> list[str]:
         raise FileNotFoundError(
             f"data spec '{kind}:{pattern}': no such file: {', '.join(missing[:MAX_SHOWN])}{more}"
         )
-    twice = (
-        {name for name in names if names.count(name) > 1} if len(set(names)) < len(names) else set()
-    )
+    twice = sorted(name for name, number in Counter(names).items() if number > 1)
     if twice:
         raise ValueError(
-            f"data spec '{kind}:{pattern}' names {sorted(twice)[0]} twice; name each file once"
+            f"data spec '{kind}:{pattern}' names {twice[0]} twice; name each file once"
         )
     return names
+
+
+def _number_of_names(pattern: str) -> int:
+    """How many names a pattern's braces stand for; braceexpand makes lists of them at once."""
+    # of each open brace: the names of its last alternative so far, and of those before that
+    open_braces = [[1, 0]]
+    for found in BRACES.finditer(pattern):
+        inner = open_braces[-1]
+        if found["range"]:
+            first, last = (int(found[i]) if found["first"] else ord(found[i + 2]) for i in (2, 3))
+            inner[0] *= abs(last - first) // (int(found["step"] or 1) or 1) + 1
+        elif found[0] == "{":
+            open_braces.append([1, 0])
+        elif found[0] == "," and len(open_braces) > 1:
+            open_braces[-1] = [1, sum(inner)]
+        elif found[0] == "}" and len(open_braces) > 1:
+            open_braces.pop()
+            open_braces[-1][0] *= sum(inner)
+    return open_braces[0][0]
 
 
 def absolute_pattern(pattern: str) -> str:
