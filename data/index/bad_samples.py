@@ -1,6 +1,7 @@
 """What can be wrong with a sample: one exception, one vocabulary, and the limits behind it."""
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 
 PIXEL_LIMIT = 100_000_000  # pixels of one image; an RGBA image of that size takes 400 MB
@@ -10,6 +11,10 @@ CAPTION_LIMIT = 10_000  # characters
 FILE_LIMIT = 1 << 30  # bytes of one encoded image or sound
 # seconds of one sound; decoded to one channel at 48 kHz so many take 230 MB
 SECONDS_LIMIT = 1_200
+# samples of one sound: a file of 200 KB can hold 20 minutes at 655 kHz, which take 6 GB
+SAMPLES_LIMIT = SECONDS_LIMIT * 96_000
+# seconds of processor time that decoding one image or sound may take; the largest image takes 3
+DECODE_LIMIT_S = 20.0
 RATE_LIMITS = (1_000, 768_000)  # Hz
 CHANNEL_LIMIT = 24  # mixed to one; as many as the largest layout of loudspeakers has, 22.2
 
@@ -39,9 +44,10 @@ REASONS: dict[str, str] = {
     "truncated-audio": "the sound ends before the samples that its header promises",
     "empty-audio": "the sound has no sample",
     "silent-audio": "every sample of the sound, mixed to one channel, is 0",
-    "huge-audio": f"the sound is longer than --max-audio-seconds, or than {SECONDS_LIMIT:,} seconds",
+    "huge-audio": f"the sound is longer than --max-audio-seconds, or than {SECONDS_LIMIT:,} seconds; or it has more than {SAMPLES_LIMIT:,} samples",
     "impossible-audio": f"a rate outside {RATE_LIMITS[0]:,} to {RATE_LIMITS[1]:,} Hz, or more than {CHANNEL_LIMIT} channels",
     "not-finite-audio": "a sample of the sound is not a number, or infinite",
+    "too-slow": f"decoding it takes over {DECODE_LIMIT_S:g} seconds of processor time, or millions of strips",
 }
 ABSENCES = ("no-value", "no-caption", "empty-caption", "orphan-member")
 """Reasons that say of one modality that it was never there, not that it is broken."""
@@ -86,6 +92,23 @@ def refusing(
         raise BadSample(reason(error), f"{type(error).__name__}: {error}") from error
 
 
+class Allowance:
+    """The processor time that decoding may take, from now on; a busy machine costs none of it."""
+
+    def __init__(self) -> None:
+        self._clock, self._processor = time.monotonic(), time.thread_time()
+
+    def check(self) -> None:
+        """Called between the pieces that a decoder reads or makes. Raises BadSample: too-slow."""
+        # the processor's time takes ten times as long to ask for, and no clock is behind it
+        if time.monotonic() - self._clock <= DECODE_LIMIT_S:
+            return
+        if time.thread_time() - self._processor > DECODE_LIMIT_S:
+            raise BadSample(
+                "too-slow", f"not decoded after {DECODE_LIMIT_S:g} seconds of processor time"
+            )
+
+
 class Absent(LookupError):
     """The sample lacks this modality, and takes part in the pairs of the others."""
 
@@ -99,6 +122,10 @@ def check_sound(rate: float, channels: int, samples: int | None = None) -> None:
         raise BadSample(
             "huge-audio",
             f"{samples / rate:,.0f} seconds; at most {SECONDS_LIMIT:,} are read: cut it into clips",
+        )
+    if samples is not None and samples > SAMPLES_LIMIT:
+        raise BadSample(
+            "huge-audio", f"{samples:,} samples at {rate:,} Hz; at most {SAMPLES_LIMIT:,} are read"
         )
 
 

@@ -8,6 +8,7 @@ needed nor changed.
 
 import hashlib
 import io
+import struct
 from collections.abc import Callable
 
 import numpy as np
@@ -23,7 +24,7 @@ from PIL import (
     WebPImagePlugin,  # noqa: F401
 )
 
-from data.index.bad_samples import PIXEL_LIMIT, BadSample, check_size, refusing
+from data.index.bad_samples import PIXEL_LIMIT, Allowance, BadSample, check_size, refusing
 
 # What Pillow opens beside these is rare in data sets, and some of it (EPS, for one) runs programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
@@ -44,6 +45,8 @@ UPRIGHT = {  # EXIF orientation -> what makes it upright
     8: Image.Transpose.ROTATE_90,
 }
 SIDES_SWAPPED = (5, 6, 7, 8)
+STRIP_LIMIT = 400_000  # of a TIFF; 100 million pixels in tiles of 16 x 16 are fewer
+BYTES_IN_TIFF = (1, 2, 6, 7)  # types of one byte, which Pillow leaves as they are
 
 
 def decode_bytes(
@@ -55,7 +58,8 @@ def decode_bytes(
     that leaves the shorter side with at least so many; a pair is (height, width) of the upright
     image. Each pixel of a smaller scale is about the mean of those it stands for, so it is as
     good as decoding all and shrinking. Other formats come whole. Errors: BadSample, with reason
-    empty-file, not-an-image, truncated-image, too-many-pixels, impossible-size or unreadable.
+    empty-file, not-an-image, truncated-image, too-many-pixels, impossible-size, too-slow or
+    unreadable.
     """
     if not data:
         raise BadSample("empty-file", "0 bytes")
@@ -161,11 +165,48 @@ def _opened(data: bytes) -> Image.Image:
         if accepted and not isinstance(
             accepted, str
         ):  # a text says what is missing here to read it
-            return opens(io.BytesIO(data), "")
+            if name == "TIFF":
+                _refuse_many_strips(data)
+            return opens(_File(data), "")
     raise BadSample(
         "not-an-image",
         f"{len(data):,} bytes that begin with {data[:8]!r}; read are {', '.join(FORMATS)}",
     )
+
+
+class _File(io.BytesIO):
+    """An encoded file, of which no more is read once its decoding takes too long: Pillow decodes
+    piece by piece, with a progressive JPEG's thousands of scans in pieces of 64 KB."""
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self._allowance = Allowance()
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self._allowance.check()
+        return super().read(size)
+
+
+def _refuse_many_strips(data: bytes) -> None:
+    """Raise BadSample for a TIFF with a tag of very many numbers. Pillow makes Python objects of
+    each while it reads the header, and of each strip."""
+    order = "<" if data[:2] == b"II" else ">"
+    # BigTIFF has wider fields: where the directory is, how many tags it has, a tag and its count
+    big = data[2:4] in (b"\x2b\0", b"\0\x2b")
+    at, number, tag, size = (8, "Q", "HHQ", 20) if big else (4, "H", "HHI", 12)
+    try:
+        (start,) = struct.unpack_from(f"{order}{'Q' if big else 'I'}", data, at)
+        (tags,) = struct.unpack_from(order + number, data, start)
+        first = start + struct.calcsize(order + number)
+        for entry in range(first, first + size * tags, size):
+            name, kind, count = struct.unpack_from(order + tag, data, entry)
+            if kind not in BYTES_IN_TIFF and count > STRIP_LIMIT:
+                raise BadSample(
+                    "too-slow",
+                    f"{count:,} strips, or numbers of tag {name}; at most {STRIP_LIMIT:,} are read",
+                )
+    except (struct.error, OverflowError):
+        return  # Pillow says what is wrong with it
 
 
 def _orientation(image: Image.Image) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from data.index.bad_samples import SECONDS_LIMIT, BadSample, check_sound, refusing
+from data.index.bad_samples import SECONDS_LIMIT, Allowance, BadSample, check_sound, refusing
 
 INSTALL = "pip install -r requirements-audio.txt"
 BLOCK = 1 << 16  # samples of a channel that are decoded at once: 6 MB with 24 channels
@@ -110,8 +110,9 @@ def _library(name: str) -> ModuleType | None:
 def _one_channel(blocks: Iterator[np.ndarray], rate: int) -> np.ndarray:
     """float32 [samples, channels] each -> float32 [n]. Raises BadSample: not-finite-audio, and
     huge-audio for a file that is longer than its header says."""
-    mixed, length = [], 0
+    mixed, length, allowance = [], 0, Allowance()
     for block in blocks:
+        allowance.check()
         if not np.isfinite(block).all():
             raise BadSample("not-finite-audio", f"in the samples from {length:,} on")
         mixed.append(block.mean(1, dtype=np.float32))
