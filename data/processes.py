@@ -1,6 +1,7 @@
 """How the processes of data/ start and end: those that load, those that fill the cache and those that
 build an index share one fork server."""
 
+import contextlib
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.context
@@ -8,9 +9,13 @@ import multiprocessing.forkserver
 import os
 import signal
 import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import FrameType
 
 GRACE_S = 20.0  # of the 30 that DeepSpeed's launcher leaves between asking and killing
+WATCH_S = 1.0  # between two looks at the calls that have a limit
 
 
 def start_method() -> multiprocessing.context.BaseContext:
@@ -54,6 +59,45 @@ def end_with_parent() -> None:
 def _wait_and_end(sentinel: int) -> None:
     multiprocessing.connection.wait([sentinel])
     os._exit(1)
+
+
+@contextlib.contextmanager
+def ending_after(seconds: float, message: Callable[[], str]) -> Iterator[None]:
+    """End this process with an error when the block takes more processor time than this: for calls
+    into a library that lets other threads run, and that nothing ends but the end of the process."""
+    global _watcher
+    if _watcher is None or not _watcher.is_alive():
+        _watcher = threading.Thread(target=_watch, name="ending-after", daemon=True)
+        _watcher.start()
+    call = _Call(seconds, message, time.monotonic(), time.process_time())
+    _watched.append(call)
+    try:
+        yield
+    finally:
+        _watched.remove(call)
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    limit_s: float
+    message: Callable[[], str]
+    clock: float
+    processor: float
+
+
+_watched: list[_Call] = []
+_watcher: threading.Thread | None = None
+
+
+def _watch() -> None:
+    while True:
+        time.sleep(WATCH_S)
+        clock, processor = time.monotonic(), time.process_time()
+        for call in list(_watched):
+            # other threads take processor time too, and a busy machine takes time
+            if min(clock - call.clock, processor - call.processor) > call.limit_s:
+                os.write(2, f"error: {call.message()}\n".encode(errors="backslashreplace"))
+                os._exit(2)
 
 
 def outlast_signals() -> None:

@@ -9,7 +9,7 @@ import math
 import os
 import uuid
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -377,7 +377,7 @@ class _Bomb(Exception):
 
 
 def _rows_of(
-    opened: pq.ParquetFile, group: int, columns: list[str | None]
+    opened: pq.ParquetFile, group: int, columns: Sequence[str | None]
 ) -> Iterator[pa.RecordBatch]:
     # with threads a batch of one row takes ten times as long
     return opened.iter_batches(ROWS_AT_ONCE, [group], columns, use_threads=False)
@@ -469,7 +469,8 @@ def _texts(scalar: pa.Scalar) -> Any:
     """A text, or a list of them; bytes that are not UTF-8 become lone surrogates, which the check
     of captions finds. Some tools write texts as bytes. Raises BadSample: huge-caption."""
     is_list = isinstance(scalar, pa.ListScalar) and scalar.is_valid
-    texts, size = [], 0
+    texts: list[Any] = []
+    size = 0
     for each in scalar if is_list else [scalar]:
         each = each.value if isinstance(each, pa.DictionaryScalar) else each
         if isinstance(each, pa.BinaryScalar) and each.is_valid:

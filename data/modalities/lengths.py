@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.batching.draws import caption_numbers
 from data.index.sources import Source
+from data.modalities.tokenizer import tokenized
 from data.progress import progress_bar
 
 TEXTS_AT_ONCE = 1000
@@ -113,8 +114,9 @@ def _lengths(
 ) -> list[int]:
     if not texts:
         return []
-    encoded = tokenizer(
-        list(texts),
+    encoded = tokenized(
+        tokenizer,
+        texts,
         truncation=True,
         max_length=max_text_tokens,
         padding=False,

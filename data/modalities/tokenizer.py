@@ -6,6 +6,7 @@ B: texts in the micro-batch, L: tokens of its longest text, rounded up.
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from transformers import (
 )
 
 from data.modalities.tokenizer_open_clip import PREFIX, open_clip_tokenizer
+from data.processes import ending_after
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # in this order: [PAD] is 0
 CONTINUES = "##"
@@ -35,6 +37,7 @@ HUB_FILES = (  # that a tokenizer is made of
     *("merges.txt", "*.model", "chat_template*"),
 )
 VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")  # one of them, in a folder
+TOKENIZE_LIMIT_S = 60.0  # of one call, for up to 1,000 texts; usual ones take a tenth of a second
 TENSOR_CORE_MULTIPLE = (
     8  # sides of half-precision products that tensor cores take without padding of their own
 )
@@ -95,7 +98,9 @@ def refuse_unknown_words(
     special = set(tokenizer.all_special_ids)  # the one for unknown words is among them
     known = {
         tuple(token for token in tokens if token not in special)
-        for tokens in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        for tokens in tokenized(tokenizer, texts, add_special_tokens=False, verbose=False)[
+            "input_ids"
+        ]
     }
     if len(known) == 1:
         raise ValueError(
@@ -134,8 +139,9 @@ def batch_tokens_counted(
     multiple: int = 1,
 ) -> tuple[dict[str, torch.Tensor], int]:
     """(`batch_tokens`, how many of the texts were cut)."""
-    encoded = tokenizer(
-        list(texts),
+    encoded = tokenized(
+        tokenizer,
+        texts,
         truncation=True,
         max_length=max_text_tokens,
         padding=False,
@@ -157,12 +163,36 @@ def batch_tokens_counted(
     return tensors, sum(_is_cut(tokenizer, encoded, int(row), texts) for row in full)
 
 
+def tokenized(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **options: Any
+) -> BatchEncoding:
+    """What the tokenizer makes of texts. Errors: ValueError, which names the tokenizer, where one of
+    its patterns gives up on a text. Where it takes over `TOKENIZE_LIMIT_S` of processor time, the
+    process ends with the same message: nothing else ends the call."""
+
+    def says(what: str) -> str:
+        name = tokenizer.name_or_path or type(tokenizer).__name__
+        return (
+            f"tokenizer '{name}' {what} {len(texts):,} texts, such as {texts[0]!r:.100}: a pattern "
+            "in its tokenizer.json goes back over them again and again; give another --tokenizer"
+        )
+
+    slow = f"takes over {TOKENIZE_LIMIT_S:g} seconds of processor time for"
+    try:
+        with ending_after(TOKENIZE_LIMIT_S, lambda: says(slow)):
+            return tokenizer(list(texts), **options)
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":  # of Rust, and no Exception
+            raise ValueError(says(f"gives up ({error}) on")) from error
+        raise
+
+
 def _is_cut(
     tokenizer: PreTrainedTokenizerBase, encoded: BatchEncoding, row: int, texts: Sequence[str]
 ) -> bool:
     if encoded.encodings is not None:  # a fast tokenizer keeps what it cut off
         return bool(encoded.encodings[row].overflowing)
-    return len(tokenizer(texts[row])["input_ids"]) > len(encoded["input_ids"][row])
+    return len(tokenized(tokenizer, [texts[row]])["input_ids"][0]) > len(encoded["input_ids"][row])
 
 
 def _loaded(where: str) -> PreTrainedTokenizerBase:
