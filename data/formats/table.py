@@ -4,9 +4,9 @@
 import contextlib
 import csv
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
+from typing import Any, TextIO
 
 from data.formats.rows import (
     DEFAULT_PAIRS,
@@ -32,6 +32,7 @@ AUDIO_COLUMNS = ("audio_path", "audio")
 # stands for the character NUL within the reader, which before Python 3.11 refuses the whole row; no
 # other byte is read as it
 NUL = "\udc00"
+LINE_LIMIT = 16 << 20  # characters
 FIELD_LIMIT = 1 << 20  # characters; a quote that is never closed takes no more than this with it
 
 
@@ -67,7 +68,12 @@ class TableFormat(Format):
 
     def _header(self) -> list[str]:
         with open(self.file, encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-            return next(csv.reader(file, delimiter=self.separator), [])
+            try:
+                return next(csv.reader(_noted(file, []), delimiter=self.separator), [])
+            except csv.Error as error:
+                raise ValueError(
+                    f"{self.file}: the first line cannot be read ({error}); it has to name columns"
+                ) from error
 
     def _look_for_audio(self, header: list[str], options: dict[str, str]) -> None:
         """Adds the column of sounds where there is one. Beside it the image or the text is not
@@ -238,9 +244,10 @@ class TableFormat(Format):
         )
 
 
-def _noted(file: Iterable[str], lines: list[str]) -> Iterator[str]:
-    """The lines of a file for the reader, which also go to `lines`."""
-    for line in file:
+def _noted(file: TextIO, lines: list[str]) -> Iterator[str]:
+    """The lines of a file for the reader, which also go to `lines`. One of gigabytes, which may be a
+    hole in the file, comes in pieces, each of which is refused as a field."""
+    while line := file.readline(LINE_LIMIT):
         lines.append(line.replace("\0", NUL))
         yield lines[-1]
 

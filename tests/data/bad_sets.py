@@ -62,12 +62,18 @@ def png_of_palette(transparent: int) -> bytes:
     )
 
 
+def tiff_claiming(strips: int) -> bytes:
+    """A header alone, which promises so many strips."""
+    return b"II*\0" + struct.pack("<IHHHII", 8, 1, 273, 4, strips, 26) + bytes(4)
+
+
 BAD_IMAGES = {
     "empty-file": b"",
     "not-an-image": b"<html>404 Not Found</html>",
     "truncated-image": encoded_image(kind="JPEG", size=(64, 64))[:-400],
     "too-many-pixels": png_claiming(20_000, 20_000),
     "impossible-size": png_claiming(70_000, 10),
+    "too-slow": tiff_claiming(1_000_000),
     "unreadable": encoded_image()[:60] + b"\xff" * 40 + encoded_image()[100:],
 }
 BAD_TEXTS = {

@@ -171,6 +171,17 @@ def test_hostile_headers_make_a_bad_shard_and_take_no_memory(tmp_path, kind):
     assert opened(f"webdataset:{tmp_path}/a.tar") == [("a.tar/end of shard", "truncated-archive")]
 
 
+def test_a_line_of_gigabytes_in_a_table_is_a_few_bad_samples(tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    with (tmp_path / "a.csv").open("wb") as file:
+        file.write(b"filepath,title\na.png,a text\n")
+        file.truncate(600 << 20)
+    assert {reason for _, reason in opened(f"csv:{tmp_path}/a.csv")} == {"huge-caption"}
+    (tmp_path / "b.csv").write_text("filepath," + "x" * 200_000)
+    with pytest.raises(ValueError, match="first line cannot be read"):
+        open_source(f"csv:{tmp_path}/b.csv")
+
+
 # -- braces
 
 
