@@ -24,6 +24,7 @@ from typing import Any
 
 from rich.table import Table
 
+from common.files import make_folder
 from common.output import outlive_output, run_program
 from data.index.roots import add_root_flag, from_anywhere, given_roots, with_roots
 from data.loader import resolve_workers
@@ -365,7 +366,7 @@ def of_pairs(arguments: argparse.Namespace, embedder: Embedder, name: str) -> Ev
             after |= {f"{part_name}/{key}": value for key, value in again.items()}
         beside = part_name if len(parts) > 1 else ""
         if arguments.embeddings:
-            folder = arguments.embeddings / beside
+            folder = make_folder(arguments.embeddings / beside, within=arguments.embeddings)
             write_embeddings(folder, embedded, part.source, model_of(arguments, embedder, name))
             print(folder)
         if arguments.picture:

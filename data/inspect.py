@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from common.files import make_folder, replacing
 from common.output import outlive_output, plain, run_program
 from data.index.bad_samples import REASONS, Absent, BadSample
 from data.index.roots import add_root_flag, given_roots, with_roots
@@ -274,8 +275,10 @@ def _inspect(arguments: Sequence[str] | None) -> None:
         console.print(table)
     if options.count > 0:
         sheet, notice = contact_sheet(source, options.count, options.seed)
-        options.sheet.parent.mkdir(parents=True, exist_ok=True)
-        sheet.save(options.sheet)
+        make_folder(options.sheet.parent)
+        kind = Image.registered_extensions().get(options.sheet.suffix.lower(), "PNG")
+        with replacing(options.sheet) as beside:
+            sheet.save(beside, kind)
         if notice:
             print(notice)
         print(options.sheet)

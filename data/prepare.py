@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +13,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from common.files import remove, replacing, replacing_folder, write_text
 from data.batching.draws import LIMIT
 from data.batching.mixture import Mixture, Parts, mixed, open_sources
 from data.index.bad_samples import REASON_OF_CODE, REASONS
@@ -254,9 +253,9 @@ def write_bad_samples(file: Path, sources: Sequence[Source]) -> None:
     """A line for each: {"data", "id", "where", "reason", "detail"}. No file where there are
     none."""
     if not any(count_bad(source) for source in sources):
-        file.unlink(missing_ok=True)
+        remove(file, file.parent)
         return
-    with file.open("w", encoding="utf-8") as lines:
+    with replacing(file) as beside, beside.open("w", encoding="utf-8") as lines:
         for source in sources:
             for identity, where, reason, detail in bad_values(source):
                 record = {
@@ -321,20 +320,14 @@ class _Kept:
         return Division(train, arrays, record["leaks"])
 
     def write(self, division: Division) -> Division:
-        beside = self.folder.with_name(f"{self.folder.name}.{os.getpid()}.writing")
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
-        for name, subset in {TRAIN: division.train, **division.held_out}.items():
-            np.save(beside / f"{name}.npy", subset)
         record = {
             "options": self.made_of,
             "sizes": self.sizes,
             "held_out": list(division.held_out),
             "leaks": dict(division.leaks),
         }
-        (beside / "made_of.json").write_text(
-            json.dumps(record, ensure_ascii=False), encoding="utf-8"
-        )
-        shutil.rmtree(self.folder, ignore_errors=True)
-        os.replace(beside, self.folder)
+        with replacing_folder(self.folder) as beside:
+            for name, subset in {TRAIN: division.train, **division.held_out}.items():
+                np.save(beside / f"{name}.npy", subset)
+            write_text(beside / "made_of.json", json.dumps(record, ensure_ascii=False))
         return self.read() or division

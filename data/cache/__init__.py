@@ -38,6 +38,7 @@ import lmdb
 import numpy as np
 from filelock import FileLock, Timeout
 
+from common.files import make_folder, refuse_link
 from data.cache.packing import ARRAY_HEADER, packed, unpacked
 from data.formats.specs import cache_folder
 from data.index.bad_samples import BadSample
@@ -314,7 +315,9 @@ def _close_all() -> None:
 
 
 def _open(folder: Path, limit_bytes: int) -> lmdb.Environment:
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
+    for name in ("data.mdb", "lock.mdb"):
+        refuse_link(folder / name)
     environment = lmdb.open(
         str(folder),
         map_size=max(ADDRESSES, limit_bytes),

@@ -5,7 +5,6 @@ import glob
 import hashlib
 import os
 import re
-import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +13,7 @@ from urllib.parse import unquote
 from braceexpand import braceexpand
 from filelock import FileLock
 
+from common.files import make_folder, replacing
 from data.formats.rows import near
 from data.progress import progress_bar
 
@@ -241,18 +241,15 @@ def _local_copy(url: str) -> str:
     copy = folder / (os.path.basename(url.partition("?")[0]) or "file")
     if copy.is_file():
         return str(copy)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     with FileLock(folder / "lock"):
         if copy.is_file():
             return str(copy)
-        handle, unfinished = tempfile.mkstemp(dir=folder)
-        os.close(handle)
         try:
             files, path = fsspec.core.url_to_fs(url)
-            files.get_file(path, unfinished)
-            os.replace(unfinished, copy)  # others see the whole file or none
+            with replacing(copy) as beside:
+                files.get_file(path, str(beside))
         except Exception as error:  # each kind of address raises its own
-            os.unlink(unfinished)
             raise OSError(
                 f"cannot copy {url} to {folder}: {type(error).__name__}: {error}; check the "
                 "address and its credentials"

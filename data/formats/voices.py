@@ -9,7 +9,6 @@ are made once, into the cache folder; made again they differ a little, because b
 import ctypes
 import hashlib
 import importlib.util
-import shutil
 import wave
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any
 
 from filelock import FileLock
 
+from common.files import make_folder, replacing_folder
 from data.formats.demo import DemoFormat, text_of
 from data.formats.rows import Part, Roots, Row, place, place_audio
 from data.formats.specs import cache_folder
@@ -117,15 +117,12 @@ class VoicesFormat(DemoFormat):
         folder = cache_folder() / WORD / name
         if folder.is_dir():
             return folder
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(folder.parent)
         with FileLock(folder.with_suffix(".lock")):
             if not folder.is_dir():
-                unfinished = folder.with_suffix(".writing")
-                shutil.rmtree(unfinished, ignore_errors=True)
-                unfinished.mkdir()
-                for file, text, language, speaker in progress_bar(said, "speaking", "name"):
-                    say(unfinished / file, text, language, speaker)
-                unfinished.rename(folder)  # others see all of them or none
+                with replacing_folder(folder) as unfinished:
+                    for file, text, language, speaker in progress_bar(said, "speaking", "name"):
+                        say(unfinished / file, text, language, speaker)
         return folder
 
 

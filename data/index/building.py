@@ -5,7 +5,6 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
 import time
 import uuid
 from collections import deque
@@ -21,6 +20,7 @@ import pyarrow as pa
 from filelock import FileLock
 from PIL import Image
 
+from common.files import make_folder, move, remove, remove_folder, write_text
 from data.formats.rows import DEFAULT_PAIRS, Format, Part, Row, Unused
 from data.index.bad_samples import ABSENCES, CODES, REASON_OF_CODE, BadSample
 from data.index.hearing import KnownSounds, hear, too_long, write_keys
@@ -85,7 +85,7 @@ def load_index(
     if not refresh and (index := open_index(format, target)):
         return index
     try:
-        target.mkdir(parents=True, exist_ok=True)
+        make_folder(target)
         lock = FileLock(target / "lock")
         lock.acquire()
     except OSError as error:
@@ -97,7 +97,7 @@ def load_index(
         if not refresh and (index := open_index(format, target)):
             return index  # made by another process while this one waited
         for left in target.glob("build-*"):  # by a process that was killed
-            shutil.rmtree(left, ignore_errors=True)
+            remove_folder(left, target)
         _build(
             format,
             target,
@@ -180,7 +180,7 @@ def _build(
             unused=unused,
         )
     finally:
-        shutil.rmtree(build, ignore_errors=True)
+        remove_folder(build, target)
 
 
 def publish(
@@ -211,12 +211,12 @@ def publish(
         **({} if tuple(modalities) == DEFAULT_PAIRS[0] else {"modalities": list(modalities)}),
     }
     unfinished = written.with_name("index.json")
-    unfinished.write_text(json.dumps(meta), encoding="utf-8")
-    os.replace(written, target / name)
-    os.replace(unfinished, target / "index.json")
+    write_text(unfinished, json.dumps(meta))
+    move(written, target / name)
+    move(unfinished, target / "index.json")
     by_age = sorted(target.glob("*.arrow"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
     for file in [file for file in by_age if file.name != name][KEPT_BUILDS - 1 :]:
-        file.unlink()
+        remove(file, target)
 
 
 def _starts(done: list[_Done]) -> dict[str, tuple[int, int, UnusedCounts]]:
@@ -689,7 +689,7 @@ class _Buffers:
 
     def _put(self, name: str, content: Any) -> None:
         if name not in self._files:
-            self._files[name] = open(self._folder / name, "wb")
+            self._files[name] = open(self._folder / name, "xb")
         self._files[name].write(memoryview(content).cast("B") if len(content) else b"")
 
     def as_batch(self) -> pa.RecordBatch:

@@ -6,8 +6,6 @@ N: training samples, T: their captions, all in a row.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from common.files import replacing_folder, write_text
 from data.batching.draws import caption_numbers
 from data.index.sources import Source
 from data.modalities.tokenizer import tokenized
@@ -73,14 +72,10 @@ def token_counts(
     file = folder / "made_of.json"
     if not (file.is_file() and json.loads(file.read_text(encoding="utf-8")) == made_of):
         counts, starts = _count(source, subset, tokenizer, max_text_tokens, progress)
-        beside = folder.with_name(f"{folder.name}.{os.getpid()}.writing")
-        shutil.rmtree(beside, ignore_errors=True)
-        beside.mkdir(parents=True)
-        np.save(beside / "counts.npy", counts)
-        np.save(beside / "starts.npy", starts)
-        (beside / "made_of.json").write_text(json.dumps(made_of), encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(beside, folder)
+        with replacing_folder(folder) as beside:
+            np.save(beside / "counts.npy", counts)
+            np.save(beside / "starts.npy", starts)
+            write_text(beside / "made_of.json", json.dumps(made_of))
     return TokenCounts(
         *(np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("counts", "starts"))
     )

@@ -27,6 +27,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from common.files import replacing_folder
 from data.modalities.tokenizer_open_clip import PREFIX, open_clip_tokenizer
 from data.processes import ending_after
 
@@ -66,7 +67,8 @@ def load_tokenizer(
         )
     tokenizer = _trained(list(captions), vocab_size)
     if save_to is not None:
-        tokenizer.save_pretrained(str(save_to))
+        with replacing_folder(save_to) as beside:
+            tokenizer.save_pretrained(str(beside))
     return tokenizer
 
 

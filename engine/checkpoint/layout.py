@@ -30,6 +30,8 @@ from typing import Any
 
 import xxhash
 
+from common.files import replacing
+
 FORMAT, VERSION = "wye-checkpoint", 1
 MANIFEST, LATEST, OWNER, SEAL = "manifest.json", "latest", "owner", "seal"
 WRITING, DELETING, SET_ASIDE = ".writing", ".deleting", ".set-aside"
@@ -239,10 +241,9 @@ def checkpoints_in(folder: Path) -> list[Path]:
 def replace_text(file: Path, text: str) -> None:
     """Put a text file in place by a rename, so that it is there whole or not at all, also after a
     power cut."""
-    beside = file.with_name(file.name + WRITING)
-    beside.write_text(text, encoding="utf-8")
-    flush(beside)
-    os.replace(beside, file)
+    with replacing(file) as beside:
+        beside.write_text(text, encoding="utf-8")
+        flush(beside)
     flush(file.parent)
 
 

@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from common.files import move, remove, remove_folder
 from engine.checkpoint.layout import (
     DELETING,
+    LATEST,
+    OWNER,
     SET_ASIDE,
     WRITING,
     BrokenCheckpoint,
@@ -57,7 +60,9 @@ def delete_old(folder: Path, newest: Path, keep: Keep) -> None:
     oldest_that_stays = min(step for step in whole if step not in goes)
     for path in older:
         if step_of(path) in goes or step_of(path) < oldest_that_stays:
-            shutil.rmtree(path.rename(path.with_name(path.name + DELETING)), ignore_errors=True)
+            going = path.with_name(path.name + DELETING)
+            move(path, going)
+            remove_folder(going, folder)
 
 
 def clear_away(folder: Path) -> None:
@@ -65,7 +70,10 @@ def clear_away(folder: Path) -> None:
     still holds open goes another time."""
     for ending in (WRITING, DELETING):
         for left in folder.glob(f"step-*{ending}"):
-            shutil.rmtree(left, ignore_errors=True)
+            remove_folder(left, folder)
+    for name in (LATEST, OWNER):
+        for left in folder.glob(f".{name}.*"):  # of `replacing`, which was killed
+            remove(left, folder)
 
 
 def _is_broken(checkpoint: Path) -> bool:
@@ -84,7 +92,7 @@ def set_aside_from(folder: Path, step: int) -> None:
             while aside.exists():
                 number += 1
                 aside = path.with_name(f"{path.name}{SET_ASIDE}-{number}")
-            path.rename(aside)
+            move(path, aside)
 
 
 def too_little_room(folder: Path, num_bytes: int) -> str | None:

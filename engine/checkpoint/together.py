@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common.files import remove_folder
 from engine.checkpoint import writing
 from engine.checkpoint.engine_state import changes, restore, snapshot, topology_of
 from engine.checkpoint.layout import (
@@ -190,7 +190,7 @@ class CheckpointWriter:
             committed = None if self._commit is None else _reason(self._commit)
             reasons += [committed] if committed else []
             if reasons:
-                shutil.rmtree(writing.writing_folder(self.folder, self._step), ignore_errors=True)
+                remove_folder(writing.writing_folder(self.folder, self._step), self.folder)
         self._files = self._commit = None
         return from_first_rank(reasons[0] if reasons else None)
 

@@ -3,11 +3,11 @@ identity, a folder of measurements."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import platform
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from common.files import make_folder, write_text
 
 Tensors = dict[str, Tensor]
 
@@ -159,18 +161,9 @@ class Cache:
         """In one rename: other processes read all of it or nothing. Where nothing can be written
         (a full disk, a home that is read-only), nothing is kept, and the next start measures
         again."""
-        unfinished = None
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                "w", dir=self.folder, suffix=".part", delete=False, encoding="utf-8"
-            ) as file:
-                unfinished = Path(file.name)
-                json.dump({"of": key, "measured": asdict(measured)}, file, indent=1)
-            os.replace(unfinished, self.folder / f"{name}.json")
-        except OSError:
-            if unfinished is not None:
-                unfinished.unlink(missing_ok=True)
+        text = json.dumps({"of": key, "measured": asdict(measured)}, indent=1)
+        with contextlib.suppress(OSError):
+            write_text(make_folder(self.folder) / f"{name}.json", text)
 
 
 def digest(key: object) -> str:

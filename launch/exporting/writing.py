@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -21,6 +19,7 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from common.files import replacing_folder, write_text
 from data.modalities.preprocessing import Preprocessing
 from data.modalities.tokenizer_open_clip import PREFIX, is_clips, text_config
 from launch.exporting.adapters import page_of_adapters, taken_off, write_all
@@ -97,40 +96,35 @@ def write_export(
     kind, differences = choose_form(trained, form)
     if keep_adapters:
         _refuse_adapters_apart(trained, kind, [own.branch for own in adapters])
-    beside = folder.with_name(folder.name + ".writing")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
-
-    # towers, heads and scalars; what scores pairs in training has no place in an encoder of either
-    state = _of_these_pairs(trained, canonical_state(trained.layers))
-    fusion = {name: state.pop(name) for name in list(state) if name.startswith(FUSION_NAMES)}
-    sounds = {} if kind in (STATE_DICT, CLAP) else _of_sounds(state)
-    for file, tensors in ((FUSION, fusion), (AUDIO, sounds)):
-        if tensors:
-            save_file(tensors, beside / file, metadata={"format": "pt"})
-    for branch, tower in towers.items():
-        if tower.config["library"] == "transformers":
-            (beside / branch).mkdir()
-            own = config_of_text(tower) if (branch, kind) == ("text", OPEN_CLIP) else None
-            _write_json(beside / branch / "config.json", own or library_config(tower))
-    config, pairs = _write_weights(trained, state, kind, beside, folder)
-    _write_inputs(trained, kind, beside)
-    record = _record(trained, kind, differences)
-    page = export_page(
-        trained, kind, differences, training_section(trained, averaged), bool(fusion)
-    )
-    if keep_adapters:
-        written = write_all(adapters, trained.towers, config, pairs, beside)
-        record["adapters"] = written
-        page += page_of_adapters(list(written), whole=config is not None)
-    _write_json(beside / RECORD, record)
-    (beside / "README.md").write_text(model_card_data(trained, kind) + page, encoding="utf-8")
-    for weights in beside.rglob("*.safetensors"):  # safetensors makes them for their owner alone
-        weights.chmod(beside.stat().st_mode & 0o666)
-
-    if folder.exists():
-        shutil.rmtree(folder)
-    os.replace(beside, folder)
+    with replacing_folder(folder) as beside:
+        # towers, heads and scalars; what scores pairs in training has no place in an encoder of either
+        state = _of_these_pairs(trained, canonical_state(trained.layers))
+        fusion = {name: state.pop(name) for name in list(state) if name.startswith(FUSION_NAMES)}
+        sounds = {} if kind in (STATE_DICT, CLAP) else _of_sounds(state)
+        for file, tensors in ((FUSION, fusion), (AUDIO, sounds)):
+            if tensors:
+                save_file(tensors, beside / file, metadata={"format": "pt"})
+        for branch, tower in towers.items():
+            if tower.config["library"] == "transformers":
+                (beside / branch).mkdir()
+                own = config_of_text(tower) if (branch, kind) == ("text", OPEN_CLIP) else None
+                _write_json(beside / branch / "config.json", own or library_config(tower))
+        config, pairs = _write_weights(trained, state, kind, beside, folder)
+        _write_inputs(trained, kind, beside)
+        record = _record(trained, kind, differences)
+        page = export_page(
+            trained, kind, differences, training_section(trained, averaged), bool(fusion)
+        )
+        if keep_adapters:
+            written = write_all(adapters, trained.towers, config, pairs, beside)
+            record["adapters"] = written
+            page += page_of_adapters(list(written), whole=config is not None)
+        _write_json(beside / RECORD, record)
+        write_text(beside / "README.md", model_card_data(trained, kind) + page)
+        for weights in beside.rglob(
+            "*.safetensors"
+        ):  # safetensors makes them for their owner alone
+            weights.chmod(beside.stat().st_mode & 0o666)
     return differences
 
 
@@ -469,4 +463,4 @@ def _adapters(trained: Trained) -> list[str]:
 
 
 def _write_json(file: Path, value: object) -> None:
-    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_text(file, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.files import make_folder, remove, replacing, write_text
 from data.batching.mixture import specs_of
 from data.batching.sampler import evaluation_requests
 from data.index.keys import caption_key
@@ -319,13 +320,19 @@ def forget_embeddings(folder: Path) -> None:
     for part in folders_of(folder):
         for name in _modalities_in(part):
             for file in (f"{name}.npy", lines_of(name)):
-                (part / file).unlink(missing_ok=True)
-        (part / "about.json").unlink(missing_ok=True)
+                remove(part / file, folder)
+        remove(part / "about.json", folder)
 
 
 def _modalities_in(folder: Path) -> list[str]:
     about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
-    return list(about.get("modalities", ("image", "text")))  # as earlier versions wrote
+    names = about.get("modalities", ("image", "text"))  # as earlier versions wrote
+    if not all(isinstance(name, str) and name.isidentifier() for name in names):
+        raise ValueError(
+            f"{folder / 'about.json'}: modalities {names!r}: names of modalities are needed; the "
+            "folder was not made by evaluate.py --embeddings"
+        )
+    return list(names)
 
 
 def lines_of(modality: str) -> str:
@@ -337,12 +344,13 @@ def write_embeddings(
     folder: Path, embedded: Embedded, source: Source, about: dict[str, Any]
 ) -> None:
     """about.json last: a folder counts with it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     for name, own in embedded.rows.items():
-        np.save(folder / f"{name}.npy", own.embeds.numpy())
+        with replacing(folder / f"{name}.npy") as beside, beside.open("wb") as file:
+            np.save(file, own.embeds.numpy())
         _write_lines(folder / lines_of(name), lines_for(embedded, source, name))
     about = {**about, "data": specs_of(source), "modalities": list(embedded.rows)}
-    (folder / "about.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    write_text(folder / "about.json", json.dumps(about, indent=2) + "\n")
 
 
 def lines_for(embedded: Embedded, source: Source, modality: str) -> Iterator[dict[str, Any]]:
@@ -419,6 +427,6 @@ def _read_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def _write_lines(path: Path, records: Iterable[dict[str, Any]]) -> None:
-    with path.open("w", encoding="utf-8") as file:
+    with replacing(path) as beside, beside.open("w", encoding="utf-8") as file:
         for record in records:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")

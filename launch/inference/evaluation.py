@@ -14,6 +14,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from common.files import make_folder, write_text
 from common.output import plain
 from data.index.sources import Source
 from launch.inference.embedding import Embedded, Rows, folders_of, read_embeddings
@@ -216,8 +217,8 @@ def embeddings_of(
 def write_numbers(path: Path, values: Mapping[str, Any]) -> None:
     """Into a folder that is made where it is not there. Not-a-number and infinity, which JSON does
     not have, become null."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_for_json(values), indent=2) + "\n", encoding="utf-8")
+    make_folder(path.parent)
+    write_text(path, json.dumps(_for_json(values), indent=2) + "\n")
 
 
 def _for_json(values: Mapping[str, Any]) -> dict[str, Any]:

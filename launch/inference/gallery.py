@@ -12,6 +12,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from common.files import make_folder, replacing
 from data.modalities.fonts import columns_of, fonts_for, wrapped
 from launch.inference.kinds import Encoded, draw
 
@@ -79,8 +80,9 @@ def _draw_rows(rows: Sequence[Row], title: str, path: Path, drawable: Callable[[
                 found.right,
             )
     figure.suptitle(drawable(title), fontsize=11, parse_math=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=DOTS_PER_INCH)
+    make_folder(path.parent)
+    with replacing(path) as beside:
+        figure.savefig(beside, dpi=DOTS_PER_INCH, format=path.suffix[1:] or None)
 
 
 def _draw_cell(

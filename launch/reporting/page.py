@@ -15,6 +15,7 @@ from markupsafe import Markup
 from plotly.io import to_json
 from plotly.offline import get_plotlyjs
 
+from common.files import write_text
 from launch.reporting.charts import MOST_POINTS, thin_curves
 from launch.reporting.parts import Section
 from launch.reporting.reading import RunData, read_runs
@@ -32,12 +33,7 @@ def write_report(folders: Sequence[Path], output: Path) -> None:
     holds no run; OSError where `output` cannot be written."""
     text = render_page(read_runs(folders))
     # as whole as it is there: a browser may be reading the page of before
-    beside = output.with_name(f".{output.name}.{time.time_ns():x}")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(output)
-    finally:
-        beside.unlink(missing_ok=True)
+    write_text(output, text)
 
 
 def render_page(runs: Sequence[RunData], live: bool = False) -> str:

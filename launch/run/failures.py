@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from common.files import write_text
 from common.output import plain
 from engine.checkpoint.layout import LATEST
 from engine.processes.out_of_memory import OutOfMemory, in_words
@@ -119,7 +120,7 @@ def _keep(details: str, run_folder: Path | None, rank: int) -> str:
         return ""
     path = run_folder / f"error-rank{rank}.txt"
     try:
-        path.write_text(plain(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{details}"), encoding="utf-8")
+        write_text(path, plain(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{details}"))
     except OSError:  # a full disk may be what went wrong
         return ""
     return f"\n(traceback: {path})"

@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 
+from common.files import append_text, make_folder, open_own, refuse_link, remove, write_text
 from data.modalities.preprocessing import CLIP
 from data.options import IMAGE_TEXT
 from engine.checkpoint.layout import replace_text
@@ -115,7 +116,7 @@ class RunFolder:
         if path.exists() and not path.is_dir():
             raise ValueError(f"--run-dir {path}: a file of this name exists; give a folder")
         if first_rank:
-            path.mkdir(parents=True, exist_ok=True)
+            make_folder(path)
 
     def claim(self) -> None:
         """On the first rank, keep other runs out of this folder as long as this object and its
@@ -127,7 +128,10 @@ class RunFolder:
         """
         if not self.first_rank:
             return
-        file = (self.path / "lock").open("a+", encoding="utf-8")
+        growing = (self.metrics, self.balance, self.bad_steps, self.loss_weights, self.bad_samples)
+        for grows in growing:
+            refuse_link(grows)  # before work is done that could not be recorded
+        file = open_own(self.path / "lock")
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -165,6 +169,10 @@ class RunFolder:
     @property
     def bad_steps(self) -> Path:
         return self.path / "bad_steps.jsonl"
+
+    @property
+    def bad_samples(self) -> Path:
+        return self.path / "bad_samples.jsonl"
 
     @property
     def loss_weights(self) -> Path:
@@ -259,9 +267,9 @@ class RunFolder:
     def mark_done(self, done: bool) -> None:
         """Make the file `done`, or take it away."""
         if self.first_rank and done:
-            self.done.touch()
+            write_text(self.done, "")
         elif self.first_rank:
-            self.done.unlink(missing_ok=True)
+            remove(self.done, self.path)
 
     def read_costs(self) -> dict[str, Any] | None:
         """What this run was planned by, if it was measured, and the file is not damaged."""
@@ -334,8 +342,7 @@ class RunFolder:
 
     def _append(self, path: Path, values: Mapping[str, Any]) -> None:
         if self.first_rank:
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(values) + "\n")
+            append_text(path, json.dumps(values) + "\n")
 
     def note_bad_sample(
         self, data: str, identity: str, where: str, reason: str, detail: str
@@ -349,8 +356,7 @@ class RunFolder:
             "reason": reason,
             "detail": detail[:500],
         }
-        with (self.path / "bad_samples.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        append_text(self.bad_samples, json.dumps(record) + "\n")
 
     def note_bad_step(
         self, step: int, loss: float, bad: BadStep, identity: Callable[[int], str]
@@ -367,8 +373,7 @@ class RunFolder:
                 },
                 "samples": [identity(i) for i in bad.samples],
             }
-            with self.bad_steps.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+            append_text(self.bad_steps, json.dumps(record) + "\n")
 
     def refuse_more_bad_steps(
         self, in_a_row: int, most: int, newest_checkpoint: Callable[[], Path | None]

@@ -12,6 +12,8 @@ from types import FrameType
 
 import psutil
 
+from common.files import remove
+
 # EX_TEMPFAIL of sysexits.h: not done, and the same command goes on. Schedulers and supervise.sh
 # tell it from a failure.
 STOPPED = 75
@@ -47,7 +49,7 @@ class StopRequest:
     def forget(self) -> None:
         """The end has come: the next run is not asked by the same file."""
         if self._file is not None:
-            self._file.unlink(missing_ok=True)
+            remove(self._file, self._file.parent)
 
     def __bool__(self) -> bool:
         if (

@@ -18,6 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from common.files import replacing
 from data.batching.feed import BRANCH_OF
 from launch.tools.drawing import DOTS_PER_INCH
 
@@ -99,7 +100,8 @@ def save_balance_plot(
     for axes in rows[len(panels) :]:
         axes.axis("off")
         axes.text(0, 1, "\n".join(words), va="top", ha="left", fontsize=8, transform=axes.transAxes)
-    figure.savefig(path)
+    with replacing(path) as beside:
+        figure.savefig(beside, format=path.suffix[1:] or None)
 
 
 def panels_of(

@@ -18,6 +18,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
+from common.files import replacing
 from engine.planning.costs import CostModel
 from engine.planning.planner import Candidate, describe_schedule
 from engine.planning.simulator import Simulation, simulate
@@ -190,7 +191,8 @@ def _save(path: Path, timelines: Sequence[Timeline]) -> None:
         frameon=False,
         handlelength=1.4,
     )
-    figure.savefig(path)
+    with replacing(path) as beside:
+        figure.savefig(beside, format=path.suffix[1:] or None)
 
 
 def draw_timeline(

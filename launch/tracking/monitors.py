@@ -29,6 +29,7 @@ from deepspeed.monitor.monitor import Monitor, MonitorMaster
 from deepspeed.monitor.tensorboard import TensorBoardMonitor
 from deepspeed.monitor.utils import check_comet_availability
 
+from common.files import make_folder, refuse_links_in, write_text
 from common.output import plain
 
 BLOCKS = ("wandb", "tensorboard", "csv_monitor", "comet")
@@ -145,7 +146,7 @@ class TensorBoard(TensorBoardMonitor):
         from torch.utils.tensorboard import SummaryWriter
 
         folder = os.path.join(self.output_path, self.job_name)
-        os.makedirs(folder, exist_ok=True)
+        refuse_links_in(make_folder(Path(folder)))
         self.summary_writer = SummaryWriter(
             log_dir=folder, purge_step=self.first_step if self.first_step > 1 else None
         )
@@ -158,6 +159,7 @@ class CsvFiles(csvMonitor):
 
     def __init__(self, config: CSVConfig, step: int):
         super().__init__(config)
+        refuse_links_in(Path(self.log_dir))
         if step == 0:
             return
         for file in Path(self.log_dir).glob("*.csv"):
@@ -167,7 +169,7 @@ class CsvFiles(csvMonitor):
             if headings:
                 own = headings[-1] + 1
                 kept = [*lines[:own], *(line for line in lines[own:] if _step_of(line) <= step)]
-                file.write_text("\n".join(kept) + "\n", encoding="utf-8")
+                write_text(file, "\n".join(kept) + "\n")
                 self.filenames.append(file.stem)
 
 
@@ -199,7 +201,7 @@ class Comet(CometMonitor):
             )
         os.environ.setdefault("COMET_OFFLINE_DIRECTORY", str(folder / "comet"))
         super().__init__(config.model_copy(update={"experiment_key": given, "online": online}))
-        file.write_text(given + "\n", encoding="utf-8")
+        write_text(file, given + "\n")
 
     def write_events(self, event_list: Sequence[Event], samples: int | None = None) -> None:
         for name, value, step in event_list:

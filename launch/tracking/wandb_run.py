@@ -16,6 +16,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
+from common.files import write_text
 from common.output import only_shows, plain
 from launch.tracking.alerts import Alert
 
@@ -105,7 +106,7 @@ class WandbRun:
                 wandb.teardown()
         if self._run is None:
             self._run = wandb.init(mode="offline", id=run_id, settings=quiet, **common)
-        identity.write_text(run_id + "\n", encoding="utf-8")
+        write_text(identity, run_id + "\n")
         # every chart has the step of training as its axis, media and alerts too
         self._run.define_metric(STEP, hidden=True)
         self._run.define_metric("*", step_metric=STEP)

@@ -1,0 +1,152 @@
+"""How files are written and removed: whole, and never through a link.
+
+A run's folder, an export or a cache may come from somebody else, who has put links into it. Nothing
+outside of such a folder may be written or deleted because of them. So a file is written beside,
+under a name of its own, and renamed, which replaces a link instead of following it; a file that
+grows is opened only where it is a file of its own; and what lies in a folder is made and removed
+only where it is in that folder after links are followed (`within`). The folder itself, which the
+user names, may lie behind links.
+
+Other modules open nothing for writing and remove nothing (`tests/common/test_files.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+UNFINISHED = ".writing"  # ends the name of what is not whole yet
+
+
+def make_folder(path: Path, within: Path | None = None) -> Path:
+    """`path`, made with its parents where it is not there. `within`: the folder that it belongs to.
+    Errors: OSError, also where links lead out of `within`."""
+    if within is not None:
+        _refuse_outside(path, within)
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+@contextlib.contextmanager
+def replacing(path: Path, within: Path | None = None) -> Iterator[Path]:
+    """An empty file to write, which becomes `path` when it is whole: others see all of it, or what
+    was there before. Errors: as `make_folder`."""
+    if within is not None:
+        _refuse_outside(path.parent, within)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.")
+    os.close(handle)
+    beside = Path(name)
+    try:
+        yield beside
+        beside.chmod(0o666 & ~_umask())  # mkstemp makes it for its owner alone
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: Path, text: str, within: Path | None = None) -> None:
+    """As `replacing`."""
+    with replacing(path, within) as beside:
+        beside.write_text(text, encoding="utf-8")
+
+
+def append_text(path: Path, text: str, within: Path | None = None) -> None:
+    """In one piece, at the end of a file that is made where it is not there. Errors: as
+    `make_folder`, and OSError for a link or anything but a file."""
+    with open_own(path, within) as file:
+        file.write(text)
+
+
+def open_own(path: Path, within: Path | None = None) -> IO[str]:
+    """To append to and to read. Errors: as `append_text`."""
+    if within is not None:
+        _refuse_outside(path.parent, within)
+    refuse_link(path)
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, 0o666), "a+", encoding="utf-8")
+
+
+def refuse_link(path: Path) -> None:
+    """Raise OSError where `path` is there and is a link, a file of several names, or no file."""
+    with contextlib.suppress(FileNotFoundError):
+        found = path.lstat()
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+            raise OSError(
+                f"{path}: is a link or no ordinary file, so writing it could change a file elsewhere; "
+                "remove it, or put a copy in its place"
+            )
+
+
+def refuse_links_in(folder: Path) -> None:
+    """Raise OSError where anything below `folder` is a link: for a folder that a library writes
+    in."""
+    for parent, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = Path(parent, name)
+            if path.is_symlink() or name in files:
+                refuse_link(path)
+
+
+@contextlib.contextmanager
+def replacing_folder(folder: Path) -> Iterator[Path]:
+    """A new folder to fill, which takes the place of `folder`, and of all that it holds, when it is
+    whole. Its parents are made."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    beside = Path(
+        tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name[:100]}.", suffix=UNFINISHED)
+    )
+    try:
+        beside.chmod(0o777 & ~_umask())
+        yield beside
+        remove_folder(folder, folder.parent)
+        os.replace(beside, folder)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+
+
+def remove(path: Path, within: Path) -> None:
+    """A file, or the link instead of what it names. Nothing where there is none. Errors: as
+    `make_folder`."""
+    _refuse_outside(path.parent, within)
+    path.unlink(missing_ok=True)
+
+
+def remove_folder(path: Path, within: Path) -> None:
+    """With all that it holds; of a link, the link alone. What cannot be removed stays. Errors: as
+    `make_folder`."""
+    _refuse_outside(path.parent, within)
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def move(path: Path, target: Path) -> None:
+    """By a rename: a link at either end is moved or replaced itself."""
+    os.replace(path, target)
+
+
+def _refuse_outside(path: Path, within: Path) -> None:
+    resolved = path.resolve()
+    if not resolved.is_relative_to(within.resolve()):
+        raise OSError(
+            f"{path}: leads out of {within}, to {resolved}; only what lies in {within} itself is "
+            "written or removed there: take the link away, or name a folder on that disk instead"
+        )
+
+
+def _umask() -> int:
+    """Without a moment in which another thread's files get other rights, where the system says
+    it."""
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        with open("/proc/self/status", encoding="ascii") as status:
+            return int(next(line for line in status if line.startswith("Umask:")).split()[1], 8)
+    return 0o022
