@@ -15,9 +15,13 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 
+from common.secrets import redact
+
 # All but tab and newline: C0 and C1, lone surrogates (bytes of a name that are not UTF-8), and what
 # breaks lines or turns the direction of writing.
 UNSHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+COLOUR = re.compile("(\x1b\\[(?!(?:[0-9]*;)*0*8[;m])[0-9;]*m)")  # none that hides text
+OF_A_BAR = re.compile("[\r\n]*(?:\x1b\\[A)*")  # how a progress bar begins
 INTERRUPTED = 130  # exit status, as a shell has it after Ctrl-C
 
 
@@ -26,10 +30,10 @@ class _Outliving(io.TextIOWrapper):
 
     def write(self, text: str) -> int:
         try:
-            return super().write(text)
+            super().write(shown(text))
         except OSError:
             self._let_go()
-            return len(text)
+        return len(text)
 
     def flush(self) -> None:
         try:
@@ -63,6 +67,17 @@ def outlive_output() -> None:
             )
             outliving.replaced = stream  # which would close the file when it is collected
             setattr(sys, name, outliving)
+
+
+def shown(text: str) -> str:
+    """What reaches a stream: without credentials, and with nothing that a terminal would obey but
+    colours, and the one return and the moves with which a progress bar begins."""
+    begin = OF_A_BAR.match(text)
+    start = begin.end() if begin else 0
+    pieces = COLOUR.split(redact(text[start:]))
+    return text[:start] + "".join(
+        piece if number % 2 else plain(piece) for number, piece in enumerate(pieces)
+    )
 
 
 def plain(text: str) -> str:

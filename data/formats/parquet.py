@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from common.secrets import redact
 from data.formats.rows import (
     DEFAULT_PAIRS,
     AudioFile,
@@ -78,8 +79,8 @@ class ParquetFormat(Format):
         pattern, options, more = split_options("parquet", where, OPTIONS)
         names = expand("parquet", pattern, USAGE)
         self.files = local_copies(names, progress)
-        self.name_of_file = dict(zip(self.files, names))
-        self.short_names = short_names(names)
+        self.name_of_file = dict(zip(self.files, map(redact, names)))
+        self.short_names = short_names([redact(name) for name in names])
         schema = self._schema(f"parquet:{where}")
         self.audio = self._optional(where, schema, "audio", options, AUDIO_COLUMNS)
         find = self._column if self.audio is None else self._optional
@@ -95,7 +96,8 @@ class ParquetFormat(Format):
             for column in (self.image, self.audio)
             if column is not None
         }
-        self.spec = f"parquet:{absolute_pattern(pattern)}?{self.image}&{self.text}&{self.id}"
+        self.spec = redact(f"parquet:{absolute_pattern(pattern)}")
+        self.spec += f"?{self.image}&{self.text}&{self.id}"
         self.spec += "" if self.audio is None else f"&{self.audio}"
         if {"path", "either"} & {*self.stored.values()}:
             own = self._one_folder(where, names)

@@ -15,6 +15,7 @@ from functools import cached_property
 from posixpath import splitext
 from typing import Any, BinaryIO, NamedTuple, cast
 
+from common.secrets import redact
 from data.formats.parquet import short_names
 from data.formats.rows import (
     AUDIO_ENDINGS,
@@ -72,9 +73,9 @@ class WebdatasetFormat(Format):
         if packed:
             raise ValueError(_refusal(packed[0]))
         self.files = local_copies(names, progress)
-        self.name_of_file = dict(zip(self.files, names))
-        self.short_names = short_names(names)
-        self.spec = f"webdataset:{absolute_pattern(where)}"
+        self.name_of_file = dict(zip(self.files, map(redact, names)))
+        self.short_names = short_names([redact(name) for name in names])
+        self.spec = redact(f"webdataset:{absolute_pattern(where)}")
 
     @cached_property
     def _shards(self) -> "_OpenShards":

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from common.secrets import HIDDEN, redact
 from data.formats.coco import CocoFormat, KarpathyFormat
 from data.formats.demo import DemoFormat, family_key, text_of, toneless_key
 from data.formats.imagefolder import AudioFolderFormat, ImageFolderFormat
@@ -111,7 +112,7 @@ class IndexedSource:
     """A format's samples, as the index has them. Pickled it is two paths and some options."""
 
     def __init__(self, spec: str, format: Format, index: Index) -> None:
-        self.spec = spec
+        self.spec = redact(spec)
         self.format = format
         self.index = index
 
@@ -330,6 +331,11 @@ def open_source(spec: str, pairs: Pairs = DEFAULT_PAIRS, **building: Any) -> Ind
     Processes may call this together. Errors: ValueError for a spec that breaks a rule or data
     without a usable sample, OSError (FileNotFoundError) for files.
     """
+    if HIDDEN in spec and "://" in spec:
+        raise ValueError(
+            f"data spec '{spec}': its credentials were not recorded; give the data's address again "
+            "(--data, --val-data), or keep them in the environment or the store's own files"
+        )
     format = open_format(spec, pairs)
     kinds: dict[type, type[IndexedSource]] = {
         DemoFormat: DemoSource,

@@ -10,6 +10,7 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
+from common.markdown import code, fenced, words
 from launch.inference.trained import Trained
 from launch.run.records import OPEN_CLIP
 from models.metrics.retrieval import RECALL_AT
@@ -50,13 +51,13 @@ def training_section(trained: Trained, averaged: bool) -> str:
     results, line = results_of(trained, averaged)
     training = record.get("training", {})
     rows = {
-        "data": ", ".join(f"`{spec}`" for spec in options["data"]),
-        "held out": f"`{options['val_data']}`"
+        "data": ", ".join(map(code, options["data"])),
+        "held out": code(options["val_data"])
         if options.get("val_data")
         else f"{options.get('val_fraction', 0):g} of the data",
         "started from": next(
             (
-                f"`{options[key]}`"
+                code(options[key])
                 for key in ("imported", "image_weights", "text_weights", "audio_weights")
                 if options.get(key)
             ),
@@ -70,7 +71,7 @@ def training_section(trained: Trained, averaged: bool) -> str:
     lines = [f"| {name} | {value} |" for name, value in rows.items() if value is not None]
     parts = ["## Training", "| | |\n|---|---|\n" + "\n".join(lines)]
     if record.get("command"):
-        parts.append(f"```\n{record['command']}\n```")
+        parts.append(fenced(record["command"]))
     parts.append("## Results")
     parts.append(_table(results) if results else "The run has not evaluated these weights.")
     return "\n\n".join(parts)
@@ -96,7 +97,7 @@ def results_of(trained: Trained, averaged: bool) -> tuple[Results, dict[str, Any
 def _table(results: Results) -> str:
     header = ["held-out set", "query → answer", *(f"R@{k} %" for k in RECALL_AT)]
     rows = [
-        [part, said, *(f"{100 * values[f'{direction}_R@{k}']:.2f}" for k in RECALL_AT)]
+        [words(part), said, *(f"{100 * values[f'{direction}_R@{k}']:.2f}" for k in RECALL_AT)]
         for part, values in results.items()
         for direction, said in DIRECTIONS.items()
         if f"{direction}_R@{RECALL_AT[0]}" in values

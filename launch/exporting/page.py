@@ -3,6 +3,7 @@ libraries alone."""
 
 from __future__ import annotations
 
+from common.markdown import code, words
 from launch.exporting.code import (
     TowerCode,
     helpers,
@@ -188,7 +189,7 @@ def export_page(
     section about the run; `fusion`: there is a file of it."""
     towers = {tower.branch: tower for tower in trained.towers}
     parts = [
-        f"# {' and '.join(trained.options[f'{branch}_tower'] for branch in towers)}",
+        f"# {' and '.join(words(trained.options[f'{branch}_tower']) for branch in towers)}",
         _introduction(trained, towers),
         "## Load it",
         *_how_to_load(kind, differences, towers),
@@ -215,7 +216,7 @@ def _introduction(trained: Trained, towers: dict[str, Tower]) -> str:
     said = "both towers give" if len(towers) == 2 else "all towers give"
     return (
         f"An {'–'.join(towers)} model: {said} embeddings of length 1 in {options['embed_dim']} "
-        f"dimensions. Trained with the loss `{options['loss']}` for {trained.step:,} steps; "
+        f"dimensions. Trained with the loss {code(options['loss'])} for {trained.step:,} steps; "
         f"{', '.join(sizes[branch] for branch in towers)}. Weights are in fp32. The loss read "
         f"`exp(logit_scale)` times the products of the embeddings{bias}{several}; the scale is at "
         "most 100."

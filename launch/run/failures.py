@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from common.files import write_text
 from common.output import plain
+from common.secrets import redact
 from engine.checkpoint.layout import LATEST
 from engine.processes.out_of_memory import OutOfMemory, in_words
 from engine.processes.watchdog import Watchdog
@@ -120,7 +121,7 @@ def _keep(details: str, run_folder: Path | None, rank: int) -> str:
         return ""
     path = run_folder / f"error-rank{rank}.txt"
     try:
-        write_text(path, plain(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{details}"))
+        write_text(path, redact(plain(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{details}")))
     except OSError:  # a full disk may be what went wrong
         return ""
     return f"\n(traceback: {path})"

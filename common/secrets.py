@@ -1,0 +1,50 @@
+"""What is shown, recorded or sent has no credentials in it."""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import lru_cache
+
+HIDDEN = "***"
+URL = re.compile(
+    r"(?P<scheme>\b[A-Za-z][A-Za-z0-9+.-]*://)(?P<user>[^\s/?#'\"]*@)?"
+    r"(?P<path>(?:(?!::)[^\s?#'\"])*)(?P<query>\?(?:(?!::)[^\s#'\"])*)?"
+)
+# Options of data specs, which stand where an address has its query.
+OF_SPECS = frozenset({"image", "text", "id", "audio", "root", "label", "language", "split", "sep"})
+SECRET_NAME = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.I)
+SHORTEST = 8  # characters of a value that is looked for everywhere
+
+
+def redact(text: str) -> str:
+    """`text` with *** for the user part and the query values of addresses, and for the values of
+    environment variables that are named like a key, token, secret or password."""
+    if "://" in text:
+        text = URL.sub(_without_secrets, text)
+    for value in _secrets_of_environment():
+        text = text.replace(value, HIDDEN)
+    return text
+
+
+def _without_secrets(found: re.Match[str]) -> str:
+    user = f"{HIDDEN}@" if found["user"] else ""
+    query = "&".join(map(_without_value, (found["query"] or "").split("&")))
+    return f"{found['scheme']}{user}{found['path']}{query}"
+
+
+def _without_value(word: str) -> str:
+    key, equals, value = word.partition("=")
+    if not equals:  # a name alone, or a pattern such as part-?.parquet
+        return word
+    return word if key.lstrip("?") in OF_SPECS else f"{key}={HIDDEN}"
+
+
+@lru_cache
+def _secrets_of_environment() -> tuple[str, ...]:
+    values = {
+        value
+        for name, value in os.environ.items()
+        if SECRET_NAME.search(name) and len(value) >= SHORTEST and not os.path.exists(value)
+    }
+    return tuple(sorted(values, key=len, reverse=True))

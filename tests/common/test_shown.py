@@ -1,0 +1,102 @@
+"""What is shown, recorded or put into a document: no command to a terminal, no credentials, no
+markup of others."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.markdown import code, fenced, words
+from common.output import shown
+from common.secrets import redact
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(
+    "said, expected",
+    [
+        ("a\x1b]0;title\x07b", r"a\x1b]0;title\x07b"),
+        ("\x1b[8mhidden", r"\x1b[8mhidden"),
+        ("\x1b[1;8;31mhidden", r"\x1b[1;8;31mhidden"),
+        ("\x1b[2J", r"\x1b[2J"),
+        ("good\rbad", r"good\rbad"),
+        ("\x9b31m\u202egpj.exe", r"\x9b31m\u202egpj.exe"),
+        ("\x1b[1;31mred\x1b[0m", "\x1b[1;31mred\x1b[0m"),
+        ("\r 10%|## |", "\r 10%|## |"),
+        ("\n\x1b[A", "\n\x1b[A"),
+        ("图像 – naïve\n", "图像 – naïve\n"),
+    ],
+)
+def test_a_terminal_gets_no_command_of_others(said, expected):
+    assert shown(said) == expected
+
+
+PROGRAMS = ["data.inspect", "data.cache", *(f"launch.tools.{n}" for n in ("plan", "timeline"))]
+PROGRAMS += [f"launch.tools.{n}" for n in ("balance", "report")]
+
+
+@pytest.mark.parametrize("program", [*PROGRAMS, "train.py", "evaluate.py", "export.py"])
+def test_every_program_shows_what_it_is_given_escaped(program):
+    call = [program] if program.endswith(".py") else ["-m", program]
+    hostile = "x\x1b]0;owned\x07\x9b\u202e"
+    given = subprocess.run(
+        [sys.executable, *call, hostile, f"--no-such-{hostile}"],
+        cwd=ROOT,
+        capture_output=True,
+        timeout=120,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8"},
+    )
+    assert given.returncode == 2
+    for command in ("\x1b", "\x07", "\x9b", "\u202e"):
+        assert command not in (given.stdout + given.stderr).decode()
+
+
+@pytest.mark.parametrize(
+    "said, expected",
+    [
+        ("s3://key:pass@word@bucket/a.tar", "s3://***@bucket/a.tar"),
+        (
+            "webdataset:https://h/a.tar?X-Sig=1&e=2::gs://b/c.tar",
+            "webdataset:https://h/a.tar?X-Sig=***&e=***::gs://b/c.tar",
+        ),
+        ("parquet:https://u@h/p.parquet?image=a&text=b", "parquet:https://***@h/p.parquet?image=a&text=b"),
+        ("csv:a.csv?image=x", "csv:a.csv?image=x"),
+        ("https://h/part-?.parquet", "https://h/part-?.parquet"),
+        ("mail me@here.org, see https://docs.org/a#b?", "mail me@here.org, see https://docs.org/a#b?"),
+    ],
+)  # fmt: skip
+def test_addresses_lose_their_credentials(said, expected):
+    assert redact(said) == redact(redact(said)) == expected
+    assert json.loads(redact(json.dumps({"data": [said]}))) == {"data": [expected]}
+
+
+def test_values_of_secrets_in_the_environment_are_not_shown():
+    script = "import common.output as o; o.outlive_output(); print('failed with s3cr3t-value-1')"
+    environment = {**os.environ, "STORE_SECRET": "s3cr3t-value-1"}
+    said = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert said.stdout == "failed with ***\n"
+
+
+def test_text_stays_in_its_place_of_a_document():
+    from markdown_it import MarkdownIt
+
+    hostile = "a`b``c\n```\n# x\n<script>alert(1)</script> | [l](http://e) **b** \x1b[2J"
+    page = f"# {words(hostile)}\n\n| a | b |\n|---|---|\n| {code(hostile)} | {words(hostile)} |\n\n"
+    page += fenced(hostile + "\n````") + "\n\nend\n"
+    tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(page)
+    kinds = [token.type for token in tokens]
+    assert kinds.count("heading_open") == 1 and kinds.count("fence") == 1
+    assert kinds.count("td_open") == 2 and kinds[-3:] == [
+        "paragraph_open",
+        "inline",
+        "paragraph_close",
+    ]
+    inner = [child.type for token in tokens for child in token.children or []]
+    assert not {"link_open", "html_inline", "strong_open", "image"} & set(inner)
+    assert "html_block" not in kinds and "\x1b" not in page
