@@ -9,6 +9,7 @@ import shlex
 import sys
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 from launch.terminal.quiet import quiet_libraries, quiet_ranks
 
@@ -22,11 +23,11 @@ from engine.build import build_engine
 from engine.checkpoint.layout import step_folder
 from engine.checkpoint.retention import Keep
 from engine.checkpoint.together import CheckpointWriter
+from engine.json_messages import from_first_rank
 from engine.planning.planner import plan_run
 from engine.processes.start import (
     COLLECTIVE_LIMIT_S,
     first_rank_first,
-    from_first_rank,
     start_processes,
     stop_processes,
 )
@@ -71,7 +72,9 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     stop = StopRequest(options.max_hours)
     limit_s = max(COLLECTIVE_LIMIT_S, 2 * 60 * options.stall_limit)  # the watchdog speaks before
     processes = start_processes(limit_s, print, asked_communication(options))
-    run.watchdog = Watchdog(processes.rank, processes.world_size, tell=say_last).start()
+    run.watchdog = Watchdog(
+        processes.rank, processes.world_size, processes.secret, tell=say_last
+    ).start()
     first = processes.rank == 0
     quiet_ranks(processes.rank)
     loading = share_cores(options.section(LoadingOptions), processes)
@@ -82,7 +85,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     )
 
     # The run's folder. If it holds a run, this must be the same one, and it goes on from there.
-    place = from_first_rank(choose_folder(options.run_dir, options.data))
+    place = Path(from_first_rank(str(choose_folder(options.run_dir, options.data))))
     folder = RunFolder(place, first)
     folder.claim()  # before a failure is written there
     run.folder = folder

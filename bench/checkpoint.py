@@ -55,7 +55,7 @@ def measure(folder: Path, rounds: int, steps: int) -> list[Round]:
     from engine.checkpoint.layout import step_folder
     from engine.checkpoint.retention import Keep
     from engine.checkpoint.together import CheckpointWriter
-    from engine.processes.start import from_first_rank
+    from engine.json_messages import from_first_rank
 
     engine = make_engine(SETUP, BRANCHES)
     batch = list(micro_batches(SETUP, engine, 0))

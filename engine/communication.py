@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from engine.json_messages import receive_json, send_json
 from engine.objective import Objective, Pair, links_of
 from engine.topology import StageGraph
 from engine.trace import WAIT, HostClock, Recorder
@@ -39,16 +40,19 @@ Signature = tuple[
     tuple[str, torch.dtype, tuple[int, ...]], ...
 ]  # name, dtype, shape of each tensor of a message
 # What both gloo and NCCL move. Masks travel as integers.
-_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int8,
-    torch.uint8,
-)
+_DTYPES = {
+    str(dtype): dtype
+    for dtype in (
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+    )
+}
 
 
 class Channel:
@@ -149,10 +153,10 @@ def signature_of(tensors: Mapping[str, Tensor]) -> Signature:
     """Names, dtypes and shapes of a message, in its order. Raises TypeError for a dtype that does
     not travel."""
     for name, tensor in tensors.items():
-        if tensor.dtype not in _DTYPES:
+        if str(tensor.dtype) not in _DTYPES:
             raise TypeError(
                 f"tensor {name!r} has dtype {tensor.dtype}, which does not travel between stages; "
-                f"use one of {sorted(map(str, _DTYPES))}"
+                f"use one of {sorted(_DTYPES)}"
             )
     return tuple((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
 
@@ -300,13 +304,16 @@ class Communicator:
     def announce(self, signatures: Sequence[Signature]) -> None:
         """Tell the next stage what all messages of a step will be, micro-batch by micro-batch."""
         peer = existing(self.activations_out).peer
-        dist.send_object_list([signatures], peer, group=self._host_group)
+        told = [[(name, str(dtype), shape) for name, dtype, shape in one] for one in signatures]
+        send_json(told, peer, self._host_group)
 
     def announced(self) -> list[Signature]:
         """What the stage before announces."""
-        box: list[Any] = [None]
-        dist.recv_object_list(box, existing(self.activations_in).peer, group=self._host_group)
-        return box[0]
+        told = receive_json(existing(self.activations_in).peer, self._host_group)
+        return [
+            tuple((name, _DTYPES[dtype], tuple(shape)) for name, dtype, shape in one)
+            for one in told
+        ]
 
     def drain(self) -> None:
         for channel in (self.activations_out, self.gradients_out):
@@ -320,19 +327,6 @@ class Communicator:
         return self._sent_bytes + sum(
             c.sent_bytes for c in (self.activations_out, self.gradients_out) if c is not None
         )
-
-    def share_objects(self, value: Any) -> list[Any]:
-        """The values of all ranks, in order, on every rank. For small records, now and then."""
-        shared = [None] * self.graph.world_size
-        dist.all_gather_object(shared, value)
-        return shared
-
-    def gather_objects(self, value: Any) -> list[Any] | None:
-        """The values of all ranks, in order, on rank 0; None elsewhere. For small records, now and
-        then."""
-        gathered = [None] * self.graph.world_size if self.rank == 0 else None
-        dist.gather_object(value, gathered, dst=0)
-        return gathered
 
     def _wire(self, group: dist.ProcessGroup | None) -> torch.device:
         """Where the group moves tensors from; None: the group of all ranks."""

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from engine.communication import Communicator, Signature, existing, gradients_of, signature_of
 from engine.device_copies import DeviceCopies
+from engine.json_messages import from_all_ranks, to_first_rank
 from engine.loss.exchange import MAX_WEIGHT, Side, gather, meet
 from engine.loss.matching import Scoring
 from engine.loss.tail_loss import TailLoss
@@ -854,7 +855,7 @@ class ForkEngine(PipelineEngine):
         bad = None
         if not self._step_applied and not is_loss_scale_search(self.optimizer, loss):
             seen = seen_by(self.tail_loss.sums.given)
-            bad = bad_step(self.comm.share_objects(seen), self.objective.names)
+            bad = bad_step(from_all_ranks(seen), self.objective.names)
         if self._step_applied:
             self.bad_steps_in_a_row = 0
         else:
@@ -907,9 +908,9 @@ class ForkEngine(PipelineEngine):
 
     def gather_trace(self) -> list[tuple[str, list[Span]]] | None:
         """On rank 0: (who, spans of the last step) of every rank. All ranks call it together."""
-        return self.comm.gather_objects(
-            (self.graph.describe_rank(self.comm.rank), self.recorder.spans)
-        )
+        spans = [(s.name, s.micro_batch, s.start_s, s.end_s) for s in self.recorder.spans]
+        told = to_first_rank([self.graph.describe_rank(self.comm.rank), spans])
+        return told and [(who, [Span(*span) for span in spans]) for who, spans in told]
 
     _INSTRUCTION_MAP = {
         ds_schedule.LoadMicroBatch: _exec_load_micro_batch,

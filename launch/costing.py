@@ -18,6 +18,7 @@ from data.batching.sampler import MicroBatchRequest
 from data.prepare import PreparedData
 from data.progress import progress_bar
 from engine.config.reading import AUTO, BranchesBlock
+from engine.json_messages import from_first_rank
 from engine.planning.costs import (
     CostModel,
     Curve,
@@ -32,7 +33,7 @@ from engine.planning.costs import (
 from engine.planning.devices import find_device
 from engine.planning.measured import device_identity
 from engine.planning.profile import Profile, profile_together
-from engine.processes.start import Processes, from_first_rank
+from engine.processes.start import Processes
 from launch.estimates import estimated_costs
 from launch.feeding import LoadingOptions, sample_cache
 from launch.inputs import InputOptions, as_values, micro_batch_dataset

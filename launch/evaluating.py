@@ -14,7 +14,7 @@ from data.batching.sampler import evaluation_requests
 from data.prepare import HeldOut
 from data.progress import Bar, progress_bar
 from engine.executor import ForkEngine, PairTotals
-from engine.processes.start import from_first_rank
+from engine.json_messages import from_first_rank
 from launch.balancing.loss_weights import HeldOutFigures, LossWeights
 from launch.feeding import Feeding
 from launch.run.journal import Journal

@@ -11,6 +11,13 @@ from cost_models import BRANCHES
 from split_training import Case, make_engine, micro_batches_of_rank
 
 from engine.communication import Channel, Communicator, signature_of
+from engine.json_messages import (
+    from_all_ranks,
+    from_first_rank,
+    receive_json,
+    send_json,
+    to_first_rank,
+)
 from engine.objective import Branch, Objective, Pair
 from engine.topology import StageGraph, chain, fork
 from models.losses import InfoNCE
@@ -216,3 +223,23 @@ def gathering_and_crossing(replicas: dict[str, int], rows: dict[str, list[int]])
         "averages": [buffer.tolist() for buffer in buffers],
         "dtypes": [str(buffer.dtype) for buffer in buffers],
     }
+
+
+def tell(values: object) -> dict[str, object]:
+    """What arrives on this rank of three, in every way in which ranks tell each other small
+    values."""
+    rank = dist.get_rank()
+    told = {
+        "first": from_first_rank(values if rank == 0 else "of no use"),
+        "all": from_all_ranks([rank, "x" * 1000 * rank]),
+        "to first": to_first_rank({"rank": (rank, None)}),
+    }
+    if rank == 0:
+        send_json(values, 1, dist.group.WORLD)
+    elif rank == 1:
+        told["sent"] = receive_json(0, dist.group.WORLD)
+    return told
+
+
+def tell_a_function() -> object:
+    return from_first_rank(print)

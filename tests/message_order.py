@@ -30,7 +30,7 @@ from deepspeed.runtime.pipe.schedule import (
 )
 from split_training import global_batch, make_engine, micro_batch, micro_batches_of_rank
 
-from engine import communication
+from engine import communication, json_messages
 from engine.communication import Channel, Communicator
 from engine.objective import Comparison, Objective, Pair, links_of
 from engine.schedule import BackwardWeights, ComputeLoss, ForwardOnly, receives_to_post
@@ -409,14 +409,16 @@ def _noting(comm: Communicator) -> Iterator[list[tuple[str, Group | None]]]:
                 noted.append(("together", names[id(group)]))
                 return call(*args, group=group, **kwargs)
 
-            def announcement(box: Any, peer: int, **kwargs: Any) -> Any:
-                ranks = (comm.rank, peer) if name == "send_object_list" else (peer, comm.rank)
-                noted.append(("together", Group("announcement", ranks)))
-                return call(box, peer, **kwargs)
+            together = ("all_gather", "all_reduce", "broadcast", "reduce")
+            return collective if name in together else call
 
-            if name in ("all_gather", "all_reduce", "broadcast", "reduce"):
-                return collective
-            return announcement if name.endswith("_object_list") else call
+    def send_json(value: Any, peer: int, group: Any) -> None:
+        noted.append(("together", Group("announcement", (comm.rank, peer))))
+        json_messages.send_json(value, peer, group)
+
+    def receive_json(peer: int, group: Any) -> Any:
+        noted.append(("together", Group("announcement", (peer, comm.rank))))
+        return json_messages.receive_json(peer, group)
 
     def note(kind: str, method: Any) -> Any:
         def noting(channel: Channel, *args: Any) -> Any:
@@ -432,6 +434,8 @@ def _noting(comm: Communicator) -> Iterator[list[tuple[str, Group | None]]]:
     original_drain = Communicator.drain
     with (
         mock.patch.object(communication, "dist", Noting()),
+        mock.patch.object(communication, "send_json", send_json),
+        mock.patch.object(communication, "receive_json", receive_json),
         mock.patch.object(Channel, "expect", note("post", Channel.expect)),
         mock.patch.object(Channel, "receive", note("wait", Channel.receive)),
         mock.patch.object(Channel, "send", note("send", Channel.send)),

@@ -40,8 +40,8 @@ from engine.checkpoint.layout import (
 from engine.checkpoint.reading import CheckpointReader
 from engine.checkpoint.retention import Keep, too_little_room
 from engine.executor import ForkEngine
+from engine.json_messages import from_all_ranks, from_first_rank
 from engine.processes.out_of_memory import RESUMING, SAVING
-from engine.processes.start import from_all_ranks, from_first_rank
 
 NICENESS = 10  # of the threads that write, to the scheduler
 
@@ -157,7 +157,9 @@ class CheckpointWriter:
         """The newest whole one, when what is in flight has landed."""
         if reason := self._landed():
             self._warn(reason)
-        return from_first_rank(newest_of(checkpoints_in(self.folder), read_manifest)[0])
+        newest = newest_of(checkpoints_in(self.folder), read_manifest)[0]
+        name = from_first_rank(newest.name if newest else None)
+        return self.folder / name if name else None
 
     def finish(self) -> None:
         """Wait until the checkpoint asked for last is there. Raises OSError on all ranks when it
@@ -272,7 +274,8 @@ def _in_words(error: BaseException) -> str:
 def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
     """The newest whole checkpoint in `folder`, and what is wrong with newer ones. All ranks call it
     together and get the same."""
-    return newest_of(from_first_rank(checkpoints_in(folder)), verify_together)
+    names = from_first_rank([checkpoint.name for checkpoint in checkpoints_in(folder)])
+    return newest_of([folder / name for name in names], verify_together)
 
 
 def verify_together(checkpoint: Path) -> None:

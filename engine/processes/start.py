@@ -12,6 +12,7 @@ import io
 import logging
 import os
 import random
+import secrets
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -25,9 +26,11 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from filelock import FileLock, Timeout
+from torch.distributed.rendezvous import register_rendezvous_handler
 
 from engine.config.checks import AUTO
 from engine.config.communication import DEVICE, HOST, choose_communication
+from engine.json_messages import from_first_rank
 
 COMPILE_LIMIT_S = 600
 COLLECTIVE_LIMIT_S = 1800.0
@@ -37,11 +40,15 @@ LISTENING = range(20_000, 32_000)  # ports; Linux gives 32768 and above to outgo
 # time (torch's flight recorder). Newer versions do so by themselves, under other names.
 FLIGHT_RECORDER = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 RECORDS_BY_ITSELF = (2, 9)  # version of torch
+# version of torch whose newer store listens on a socket that it is given (pytorch#150215, or 2.8)
+STORE_TAKES_SOCKET = (2, 9)
+LOOPBACK = "wye-loopback://"  # of `_meet_on_loopback`
 
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among the others. `communication`: "device" or "host"."""
+    """This process among the others. `communication`: "device" or "host". `secret`: drawn for this
+    run, known to its ranks only."""
 
     rank: int
     world_size: int
@@ -50,6 +57,7 @@ class Processes:
     device: torch.device
     timeout: timedelta
     communication: str
+    secret: str
 
 
 def start_processes(
@@ -108,17 +116,19 @@ def start_processes(
         # cuDNN tries its algorithms and keeps the fastest for each shape, as OpenCLIP's trainer lets
         # it: the shapes of images hardly ever change
         torch.backends.cudnn.benchmark = True
+    meeting = None if several_nodes else _stay_on_loopback()
     if kind != "cpu" and chosen == HOST:
         # DeepSpeed would give gloo a device; it takes a group that is there as it is
-        dist.init_process_group("gloo", timeout=timeout)
-    major, minor = torch.__version__.split(".")[:2]
-    if chosen == DEVICE and (int(major), int(minor)) < RECORDS_BY_ITSELF:
+        dist.init_process_group("gloo", init_method=meeting, timeout=timeout)
+    if chosen == DEVICE and _torch_version() < RECORDS_BY_ITSELF:
         for name, value in FLIGHT_RECORDER.items():
             os.environ.setdefault(name, value)
     with contextlib.redirect_stdout(
         io.StringIO()
     ):  # DeepSpeed prints that its op is built, on every rank
-        deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
+        deepspeed.init_distributed(
+            auto_mpi_discovery=False, verbose=False, timeout=timeout, init_method=meeting
+        )
     _unlink_shared_memory()
     return Processes(
         rank=dist.get_rank(),
@@ -128,7 +138,57 @@ def start_processes(
         device=torch.device(accelerator.device_name(number)),
         timeout=timeout,
         communication=chosen,
+        secret=from_first_rank(secrets.token_hex(16)),
     )
+
+
+def _torch_version() -> tuple[int, int]:
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def _stay_on_loopback() -> str | None:
+    """Let the ranks of one node listen where no other machine can connect; what to give torch as
+    `init_method` for that.
+
+    None under torchrun, where the store is that of its agent: it listens on all interfaces, and
+    only the connections of the ranks stay on loopback.
+    """
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo")
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        return None
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    return LOOPBACK
+
+
+def _meet_on_loopback(
+    url: str, timeout: timedelta, **_: Any
+) -> Iterator[tuple[dist.Store, int, int]]:
+    """torch's `env://` with a store that listens on loopback only: torch's own socket listens on
+    all interfaces, so the first rank makes it. Errors: OSError where the port is taken."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    place, first, listening = ("127.0.0.1", int(os.environ["MASTER_PORT"])), rank == 0, None
+    if first:
+        try:
+            listening = socket.create_server(place).detach()
+        except OSError as error:
+            raise OSError(
+                f"port {place[1]} is taken ({error.strerror}); start this run with another one: "
+                "deepspeed --master_port PORT train.py"
+            ) from error
+    store = dist.TCPStore(
+        *place,
+        world_size,
+        is_master=first,
+        timeout=timeout,
+        master_listen_fd=listening,
+        use_libuv=_torch_version() >= STORE_TAKES_SOCKET,
+    )
+    yield store, rank, world_size
+
+
+register_rendezvous_handler(LOOPBACK.removesuffix("://"), _meet_on_loopback)
 
 
 @contextlib.contextmanager
@@ -169,20 +229,6 @@ def _keep_freed_memory() -> None:
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(mmap_threshold, largest_block)
         libc.mallopt(trim_threshold, 2**31 - 1)
-
-
-def from_first_rank(value: Any) -> Any:
-    """The first rank's `value` on every rank. Small picklable things only."""
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
-def from_all_ranks(value: Any) -> list[Any]:
-    """The values of all ranks, in order, on every rank. Small picklable things only."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import re
 import signal
 import socket
 import sys
@@ -28,20 +29,25 @@ from functools import partial
 
 import torch.distributed as dist
 
+from common.output import plain
+
 BEAT_S = 2.0
 SILENCE_LIMIT_S = 40.0
 EXIT_STATUS = 1
+FAILURES = ("1", "2")  # exit statuses that a rank may report: failed, and would fail again
 EXIT_CODE = 49  # in /proc/PID/stat, from the state on
 
 
 class Watchdog:
-    """Watches over the other ranks from `start` to `stop`. `describe(rank)` says what a rank is,
-    for the message, which `tell` shows."""
+    """Watches over the other ranks from `start` to `stop`. `secret`: of the run, without which
+    nobody finds what the ranks write to the store (torch's newer stores list all keys, though).
+    `describe(rank)` says what a rank is, for the message, which `tell` shows."""
 
     def __init__(
         self,
         rank: int,
         world_size: int,
+        secret: str,
         describe: Callable[[int], str] = "rank {}".format,
         tell: Callable[[str], None] = partial(print, file=sys.stderr, flush=True),
     ):
@@ -51,13 +57,15 @@ class Watchdog:
         self._stall_limit_s = 0.0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._claims: set[str] = set()  # what this rank has reported itself
         self._beats = 0  # rounds of `_watch`
         self._here: dict[int, int | None] = {}  # rank -> its process, None on another node
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         # A connection of our own to the store of the process group: its own client may be busy in a
         # blocking call.
         self._store = dist.PrefixStore(
-            "wye", dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=30))
+            f"wye-{secret}",
+            dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=30)),
         )
 
     def start(self) -> Watchdog:
@@ -82,9 +90,11 @@ class Watchdog:
     def claim_failure(self, message: str, status: int = EXIT_STATUS) -> bool:
         """Report this rank's failure, and the exit status of all. True for the rank that is to
         print it; the others leave quietly."""
-        claim = f"{self.rank} {status} {message}"  # two ranks may have found out the same
+        # two ranks may have found out the same
+        claim = f"{self.rank} {status} {message}"
+        self._claims.add(claim)
         try:
-            return self._store.compare_set("failure", "", claim).decode() == claim
+            return _text(self._store.compare_set("failure", "", claim)) == claim
         except RuntimeError:  # the store is gone with rank 0: the next rank speaks
             return self.rank == 1 or self.world_size == 1
 
@@ -106,7 +116,10 @@ class Watchdog:
             try:
                 reported = self._reported()
                 if reported is not None:
-                    return reported
+                    message, status, forged = reported
+                    if forged:
+                        self._leave(message, status, first=True)
+                    return message, status
                 dead = self._dead_on_this_node()
             except RuntimeError:
                 return self._without_store(), None
@@ -164,8 +177,10 @@ class Watchdog:
                 time.sleep(BEAT_S)  # the main thread may be about to say more
                 self._leave(self._without_store(), EXIT_STATUS, first=self.rank == 1)
             if reported is not None:
-                time.sleep(BEAT_S)  # let the reporting rank print first
-                self._leave(*reported, first=False)
+                message, status, forged = reported
+                if not forged:
+                    time.sleep(BEAT_S)  # let the reporting rank print first
+                self._leave(message, status, first=forged)
             if dead is not None:  # a collective of NCCL does not notice it
                 message = self._of_dead(dead)
                 self._leave(message, EXIT_STATUS, first=self.claim_failure(message))
@@ -209,7 +224,7 @@ class Watchdog:
             time.sleep(0.1)
         stacks = [
             "--- "
-            f"{self.describe(rank)}: {self._store.get(f'stack/{rank}').decode() if self._store.check([f'stack/{rank}']) else 'no answer'}"
+            f"{self.describe(rank)}: {_text(self._store.get(f'stack/{rank}')) if self._store.check([f'stack/{rank}']) else 'no answer'}"
             for rank in range(self.world_size)
         ]
         message = (
@@ -229,25 +244,39 @@ class Watchdog:
         if self._stop.is_set():
             return
         if first:
-            self.tell(f"\nwye: error: {message}")  # behind a progress bar, which ends in no newline
+            # behind a progress bar, which ends in no newline
+            self.tell(f"\nwye: error: {plain(message)}")
         self.linger()
         os._exit(status)
 
-    def _reported(self) -> tuple[str, int] | None:
+    def _reported(self) -> tuple[str, int, bool] | None:
+        """(reason, exit status, whether it has this rank's name and is not from it: then this rank
+        says it)."""
         if not self._store.check(["failure"]):
             return None
-        _, status, message = self._store.get("failure").decode().split(" ", 2)
-        return message, int(status)
+        claim = _text(self._store.get("failure"))
+        rank, status, message = [*claim.split(" ", 2), "", ""][:3]
+        if rank not in map(str, range(self.world_size)):
+            rank = "0"
+        forged = rank == str(self.rank) and claim not in self._claims
+        if forged:
+            message += f" (found in the store as from rank {rank}, which has not reported it)"
+        return message, int(status) if status in FAILURES else EXIT_STATUS, forged
 
     def _dead_on_this_node(self) -> int | None:
         for rank in range(self.world_size):
             if rank not in self._here and self._store.check([f"place/{rank}"]):
-                host, pid = self._store.get(f"place/{rank}").decode().rsplit(" ", 1)
-                self._here[rank] = int(pid) if host == socket.gethostname() else None
-            here = self._here.get(rank)
-            if here is not None and not _alive(here):
+                host, _, pid = _text(self._store.get(f"place/{rank}")).rpartition(" ")
+                here = host == socket.gethostname() and re.fullmatch("[0-9]{1,9}", pid)
+                self._here[rank] = int(pid) if here else None
+            process = self._here.get(rank)
+            if process is not None and not _alive(process):
                 return rank
         return None
+
+
+def _text(value: bytes) -> str:
+    return value.decode(errors="replace")
 
 
 class _Unchanged:

@@ -17,7 +17,7 @@ from data.batching.feed import Observations, adjust, typical
 from data.batching.mixture import Parts
 from data.batching.settings import Setting, Settings
 from engine.executor import ForkEngine
-from engine.processes.start import from_first_rank
+from engine.json_messages import from_first_rank, to_first_rank
 from engine.step_metrics import SourceLoss, StepMetrics
 from engine.topology import StageGraph
 from engine.trace import Span
@@ -106,10 +106,11 @@ class Balancer:
         step = engine.global_steps  # done so far; the next one has this number
         if not self.note(step, metrics.busy_s, engine.recorder.spans, metrics.sources):
             return None
-        reports = engine.comm.gather_objects(self.report())
-        return self.take_over(
-            from_first_rank(None if reports is None else self.decide(step, reports))
-        )
+        reports = to_first_rank(asdict(self.report()))
+        decided = None
+        if reports is not None:
+            decided = _as_json(self.decide(step, [Report(**report) for report in reports]))
+        return self.take_over(_from_json(from_first_rank(decided)))
 
     def note(
         self,
@@ -326,6 +327,21 @@ class Balancer:
             "stages": plan.graph.describe(),
             "batches": {branch: batch.record() for branch, batch in plan.batches.items()},
         }
+
+
+def _as_json(decided: Decision) -> list[Any]:
+    setting, observations, mix, record = decided
+    return [setting and setting.record(), asdict(observations), mix, record]
+
+
+def _from_json(told: Sequence[Any]) -> Decision:
+    setting, observations, mix, record = told
+    return (
+        setting and Setting.from_record(setting),
+        Observations(**observations),
+        mix and (mix[0], tuple(map(tuple, mix[1]))),
+        record,
+    )
 
 
 def branch_seconds(graph: StageGraph, busy_s: Mapping[str, float]) -> dict[str, float]:

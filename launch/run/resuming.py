@@ -11,7 +11,7 @@ from data.batching.sampler import BatchSizes, GlobalOrder
 from engine.checkpoint.layout import BrokenCheckpoint, checkpoints_in, read_manifest
 from engine.checkpoint.together import load_checkpoint, newest_checkpoint, verify_together
 from engine.executor import ForkEngine
-from engine.processes.start import from_first_rank
+from engine.json_messages import from_first_rank
 
 STATE = {"step", "batch_sizes", "balance", "loss_weights"}
 
@@ -31,7 +31,7 @@ def find_checkpoint(asked: str, checkpoints: Path) -> tuple[Path | None, list[st
         return newest, [f"passed over: {reason}" for reason in broken]
     checkpoint = Path(asked)
     if checkpoint.resolve().parent != checkpoints.resolve() and from_first_rank(
-        checkpoints_in(checkpoints)
+        bool(checkpoints_in(checkpoints))
     ):
         newest, notices = find_checkpoint("auto", checkpoints)
         return newest, [

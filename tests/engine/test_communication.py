@@ -1,6 +1,8 @@
 """What ranks say to each other, over gloo: named tensors along an edge, rows among unequal numbers
 of replicas."""
 
+import math
+
 import communication_cases
 import pytest
 import torch
@@ -27,6 +29,25 @@ def test_a_message_that_is_not_what_the_receiver_expects_is_refused_before_it_le
         "template does on the meta device, and so must an outline of a micro-batch",
         "True",
     ]
+
+
+def test_small_values_arrive_exactly_on_the_ranks_that_they_are_for():
+    values = {
+        "floats": [0.1, 5e-324, 1 / 3, -0.0, math.inf, -math.inf, math.nan],
+        "text": ["", "狗 \u2028", "a\udcff", "x" * 100_000],
+        "others": [None, True, 2**63, {}, []],
+    }
+    told = run_ranks(3, communication_cases.tell, values)
+    # repr: the shortest digits that give the same bits, and nan equals itself
+    assert {repr(one["first"]) for one in told} == {repr(told[1]["sent"])} == {repr(values)}
+    assert [one["all"] for one in told] == [[[0, ""], [1, "x" * 1000], [2, "x" * 2000]]] * 3
+    assert told[0]["to first"] == [{"rank": [rank, None]} for rank in range(3)]
+    assert told[1]["to first"] is told[2]["to first"] is None
+
+
+def test_what_is_no_data_is_not_told():
+    with pytest.raises(RuntimeError, match="not JSON serializable"):
+        run_ranks(1, communication_cases.tell_a_function)
 
 
 VARYING = [

@@ -1,11 +1,13 @@
 """Starting processes: how they communicate, and what is refused before a GPU is touched."""
 
 import re
+import socket
+from datetime import timedelta
 
 import pytest
 
 from engine.config.communication import choose_communication
-from engine.processes.start import _check_path
+from engine.processes.start import _check_path, _meet_on_loopback
 
 
 @pytest.mark.parametrize(
@@ -64,3 +66,12 @@ def test_an_environment_below_a_path_with_a_space_is_answered(tmp_path):
         ValueError, match="the path holds a space, .* use an environment whose path has none"
     ):
         _check_path(tmp_path / "my env" / "torch")
+
+
+def test_a_port_that_is_taken_is_named(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(OSError, match=f"port {port} is taken .*--master_port"):
+            next(_meet_on_loopback("", timedelta(seconds=10)))

@@ -1,6 +1,7 @@
 """What the watchdog says of a rank that is gone: what the system knows, and no more."""
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -8,6 +9,7 @@ import time
 import pytest
 import torch.distributed as dist
 
+from engine.processes import watchdog as watchdog_module
 from engine.processes.start import free_port
 from engine.processes.watchdog import Watchdog, _alive
 
@@ -18,7 +20,7 @@ def watchdog(monkeypatch):
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
-    yield Watchdog(rank=1, world_size=2)
+    yield Watchdog(rank=1, world_size=2, secret="known to the ranks")
     del store
 
 
@@ -62,3 +64,52 @@ def test_where_the_store_is_gone_no_cause_is_made_up(watchdog, monkeypatch):
     words, status = watchdog.cause_elsewhere(0.0)
     assert status is None and "rank 0, which holds the store" in words
     assert "memory" not in words and "killed" not in words
+
+
+@pytest.mark.parametrize(
+    ("claim", "status", "said"),
+    [
+        (b"0 0 all is well", 1, None),
+        (b"0 2 no such file", 2, None),
+        (b"1 75 go\x1b[2J on", 1, "go\\x1b[2J on (found in the store as from rank 1"),
+        (b"1 2 wrong", 2, "wrong (found in the store as from rank 1"),
+        (b"7 1 a rank that there is not", 1, None),  # rank 0 says it
+        (b"", 1, None),
+        (b"1", 1, "found in the store as from rank 1"),
+        (b"1 " + b"9" * 5000 + b" \xff\xfe", 1, "\ufffd\ufffd (found"),
+    ],
+)
+def test_a_reason_that_no_rank_reported_is_said_and_has_a_status_of_ours(
+    watchdog, monkeypatch, claim, status, said
+):
+    """Rank 1 says what has its name, though it reported nothing; rank 0 the rest."""
+    monkeypatch.setattr(watchdog_module, "BEAT_S", 0.01)
+    left, heard = [], []
+    monkeypatch.setattr(os, "_exit", lambda code: left.append(code) or watchdog._stop.set())
+    watchdog.tell = heard.append
+    watchdog._store.set("failure", claim)
+    watchdog._watch()
+    assert left == [status]
+    assert len(heard) == (said is not None) and all(said in one for one in heard)
+    assert watchdog.cause_elsewhere(0.0)[1] == status
+
+
+def test_a_rank_says_its_own_failure_once(watchdog):
+    assert watchdog.claim_failure("mine", 2)
+    assert not watchdog.claim_failure("another", 1)
+    assert watchdog._reported() == ("mine", 2, False)
+
+
+@pytest.mark.parametrize("value", [b"", b"here", b"\xff \xff", b"9" * 5000, b"{host} -1"])
+def test_a_place_that_is_none_is_no_dead_rank(watchdog, value):
+    host = socket.gethostname().encode()
+    watchdog._store.set("place/0", value.replace(b"{host}", host))
+    watchdog._store.set("place/1", host + b" " + b"9" * 5000)
+    assert watchdog._dead_on_this_node() is None
+
+
+def test_only_who_knows_the_secret_finds_the_keys(watchdog):
+    """Of the run; each has its own, so that a reason of an earlier one in the same store is not
+    taken for one of now."""
+    another = Watchdog(rank=0, world_size=2, secret="another")
+    assert watchdog.claim_failure("mine") and another._reported() is None

@@ -1,0 +1,85 @@
+"""A run on one node, and somebody who reaches its machine: what listens, and what writing to the
+store does."""
+
+import ast
+import socket
+import time
+from datetime import timedelta
+
+import psutil
+import torch.distributed as dist
+from forked_script import ROOT
+from launched import (
+    SMALL,
+    finish,
+    fork_flags,
+    metrics,
+    ranks_of,
+    reached,
+    start,
+    wait_for,
+    write_pairs,
+)
+
+from engine.processes.watchdog import BEAT_S
+
+UNPICKLE = {"broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"}
+UNPICKLE |= {"send_object_list", "recv_object_list"}
+
+
+def test_a_stranger_reaches_nothing_and_ends_no_run(tmp_path, monkeypatch):
+    """Torch's own store listens on all interfaces, and with the key that ranks used before, or all
+    that can be guessed, anybody on this machine could end the run, with status 0, and no cause."""
+    monkeypatch.setenv("HOLD_AFTER", "2")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    (tmp_path / "hold").touch()
+    length = ["--max-text-tokens", 16, "--steps", 4, "--eval-every", 100, "--workers", 1]
+    arguments = [*SMALL, *fork_flags(tmp_path), "--data", write_pairs(tmp_path / "data", 96)]
+    run = start("tests/held_training.py", *arguments, *length, "--run-dir", tmp_path, ranks=2)
+    wait_for(reached(tmp_path, 2), run)
+
+    open_to = [
+        connection.laddr
+        for rank in ranks_of(run)
+        for process in (rank, *rank.children(recursive=True))
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert int(run.port) in {place.port for place in open_to}
+    assert {place.ip for place in open_to} <= {"127.0.0.1", "::1"}
+    for address in own_addresses():
+        with socket.socket() as stranger:
+            assert stranger.connect_ex((address, int(run.port))) != 0, address
+
+    store = dist.TCPStore(
+        "127.0.0.1", int(run.port), is_master=False, timeout=timedelta(seconds=30)
+    )
+    for key in ("wye/failure", "failure", "wye-/failure", "default_pg/0//wye/failure"):
+        store.set(key, "1 0 written from outside")
+        store.set(key.replace("failure", "stall"), "1")
+    time.sleep(3 * BEAT_S)  # both watchdogs look twice
+    (tmp_path / "hold").unlink()
+    status, output = finish(run)
+    assert status == 0 and "written from outside" not in output, output[-5000:]
+    assert sorted(metrics(tmp_path)) == [1, 2, 3, 4]
+
+
+def own_addresses():
+    """Of this machine, as others see it."""
+    everywhere = [one for found in psutil.net_if_addrs().values() for one in found]
+    return [
+        one.address
+        for one in everywhere
+        if one.family == socket.AF_INET and not one.address.startswith("127.")
+    ]
+
+
+def test_nothing_that_ranks_tell_each_other_is_unpickled():
+    """Files of weights are read by torch with `weights_only`, of which models/ handles the error."""
+    for folder in ("engine", "launch", "data"):
+        for file in (ROOT / folder).rglob("*.py"):
+            names = {
+                node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+                for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+            }
+            assert not names & (UNPICKLE | {"pickle"}), file
