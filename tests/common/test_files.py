@@ -5,6 +5,7 @@ import json
 import os
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
 
 from common.files import (
@@ -17,9 +18,12 @@ from common.files import (
     replacing_folder,
     write_text,
 )
+from data.prepare import write_bad_samples
 from engine.checkpoint.layout import replace_text
 from engine.checkpoint.writing import make_folder as make_checkpoint_folder
 from launch.inference.embedding import forget_embeddings
+from launch.inference.evaluation import write_numbers
+from launch.run.failures import _keep
 from launch.run.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -186,3 +190,35 @@ def test_embeddings_name_modalities_and_no_paths(trap, names):
     (trap / "about.json").write_text(json.dumps({"modalities": names}))
     with pytest.raises(ValueError, match="names of modalities"):
         forget_embeddings(trap)
+
+
+def test_evaluating_a_strangers_run_writes_in_it_alone(trap, victim):
+    """The files that training, evaluation and plots write, each of them a link elsewhere."""
+    for name in ("config.json", "timeline.png", "error-rank0.txt", "done", "out.npy", "bad.jsonl"):
+        (trap / name).symlink_to(victim)
+    (trap / "about.json").unlink()
+    (trap / "about.json").symlink_to(victim)
+    folder = RunFolder(trap, first_rank=True)
+    folder.mark_done(True)
+    folder.mark_done(False)
+    folder.write_costs({"a": 1})
+    write_numbers(trap / "a.json", {"recall": 0.5})
+    _keep("details", trap, 0)
+    write_bad_samples(trap / "bad.jsonl", [])
+    with replacing(trap / "timeline.png") as beside:
+        plt.figure().savefig(beside, format="png")
+    for name in ("bad_samples.jsonl", "loss_weights.jsonl"):
+        (trap / name).symlink_to(victim)
+    with pytest.raises(OSError, match="is a link"):
+        folder.note_bad_sample("data", "id; touch ~/owned", "where", "unreadable", "")
+    with pytest.raises(OSError, match="link"):
+        folder.log({"loss": 1.0})
+
+
+def test_an_export_removes_no_folder_that_it_did_not_make(tmp_path):
+    own = tmp_path / "out.writing"
+    own.mkdir()
+    (own / "mine").write_text("x")
+    with replacing_folder(tmp_path / "out") as beside:
+        write_text(beside / "a", "x")
+    assert (own / "mine").read_text() == "x" and (tmp_path / "out" / "a").is_file()
