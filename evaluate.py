@@ -26,6 +26,7 @@ from rich.table import Table
 
 from common.files import make_folder
 from common.output import outlive_output, run_program
+from common.secrets import redact
 from data.index.roots import add_root_flag, from_anywhere, given_roots, with_roots
 from data.loader import resolve_workers
 from data.modules import add_trust_flags, import_named
@@ -305,7 +306,7 @@ def output_name(arguments: argparse.Namespace, name: str) -> str:
     """A name for each kind of question, so that no answer is written over another."""
     parts = ["classes" if arguments.classify else "evaluation", name]
     parts += [
-        re.sub(r"\W+", "-", spec).strip("-")
+        re.sub(r"\W+", "-", redact(spec)).strip("-")
         for spec in (arguments.classify, arguments.val_data)
         if spec
     ]

@@ -3,9 +3,12 @@ one line."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
+import shlex
+import sys
 import tempfile
 import threading
 import urllib.error
@@ -18,6 +21,7 @@ from typing import Any
 
 from common.files import write_text
 from common.output import only_shows, plain
+from common.secrets import redact
 from launch.tracking.alerts import Alert
 
 INIT_TIMEOUT_S = 30
@@ -68,7 +72,7 @@ class WandbRun:
             "name": folder.name,
             "resume": "allow",
             "dir": str(folder),
-            "config": dict(config),
+            "config": json.loads(redact(json.dumps(config))),
             "job_type": job_type,
         }
         try:
@@ -89,7 +93,11 @@ class WandbRun:
             else os.environ.get("WANDB_RUN_ID") or uuid.uuid4().hex[:8]
         )
         quiet = wandb.Settings(
-            init_timeout=INIT_TIMEOUT_S, login_timeout=INIT_TIMEOUT_S, silent=True
+            init_timeout=INIT_TIMEOUT_S,
+            login_timeout=INIT_TIMEOUT_S,
+            silent=True,
+            # it records the command line as it was given
+            x_disable_meta=redact(given := shlex.join(sys.argv)) != given,
         )
         if mode == "online":
             try:

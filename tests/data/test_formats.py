@@ -614,9 +614,31 @@ def test_remote_shards_are_copied_once(tmp_path, cache_folder):
     left = [
         path.name
         for path in (cache_folder / "copies").rglob("*")
-        if path.is_file() and path.name.startswith("tmp")
+        if path.is_file() and path.name.startswith(".")
     ]
     assert left == []
+
+
+@pytest.mark.parametrize("kind", ["webdataset", "parquet"])
+def test_credentials_of_addresses_are_kept_nowhere(tmp_path, cache_folder, kind):
+    address = f"memory://user:pa55word@{tmp_path.name}/a.{kind}"
+    if kind == "webdataset":
+        address += "?Signature=s1gnature"
+        content = write_shard(tmp_path / "a.tar", ["key0", "key1"]).read_bytes()
+    else:
+        file = tmp_path / "a.parquet"
+        pq.write_table(pa.table({"image": [encoded_image()], "text": ["words"]}), file)
+        content = file.read_bytes()
+    fsspec.filesystem("memory").pipe(address.removeprefix("memory://"), content)
+    source = open_source(f"{kind}:{address}")
+    said = [source.spec, source.format.spec, source.where(0), source.identity(0)]
+    kept = [path.read_bytes() for path in cache_folder.rglob("*") if path.is_file()]
+    kept += [str(path).encode() for path in cache_folder.rglob("*")]
+    for secret in ("pa55word", "s1gnature"):
+        assert secret not in "".join(said)
+        assert not any(secret.encode() in content for content in kept)
+    with pytest.raises(ValueError, match="credentials were not recorded; give the data's address"):
+        open_source(source.spec)
 
 
 def test_remote_parquet_and_file_addresses(tmp_path):
