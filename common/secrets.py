@@ -12,7 +12,9 @@ URL = re.compile(
     r"(?P<path>(?:(?!::)[^\s?#'\"])*)(?P<query>\?(?:(?!::)[^\s#'\"])*)?"
 )
 # Options of data specs, which stand where an address has its query.
-OF_SPECS = frozenset({"image", "text", "id", "audio", "root", "label", "language", "split", "sep"})
+OF_SPECS = frozenset(
+    {"image", "text", "id", "audio", "root", "label", "language", "split", "separator"}
+)
 SECRET_NAME = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.I)
 SHORTEST = 8  # characters of a value that is looked for everywhere
 
