@@ -13,15 +13,24 @@ Other modules open nothing for writing and remove nothing (`tests/common/test_fi
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 UNFINISHED = ".writing"  # ends the name of what is not whole yet
+
+
+def read_json(path: Path) -> Any:
+    """Errors: OSError; ValueError for what is no JSON, or is nested beyond what can be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError(f"{path}: its JSON is nested too deeply to be read") from error
 
 
 def make_folder(path: Path, within: Path | None = None) -> Path:

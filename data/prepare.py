@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from common.files import remove, replacing, replacing_folder, write_text
+from common.files import read_json, remove, replacing, replacing_folder, write_text
 from common.secrets import redact
 from data.batching.draws import LIMIT
 from data.batching.mixture import Mixture, Parts, mixed, open_sources
@@ -294,7 +294,7 @@ class _Kept:
 
     def read(self) -> Division | None:
         try:
-            record = json.loads((self.folder / "made_of.json").read_text(encoding="utf-8"))
+            record = read_json(self.folder / "made_of.json")
         except FileNotFoundError:
             return None
         options = record["options"]  # what is not there was not asked for

@@ -14,7 +14,6 @@ On disk, in `index/<hash of the spec>/` of the cache folder:
 
 import contextlib
 import hashlib
-import json
 import mmap
 import os
 import zlib
@@ -26,6 +25,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from common.files import read_json
 from data.formats.rows import DEFAULT_PAIRS, Format, Roots
 from data.formats.specs import cache_folder
 from data.index.bad_samples import CODES
@@ -307,7 +307,7 @@ def open_index(format: Format, folder: Path, recheck: bool = True) -> Index | No
 
 def kept_index(folder: Path) -> Index | None:
     try:
-        meta = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+        meta = read_json(folder / "index.json")
         return Index(folder / meta["file"], meta) if meta["version"] == VERSION else None
     except (OSError, ValueError, KeyError, TypeError):  # none there, another version, damaged
         return None

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from common.files import replacing_folder, write_text
+from common.files import read_json, replacing_folder, write_text
 from data.batching.draws import caption_numbers
 from data.index.sources import Source
 from data.modalities.tokenizer import tokenized
@@ -70,7 +70,7 @@ def token_counts(
         "vocabulary": len(tokenizer),
     }
     file = folder / "made_of.json"
-    if not (file.is_file() and json.loads(file.read_text(encoding="utf-8")) == made_of):
+    if not (file.is_file() and read_json(file) == made_of):
         counts, starts = _count(source, subset, tokenizer, max_text_tokens, progress)
         with replacing_folder(folder) as beside:
             np.save(beside / "counts.npy", counts)

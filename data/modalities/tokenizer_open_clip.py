@@ -8,7 +8,6 @@ becomes the tokenizer's normalizer, but for ftfy's repair of broken encodings an
 
 from __future__ import annotations
 
-import json
 import string
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,8 @@ from typing import Any
 
 from tokenizers import Regex, normalizers
 from transformers import AutoTokenizer, CLIPTokenizer, PreTrainedTokenizerBase
+
+from common.files import read_json
 
 PREFIX, CONFIG = "open_clip:", "open_clip_config.json"
 START, END = "<|startoftext|>", "<|endoftext|>"  # as transformers spells CLIP's two special tokens
@@ -51,7 +52,7 @@ def text_config(model: str) -> dict[str, Any]:
     """The `text_cfg` of a model of OpenCLIP, or of one in a folder. Errors: as above."""
     folder = Path(model).expanduser()
     if folder.is_dir():
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config = read_json(folder / CONFIG)
         return config.get("model_cfg", config)["text_cfg"]
     config = _library().get_model_config(model)
     if config is None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.files import make_folder, write_text
+from common.files import make_folder, read_json, write_text
 
 Tensors = dict[str, Tensor]
 
@@ -136,9 +136,7 @@ class Cache:
 
     def read(self, name: str) -> Measurement | None:
         try:
-            values = json.loads((self.folder / f"{name}.json").read_text(encoding="utf-8"))[
-                "measured"
-            ]
+            values = read_json(self.folder / f"{name}.json")["measured"]
             outputs = tuple(
                 (str(n), str(dtype), tuple(map(int, shape)), bool(wants))
                 for n, dtype, shape, wants in values["outputs"]

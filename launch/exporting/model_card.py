@@ -10,6 +10,7 @@ from typing import Any
 
 from huggingface_hub import ModelCardData
 
+from common.files import read_json
 from common.markdown import code, fenced, words
 from launch.inference.trained import Trained
 from launch.run.records import OPEN_CLIP
@@ -119,4 +120,4 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return read_json(file) if file.is_file() else {}

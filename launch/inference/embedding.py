@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from common.files import make_folder, remove, replacing, write_text
+from common.files import make_folder, read_json, remove, replacing, write_text
 from common.secrets import redact
 from data.batching.mixture import specs_of
 from data.batching.sampler import evaluation_requests
@@ -326,7 +326,7 @@ def forget_embeddings(folder: Path) -> None:
 
 
 def _modalities_in(folder: Path) -> list[str]:
-    about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
+    about = read_json(folder / "about.json")
     names = about.get("modalities", ("image", "text"))  # as earlier versions wrote
     if not all(isinstance(name, str) and name.isidentifier() for name in names):
         raise ValueError(
@@ -419,7 +419,7 @@ def read_embeddings(
     return (
         np.load(folder / f"{modality}.npy", mmap_mode="r"),
         lines,
-        json.loads((folder / "about.json").read_text(encoding="utf-8")),
+        read_json(folder / "about.json"),
     )
 
 

@@ -21,7 +21,15 @@ from typing import Any
 
 import psutil
 
-from common.files import append_text, make_folder, open_own, refuse_link, remove, write_text
+from common.files import (
+    append_text,
+    make_folder,
+    open_own,
+    read_json,
+    refuse_link,
+    remove,
+    write_text,
+)
 from common.secrets import redact
 from data.modalities.preprocessing import CLIP
 from data.options import IMAGE_TEXT
@@ -274,9 +282,7 @@ class RunFolder:
     def read_costs(self) -> dict[str, Any] | None:
         """What this run was planned by, if it was measured, and the file is not damaged."""
         try:
-            return (
-                json.loads(self.costs.read_text(encoding="utf-8")) if self.costs.is_file() else None
-            )
+            return read_json(self.costs) if self.costs.is_file() else None
         except ValueError:
             return None
 

@@ -3,10 +3,10 @@ neither torch nor transformers, but for published models: the command line reads
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from common.files import read_json
 from data.options import IMAGE_TEXT, branches_of
 
 RUN_RECORD = "config.json"
@@ -47,7 +47,7 @@ def read_export(folder: Path) -> dict[str, Any] | None:
 
 def _read(file: Path, remedy: str) -> dict[str, Any] | None:
     try:
-        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+        return read_json(file) if file.is_file() else None
     except ValueError as error:
         raise ValueError(f"{file}: is damaged ({error}); {remedy}") from error
 
@@ -62,7 +62,7 @@ def refuse_no_model(where: str, folder: Path, weights_alone: bool) -> None:
     file, found = folder / RUN_RECORD, None
     if file.is_file():
         try:
-            found = json.loads(file.read_text(encoding="utf-8"))
+            found = read_json(file)
         except ValueError as error:
             raise ValueError(
                 f"--import {where}: its {RUN_RECORD} is no JSON ({error}); download the model again"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from common.files import read_json
 from engine.checkpoint.layout import replace_text
 from engine.trace import WAIT, Span
 
@@ -28,7 +29,7 @@ class TraceFile:
         self._samples: dict[int, list[dict[str, Any]]] = {}
         if path.is_file():  # a run that goes on
             try:
-                for event in json.loads(path.read_text(encoding="utf-8"))["traceEvents"]:
+                for event in read_json(path)["traceEvents"]:
                     if event["ph"] == "X":
                         self._samples.setdefault(event["args"]["step"], []).append(event)
             except (ValueError, KeyError, TypeError):  # damaged: it begins anew
@@ -73,11 +74,7 @@ class TraceFile:
 
 def read_trace(path: Path) -> dict[int, dict[int, list[Span]]]:
     """step -> rank -> spans, with seconds from the beginning of the step."""
-    events = [
-        event
-        for event in json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-        if event["ph"] == "X"
-    ]
+    events = [event for event in read_json(path)["traceEvents"] if event["ph"] == "X"]
     steps: dict[int, dict[int, list[Span]]] = {}
     for step in sorted({event["args"]["step"] for event in events}):
         own = [event for event in events if event["args"]["step"] == step]

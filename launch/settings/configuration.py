@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.monitor.config import DeepSpeedMonitorConfig
 
+from common.files import read_json
 from engine.config.checks import AUTO
 from engine.config.communication import COMMUNICATION
 from engine.config.reading import BranchesBlock, check_hardware, read_config
@@ -69,7 +69,7 @@ def asked_communication(options: Options) -> str:
     """
     try:
         file = options.deepspeed_config
-        written = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
+        written = read_json(Path(file)) if file else {}
         asked = with_settings(written, options.set)["branches"]["communication"]
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return AUTO

@@ -7,7 +7,6 @@ here it becomes a `Preprocessing`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from PIL import Image
 
+from common.files import read_json
 from data.modalities.preprocessing import CLIP, INTERPOLATIONS, NORMALIZATIONS, Preprocessing
 from launch.run.records import branches_held, read_export
 from models.towers.image import full_name
@@ -122,7 +122,7 @@ def _of_record(file: Path, key: str) -> tuple[Preprocessing, int] | None:
     if not file.is_file():
         return None
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = read_json(file)
         if file.name == open_clip.CONFIG:
             size = found["model_cfg"]["vision_cfg"].get("image_size", 224)
             return _of_config({**OPEN_CLIP, **found.get(key, {})}, size)
@@ -192,7 +192,7 @@ def _of_processor(file: Path) -> tuple[Preprocessing, int] | None:
     if not file.is_file():
         return None
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = read_json(file)
         config = config.get("image_processor", {} if file.name == PROCESSORS[1] else config)
         # of sounds, or of texts alone
         if not config or "sampling_rate" in config:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from common.files import read_json
 from engine.config.spelling import keys_of, nearest
 
 RECIPES = Path(__file__).resolve().parents[2] / "ds_configs" / "recipes"
@@ -56,7 +56,7 @@ class RecipeFile:
     def read(cls, file: Path) -> RecipeFile:
         """Errors: ValueError for a file without the block, or with another."""
         try:
-            written = json.loads(file.read_text(encoding="utf-8"))
+            written = read_json(file)
         except ValueError as error:
             raise ValueError(f"{file}: not valid JSON: {error}") from error
         block = written.get("recipe") if isinstance(written, dict) else None

@@ -8,7 +8,6 @@ table.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ if __name__ == "__main__":
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from common.files import read_json
 from common.output import outlive_output, run_program
 from data.modules import add_trust_flags, import_named, import_recorded
 from engine.optimizer.locking import lock_costs
@@ -197,7 +197,7 @@ def _read(path: Path, remedy: str) -> Any:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; {remedy}")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path)
     except ValueError as error:
         raise ValueError(f"{path}: not valid JSON: {error}; {remedy}") from error
 

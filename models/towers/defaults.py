@@ -5,9 +5,9 @@ A name by itself means the library's own model (`models/README.md`). These are t
 which towers learn better from the first step; what each is worth: bench/EVIDENCE.md.
 """
 
-import json
 from pathlib import Path
 
+from common.files import read_json
 from models.towers.image import full_name as full_image_name
 from models.towers.libraries import transformers_image
 from models.towers.libraries.torchvision_by_hand import ARCHITECTURES, ResNetSizes
@@ -89,7 +89,7 @@ def _holds(canonical: str, path: Path) -> bool:
 
 
 def _pool_of_sentence_encoder(folder: Path) -> str:
-    modules = json.loads((folder / SENTENCE_ENCODER).read_text(encoding="utf-8"))
+    modules = read_json(folder / SENTENCE_ENCODER)
     file = next(
         (
             folder / module["path"] / "config.json"
@@ -103,7 +103,7 @@ def _pool_of_sentence_encoder(folder: Path) -> str:
             f"{folder / SENTENCE_ENCODER}: leads to no pooling; say how texts are pooled with "
             "--text-tower NAME:pool=..."
         )
-    config = json.loads(file.read_text(encoding="utf-8"))
+    config = read_json(file)
     modes = [
         key.removeprefix("pooling_mode_")
         for key, value in config.items()

@@ -14,7 +14,6 @@ directions, as LAION-CLAP does.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 
 from transformers import ClapConfig, PreTrainedConfig
 
+from common.files import read_json
 from models.towers.head import HIDDEN_ACT, HIDDEN_ACT_KEY, read_projection
 from models.towers.layers import Tower
 from models.towers.libraries.transformers_audio import refuse_fusion
@@ -58,7 +58,7 @@ def _seconds(folder: Path) -> float:
     """Of a clip, as the feature extractor says."""
     for name in EXTRACTORS:
         if (folder / name).is_file():
-            found = json.loads((folder / name).read_text(encoding="utf-8"))
+            found = read_json(folder / name)
             found = found.get("feature_extractor", found)
             if "sampling_rate" in found:
                 return float(found.get("max_length_s", 10))

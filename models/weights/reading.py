@@ -5,7 +5,6 @@ A stage that owns three layers of a tower reads the tensors of three layers, wha
 the file.
 """
 
-import json
 import logging
 import pickle
 import re
@@ -21,6 +20,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from common.files import read_json
 from models.towers.layers import Layer, Tower
 from models.towers.libraries import open_clip, timm, transformers_audio, transformers_image
 from models.towers.libraries.transformers_text import PRESETS
@@ -511,7 +511,7 @@ def _open_torch(path: Path) -> Source:
 
 def _open_sharded(index: Path) -> Source:
     """Shards are opened when the first of their tensors is asked for."""
-    shard_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    shard_of: dict[str, str] = read_json(index)["weight_map"]
     absent = [
         shard for shard in sorted(set(shard_of.values())) if not (index.parent / shard).is_file()
     ]

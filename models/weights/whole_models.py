@@ -12,7 +12,6 @@ their heads are, what one in a folder says of a run, and its names.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from transformers import (
     SiglipModel,
 )
 
+from common.files import read_json
 from models.towers.layers import Tower
 from models.towers.libraries.transformers_text import first_position
 from models.towers.names import TWO_LAYERS
@@ -76,7 +76,7 @@ def is_whole_model(folder: Path) -> bool:
     """Does the folder hold one of transformers' models of images and texts, or of sounds and
     texts?"""
     try:
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config = read_json(folder / CONFIG)
     except (OSError, ValueError):
         return False
     known = (*WHOLE_MODELS, DUAL_ENCODER, clap.MODEL_TYPE)
@@ -122,9 +122,7 @@ def _text_tokens(folder: Path, config: PreTrainedConfig) -> int:
     lengths[1] -= first_position(config.to_dict())
     file = folder / TOKENIZER
     if file.is_file():
-        lengths.append(
-            json.loads(file.read_text(encoding="utf-8")).get("model_max_length") or MOST_TOKENS
-        )
+        lengths.append(read_json(file).get("model_max_length") or MOST_TOKENS)
     return int(min(lengths))
 
 

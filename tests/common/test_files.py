@@ -11,6 +11,7 @@ import pytest
 from common.files import (
     append_text,
     make_folder,
+    read_json,
     refuse_links_in,
     remove,
     remove_folder,
@@ -222,3 +223,9 @@ def test_an_export_removes_no_folder_that_it_did_not_make(tmp_path):
     with replacing_folder(tmp_path / "out") as beside:
         write_text(beside / "a", "x")
     assert (own / "mine").read_text() == "x" and (tmp_path / "out" / "a").is_file()
+
+
+def test_json_without_an_end_of_its_depth_is_an_error(tmp_path):
+    (tmp_path / "config.json").write_text("[" * 200_000)
+    with pytest.raises(ValueError, match="config.json: its JSON is nested too deeply"):
+        read_json(tmp_path / "config.json")

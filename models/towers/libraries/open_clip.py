@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
 import types
 from collections.abc import Callable
 from dataclasses import asdict
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from common.files import read_json
 from models.towers.layers import Tower
 from models.towers.names import TWO_LAYERS, nearest, split_name
 from models.towers.recording.keys import of_dataclass, read_keys
@@ -76,7 +76,7 @@ def model_config(name: str) -> dict[str, Any]:
     if folder.is_dir():
         if not (folder / CONFIG).is_file():
             raise FileNotFoundError(f"tower {name!r}: folder {folder} has no {CONFIG}")
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        config = read_json(folder / CONFIG)
         return config.get("model_cfg", config)
     config = library().get_model_config(model)
     if config is None:
