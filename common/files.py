@@ -78,7 +78,7 @@ def open_own(path: Path, within: Path | None = None) -> IO[str]:
     if within is not None:
         _refuse_outside(path.parent, within)
     refuse_link(path)
-    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(path, flags, 0o666), "a+", encoding="utf-8")
 
 
