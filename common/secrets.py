@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 HIDDEN = "***"
 URL = re.compile(
@@ -27,6 +29,17 @@ def redact(text: str) -> str:
     for value in _secrets_of_environment():
         text = text.replace(value, HIDDEN)
     return text
+
+
+def redacted(value: Any) -> Any:
+    """`redact` of every text in what JSON holds: a number that looks like a secret stays one."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, Mapping):
+        return {
+            redact(key) if isinstance(key, str) else key: redacted(v) for key, v in value.items()
+        }
+    return [redacted(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def _without_secrets(found: re.Match[str]) -> str:

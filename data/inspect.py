@@ -276,7 +276,9 @@ def _inspect(arguments: Sequence[str] | None) -> None:
     if options.count > 0:
         sheet, notice = contact_sheet(source, options.count, options.seed)
         make_folder(options.sheet.parent)
-        kind = Image.registered_extensions().get(options.sheet.suffix.lower(), "PNG")
+        kind = Image.registered_extensions().get(options.sheet.suffix.lower())
+        if kind is None:
+            raise ValueError(f"--sheet {options.sheet}: end its name in that of a picture, as .png")
         with replacing(options.sheet) as beside:
             sheet.save(beside, kind)
         if notice:

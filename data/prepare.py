@@ -14,7 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from common.files import read_json, remove, replacing, replacing_folder, write_text
-from common.secrets import redact
+from common.secrets import redacted
 from data.batching.draws import LIMIT
 from data.batching.mixture import Mixture, Parts, mixed, open_sources
 from data.index.bad_samples import REASON_OF_CODE, REASONS
@@ -289,7 +289,7 @@ class _Kept:
             del asked["pairs"]  # as runs before there was a choice recorded it
         if options.max_audio_seconds is None:
             del asked["max_audio_seconds"]
-        self.made_of = json.loads(redact(json.dumps(asked)))
+        self.made_of = redacted(json.loads(json.dumps(asked)))
         self.sizes = [[len(s), len(s.usable())] for s in (source, validation) if s is not None]
 
     def read(self) -> Division | None:

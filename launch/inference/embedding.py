@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from common.files import make_folder, read_json, remove, replacing, write_text
-from common.secrets import redact
+from common.secrets import redacted
 from data.batching.mixture import specs_of
 from data.batching.sampler import evaluation_requests
 from data.index.keys import caption_key
@@ -351,7 +351,7 @@ def write_embeddings(
             np.save(file, own.embeds.numpy())
         _write_lines(folder / lines_of(name), lines_for(embedded, source, name))
     about = {**about, "data": specs_of(source), "modalities": list(embedded.rows)}
-    write_text(folder / "about.json", redact(json.dumps(about, indent=2)) + "\n")
+    write_text(folder / "about.json", json.dumps(redacted(about), indent=2) + "\n")
 
 
 def lines_for(embedded: Embedded, source: Source, modality: str) -> Iterator[dict[str, Any]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from common.files import make_folder, write_text
 from common.output import plain
-from common.secrets import redact
+from common.secrets import redacted
 from data.index.sources import Source
 from launch.inference.embedding import Embedded, Rows, folders_of, read_embeddings
 from launch.inference.gallery import Found, Row
@@ -219,7 +219,7 @@ def write_numbers(path: Path, values: Mapping[str, Any]) -> None:
     """Into a folder that is made where it is not there. Not-a-number and infinity, which JSON does
     not have, become null."""
     make_folder(path.parent)
-    write_text(path, redact(json.dumps(_for_json(values), indent=2)) + "\n")
+    write_text(path, json.dumps(redacted(_for_json(values)), indent=2) + "\n")
 
 
 def _for_json(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -82,7 +82,7 @@ def _draw_rows(rows: Sequence[Row], title: str, path: Path, drawable: Callable[[
     figure.suptitle(drawable(title), fontsize=11, parse_math=False)
     make_folder(path.parent)
     with replacing(path) as beside:
-        figure.savefig(beside, dpi=DOTS_PER_INCH, format=path.suffix[1:] or None)
+        figure.savefig(beside, dpi=DOTS_PER_INCH, format=path.suffix[1:] or "png")
 
 
 def _draw_cell(

@@ -30,7 +30,7 @@ from common.files import (
     remove,
     write_text,
 )
-from common.secrets import redact
+from common.secrets import redacted
 from data.modalities.preprocessing import CLIP
 from data.options import IMAGE_TEXT
 from engine.checkpoint.layout import replace_text
@@ -225,7 +225,7 @@ class RunFolder:
             )
         recorded = _completed(previous["training"])
         before = {key: recorded.get(key) for key in training}
-        differences = list(_differences(before, json.loads(redact(json.dumps(training)))))
+        differences = list(_differences(before, redacted(json.loads(json.dumps(training)))))
         if differences:
             shown = "\n".join(f"    {line}" for line in differences[:8]) + (
                 "\n    …" if len(differences) > 8 else ""
@@ -268,9 +268,11 @@ class RunFolder:
             "git_commit": _git_commit(),
         }
         self.mark_done(False)
-        text = redact(json.dumps(record, indent=2, ensure_ascii=False))
-        self._replace(self.path / RUN_RECORD, text + "\n")
-        return json.loads(text)
+        record = redacted(record)
+        self._replace(
+            self.path / RUN_RECORD, json.dumps(record, indent=2, ensure_ascii=False) + "\n"
+        )
+        return record
 
     def mark_done(self, done: bool) -> None:
         """Make the file `done`, or take it away."""
@@ -362,7 +364,7 @@ class RunFolder:
             "reason": reason,
             "detail": detail[:500],
         }
-        append_text(self.bad_samples, redact(json.dumps(record)) + "\n")
+        append_text(self.bad_samples, json.dumps(redacted(record)) + "\n")
 
     def note_bad_step(
         self, step: int, loss: float, bad: BadStep, identity: Callable[[int], str]

@@ -101,7 +101,7 @@ def save_balance_plot(
         axes.axis("off")
         axes.text(0, 1, "\n".join(words), va="top", ha="left", fontsize=8, transform=axes.transAxes)
     with replacing(path) as beside:
-        figure.savefig(beside, format=path.suffix[1:] or None)
+        figure.savefig(beside, format=path.suffix[1:] or "png")
 
 
 def panels_of(

@@ -192,7 +192,7 @@ def _save(path: Path, timelines: Sequence[Timeline]) -> None:
         handlelength=1.4,
     )
     with replacing(path) as beside:
-        figure.savefig(beside, format=path.suffix[1:] or None)
+        figure.savefig(beside, format=path.suffix[1:] or "png")
 
 
 def draw_timeline(

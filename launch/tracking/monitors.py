@@ -186,6 +186,7 @@ class Comet(CometMonitor):
         check_comet_availability()
         import comet_ml
 
+        refuse_links_in(make_folder(folder / "comet", within=folder))
         file = folder / COMET_KEY
         given = config.experiment_key or (
             file.read_text(encoding="utf-8").strip() if file.is_file() else uuid.uuid4().hex

@@ -3,7 +3,6 @@ one line."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -19,9 +18,9 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-from common.files import write_text
+from common.files import make_folder, write_text
 from common.output import only_shows, plain
-from common.secrets import redact
+from common.secrets import redact, redacted
 from launch.tracking.alerts import Alert
 
 INIT_TIMEOUT_S = 30
@@ -72,7 +71,7 @@ class WandbRun:
             "name": folder.name,
             "resume": "allow",
             "dir": str(folder),
-            "config": json.loads(redact(json.dumps(config))),
+            "config": redacted(config),
             "job_type": job_type,
         }
         try:
@@ -85,6 +84,7 @@ class WandbRun:
 
         # pictures of tables wait there for their upload: beside the run, not in the user's home
         os.environ.setdefault("WANDB_DATA_DIR", str(self.folder.absolute() / "wandb" / "data"))
+        make_folder(self.folder / "wandb", within=self.folder)
         identity = self.folder / IDENTITY
         run_id = (
             identity.read_text(encoding="utf-8").strip()

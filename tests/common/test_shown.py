@@ -11,7 +11,7 @@ import pytest
 
 from common.markdown import code, fenced, words
 from common.output import shown
-from common.secrets import redact
+from common.secrets import redact, redacted
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -72,6 +72,11 @@ def test_every_program_shows_what_it_is_given_escaped(program):
 def test_addresses_lose_their_credentials(said, expected):
     assert redact(said) == redact(redact(said)) == expected
     assert json.loads(redact(json.dumps({"data": [said]}))) == {"data": [expected]}
+
+
+def test_a_record_keeps_its_numbers():
+    record = {"data": ["https://u:p@h/a?k=v"], "steps": 12345678, "pair": ("a", None), "on": True}
+    assert redacted(record) == {**record, "data": ["https://***@h/a?k=***"], "pair": ["a", None]}
 
 
 def test_values_of_secrets_in_the_environment_are_not_shown():
