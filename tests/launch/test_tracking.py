@@ -29,8 +29,9 @@ from launch.tracking import wandb_run
 from launch.tracking.alerts import Alert
 
 wandb_run.INIT_TIMEOUT_S = 1
+WHERE = {"project": "wye", "group": None}
 mode, folder = sys.argv[1], Path(sys.argv[2])
-run = wandb_run.WandbRun(mode, folder, {"project": "wye", "group": None}, {"options": {"seed": 0}})
+run = wandb_run.WandbRun(mode, folder, WHERE, {"options": {"data": sys.argv[3:]}})
 run.log({"loss/total": 2.5, "clipping/grad_norm/image": 0.1}, 1)
 run.log({"retrieval/validation/image_to_text/R@1": 0.5}, 1)
 run.note(1, "balance/decisions", "texts take longer")
@@ -49,7 +50,7 @@ def start(tmp_path):
     folder.mkdir()
     (tmp_path / "home").mkdir()
 
-    def start(mode: str, **environment: str):
+    def start(mode: str, *data: str, **environment: str):
         kept = {
             key: value
             for key, value in os.environ.items()
@@ -63,7 +64,7 @@ def start(tmp_path):
             **environment,
         }
         done = subprocess.run(
-            [sys.executable, "-c", SCRIPT, mode, str(folder)],
+            [sys.executable, "-c", SCRIPT, mode, str(folder), *data],
             env=kept,
             cwd=tmp_path,
             capture_output=True,
@@ -112,6 +113,19 @@ def test_offline_writes_below_the_run_folder_and_goes_on_as_the_same_run(start):
     assert len(runs(start.folder)) == 2 and {file.name for file in runs(start.folder)} == {
         f"run-{identity}.wandb"
     }
+
+
+def test_no_file_of_it_holds_the_credentials_of_an_address(start):
+    start("offline", "webdataset:https://user:pa55word@host/a.tar?Signature=s1gnature")
+    kept = [file.read_bytes() for file in start.folder.rglob("*") if file.is_file()]
+    assert any(b"https://***@host/a.tar?Signature=***" in content for content in kept)
+    assert not any(b"pa55word" in content or b"s1gnature" in content for content in kept)
+
+
+def test_the_folder_of_wandb_is_inside_of_the_run(start, tmp_path):
+    (tmp_path / "run" / "wandb").symlink_to(tmp_path / "home")
+    _, errors = start("offline")
+    assert "leads out of" in errors[0] and list((tmp_path / "home").iterdir()) == []
 
 
 def test_online_without_a_login_goes_on_offline_with_one_line(start):
