@@ -305,11 +305,10 @@ class Evaluated:
 def output_name(arguments: argparse.Namespace, name: str) -> str:
     """A name for each kind of question, so that no answer is written over another."""
     parts = ["classes" if arguments.classify else "evaluation", name]
-    parts += [
-        re.sub(r"\W+", "-", redact(spec)).strip("-")
-        for spec in (arguments.classify, arguments.val_data)
-        if spec
-    ]
+    for spec in filter(None, (arguments.classify, arguments.val_data)):
+        parts.append(re.sub(r"\W+", "-", redact(spec)).strip("-"))
+        if redact(spec) != spec:  # addresses may differ in what is hidden alone
+            parts.append(hashlib.sha256(spec.encode()).hexdigest()[:9])
     parts += ["all-captions"] if arguments.captions == "all" else []
     parts += [arguments.precision] if arguments.precision != "fp32" else []
     whole = "-".join(parts)

@@ -22,8 +22,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-UNFINISHED = ".writing"  # ends the name of what is not whole yet
-
 
 def read_json(path: Path) -> Any:
     """Errors: OSError; ValueError for what is no JSON, or is nested beyond what can be read."""
@@ -43,11 +41,9 @@ def make_folder(path: Path, within: Path | None = None) -> Path:
 
 
 @contextlib.contextmanager
-def replacing(path: Path, within: Path | None = None) -> Iterator[Path]:
+def replacing(path: Path) -> Iterator[Path]:
     """An empty file to write, which becomes `path` when it is whole: others see all of it, or what
-    was there before. Errors: as `make_folder`."""
-    if within is not None:
-        _refuse_outside(path.parent, within)
+    was there before."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:100]}.")
     os.close(handle)
     beside = Path(name)
@@ -60,23 +56,21 @@ def replacing(path: Path, within: Path | None = None) -> Iterator[Path]:
         raise
 
 
-def write_text(path: Path, text: str, within: Path | None = None) -> None:
+def write_text(path: Path, text: str) -> None:
     """As `replacing`."""
-    with replacing(path, within) as beside:
+    with replacing(path) as beside:
         beside.write_text(text, encoding="utf-8")
 
 
-def append_text(path: Path, text: str, within: Path | None = None) -> None:
-    """In one piece, at the end of a file that is made where it is not there. Errors: as
-    `make_folder`, and OSError for a link or anything but a file."""
-    with open_own(path, within) as file:
+def append_text(path: Path, text: str) -> None:
+    """In one piece, at the end of a file that is made where it is not there. Errors: OSError, also
+    for a link or anything but a file."""
+    with open_own(path) as file:
         file.write(text)
 
 
-def open_own(path: Path, within: Path | None = None) -> IO[str]:
+def open_own(path: Path) -> IO[str]:
     """To append to and to read. Errors: as `append_text`."""
-    if within is not None:
-        _refuse_outside(path.parent, within)
     refuse_link(path)
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.fdopen(os.open(path, flags, 0o666), "a+", encoding="utf-8")
@@ -109,7 +103,7 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
     whole. Its parents are made."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(
-        tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name[:100]}.", suffix=UNFINISHED)
+        tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name[:100]}.", suffix=".writing")
     )
     try:
         beside.chmod(0o777 & ~_umask())

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 
+from common.output import shown
+
 GRACE_S = 20.0  # of the 30 that DeepSpeed's launcher leaves between asking and killing
 WATCH_S = 1.0  # between two looks at the calls that have a limit
 
@@ -96,7 +98,7 @@ def _watch() -> None:
         for call in list(_watched):
             # other threads take processor time too, and a busy machine takes time
             if min(clock - call.clock, processor - call.processor) > call.limit_s:
-                os.write(2, f"error: {call.message()}\n".encode(errors="backslashreplace"))
+                os.write(2, f"error: {shown(call.message())}\n".encode(errors="backslashreplace"))
                 os._exit(2)
 
 

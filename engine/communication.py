@@ -40,7 +40,7 @@ Signature = tuple[
     tuple[str, torch.dtype, tuple[int, ...]], ...
 ]  # name, dtype, shape of each tensor of a message
 # What both gloo and NCCL move. Masks travel as integers.
-_DTYPES = {
+DTYPES = {
     str(dtype): dtype
     for dtype in (
         torch.float32,
@@ -153,10 +153,10 @@ def signature_of(tensors: Mapping[str, Tensor]) -> Signature:
     """Names, dtypes and shapes of a message, in its order. Raises TypeError for a dtype that does
     not travel."""
     for name, tensor in tensors.items():
-        if str(tensor.dtype) not in _DTYPES:
+        if str(tensor.dtype) not in DTYPES:
             raise TypeError(
                 f"tensor {name!r} has dtype {tensor.dtype}, which does not travel between stages; "
-                f"use one of {sorted(_DTYPES)}"
+                f"use one of {sorted(DTYPES)}"
             )
     return tuple((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
 
@@ -311,8 +311,7 @@ class Communicator:
         """What the stage before announces."""
         told = receive_json(existing(self.activations_in).peer, self._host_group)
         return [
-            tuple((name, _DTYPES[dtype], tuple(shape)) for name, dtype, shape in one)
-            for one in told
+            tuple((name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in one) for one in told
         ]
 
     def drain(self) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from cost_models import BRANCHES
 from split_training import Case, make_engine, micro_batches_of_rank
 
-from engine.communication import Channel, Communicator, signature_of
+from engine.communication import DTYPES, Channel, Communicator, signature_of
 from engine.json_messages import (
     from_all_ranks,
     from_first_rank,
@@ -24,16 +24,6 @@ from models.losses import InfoNCE
 
 TIMEOUT = timedelta(seconds=120)
 OBJECTIVE = Objective(tuple(map(Branch, BRANCHES)), (Pair(*BRANCHES, InfoNCE()),))
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int8,
-    torch.uint8,
-)
 
 
 def communicator(graph: StageGraph, rank_sets: list[tuple[int, ...]] | None = None) -> Communicator:
@@ -48,7 +38,7 @@ def message(number: int, replica: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * replica + number)
     shapes = [(number + 1, 3), (2, number + 1, 2), (5,), (), (0,), (number % 2, 4), (3, 0)]
     tensors = {}
-    for i, dtype in enumerate(DTYPES):
+    for i, dtype in enumerate(DTYPES.values()):
         shape = shapes[(i + number) % len(shapes)]
         tensors[f"tensor {i}"] = torch.randint(0, 100, shape, generator=generator).to(dtype)
     tensors["turned"] = torch.randn(4, 3 + number, generator=generator).T  # not contiguous

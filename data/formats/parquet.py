@@ -222,9 +222,9 @@ class ParquetFormat(Format):
         number, end = self._opened.bounds(part.file)[group : group + 2]
         start, decoded, limit = number, 0, FILE_LIMIT + DECODED_FACTOR * file_size
         try:
-            for batch, size in self._batches(part.file, group):
+            for batch in self._batches(part.file, group):
                 row = self._row(batch, name, number, mtime_ns)
-                decoded += max(ROW_BYTES, size + sum(map(len, row.captions)))
+                decoded += max(ROW_BYTES, _bytes_of(row, batch))
                 if decoded > limit:
                     raise _Bomb(f"its first {number - start:,} rows decode to over {limit:,} bytes")
                 yield row
@@ -247,9 +247,8 @@ class ParquetFormat(Format):
                     problem=BadSample("unreadable", f"row group {group}: {error}"),
                 )
 
-    def _batches(self, file: str, group: int) -> Iterator[tuple[pa.RecordBatch, int]]:
-        """The rows of a row group, one each, and how many bytes each was decoded to, the texts of
-        lists apart. Raises _Bomb."""
+    def _batches(self, file: str, group: int) -> Iterator[pa.RecordBatch]:
+        """The rows of a row group, one each. Raises _Bomb."""
         with pq.ParquetFile(file) as opened:
             chunks = opened.metadata.row_group(group)
             leaves = [chunks.column(i) for i in range(chunks.num_columns)]
@@ -259,8 +258,7 @@ class ParquetFormat(Format):
         # The texts of one list are decoded together: as numbers of a dictionary they take 4 bytes.
         lists = [leaf.path_in_schema for leaf in leaves if self._is_of_text_list(leaf)]
         with pq.ParquetFile(file, read_dictionary=lists) as opened:
-            for batch in _rows_of(opened, group, self._columns()):
-                yield batch, sum(map(_decoded_bytes, batch.columns))
+            yield from _rows_of(opened, group, self._columns())
 
     def _is_of_text_list(self, leaf: pq.ColumnChunkMetaData) -> bool:
         return (
@@ -385,8 +383,18 @@ def _rows_of(
     return opened.iter_batches(ROWS_AT_ONCE, [group], columns, use_threads=False)
 
 
+def _bytes_of(row: Row, batch: pa.RecordBatch) -> int:
+    """That the row was decoded to."""
+    captions = sum(map(len, row.captions))
+    if row.problem is not None or row.lacks or row.dropped:  # it does not hold all that was decoded
+        return captions + sum(map(_decoded_bytes, batch.columns))
+    sound = 0 if row.audio is None else row.audio.size
+    return captions + len(row.id) + len(row.path) + len(row.image or b"") + sound
+
+
 def _decoded_bytes(column: pa.Array) -> int:
-    """Of one row. A dictionary, which all rows share, does not count."""
+    """Of one row, in a time that good rows do not spend. A dictionary, which all rows share, does
+    not count, nor the texts of a list."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()
     is_list = pa.types.is_nested(column.type) and not pa.types.is_struct(column.type)

@@ -27,8 +27,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from common.files import make_folder as make_within
-from common.files import move, remove
+from common import files
 from engine.checkpoint.layout import (
     LATEST,
     MANIFEST,
@@ -59,7 +58,7 @@ def writing_folder(folder: Path, step: int) -> Path:
 def claim(folder: Path) -> str:
     """From now on checkpoints in `folder` are those of this process; the words that say so. On the
     first rank."""
-    make_within(folder, within=folder.parent)
+    files.make_folder(folder, within=folder.parent)
     owner = f"process {os.getpid()} of {socket.gethostname()}, {uuid.uuid4().hex}"
     replace_text(folder / OWNER, owner)
     return owner
@@ -80,7 +79,7 @@ def refuse_other_owner(folder: Path, owner: str) -> None:
 def make_folder(folder: Path, step: int) -> None:
     """An empty folder for `step`; what killed writers left behind is cleared away. On the first
     rank."""
-    make_within(folder, within=folder.parent)
+    files.make_folder(folder, within=folder.parent)
     clear_away(folder)
     writing_folder(folder, step).mkdir()
 
@@ -115,7 +114,7 @@ def write_rank(
         )
         replace_text(folder / marker_file(rank), sealed(asdict(record)))
     except Exception:
-        remove(file, folder)  # the disk may be full, and others write to it too
+        files.remove(file, folder)  # the disk may be full, and others write to it too
         raise
 
 
@@ -172,12 +171,12 @@ def commit(
     )
     replace_text(writing / MANIFEST, manifest.to_text())
     for marker in markers:
-        remove(marker, writing)
+        files.remove(marker, writing)
     flush(writing)
     refuse_other_owner(folder, owner)
     set_aside_from(folder, step)
     checkpoint = folder / step_folder(step)
-    move(writing, checkpoint)
+    files.move(writing, checkpoint)
     flush(folder)
     replace_text(folder / LATEST, checkpoint.name + "\n")
     delete_old(folder, checkpoint, keep)

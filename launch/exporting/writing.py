@@ -97,7 +97,8 @@ def write_export(
     if keep_adapters:
         _refuse_adapters_apart(trained, kind, [own.branch for own in adapters])
     with replacing_folder(folder) as beside:
-        # towers, heads and scalars; what scores pairs in training has no place in an encoder of either
+        # towers, heads and scalars; what scores pairs in training has no place in an encoder of
+        # either
         state = _of_these_pairs(trained, canonical_state(trained.layers))
         fusion = {name: state.pop(name) for name in list(state) if name.startswith(FUSION_NAMES)}
         sounds = {} if kind in (STATE_DICT, CLAP) else _of_sounds(state)
@@ -121,9 +122,8 @@ def write_export(
             page += page_of_adapters(list(written), whole=config is not None)
         _write_json(beside / RECORD, record)
         write_text(beside / "README.md", model_card_data(trained, kind) + page)
-        for weights in beside.rglob(
-            "*.safetensors"
-        ):  # safetensors makes them for their owner alone
+        # safetensors makes them for their owner alone
+        for weights in beside.rglob("*.safetensors"):
             weights.chmod(beside.stat().st_mode & 0o666)
     return differences
 
