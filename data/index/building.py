@@ -24,6 +24,7 @@ from common.files import make_folder, move, remove, remove_folder, write_text
 from data.formats.rows import DEFAULT_PAIRS, Format, Part, Row, Unused
 from data.index.bad_samples import ABSENCES, CODES, REASON_OF_CODE, BadSample
 from data.index.hearing import KnownSounds, hear, too_long, write_keys
+from data.index.keys import hash64
 from data.index.mapped import (
     ABSENT,
     HASH_BYTES,
@@ -387,7 +388,7 @@ def _record(
         "num_characters": max(map(len, row.captions), default=0),
         "bad": CODES[problem.reason] if problem else 0,
         "key": key,
-        "id_hash": _hash64(_clean(row.id)),
+        "id_hash": hash64(_clean(row.id)),
         ABSENT: absent,
         **seen,
         **heard,
@@ -505,13 +506,7 @@ class _KnownImages:
 
 def _image_key(part: Part, row: Row) -> int:
     container = row.root or part.file
-    return _hash64(f"{container}\0{row.path}\0{row.offset}\0{row.size}\0{row.mtime_ns}") or 1
-
-
-def _hash64(text: str) -> int:
-    return int.from_bytes(
-        hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=8).digest(), "little"
-    )
+    return hash64(f"{container}\0{row.path}\0{row.offset}\0{row.size}\0{row.mtime_ns}") or 1
 
 
 def _clean(text: str) -> str:

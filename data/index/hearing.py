@@ -11,6 +11,7 @@ import numpy as np
 
 from data.formats.rows import AudioFile, Format, Part, Row
 from data.index.bad_samples import BadSample
+from data.index.keys import hash64
 from data.index.mapped import HASH_BYTES, Index
 from data.modalities.audio.decoding import decode_audio, describe_audio
 
@@ -59,10 +60,10 @@ def hear(
         if check == "decode":
             sound = decode_audio(content, strict=True)
             seconds, rate, channels = sound.seconds, sound.rate, sound.channels
-            heard["audio_key"] = _hash64(sound.samples.tobytes() + rate.to_bytes(4, "little"))
+            heard["audio_key"] = _key(sound.samples.tobytes() + rate.to_bytes(4, "little"))
         else:
             seconds, rate, channels = describe_audio(content)
-            heard["audio_key"] = _hash64(content)
+            heard["audio_key"] = _key(content)
     except BadSample as problem:
         return heard, problem
     heard |= {"audio_seconds": seconds, "audio_rate": rate, "audio_channels": channels}
@@ -84,15 +85,14 @@ def hash_of(content: bytes) -> bytes:
     return hashlib.blake2b(content, digest_size=HASH_BYTES).digest()
 
 
-def _hash64(content: bytes) -> int:
-    # 0 says that there is no sound
-    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") or 1
+def _key(value: str | bytes) -> int:
+    return hash64(value) or 1  # 0 says that there is no sound
 
 
 def _place(part: Part, file: AudioFile) -> int:
     container = file.root or part.file
     words = f"{container}\0{file.path}\0{file.offset}\0{file.size}\0{file.mtime_ns}"
-    return _hash64(words.encode(errors="backslashreplace"))
+    return _key(words)
 
 
 def write_keys(build: Path, old: Index) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import numpy as np
 
 
-def hash64(text: str) -> int:
-    """Unsigned; different texts have equal numbers once in 10^19 pairs."""
-    content = text.encode(errors="backslashreplace")
+def hash64(value: str | bytes) -> int:
+    """Unsigned; different values have equal numbers once in 10^19 pairs."""
+    content = value if isinstance(value, bytes) else value.encode(errors="backslashreplace")
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from common.output import plain
 from models.metrics.retrieval import FIGURES, RECALL_AT
 
+SEVERAL = 1.05  # answers to a query on average; a few equal samples are not worth two columns
 DIRECTIONS = {"image_to_text": "image → text", "text_to_image": "text → image"}
 
 
@@ -33,8 +34,9 @@ def retrieval_table(
     languages: Mapping[str, Mapping[str, Mapping[str, float]]] | None = None,
 ) -> Table:
     """Rows: held-out set and direction; columns: R@1, R@5, R@10 and, where it was measured, the
-    median rank, each as first → last of `evaluations` (one: just that). `languages`: by set and
-    language the same figures with `num_samples`, of one evaluation."""
+    median rank, each as first → last of `evaluations` (one: just that). Where queries have several
+    answers, the numbers of both too. `languages`: by set and language the same figures with
+    `num_samples`, of one evaluation."""
     if languages:
         num_samples, evaluations = _with_languages(evaluations[0], num_samples, languages)
     with_median = all(
@@ -46,7 +48,9 @@ def retrieval_table(
     table = Table(title=title, title_justify="left")
     for name in ("held-out set", "query → answer"):
         table.add_column(name, no_wrap=True)
-    with_answers = any(key.endswith("_answers") for key in evaluations[-1])
+    with_answers = any(
+        key.endswith("_answers") and value >= SEVERAL for key, value in evaluations[-1].items()
+    )
     for name in (
         *(["queries → candidates", "answers"] if with_answers else []),
         *(f"R@{k} %" for k in RECALL_AT),

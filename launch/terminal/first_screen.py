@@ -29,6 +29,7 @@ from launch.costing import NOMINAL
 from launch.run.records import branches_held
 from launch.settings.modalities import OWN_FLAGS
 from launch.settings.options import DEMO_DEFAULTS, Options
+from models.losses import PlainLoss, build_loss
 from models.towers.layers import Tower
 from models.weights.reading import published_weights
 
@@ -97,7 +98,7 @@ def first_screen(
     zero = config.get("zero_optimization", {}).get("stage", 0)
     length = f"{total_steps:,} steps of {config['train_batch_size']:,} samples"
     screen = [
-        ("data", "\n".join([_data(data), *_repeated(data, options.duplicates)])),
+        ("data", "\n".join([_data(data), *_repeated(data, options)])),
         ("towers", _towers(options, towers, plan)),
         ("tokenizer", _tokenizer(options, data)),
         ("ranks", f"{hardware.describe()}; {precision_of(config)}, ZeRO stage {zero}"),
@@ -188,17 +189,20 @@ def _published(options: Options, towers: Sequence[Tower]) -> str:
     )
 
 
-def _repeated(data: PreparedData, duplicates: str) -> list[str]:
+def _repeated(data: PreparedData, options: Options) -> list[str]:
     """A line for each modality of which values stand in several training samples, not just a
     few."""
     lines = []
+    meaning = f"{DUPLICATES[options.duplicates]} (--duplicates {options.duplicates})"
+    if isinstance(build_loss(options.loss), PlainLoss):
+        meaning = f"what '{options.loss}' makes of them: --duplicates is for other losses"
     for kind, name in (("content", "images"), ("audio", "sounds")):
         keys = data.source.keys(kind)[data.train]
         keys = keys[keys != 0]
         if (different := len(np.unique(keys))) < (1 - FEW) * len(keys):
             lines.append(
                 f"{len(keys):,} samples have {different:,} different {name}; in a batch those with "
-                f"the same are {DUPLICATES[duplicates]} (--duplicates {duplicates})"
+                f"the same are {meaning}"
             )
     return lines
 

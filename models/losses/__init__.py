@@ -55,4 +55,6 @@ def build_loss(
     loss = LOSSES[name]()
     if isinstance(loss, InfoNCE):
         loss = replace(loss, label_smoothing=label_smoothing)
-    return loss if isinstance(loss, PlainLoss) else replace(loss, targets=Targets(duplicates))
+    if isinstance(loss, (InfoNCE, Sigmoid)):
+        loss = replace(loss, targets=Targets(duplicates))
+    return loss

@@ -1,7 +1,7 @@
 """What a person sees in the terminal."""
 
 from launch.run.report import DIRECTIONS, retrieval_report, retrieval_table, show
-from models.metrics.retrieval import RECALL_AT
+from models.metrics.retrieval import FIGURES, RECALL_AT
 
 
 def test_a_table_loses_no_number_in_a_narrow_terminal(capsys, monkeypatch):
@@ -49,6 +49,17 @@ def test_chance_is_of_the_samples_that_have_both_halves_of_a_pair(capsys, monkey
         ["validation (200)", "palette → text", "5.0"],
         ["validation (200)", "text → palette", "5.0"],
     ]
+
+
+def test_answers_have_columns_where_queries_have_several(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    values = {f"validation/{direction}_R@{k}": 0.5 for direction in DIRECTIONS for k in RECALL_AT}
+    for answers, columns in ((1.01, False), (5.0, True)):
+        figures = dict(zip(FIGURES, (20, 96, answers, 0.1)))
+        of_all = {f"validation/{d}_{n}": v for d in DIRECTIONS for n, v in figures.items()}
+        show(retrieval_table("", [values | of_all], {"validation": 20}))
+        said = capsys.readouterr().out
+        assert ("queries → candidates" in said) == ("20 → 96" in said) == columns
 
 
 def test_what_users_write_is_no_markup(capsys):
