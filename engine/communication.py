@@ -25,14 +25,16 @@ import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from engine.json_messages import receive_json, send_json
 from engine.objective import Objective, Pair, links_of
+from engine.streams import SideStream
 from engine.topology import StageGraph
 from engine.trace import WAIT, HostClock, Recorder
 
@@ -56,11 +58,17 @@ DTYPES = {
 
 
 class Channel:
-    """One direction between two ranks. `send` returns at once; `expect` posts a receive, `receive`
-    waits for what was posted first.
+    """One direction between two ranks. `send` returns at once; `expect` makes ready for a message,
+    `receive` waits for the first that was made ready for.
 
     Both ends know the signature of a message, so a message is its tensors and nothing else. Both
     ends make the channel at the same time.
+
+    gloo's receives are posted by `expect`: they cost nothing but memory until their message comes.
+    A receive of NCCL is a kernel that spins on the device until then, so that nothing which waits
+    for the whole device returns meanwhile: the allocator where it frees memory, the first load of a
+    module. It is posted by `receive`, when the passes in front of it have been issued, but runs
+    beside them: the stream it runs in waits for what came before `expect` and no more.
     """
 
     # messages; a third waits until the first has left, so that a fast stage does not fill the
@@ -72,9 +80,11 @@ class Channel:
         # gloo's messages lie in host memory: those of a GPU are staged there, in pinned memory
         self.wire = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
         self._staged = self.wire != device
+        self.posts_ahead = self.wire.type == "cpu"
+        self._beside = SideStream(self.wire)
         self.sent_bytes = 0
         self._in_flight: deque[list[tuple[dist.Work, Tensor]]] = deque()
-        self._posted: deque[tuple[dict[str, Tensor], list[dist.Work]]] = deque()
+        self._expected: deque[_Expected] = deque()
         # NCCL makes the communicator of a pair with its first message, and both ends wait for each
         # other meanwhile: now, not in the middle of a step.
         (dist.send if sends else dist.recv)(torch.zeros(1, device=self.wire), peer, group=group)
@@ -102,18 +112,24 @@ class Channel:
             self._wait_for_oldest()
 
     def expect(self, known: Signature) -> None:
-        """Post the receive of the next message. Messages arrive in the order of their posting."""
+        """Make ready for the next message. Messages arrive in the order of these calls."""
         tensors = empty_tensors(known, self.wire, self._staged)
-        works = [
+        works = self._post(tensors) if self.posts_ahead else []
+        self._expected.append(_Expected(tensors, works, self._beside.here()))
+
+    def _post(self, tensors: Mapping[str, Tensor]) -> list[dist.Work]:
+        return [
             _started(dist.irecv(tensor, self.peer, group=self.group))
             for tensor in tensors.values()
             if tensor.numel()
         ]
-        self._posted.append((tensors, works))
 
     def receive(self) -> dict[str, Tensor]:
-        """The message posted first."""
-        tensors, works = self._posted.popleft()
+        """The message that was expected first."""
+        tensors, works, ready = self._expected.popleft()
+        if not self.posts_ahead:
+            with self._beside.after(ready):
+                works = self._post(tensors)
         for work in works:
             work.wait()  # NCCL: the present stream waits, not the host; gloo: has arrived
         # torch keeps pinned memory for as long as a copy from it is under way
@@ -130,6 +146,12 @@ class Channel:
     def _wait_for_oldest(self) -> None:
         for work, _ in self._in_flight.popleft():
             work.wait()
+
+
+class _Expected(NamedTuple):
+    tensors: dict[str, Tensor]
+    works: list[dist.Work]  # of the receives that were posted
+    ready: Any  # when the memory of the tensors is free, see `SideStream.here`
 
 
 def _started(work: dist.Work | None) -> dist.Work:
@@ -174,7 +196,7 @@ def _on_host(tensor: Tensor) -> Tensor:
     """A copy in pinned memory, complete: gloo reads it as soon as it is given."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     copy.copy_(tensor, non_blocking=True)
-    torch.cuda.current_stream(tensor.device).synchronize()
+    get_accelerator().current_stream().synchronize()
     return copy
 
 

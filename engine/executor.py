@@ -26,7 +26,6 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 
 from engine.communication import Communicator, Signature, existing, gradients_of, signature_of
-from engine.device_copies import DeviceCopies
 from engine.json_messages import from_all_ranks, to_first_rank
 from engine.loss.exchange import MAX_WEIGHT, Side, gather, meet
 from engine.loss.matching import Scoring
@@ -67,6 +66,7 @@ from engine.schedule import (
 )
 from engine.split_backward import HeldBackward, backward_inputs, parameter_gradients
 from engine.step_metrics import RankNumbers, StepMetrics, losses_of, losses_of_sources
+from engine.streams import DeviceCopies
 from engine.topology import StageGraph
 from engine.trace import Span
 

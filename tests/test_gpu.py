@@ -31,7 +31,7 @@ from split_training import (
 )
 
 from bench.on_gpu.profile import Profiled
-from engine.device_copies import DeviceCopies
+from engine.streams import DeviceCopies
 
 ROOT = Path(__file__).resolve().parent.parent
 ON_GPU = os.environ.get("DS_ACCELERATOR") == "cuda" and torch.cuda.is_available()
