@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe import schedule as ds_schedule
@@ -66,7 +67,7 @@ from engine.schedule import (
 )
 from engine.split_backward import HeldBackward, backward_inputs, parameter_gradients
 from engine.step_metrics import RankNumbers, StepMetrics, losses_of, losses_of_sources
-from engine.streams import DeviceCopies
+from engine.streams import DeviceCopies, runs_behind
 from engine.topology import StageGraph
 from engine.trace import Span
 
@@ -968,6 +969,6 @@ def _check_weights(loaded: Mapping[str, Tensor], branches: Sequence[str]) -> Non
 
 def peak_memory_bytes(device: torch.device) -> int:
     """The most this rank has held so far: tensors on its GPU; on a CPU all of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if runs_behind(device):
+        return get_accelerator().max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

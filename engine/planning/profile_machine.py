@@ -12,11 +12,13 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from engine.planning.costs import Machine
 from engine.planning.measured import device_identity
 from engine.planning.profile_layers import Alone, Clock, Cooler, Together
+from engine.streams import runs_behind
 
 ELEMENTWISE_FLOPS = (
     10  # per logit: what the simulator adds to the loss's products for its exponentials and sums
@@ -260,9 +262,9 @@ GPU_SHARE = (
 def _memory_bytes(device: torch.device, ranks_on_node: int) -> int:
     """What one rank may use: most of its GPU, or of its part where ranks share one; on a CPU its
     part of what is free, or of what the container may have."""
-    if device.type == "cuda":
-        sharing = -(-ranks_on_node // torch.cuda.device_count())
-        return int(GPU_SHARE * torch.cuda.get_device_properties(device).total_memory / sharing)
+    if runs_behind(device):
+        sharing = -(-ranks_on_node // get_accelerator().device_count())
+        return int(GPU_SHARE * get_accelerator().total_memory() / sharing)
     free = psutil.virtual_memory().available
     with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
         free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))

@@ -62,8 +62,9 @@ class Hardware:
         cls, num_ranks: int, ranks_on_node: int, device: torch.device, communication: str = DEVICE
     ) -> Hardware:
         """Of this process's node. `communication`: of its ranks where they have GPUs."""
-        if device.type == "cuda":
-            name, gpus = torch.cuda.get_device_name(device), torch.cuda.device_count()
+        if device.type != "cpu":
+            module = torch.get_device_module(device)
+            name, gpus = module.get_device_name(device), module.device_count()
             return cls(num_ranks, ranks_on_node, name, communication == HOST, gpus)
         cores = len(os.sched_getaffinity(0))
         return cls(num_ranks, ranks_on_node, f"{device.type} ({cores} core{'s' * (cores > 1)})")
