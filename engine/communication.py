@@ -57,6 +57,13 @@ DTYPES = {
 }
 
 
+# Of what groups move: a number, statistics, embeddings, a bucket of gradients.
+WARM_UP_BYTES = (8, 32 << 10, 2 << 20, 25 << 20)
+# of a kernel that waits for the other end of a channel; NCCL would give it 16 and more of the
+# device's multiprocessors, which the passes need
+CHANNEL_CTAS = 4
+
+
 class Channel:
     """One direction between two ranks. `send` returns at once; `expect` makes ready for a message,
     `receive` waits for the first that was made ready for.
@@ -244,14 +251,17 @@ class Communicator:
         self._sent_bytes = 0.0
         self._timeout = timeout
         self.stage, self.replica = graph.stage_of(rank), graph.replica_of(rank)
-        self._stage_groups = {stage.stage_id: self._group(stage.ranks) for stage in graph.stages}
+        self._stage_groups = {
+            stage.stage_id: self._group(stage.ranks, "all_reduce", "all_gather", "broadcast")
+            for stage in graph.stages
+        }
         self.stage_group = self._stage_groups[self.stage.stage_id]
         self._rank_sets = {
             stage.ranks: self._stage_groups[stage.stage_id] for stage in graph.stages
         }
         for ranks in sorted(set(rank_sets)):
             if len(ranks) > 1 and ranks not in self._rank_sets:
-                self._rank_sets[ranks] = self._group(ranks)
+                self._rank_sets[ranks] = self._group(ranks, "all_gather")
         self.num_sums: Counter[tuple[int, ...]] = Counter()
         self._make_channels()
         self._crossings = self._make_crossings()
@@ -261,17 +271,20 @@ class Communicator:
             if pair.matching
         }
 
-    def _group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """A group for collectives, which has had its first one: with it NCCL makes the
-        communicator."""
+    def _group(self, ranks: Sequence[int], *operations: str) -> dist.ProcessGroup:
+        """A group for these collectives, which has had its first ones."""
         group = self._new_group(ranks)
-        if self.rank in ranks:
-            dist.all_reduce(torch.zeros(1, device=self._wire(group)), group=group)
+        if self.rank in ranks and dist.get_backend(group) != "gloo":
+            warm_up(group, self.device, operations)
         return group
 
-    def _new_group(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+    def _new_group(
+        self, ranks: Sequence[int], backend: str | None = None, options: Any = None
+    ) -> dist.ProcessGroup:
         # on a rank outside the group: torch's GroupMember.NON_GROUP_MEMBER, which is never used
-        group: Any = dist.new_group(list(ranks), timeout=self._timeout, backend=backend)
+        group: Any = dist.new_group(
+            list(ranks), timeout=self._timeout, backend=backend, pg_options=options
+        )
         return group
 
     def _make_channels(self) -> None:
@@ -280,20 +293,19 @@ class Communicator:
         self.activations_out: Channel | None = None
         self.gradients_in: Channel | None = None
         self.gradients_out: Channel | None = None
-        edges = self.graph.edges()
-        if edges:
-            # Announcements are read on the host: no device synchronisation for them. One group of
-            # all ranks: torch before 2.15 lets those that are not in a gloo group split the NCCL
-            # group of all, and the others not.
-            self._host_group = self._new_group(range(self.graph.world_size), backend="gloo")
-        for source, target in edges:
-            down, up = (self._new_group((source, target)) for _ in range(2))
+        for source, target in self.graph.edges():
+            options = _channel_options()
+            down, up = (self._new_group((source, target), options=options) for _ in range(2))
+            # announcements are read on the host: no device synchronisation for them
+            announcing = self._new_group((source, target), backend="gloo")
             if self.rank == source:
                 self.activations_out = Channel(target, down, self.device, sends=True)
                 self.gradients_in = Channel(target, up, self.device, sends=False)
+                self._announcing_out = announcing
             elif self.rank == target:
                 self.activations_in = Channel(source, down, self.device, sends=False)
                 self.gradients_out = Channel(source, up, self.device, sends=True)
+                self._announcing_in = announcing
 
     def _make_crossings(self) -> dict[tuple[str, str], tuple[int, dist.ProcessGroup]]:
         """(from, to) of two branches -> (source rank, group) of the broadcast that brings, or
@@ -308,7 +320,7 @@ class Communicator:
                     rank for i, rank in enumerate(receivers) if i % len(sources) == position
                 ]
                 if audience:
-                    group = self._group((source, *audience))
+                    group = self._group((source, *audience), "broadcast")
                     if self.rank == source or self.rank in audience:
                         crossings[link] = (source, group)
         return crossings
@@ -320,18 +332,20 @@ class Communicator:
         return (
             []
             if sources == receivers and len(sources) == 1
-            else [self._group(sorted({rank, *receivers})) for rank in sources]
+            else [
+                self._group(sorted({rank, *receivers}), "broadcast", "reduce") for rank in sources
+            ]
         )
 
     def announce(self, signatures: Sequence[Signature]) -> None:
         """Tell the next stage what all messages of a step will be, micro-batch by micro-batch."""
         peer = existing(self.activations_out).peer
         told = [[(name, str(dtype), shape) for name, dtype, shape in one] for one in signatures]
-        send_json(told, peer, self._host_group)
+        send_json(told, peer, self._announcing_out)
 
     def announced(self) -> list[Signature]:
         """What the stage before announces."""
-        told = receive_json(existing(self.activations_in).peer, self._host_group)
+        told = receive_json(existing(self.activations_in).peer, self._announcing_in)
         return [
             tuple((name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in one) for one in told
         ]
@@ -483,6 +497,35 @@ class Communicator:
         flat = self.sum_over(flat, self.stage_group) / self.stage.replicas
         for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors])):
             tensor.copy_(piece.view_as(tensor))
+
+
+def warm_up(group: dist.ProcessGroup, device: torch.device, operations: Iterable[str]) -> None:
+    """Run these collectives once, small and large. All members call it together.
+
+    NCCL makes a communicator with its first operation, and connects it for an algorithm when it
+    first chooses that, which it does by size: here, and not in the middle of a step.
+    """
+    size, root = dist.get_world_size(group), dist.get_process_group_ranks(group)[0]
+    for num_bytes, operation in itertools.product(WARM_UP_BYTES, operations):
+        values = torch.zeros(num_bytes // 4, device=device)
+        if operation == "all_reduce":
+            dist.all_reduce(values, group=group)
+        elif operation == "all_gather":
+            part = values[: -(-len(values) // size)]
+            dist.all_gather([torch.empty_like(part) for _ in range(size)], part, group=group)
+        elif operation == "broadcast":
+            dist.broadcast(values, root, group=group)
+        elif operation == "reduce":
+            dist.reduce(values, root, group=group)
+
+
+def _channel_options() -> Any:
+    """Of a group that only sends and receives; None where the backend is not NCCL."""
+    if dist.get_backend() != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = CHANNEL_CTAS
+    return options
 
 
 def _bytes(tensor: Tensor) -> int:
