@@ -25,6 +25,7 @@ from engine.checkpoint.retention import Keep
 from engine.checkpoint.together import CheckpointWriter
 from engine.json_messages import from_first_rank
 from engine.planning.planner import plan_run
+from engine.processes.determinism import compute_deterministically
 from engine.processes.start import (
     COLLECTIVE_LIMIT_S,
     first_rank_first,
@@ -77,6 +78,8 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     ).start()
     first = processes.rank == 0
     quiet_ranks(processes.rank)
+    if options.deterministic:
+        compute_deterministically()
     loading = share_cores(options.section(LoadingOptions), processes)
 
     # How to run: the JSON file, checked against this hardware and this number of processes.

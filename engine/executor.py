@@ -636,7 +636,8 @@ class ForkEngine(PipelineEngine):
         if isinstance(self.optimizer, BF16_Optimizer):
             self.optimizer.clear_lp_grads()
         with self._own_backward():
-            torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
+            roots: list[Any] = [root for root, _ in pairs]
+            torch.autograd.backward(roots, [grad for _, grad in pairs])
         if accumulates:
             self.optimizer.update_hp_grads(clear_lp_grads=False)
 
