@@ -32,7 +32,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from engine.json_messages import receive_json, send_json
+from engine.json_messages import Json, from_all_ranks, receive_json, send_json
 from engine.objective import Objective, Pair, links_of
 from engine.streams import SideStream
 from engine.topology import StageGraph
@@ -387,6 +387,18 @@ class Communicator:
         return self.gather_replicas(
             torch.tensor([count], device=self.device), [1] * self.stage.replicas
         ).tolist()
+
+    def make_tails_group(self) -> None:
+        """Make the group of `told_by_tails`. All ranks of the run call it together."""
+        tails = {rank for stage in self.graph.tails for rank in stage.ranks}
+        self._tail_ranks = sorted(tails)
+        self._tails_group = self._new_group(self._tail_ranks, backend="gloo")
+
+    def told_by_tails(self, value: Json) -> dict[int, Any]:
+        """What every rank where a branch ends tells the others, by rank. It goes through host
+        memory, so that no rank waits for its device."""
+        with self.recorder.span(WAIT):
+            return dict(zip(self._tail_ranks, from_all_ranks(value, self._tails_group)))
 
     def cross(self, source_branch: str, target_branch: str, tensor: Tensor) -> Tensor:
         """Last stages of a fork: that of the first branch gives `tensor`; that of the second passes

@@ -175,9 +175,9 @@ class _Walk:
                     yield from self.crossed(*link, "labels")
 
     def loss(self, m: int | None) -> Iterator[Operation]:
-        if not self.work.equal_shares:
-            for branch in self.stage.tail_of:
-                yield from self.gathered(f"counts of {branch}")
+        if not self.work.equal_shares or any(p.matching for p in self.work.objective.pairs):
+            tails = sorted({rank for stage in self.graph.tails for rank in stage.ranks})
+            yield Operation("together", Group("sizes", tuple(tails)), "sizes")
         yield from self.exchanged(self.work.objective.pairs)
         for pair in self.work.objective.pairs:
             mine = [branch for branch in self.stage.tail_of if branch in pair.branches]
@@ -197,28 +197,27 @@ class _Walk:
             return
         for branch in mine:
             yield from self.gathered(f"statistics of {branch}")
-            yield from self.gathered(f"places of {branch}")
         if len(mine) == 1:
             yield from self.crossed(*pair.branches, "statistics")
             yield from self.crossed(*pair.branches[::-1], "statistics")
 
     def matching(self, pair: Pair, mine: list[str]) -> Iterator[Operation]:
         first, second = (self.graph.tail(branch) for branch in pair.branches)
+        groups = {
+            rank: Group(f"tokens of rank {rank}", tuple(sorted({rank, *second.ranks})))
+            for rank in first.ranks
+            if (rank == self.rank or pair.second in mine) and {rank} != {*second.ranks}
+        }
+        for group in groups.values():
+            yield Operation("together", group, "places")
         if pair.second in mine:
             yield from self.gathered("drawn")
-        if first.ranks == second.ranks and len(first.ranks) == 1:
-            return
-        for rank in first.ranks:
-            if rank != self.rank and pair.second not in mine:
-                continue
-            group = Group(f"tokens of rank {rank}", tuple(sorted({rank, *second.ranks})))
+        for rank, group in groups.items():
             loss = next(n for n, i in enumerate(self.work.programs[rank]) if type(i) is ComputeLoss)
             before = {getattr(i, "buffer_id", None) for i in self.work.programs[rank][:loss]}
             blocks = range(len(before - {None}))
-            yield Operation("together", group, "number")
-            yield Operation("together", group, "sizes")
             for block in blocks:
-                for what in ("places", "tokens", *(["gradient"] if first.has_backward else [])):
+                for what in ("tokens", *(["gradient"] if first.has_backward else [])):
                     yield Operation("together", group, f"{what} {block}")
 
     def evaluation(self) -> Iterator[Operation]:
@@ -466,6 +465,10 @@ def _noting(comm: Communicator) -> Iterator[list[tuple[str, Group | None]]]:
         noted.append(("together", Group("announcement", (peer, comm.rank))))
         return json_messages.receive_json(peer, group)
 
+    def from_all_ranks(value: Any, group: Any) -> Any:
+        noted.append(("together", Group("sizes", tuple(dist.get_process_group_ranks(group)))))
+        return json_messages.from_all_ranks(value, group)
+
     def note(kind: str, method: Any) -> Any:
         def noting(channel: Channel, *args: Any) -> Any:
             result = method(channel, *args)
@@ -483,6 +486,7 @@ def _noting(comm: Communicator) -> Iterator[list[tuple[str, Group | None]]]:
         mock.patch.object(communication, "dist", Noting()),
         mock.patch.object(communication, "send_json", send_json),
         mock.patch.object(communication, "receive_json", receive_json),
+        mock.patch.object(communication, "from_all_ranks", from_all_ranks),
         mock.patch.object(Channel, "_post", note("post", Channel._post)),
         mock.patch.object(Channel, "receive", note("wait", Channel.receive)),
         mock.patch.object(Channel, "send", note("send", Channel.send)),
