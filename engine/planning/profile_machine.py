@@ -16,6 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from engine.planning.costs import Machine
+from engine.planning.devices import COMMUNICATOR_BYTES
 from engine.planning.measured import device_identity
 from engine.planning.profile_layers import Alone, Clock, Cooler, Together
 from engine.streams import runs_behind
@@ -67,6 +68,7 @@ def profile_machine(
             _host_s(),
         ]
     )
+    on_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
     bandwidth, latency = NOMINAL_LINK.get(device.type, NOMINAL_LINK["cpu"])
     return Machine(
         name=device_identity(device)["device"],
@@ -77,6 +79,7 @@ def profile_machine(
         optimizer_s_per_parameter=step_s / sum(sample),
         gradient_s_per_parameter=reduce_s / sum(sample),
         instruction_s=host_s,
+        communicator_bytes=COMMUNICATOR_BYTES if on_nccl else 0.0,
         measured=True,
     )
 
@@ -254,9 +257,7 @@ def _host_s() -> float:
     return _seconds(work, tiny.device)
 
 
-GPU_SHARE = (
-    0.9  # the rest is for CUDA itself, NCCL, ZeRO's buckets, and gaps that the allocator leaves
-)
+GPU_SHARE = 0.9  # the rest is for CUDA itself, ZeRO's buckets, and gaps that the allocator leaves
 
 
 def _memory_bytes(device: torch.device, ranks_on_node: int) -> int:
