@@ -80,16 +80,16 @@ def test_what_waits_is_counted():
         lambda: given.unique(),
         lambda: given.repeat_interleave(given.long()),
         lambda: torch.equal(given, given),
-        lambda: torch.tensor(1.0, device="cpu"),
+        lambda: torch.tensor(1.0, device=given.device),
     ]
     free = [
         lambda: given[1:] + given.sum(),
         lambda: given[given.long()],
         lambda: given.argsort(stable=True)[:2],
-        lambda: torch.full((), 1.0, device="cpu"),
+        lambda: torch.full((), 1.0, device=given.device),
         lambda: given.new_zeros(4).masked_scatter_(given > 1, given),
         lambda: given.repeat_interleave(2),
-        lambda: float(torch.tensor([1.0, 2.0]).sum()),
+        lambda: float(torch.tensor([1.0, 2.0], device="cpu").sum()),
     ]
     for number, calls in ((1, waiting), (0, free)):
         for call in calls:
