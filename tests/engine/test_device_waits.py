@@ -139,7 +139,7 @@ class FakeRanks(Communicator):
     """Of one rank, whose messages torch's fake process groups do not send. What the last stages
     tell each other is what this one would tell in their place."""
 
-    def _new_group(self, ranks, backend=None):
+    def _new_group(self, ranks, *_, **__):
         return dist.new_group(list(ranks), backend="fake")
 
     def told_by_tails(self, value):
