@@ -11,12 +11,14 @@ that has its text. Images come in blocks, a micro-batch of one replica each, and
 next one comes, so memory grows with a tail's own tokens and one block, not with the global batch.
 Where a tail has both branches, the same goes on among its replicas.
 
-A text tail waits for its device once, to learn how many pairs each block has. Of samples that the
-meeting left out the tokens travel, too, but are in no pair: so all sizes are those of the outputs.
+A text tail waits for its device once, to learn which pairs each block has, and how long their texts
+are. Of samples that the meeting left out the tokens travel, too, but are in no pair: so all sizes
+are those of the outputs.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -83,6 +85,7 @@ class _Pairs(NamedTuple):
     text: Tensor  # [P] int64, rows of `_Texts.tokens`
     belong: Tensor  # [P] bool
     weight: Tensor  # [P]
+    longest: int  # of these texts, in tokens
 
 
 class _Block(NamedTuple):
@@ -195,15 +198,16 @@ def _scored(
     """The scores of some pairs and their part of the loss, after its backward: what it makes for
     the image tokens of the `block` is added to `gradient`, for the texts' to theirs."""
     tokens = block[pairs.image].requires_grad_()
-    text_tokens = texts.tokens[pairs.text].requires_grad_()
+    longest = pairs.longest  # texts are padded behind
+    text_tokens = texts.tokens[pairs.text, :longest].requires_grad_()
     with torch.enable_grad():
-        scores = texts.fusion(tokens, text_tokens, texts.mask[pairs.text])
+        scores = texts.fusion(tokens, text_tokens, texts.mask[pairs.text, :longest])
         share = (texts.loss.losses(scores, pairs.belong) * pairs.weight).sum()
     share_value = share.detach()
     # not-a-number where it is not finite, so that the step is skipped
     inject([(share, scale + (share_value - share_value))])
     _add_gradient(gradient, pairs.image, tokens)
-    _add_gradient(texts.gradient, pairs.text, text_tokens)
+    _add_gradient(texts.gradient[:, :longest], pairs.text, text_tokens)
     return scores, share_value
 
 
@@ -298,15 +302,20 @@ def _pairs(
     block = torch.cat([image.new_full((rows,), i) for i, (_, rows, _) in enumerate(blocks)])
     block = torch.where((image < 0) | (text < 0), len(blocks), block[image])
     block, order = block.sort(stable=True)
-    together = _Pairs(*(values[order] for values in (image, text, belong, weight)))
+    together = _Pairs(*(values[order] for values in (image, text, belong, weight)), longest=0)
     # the host waits for the device here
-    ends = torch.searchsorted(block, torch.arange(len(blocks) + 1, device=device)).tolist()
+    of_blocks, lengths = torch.stack([block, texts.mask.sum(1).long()[together.text]]).tolist()
+    ends = [bisect_left(of_blocks, i) for i in range(len(blocks) + 1)]
     found, start_row = [], 0
     for start, end, (_, rows, _) in zip(ends, ends[1:], blocks):
         cuts = [*range(start, end, most), end]
         found.append(
             [
-                _Pairs(together.image[a:b] - start_row, *(each[a:b] for each in together[1:]))
+                _Pairs(
+                    together.image[a:b] - start_row,
+                    *(each[a:b] for each in (together.text, together.belong, together.weight)),
+                    longest=max(lengths[a:b]),
+                )
                 for a, b in zip(cuts, cuts[1:])
             ]
         )
