@@ -302,9 +302,9 @@ def _pairs(
     block = torch.cat([image.new_full((rows,), i) for i, (_, rows, _) in enumerate(blocks)])
     block = torch.where((image < 0) | (text < 0), len(blocks), block[image])
     block, order = block.sort(stable=True)
-    together = _Pairs(*(values[order] for values in (image, text, belong, weight)), longest=0)
+    image, text, belong, weight = (values[order] for values in (image, text, belong, weight))
     # the host waits for the device here
-    of_blocks, lengths = torch.stack([block, texts.mask.sum(1).long()[together.text]]).tolist()
+    of_blocks, lengths = torch.stack([block, texts.mask.sum(1).long()[text]]).tolist()
     ends = [bisect_left(of_blocks, i) for i in range(len(blocks) + 1)]
     found, start_row = [], 0
     for start, end, (_, rows, _) in zip(ends, ends[1:], blocks):
@@ -312,8 +312,10 @@ def _pairs(
         found.append(
             [
                 _Pairs(
-                    together.image[a:b] - start_row,
-                    *(each[a:b] for each in (together.text, together.belong, together.weight)),
+                    image[a:b] - start_row,
+                    text[a:b],
+                    belong[a:b],
+                    weight[a:b],
                     longest=max(lengths[a:b]),
                 )
                 for a, b in zip(cuts, cuts[1:])
