@@ -24,7 +24,9 @@ from engine.checkpoint.layout import step_folder
 from engine.checkpoint.retention import Keep
 from engine.checkpoint.together import CheckpointWriter
 from engine.json_messages import from_first_rank
+from engine.optimizer.classes import optimizer_class
 from engine.planning.planner import plan_run
+from engine.processes.ops import compile_optimizer_op
 from engine.processes.start import (
     COLLECTIVE_LIMIT_S,
     first_rank_first,
@@ -176,6 +178,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     journal.say(batching.describe_shapes())
 
     # DeepSpeed around this rank's stage.
+    compile_optimizer_op(optimizer_class(config), print if processes.local_rank == 0 else None)
     with library_models_kept():
         engine = build_engine(
             plan,

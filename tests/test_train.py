@@ -3,10 +3,12 @@
 
 import csv
 import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from forked_script import ROOT
@@ -386,6 +388,23 @@ def test_too_few_or_too_many_processes_are_answered_before_anything_is_prepared(
         and "Traceback" not in output
         and not (tmp_path / "run").exists()
     )
+
+
+def test_a_build_that_was_killed_does_not_hold_up_a_run_that_offloads(tmp_path, merged, pairs):
+    """A killed build of DeepSpeed's CPUAdam leaves torch's lock file, for which older versions of
+    torch wait for ever; newer ones lock the file itself. The first time on a machine, the op is
+    compiled here."""
+    config = json.loads(merged[1].read_text())
+    del config["optimizer"]["params"]["torch_adam"]
+    config["zero_optimization"] = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    (tmp_path / "offload.json").write_text(json.dumps(config))
+    lock = Path(os.environ["TORCH_EXTENSIONS_DIR"], "cpu_adam", "lock")
+    lock.parent.mkdir(exist_ok=True)
+    lock.write_text("of a build that was killed")
+    arguments = [*SMALL, "--deepspeed_config", tmp_path / "offload.json", *pairs, "--steps", 1]
+    status, output = run_to_end("train.py", *arguments, "--run-dir", tmp_path / "run")
+    assert status == 0, output
+    assert not lock.exists() or not lock.read_text()  # it was taken away, not waited for
 
 
 @pytest.mark.parametrize(("rank", "speaks"), [(4096, True), (4097, False)])

@@ -1,4 +1,4 @@
-"""Starting and ending the processes of a run: environment, the one C++ op DeepSpeed compiles, the
+"""Starting and ending the processes of a run: environment, the store that they meet in, the
 process group."""
 
 from __future__ import annotations
@@ -7,14 +7,12 @@ import atexit
 import contextlib
 import ctypes
 import gc
-import hashlib
 import io
 import logging
 import os
 import random
 import secrets
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,14 +23,13 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from filelock import FileLock, Timeout
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from engine.config.checks import AUTO
 from engine.config.communication import DEVICE, HOST, choose_communication
 from engine.json_messages import from_first_rank
+from engine.processes.ops import compile_shared_memory_op
 
-COMPILE_LIMIT_S = 600
 COLLECTIVE_LIMIT_S = 1800.0
 PREPARATION_LIMIT = timedelta(days=1)
 LISTENING = range(20_000, 32_000)  # ports; Linux gives 32768 and above to outgoing connections
@@ -204,16 +201,6 @@ def as_local_rank(device: torch.device) -> Iterator[None]:
         os.environ["LOCAL_RANK"] = before
 
 
-def _check_path(torch_folder: Path) -> None:
-    """torch links extensions with its own folder unquoted. Errors: ValueError."""
-    if any(letter.isspace() for letter in str(torch_folder)):
-        raise ValueError(
-            f"torch is installed in {torch_folder}: the path holds a space, and torch cannot link "
-            "extensions there, of which DeepSpeed needs one without a GPU; use an environment "
-            "whose path has none (launch/quickstart.sh makes one)"
-        )
-
-
 def _keep_freed_memory() -> None:
     """Let glibc keep what a step frees for the next one, as torch does on a GPU.
 
@@ -283,44 +270,3 @@ def _unlink_shared_memory() -> None:
         os.getuid(), **os.environ
     )
     Path("/dev/shm", name).unlink(missing_ok=True)
-
-
-def compile_shared_memory_op(notice: Callable[[str], object] | None = None) -> None:
-    """Build DeepSpeed's shared-memory collectives once per environment, under a lock that dies with
-    its holder. `notice` is told when it is not built yet.
-
-    torch guards its build folder with a plain file: a process killed while it compiles leaves that
-    file behind and every later run waits for it for ever. Under our lock nobody else of ours is
-    compiling, so such a file is a leftover.
-    """
-    # By environment, and with its own ninja rather than the system's: a folder that two of them
-    # share is compiled anew each time they take turns.
-    programs = Path(sys.executable).parent
-    if (programs / "ninja").is_file():
-        os.environ["PATH"] = f"{programs}{os.pathsep}{os.environ.get('PATH', '')}"
-    environment = hashlib.blake2b(sys.prefix.encode(), digest_size=4).hexdigest()
-    name = f"torch_extensions-{torch.__version__}-{environment}"
-    cache = Path(
-        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache" / "wye" / name))
-    )
-    cache.mkdir(parents=True, exist_ok=True)
-    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
-    if builder is None or not builder.is_compatible():
-        return
-    _check_path(Path(torch.__file__).parent)
-    if notice is not None and not any(cache.rglob(f"{builder.name}*.so")):
-        notice(
-            f"compiling DeepSpeed's {builder.name}: once per environment, about a minute, at most "
-            f"{COMPILE_LIMIT_S // 60} minutes"
-        )
-    try:
-        with FileLock(cache / "wye.lock", timeout=COMPILE_LIMIT_S):
-            for leftover in cache.rglob(f"*{builder.name}*/lock"):
-                leftover.unlink(missing_ok=True)
-            with contextlib.redirect_stdout(io.StringIO()):
-                builder.load(verbose=False)
-    except Timeout as error:
-        raise TimeoutError(
-            f"waited {COMPILE_LIMIT_S} s for another process to compile DeepSpeed's {builder.name} "
-            f"in {cache}; end that process, or set TORCH_EXTENSIONS_DIR to another folder"
-        ) from error

@@ -7,7 +7,8 @@ from datetime import timedelta
 import pytest
 
 from engine.config.communication import choose_communication
-from engine.processes.start import _check_path, _meet_on_loopback
+from engine.processes.ops import _check_path
+from engine.processes.start import _meet_on_loopback
 
 
 @pytest.mark.parametrize(
