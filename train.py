@@ -28,6 +28,7 @@ from engine.json_messages import from_first_rank
 from engine.optimizer.classes import optimizer_class
 from engine.planning.planner import plan_run
 from engine.processes.agreement import refuse_differences
+from engine.processes.determinism import compute_deterministically
 from engine.processes.ops import compile_optimizer_op
 from engine.processes.start import (
     COLLECTIVE_LIMIT_S,
@@ -81,6 +82,8 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     ).start()
     first = processes.rank == 0
     quiet_ranks(processes.rank)
+    if options.deterministic:
+        compute_deterministically()
     loading = share_cores(options.section(LoadingOptions), processes)
 
     # How to run: the JSON file, checked against this hardware and this number of processes.

@@ -23,6 +23,7 @@ from engine.optimizer.parameter_groups import settings_of
 from engine.planning.planner import RunPlan, deepspeed_config
 from engine.processes.out_of_memory import BUILDING, RankSetup, Work, explained, message
 from engine.processes.start import as_local_rank
+from engine.streams import runs_behind
 from engine.trace import HostClock
 
 
@@ -88,7 +89,7 @@ def build_engine(
         rank_sets=own_sets,
         clock=clock,
     )
-    setup = RankSetup(plan, config, plan.graph.stage_of(rank), device.type == "cuda")
+    setup = RankSetup(plan, config, plan.graph.stage_of(rank), runs_behind(device))
     building = partial(message, plan.graph.describe_rank(rank), setup, Work(BUILDING))
     with explained(device, building), as_local_rank(device):
         module = StageModule(

@@ -25,14 +25,16 @@ import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
-from engine.json_messages import receive_json, send_json
+from engine.json_messages import Json, from_all_ranks, receive_json, send_json
 from engine.objective import Objective, Pair, links_of
+from engine.streams import SideStream
 from engine.topology import StageGraph
 from engine.trace import WAIT, HostClock, Recorder
 
@@ -55,12 +57,25 @@ DTYPES = {
 }
 
 
+# Of what groups move: a number, statistics, embeddings, a bucket of gradients.
+WARM_UP_BYTES = (8, 32 << 10, 2 << 20, 25 << 20)
+# of a kernel that waits for the other end of a channel; NCCL would give it 16 and more of the
+# device's multiprocessors, which the passes need
+CHANNEL_CTAS = 4
+
+
 class Channel:
-    """One direction between two ranks. `send` returns at once; `expect` posts a receive, `receive`
-    waits for what was posted first.
+    """One direction between two ranks. `send` returns at once; `expect` makes ready for a message,
+    `receive` waits for the first that was made ready for.
 
     Both ends know the signature of a message, so a message is its tensors and nothing else. Both
     ends make the channel at the same time.
+
+    gloo's receives are posted by `expect`: they cost nothing but memory until their message comes.
+    A receive of NCCL is a kernel that spins on the device until then, so that nothing which waits
+    for the whole device returns meanwhile: the allocator where it frees memory, the first load of a
+    module. It is posted by `receive`, when the passes in front of it have been issued, but runs
+    beside them: the stream it runs in waits for what came before `expect` and no more.
     """
 
     # messages; a third waits until the first has left, so that a fast stage does not fill the
@@ -72,9 +87,11 @@ class Channel:
         # gloo's messages lie in host memory: those of a GPU are staged there, in pinned memory
         self.wire = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
         self._staged = self.wire != device
+        self.posts_ahead = self.wire.type == "cpu"
+        self._beside = SideStream(self.wire)
         self.sent_bytes = 0
         self._in_flight: deque[list[tuple[dist.Work, Tensor]]] = deque()
-        self._posted: deque[tuple[dict[str, Tensor], list[dist.Work]]] = deque()
+        self._expected: deque[_Expected] = deque()
         # NCCL makes the communicator of a pair with its first message, and both ends wait for each
         # other meanwhile: now, not in the middle of a step.
         (dist.send if sends else dist.recv)(torch.zeros(1, device=self.wire), peer, group=group)
@@ -102,18 +119,24 @@ class Channel:
             self._wait_for_oldest()
 
     def expect(self, known: Signature) -> None:
-        """Post the receive of the next message. Messages arrive in the order of their posting."""
+        """Make ready for the next message. Messages arrive in the order of these calls."""
         tensors = empty_tensors(known, self.wire, self._staged)
-        works = [
+        works = self._post(tensors) if self.posts_ahead else []
+        self._expected.append(_Expected(tensors, works, self._beside.here()))
+
+    def _post(self, tensors: Mapping[str, Tensor]) -> list[dist.Work]:
+        return [
             _started(dist.irecv(tensor, self.peer, group=self.group))
             for tensor in tensors.values()
             if tensor.numel()
         ]
-        self._posted.append((tensors, works))
 
     def receive(self) -> dict[str, Tensor]:
-        """The message posted first."""
-        tensors, works = self._posted.popleft()
+        """The message that was expected first."""
+        tensors, works, ready = self._expected.popleft()
+        if not self.posts_ahead:
+            with self._beside.after(ready):
+                works = self._post(tensors)
         for work in works:
             work.wait()  # NCCL: the present stream waits, not the host; gloo: has arrived
         # torch keeps pinned memory for as long as a copy from it is under way
@@ -130,6 +153,12 @@ class Channel:
     def _wait_for_oldest(self) -> None:
         for work, _ in self._in_flight.popleft():
             work.wait()
+
+
+class _Expected(NamedTuple):
+    tensors: dict[str, Tensor]
+    works: list[dist.Work]  # of the receives that were posted
+    ready: Any  # when the memory of the tensors is free, see `SideStream.here`
 
 
 def _started(work: dist.Work | None) -> dist.Work:
@@ -174,7 +203,7 @@ def _on_host(tensor: Tensor) -> Tensor:
     """A copy in pinned memory, complete: gloo reads it as soon as it is given."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     copy.copy_(tensor, non_blocking=True)
-    torch.cuda.current_stream(tensor.device).synchronize()
+    get_accelerator().current_stream().synchronize()
     return copy
 
 
@@ -222,14 +251,17 @@ class Communicator:
         self._sent_bytes = 0.0
         self._timeout = timeout
         self.stage, self.replica = graph.stage_of(rank), graph.replica_of(rank)
-        self._stage_groups = {stage.stage_id: self._group(stage.ranks) for stage in graph.stages}
+        self._stage_groups = {
+            stage.stage_id: self._group(stage.ranks, "all_reduce", "all_gather", "broadcast")
+            for stage in graph.stages
+        }
         self.stage_group = self._stage_groups[self.stage.stage_id]
         self._rank_sets = {
             stage.ranks: self._stage_groups[stage.stage_id] for stage in graph.stages
         }
         for ranks in sorted(set(rank_sets)):
             if len(ranks) > 1 and ranks not in self._rank_sets:
-                self._rank_sets[ranks] = self._group(ranks)
+                self._rank_sets[ranks] = self._group(ranks, "all_gather")
         self.num_sums: Counter[tuple[int, ...]] = Counter()
         self._make_channels()
         self._crossings = self._make_crossings()
@@ -239,17 +271,20 @@ class Communicator:
             if pair.matching
         }
 
-    def _group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """A group for collectives, which has had its first one: with it NCCL makes the
-        communicator."""
+    def _group(self, ranks: Sequence[int], *operations: str) -> dist.ProcessGroup:
+        """A group for these collectives, which has had its first ones."""
         group = self._new_group(ranks)
-        if self.rank in ranks:
-            dist.all_reduce(torch.zeros(1, device=self._wire(group)), group=group)
+        if self.rank in ranks and dist.get_backend(group) != "gloo":
+            warm_up(group, self.device, operations)
         return group
 
-    def _new_group(self, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+    def _new_group(
+        self, ranks: Sequence[int], backend: str | None = None, options: Any = None
+    ) -> dist.ProcessGroup:
         # on a rank outside the group: torch's GroupMember.NON_GROUP_MEMBER, which is never used
-        group: Any = dist.new_group(list(ranks), timeout=self._timeout, backend=backend)
+        group: Any = dist.new_group(
+            list(ranks), timeout=self._timeout, backend=backend, pg_options=options
+        )
         return group
 
     def _make_channels(self) -> None:
@@ -258,20 +293,19 @@ class Communicator:
         self.activations_out: Channel | None = None
         self.gradients_in: Channel | None = None
         self.gradients_out: Channel | None = None
-        edges = self.graph.edges()
-        if edges:
-            # Announcements are read on the host: no device synchronisation for them. One group of
-            # all ranks: torch before 2.15 lets those that are not in a gloo group split the NCCL
-            # group of all, and the others not.
-            self._host_group = self._new_group(range(self.graph.world_size), backend="gloo")
-        for source, target in edges:
-            down, up = (self._new_group((source, target)) for _ in range(2))
+        for source, target in self.graph.edges():
+            options = _channel_options()
+            down, up = (self._new_group((source, target), options=options) for _ in range(2))
+            # announcements are read on the host: no device synchronisation for them
+            announcing = self._new_group((source, target), backend="gloo")
             if self.rank == source:
                 self.activations_out = Channel(target, down, self.device, sends=True)
                 self.gradients_in = Channel(target, up, self.device, sends=False)
+                self._announcing_out = announcing
             elif self.rank == target:
                 self.activations_in = Channel(source, down, self.device, sends=False)
                 self.gradients_out = Channel(source, up, self.device, sends=True)
+                self._announcing_in = announcing
 
     def _make_crossings(self) -> dict[tuple[str, str], tuple[int, dist.ProcessGroup]]:
         """(from, to) of two branches -> (source rank, group) of the broadcast that brings, or
@@ -286,7 +320,7 @@ class Communicator:
                     rank for i, rank in enumerate(receivers) if i % len(sources) == position
                 ]
                 if audience:
-                    group = self._group((source, *audience))
+                    group = self._group((source, *audience), "broadcast")
                     if self.rank == source or self.rank in audience:
                         crossings[link] = (source, group)
         return crossings
@@ -298,18 +332,20 @@ class Communicator:
         return (
             []
             if sources == receivers and len(sources) == 1
-            else [self._group(sorted({rank, *receivers})) for rank in sources]
+            else [
+                self._group(sorted({rank, *receivers}), "broadcast", "reduce") for rank in sources
+            ]
         )
 
     def announce(self, signatures: Sequence[Signature]) -> None:
         """Tell the next stage what all messages of a step will be, micro-batch by micro-batch."""
         peer = existing(self.activations_out).peer
         told = [[(name, str(dtype), shape) for name, dtype, shape in one] for one in signatures]
-        send_json(told, peer, self._host_group)
+        send_json(told, peer, self._announcing_out)
 
     def announced(self) -> list[Signature]:
         """What the stage before announces."""
-        told = receive_json(existing(self.activations_in).peer, self._host_group)
+        told = receive_json(existing(self.activations_in).peer, self._announcing_in)
         return [
             tuple((name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in one) for one in told
         ]
@@ -351,6 +387,18 @@ class Communicator:
         return self.gather_replicas(
             torch.tensor([count], device=self.device), [1] * self.stage.replicas
         ).tolist()
+
+    def make_tails_group(self) -> None:
+        """Make the group of `told_by_tails`. All ranks of the run call it together."""
+        tails = {rank for stage in self.graph.tails for rank in stage.ranks}
+        self._tail_ranks = sorted(tails)
+        self._tails_group = self._new_group(self._tail_ranks, backend="gloo")
+
+    def told_by_tails(self, value: Json) -> dict[int, Any]:
+        """What every rank where a branch ends tells the others, by rank. It goes through host
+        memory, so that no rank waits for its device."""
+        with self.recorder.span(WAIT):
+            return dict(zip(self._tail_ranks, from_all_ranks(value, self._tails_group)))
 
     def cross(self, source_branch: str, target_branch: str, tensor: Tensor) -> Tensor:
         """Last stages of a fork: that of the first branch gives `tensor`; that of the second passes
@@ -461,6 +509,35 @@ class Communicator:
         flat = self.sum_over(flat, self.stage_group) / self.stage.replicas
         for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors])):
             tensor.copy_(piece.view_as(tensor))
+
+
+def warm_up(group: dist.ProcessGroup, device: torch.device, operations: Iterable[str]) -> None:
+    """Run these collectives once, small and large. All members call it together.
+
+    NCCL makes a communicator with its first operation, and connects it for an algorithm when it
+    first chooses that, which it does by size: here, and not in the middle of a step.
+    """
+    size, root = dist.get_world_size(group), dist.get_process_group_ranks(group)[0]
+    for num_bytes, operation in itertools.product(WARM_UP_BYTES, operations):
+        values = torch.zeros(num_bytes // 4, device=device)
+        if operation == "all_reduce":
+            dist.all_reduce(values, group=group)
+        elif operation == "all_gather":
+            part = values[: -(-len(values) // size)]
+            dist.all_gather([torch.empty_like(part) for _ in range(size)], part, group=group)
+        elif operation == "broadcast":
+            dist.broadcast(values, root, group=group)
+        elif operation == "reduce":
+            dist.reduce(values, root, group=group)
+
+
+def _channel_options() -> Any:
+    """Of a group that only sends and receives; None where the backend is not NCCL."""
+    if dist.get_backend() != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = CHANNEL_CTAS
+    return options
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -19,14 +19,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe import schedule as ds_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from engine.communication import Communicator, Signature, existing, gradients_of, signature_of
-from engine.device_copies import DeviceCopies
 from engine.json_messages import from_all_ranks, to_first_rank
 from engine.loss.exchange import MAX_WEIGHT, Side, gather, meet
 from engine.loss.matching import Scoring
@@ -67,6 +68,7 @@ from engine.schedule import (
 )
 from engine.split_backward import HeldBackward, backward_inputs, parameter_gradients
 from engine.step_metrics import RankNumbers, StepMetrics, losses_of, losses_of_sources
+from engine.streams import DeviceCopies, runs_behind
 from engine.topology import StageGraph
 from engine.trace import Span
 
@@ -199,6 +201,7 @@ class ForkEngine(PipelineEngine):
         self._inputs: dict[int, dict[str, Tensor]] = defaultdict(dict)
         self._kept: dict[int, dict[str, Tensor]] = {}  # in host memory, for a second forward
         self._outputs: dict[int, dict[str, Tensor]] = {}
+        self._roots: dict[int, dict[str, GradientEdge]] = {}  # of what was handed on
         self._output_grads: dict[int, dict[str, Tensor]] = {}
         self._half_done: dict[int, HeldBackward] = {}
         # signatures of the activations along both edges, by micro-batch
@@ -553,9 +556,13 @@ class ForkEngine(PipelineEngine):
 
     def _exec_replay_pass(self, buffer_id: int) -> None:
         with self.module.statistics_untouched():  # the first forward has updated them
-            self._outputs[buffer_id] = self._forward(
+            outputs = self._forward(
                 buffer_id, self._inputs.pop(buffer_id), start=self._num_skipped_again
             )
+        if self.place.is_tail:  # the loss has had them
+            self._keep_roots(buffer_id, outputs)
+        else:
+            self._outputs[buffer_id] = outputs
 
     @property
     def _num_skipped_again(self) -> int:
@@ -574,10 +581,19 @@ class ForkEngine(PipelineEngine):
         return self._num_skipped_again > 0 or not self.place.sends_gradients
 
     def _exec_send_activations(self, buffer_id: int) -> None:
-        outputs = self._outputs[buffer_id]
+        outputs = self._outputs.pop(buffer_id)
         existing(self.comm.activations_out).send(outputs, self._sent[buffer_id])
-        if not any(tensor.requires_grad for tensor in outputs.values()):
-            del self._outputs[buffer_id]  # no backward will ask for them
+        self._keep_roots(buffer_id, outputs)
+
+    def _keep_roots(self, buffer_id: int, outputs: Mapping[str, Tensor]) -> None:
+        """Where a backward begins. The values themselves are freed, unless the graph needs them."""
+        roots = {
+            name: get_gradient_edge(tensor)
+            for name, tensor in outputs.items()
+            if tensor.requires_grad
+        }
+        if roots:  # else no backward will ask for them
+            self._roots[buffer_id] = roots
 
     def _exec_recv_grads(self, buffer_id: int) -> None:
         self._output_grads[buffer_id] = existing(self.comm.gradients_in).receive()
@@ -599,20 +615,19 @@ class ForkEngine(PipelineEngine):
         own = [(parameter.view_as(parameter), grad) for parameter, grad in found]
         self._inject([*held.apart, *own])
 
-    def _differentiable(self, buffer_id: int) -> list[tuple[Tensor, Tensor]]:
-        """What was handed on of this micro-batch and needs a gradient, with the gradient that came
-        back."""
-        outputs, grads = self._outputs.pop(buffer_id), self._output_grads.pop(buffer_id)
-        differentiable = {name: tensor for name, tensor in outputs.items() if tensor.requires_grad}
-        if not set(differentiable) <= set(grads):
+    def _differentiable(self, buffer_id: int) -> list[tuple[GradientEdge, Tensor]]:
+        """Of what was handed on of this micro-batch and needs a gradient, where it was made, with
+        the gradient that came back."""
+        roots, grads = self._roots.pop(buffer_id, {}), self._output_grads.pop(buffer_id)
+        if not set(roots) <= set(grads):
             raise RuntimeError(
-                f"{self.place.name}: sent {sorted(differentiable)} and got gradients of "
+                f"{self.place.name}: sent {sorted(roots)} and got gradients of "
                 f"{sorted(grads)} for micro-batch {buffer_id}; every floating-point tensor that "
                 "leaves a stage and needs a gradient must reach the loss"
             )
-        return [(tensor, grads[name].to(tensor.dtype)) for name, tensor in differentiable.items()]
+        return [(root, grads[name]) for name, root in roots.items()]
 
-    def _inject(self, pairs: list[tuple[Tensor, Tensor]]) -> None:
+    def _inject(self, pairs: Sequence[tuple[Tensor | GradientEdge, Tensor]]) -> None:
         """Backward from gradients that came from elsewhere, the way the base class runs its own
         (BF16: fp32 accumulation)."""
         accumulates = (
@@ -621,9 +636,8 @@ class ForkEngine(PipelineEngine):
         if isinstance(self.optimizer, BF16_Optimizer):
             self.optimizer.clear_lp_grads()
         with self._own_backward():
-            torch.autograd.backward(
-                [tensor for tensor, _ in pairs], [grad.to(tensor.dtype) for tensor, grad in pairs]
-            )
+            roots: list[Any] = [root for root, _ in pairs]
+            torch.autograd.backward(roots, [grad for _, grad in pairs])
         if accumulates:
             self.optimizer.update_hp_grads(clear_lp_grads=False)
 
@@ -667,7 +681,7 @@ class ForkEngine(PipelineEngine):
         micro-batch of each replica."""
         number = 1 if buffer_id is None else self._num_micro_batches  # of losses in this step
         waiting = sorted(self._outputs)
-        outputs = [self._outputs[m] for m in waiting]
+        outputs = [self._outputs.pop(m) for m in waiting]
         batch = self.batches[self._branch]
         gradients = self.tail_loss.gradients(
             outputs,
@@ -682,13 +696,10 @@ class ForkEngine(PipelineEngine):
                 self._inject,
             ),
         )
-        for m, made, of_made in zip(waiting, outputs, gradients):
-            self._output_grads[m] = of_made
-            self._outputs[m] = {
-                name: tensor for name, tensor in made.items() if tensor.requires_grad
-            }
-        if not self.place.has_backward:
-            self._outputs, self._output_grads = {}, {}
+        if self.place.has_backward:
+            for m, made, of_made in zip(waiting, outputs, gradients):
+                self._output_grads[m] = of_made
+                self._keep_roots(m, made)
 
     def _loss_scale(self) -> float:
         return (
@@ -968,6 +979,6 @@ def _check_weights(loaded: Mapping[str, Tensor], branches: Sequence[str]) -> Non
 
 def peak_memory_bytes(device: torch.device) -> int:
     """The most this rank has held so far: tensors on its GPU; on a CPU all of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if runs_behind(device):
+        return get_accelerator().max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -30,17 +30,17 @@ def from_first_rank(value: Json) -> Any:
     return _decoded(message)
 
 
-def from_all_ranks(value: Json) -> list[Any]:
-    """The values of all ranks, in order, on every rank."""
-    message, sizes = _padded(value)
+def from_all_ranks(value: Json, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The values of all ranks of a group (default: of the run), in order, on each of them."""
+    message, sizes = _padded(value, group)
     parts = [torch.empty_like(message) for _ in sizes]
-    dist.all_gather(parts, message)
+    dist.all_gather(parts, message, group=group)
     return [_decoded(part[:size]) for part, size in zip(parts, sizes)]
 
 
 def to_first_rank(value: Json) -> list[Any] | None:
     """The values of all ranks, in order, on rank 0; None elsewhere."""
-    message, sizes = _padded(value)
+    message, sizes = _padded(value, None)
     if dist.get_rank() > 0:
         dist.gather(message, dst=0)
         return None
@@ -63,12 +63,12 @@ def receive_json(peer: int, group: dist.ProcessGroup) -> Any:
     return _decoded(message)
 
 
-def _padded(value: Json) -> tuple[Tensor, list[int]]:
+def _padded(value: Json, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int]]:
     """This rank's message, as long as the longest, and the lengths of all."""
-    message = _encoded(value).to(_wire(None))
+    message = _encoded(value).to(_wire(group))
     own = torch.tensor([message.numel()], device=message.device)
-    sizes = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, own)
+    sizes = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, own, group=group)
     lengths = [int(size) for size in sizes]
     padding = message.new_zeros(max(lengths) - message.numel())
     return torch.cat((message, padding)), lengths

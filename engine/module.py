@@ -1,22 +1,27 @@
 """The stage of this rank as a DeepSpeed `PipelineModule`, and the grid that tells DeepSpeed who its
 replicas are.
 
-DeepSpeed's grid is Cartesian: every stage has the same number of replicas. The way out, without
-touching its code: it is built for a stand-in topology in which every rank is its own pipe
-coordinate, and the subclass then answers with the replicas of the rank's own stage when the engine
-asks for its data-parallel group.
+DeepSpeed's grid is Cartesian: every stage has the same number of replicas. Ours says that every
+rank is its own pipe coordinate, and answers with the replicas of the rank's own stage when the
+engine asks for its data-parallel group.
+
+DeepSpeed's constructors of a module and of a grid make 4 · world + 5 process groups between them,
+of which the engine uses none that it would not get here. Each group is made by all ranks, so both
+subclasses set what the constructors set, and leave these out.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import io
+import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
 from torch import Tensor, nn
@@ -52,25 +57,28 @@ class DescribesLayer(Protocol):
 class StageGrid(PipelineParallelGrid):
     """DeepSpeed's view of the world, with this rank's stage as its data-parallel group."""
 
-    def __init__(self, graph: StageGraph, rank: int, stage_group: Any, world_group: Any):
-        stage = graph.stage_of(rank)
-        self._own_stage_id, self._own_replica = stage.stage_id, graph.replica_of(rank)
-        super().__init__(
-            topology=PipeDataParallelTopology(num_pp=graph.world_size, num_dp=1),
-            process_group=world_group,
-        )
-        self.dp_group = list(stage.ranks)
-        self.dp_groups = [list(s.ranks) for s in graph.stages]
-        self.dp_proc_group = stage_group
-        self.data_parallel_size = stage.replicas
-        # The model-parallel group stays the whole world, so that an overflow anywhere is seen
-        # everywhere.
+    def __init__(self, graph: StageGraph, rank: int, stage_group: Any):
+        stage, world = graph.stage_of(rank), list(range(graph.world_size))
+        self.global_rank, self.world_size = rank, graph.world_size
+        self.stage_id, self.data_parallel_id = stage.stage_id, graph.replica_of(rank)
+        self.pipe_parallel_size, self.data_parallel_size = graph.world_size, stage.replicas
+        self.model_parallel_size = self.slice_parallel_size = 1
+        # an overflow anywhere is to be seen everywhere
+        self.ds_model_proc_group = self.pp_proc_group = dist.group.WORLD
+        self.ds_model_rank, self.ds_model_world_size = rank, graph.world_size
+        self.dp_group, self.dp_proc_group = list(stage.ranks), stage_group
+        self.dp_groups = [list(each.ranks) for each in graph.stages]
+        self.pp_group, self.pipe_groups = world, [world]
+        self.slice_group, self.slice_proc_group = [rank], None
+        self.is_first_stage = self.is_last_stage = False
+        self.p2p_groups: list[list[int]] = []
+        self._topo = PipeDataParallelTopology(num_pp=graph.world_size, num_dp=1)
 
     def get_stage_id(self) -> int:
-        return self._own_stage_id
+        return self.stage_id
 
     def get_data_parallel_id(self) -> int:
-        return self._own_replica
+        return self.data_parallel_id
 
 
 class StageModule(PipelineModule):
@@ -102,6 +110,7 @@ class StageModule(PipelineModule):
         leave them as they are. `compiled`: branches whose layers run through torch.compile, each by
         itself.
         """
+        nn.Module.__init__(self)
         self._trainable, self._batch_norm_locked = trainable, batch_norm_locked
         self._compiled = frozenset(compiled)
         self._graph, self._rank, self._layers, self._build_layer, self._seed = (
@@ -113,18 +122,33 @@ class StageModule(PipelineModule):
         )
         self._stage: Stage = graph.stage_of(rank)
         self._micro_batch = 0, 0
-        specs = [spec for branch in graph.branches for spec in layers[branch]]
-        with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints its (stand-in) topology
-            super().__init__(
-                specs,
-                topology=PipeDataParallelTopology(num_pp=graph.world_size, num_dp=1),
-                base_seed=seed,
-            )
-            self._grid = StageGrid(graph, rank, stage_group, self.world_group)
-        self.stage_id = self._stage.stage_id
+        self._set_up([spec for branch in graph.branches for spec in layers[branch]], stage_group)
+        self._choose_layers()
+        self._build()
+        self.to(get_accelerator().device_name(self.local_rank))
         self._group_parameters(settings)
 
-    def _partition_layers(self, method: str = "uniform") -> None:
+    def _set_up(self, specs: Sequence[DescribesLayer], stage_group: Any) -> None:
+        """What DeepSpeed's constructor sets, for layers that are not tied."""
+        self.world_group, self.global_rank = dist.group.WORLD, self._rank
+        self.world_size, self.local_rank = self._graph.world_size, int(os.environ["LOCAL_RANK"])
+        self.num_stages, self.stage_id = self._graph.world_size, self._stage.stage_id
+        self._grid = StageGrid(self._graph, self._rank, stage_group)
+        self._topo = self._grid.topology()
+        self._layer_specs, self._num_layers = list(specs), len(specs)
+        self.micro_offset, self.loss_fn, self.dynamic_shape = 0, None, False
+        self.seed_layers, self.seed_fn, self.base_seed = False, None, self._seed
+        self.forward_funcs: list[Any] = []
+        self.fwd_map: dict[str, int] = {}
+        self.tied_modules = nn.ModuleDict()
+        self.tied_weight_attrs: dict[str, Any] = {}
+        self.tied_comms: dict[str, Any] = {}
+        # of its own checkpointing, which `forward` does not use
+        self.activation_checkpoint_interval, self.activation_checkpoint_func = 0, None
+        self.checkpointable_layers = self.is_checkpointable_results_interval = None
+        self.is_checkpointable_results: list[bool] = []
+
+    def _choose_layers(self) -> None:
         offset, locked, self._own_indices = 0, [], []
         for branch in self._graph.branches:
             learned = [

@@ -96,21 +96,21 @@ class ComputeLoss(PipeInstruction):
 
 
 _RECEIVES = (RecvActivation, RecvGrad)
-_PASSES = (ForwardPass, EmbedPass, ReplayPass, BackwardPass, BackwardInputs, BackwardWeights)
+PASSES = (ForwardPass, EmbedPass, ReplayPass, BackwardPass, BackwardInputs, BackwardWeights)
 
 
 def receives_to_post(program: Sequence[PipeInstruction]) -> list[list[PipeInstruction]]:
-    """For each instruction the receives that are posted just before it.
+    """For each instruction the receives that are made ready just before it.
 
-    A receive is posted before the pass that comes before it, so that its message travels while this
-    rank computes. The receives of one channel are posted in the order in which they are waited for.
+    That is before the pass in front of the receive, so that its message travels while this rank
+    computes. Those of one channel are in the order in which they are waited for.
     """
     posts: list[list[PipeInstruction]] = [[] for _ in program]
     last_pass = 0
     for place, instruction in enumerate(program):
         if isinstance(instruction, _RECEIVES):
             posts[last_pass].append(instruction)
-        elif isinstance(instruction, _PASSES):
+        elif isinstance(instruction, PASSES):
             last_pass = place
     return posts
 

@@ -38,20 +38,20 @@ class HeldBackward:
     their gradients; an ordinary backward of these is still to be run."""
 
     joins: list[_Join]
-    apart: list[tuple[Tensor, Tensor]]
+    apart: list[tuple[GradientEdge, Tensor]]
 
 
 def backward_inputs(
-    outputs: Sequence[tuple[Tensor, Tensor]],
+    outputs: Sequence[tuple[GradientEdge, Tensor]],
     inputs: Sequence[Tensor],
     parameters: Iterable[nn.Parameter],
 ) -> HeldBackward:
     """Set `grad` of the `inputs`, leaves that need one, from the gradients of the outputs.
 
-    `outputs`: (tensor, its gradient) pairs. An input that no output depends on keeps no gradient.
+    `outputs`: (where it was made, its gradient) pairs. An input that no output depends on keeps no gradient.
     Parameters are left as they are.
     """
-    roots = [get_gradient_edge(tensor).node for tensor, _ in outputs]
+    roots = [edge.node for edge, _ in outputs]
     parents = _parents(roots)
     to_inputs = _above([get_gradient_edge(tensor).node for tensor in inputs], parents)
     joins = _joins(parameters, to_inputs, parents)
@@ -65,7 +65,7 @@ def backward_inputs(
         ]
         try:
             grads = torch.autograd.grad(
-                [tensor for tensor, _ in attached],
+                [edge for edge, _ in attached],
                 inputs,
                 [grad for _, grad in attached],
                 retain_graph=True,

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
+
+from engine.streams import runs_behind
 
 # Instructions in which a rank computes. In all others it waits: for input, for another stage, for a
 # message to leave.
@@ -54,7 +57,7 @@ class Recorder:
     `clock`: of the host."""
 
     def __init__(self, device: torch.device, clock: HostClock = time.perf_counter):
-        self._on_gpu = device.type == "cuda"
+        self._on_device = runs_behind(device)
         self.clock = clock
         self._marks: list[tuple[str, int | None, Any, Any]] | None = None
         self._origin: Any = None
@@ -80,7 +83,7 @@ class Recorder:
         """Read the times. Waits for the device to reach the end of the step, which the step's
         metrics do anyway."""
         end = self._now()
-        if self._on_gpu:
+        if self._on_device:
             end.synchronize()
         self.spans = [
             Span(name, m, self._since(start), self._since(stop))
@@ -124,11 +127,11 @@ class Recorder:
         return busy
 
     def _now(self) -> Any:
-        if not self._on_gpu:
+        if not self._on_device:
             return self.clock()
-        event = torch.cuda.Event(enable_timing=True)
+        event = get_accelerator().Event(enable_timing=True)
         event.record()
         return event
 
     def _since(self, moment: Any) -> float:
-        return self._origin.elapsed_time(moment) / 1e3 if self._on_gpu else moment - self._origin
+        return self._origin.elapsed_time(moment) / 1e3 if self._on_device else moment - self._origin

@@ -19,6 +19,7 @@ from split_training import (
     towers_of,
     with_loss,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.communication import Communicator
 from engine.optimizer.clipping import GroupedClipping
@@ -246,3 +247,32 @@ def equal(a: Any, b: Any) -> bool:
     if isinstance(a, list):
         return len(a) == len(b) and all(map(equal, a, b))
     return a == b
+
+
+# -- kernels
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operators that are neither views nor allocations: kernels, on a GPU."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        views = [r.alias_info for r in func._schema.returns if r.alias_info is not None]
+        is_view = any(not alias.is_write for alias in views)
+        self.number += not is_view and not func._schema.name.startswith("aten::empty")
+        return func(*args, **(kwargs or {}))
+
+
+def kernels_of_clipping(case: Case, block: dict[str, Any]) -> tuple[int, int]:
+    """Kernels of the clipping of a step, and the number of parameters."""
+    engine, _, image_size = make_engine(replace(case, clipping=block))
+    clip, kernels = engine.clipping.clip, Kernels()
+
+    def counted() -> None:
+        with kernels:
+            clip()
+
+    engine.clipping.clip = counted
+    engine.train_batch(micro_batches_of_rank(case, engine, 0, image_size))
+    return kernels.number, len(engine.module.canonical_parameters)

@@ -4,13 +4,15 @@ name."""
 from __future__ import annotations
 
 from datetime import timedelta
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from cost_models import BRANCHES
+from deepspeed.runtime.pipe.module import PipelineModule
 from split_training import Case, make_engine, micro_batches_of_rank
 
-from engine.communication import DTYPES, Channel, Communicator, signature_of
+from engine.communication import DTYPES, Channel, Communicator, signature_of, warm_up
 from engine.json_messages import (
     from_all_ranks,
     from_first_rank,
@@ -233,3 +235,33 @@ def tell(values: object) -> dict[str, object]:
 
 def tell_a_function() -> object:
     return from_first_rank(print)
+
+
+def warmed_up() -> bool:
+    """Every kind of collective, over gloo."""
+    warm_up(
+        dist.group.WORLD,
+        torch.device("cpu"),
+        ("all_reduce", "all_gather", "broadcast", "reduce"),
+    )
+    return True
+
+
+def groups_made(case: Case) -> tuple[list[tuple[int, ...]], list[str], list[str]]:
+    """(the ranks of every process group that is made for an engine; what DeepSpeed's constructors
+    set of a module and of a grid, and ours do not)."""
+    made = []
+
+    def new_group(ranks: list[int], **options: object) -> object:
+        made.append(tuple(ranks))
+        return original(ranks=list(ranks), **options)
+
+    original = dist.new_group
+    with mock.patch.object(dist, "new_group", new_group):
+        engine, _, _ = make_engine(case)
+    theirs = PipelineModule([torch.nn.Linear(1, 1)], num_stages=1)
+    return (
+        made,
+        sorted(set(vars(theirs)) - set(vars(engine.module))),
+        sorted(set(vars(theirs._grid)) - set(vars(engine.module._grid))),
+    )

@@ -5,10 +5,14 @@ A communicator is a process group of NCCL: its operations run in the order in wh
 issued them, and each of them occupies the communicator until all its members have come to it. Here
 a receive that is posted, and a send that has been issued, hold up all that is behind them on their
 communicator; a send leaves only when its receive is posted.
+
+On a device each of them is a kernel that spins until then. What waits for the whole device waits
+for all of them, and a device has room for so many at a time.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,7 +37,7 @@ from split_training import global_batch, make_engine, micro_batch, micro_batches
 from engine import communication, json_messages
 from engine.communication import Channel, Communicator
 from engine.objective import Comparison, Objective, Pair, links_of
-from engine.schedule import BackwardWeights, ComputeLoss, ForwardOnly, receives_to_post
+from engine.schedule import PASSES, BackwardWeights, ComputeLoss, ForwardOnly, receives_to_post
 from engine.topology import StageGraph
 from models.losses import InfoNCE
 
@@ -47,7 +51,8 @@ class Group(NamedTuple):
 
 class Operation(NamedTuple):
     """`kind`: post, wait, send; drain: wait until all sends have left; together: a collective, in
-    which a rank stays until all members have come. `what`: the micro-batch, or the collective."""
+    which a rank stays until all members have come; pass: a forward or backward, which may wait for
+    the whole device. `what`: the micro-batch, or the collective."""
 
     kind: str
     group: Group | None
@@ -70,13 +75,15 @@ class Work:
     evaluates: bool = False
 
 
-def operations(work: Work, rank: int) -> list[Operation]:
-    """Of one rank in one step, or in the evaluation of one set."""
-    return list(_Walk(work, rank).step())
+def operations(work: Work, rank: int, posts_ahead: bool = True) -> list[Operation]:
+    """Of one rank in one step, or in the evaluation of one set. `posts_ahead`: as channels of gloo,
+    not of NCCL."""
+    return list(_Walk(work, rank, posts_ahead).step())
 
 
 class _Walk:
-    def __init__(self, work: Work, rank: int):
+    def __init__(self, work: Work, rank: int, posts_ahead: bool = True):
+        self.posts_ahead = posts_ahead
         self.work, self.graph, self.rank = work, work.graph, rank
         self.stage = self.graph.stage_of(rank)
         self.own = Group("stage", self.stage.ranks)
@@ -95,7 +102,7 @@ class _Walk:
             default=None,
         )
         for n, (instruction, receives) in enumerate(zip(program, receives_to_post(program))):
-            for receive in receives:
+            for receive in receives if self.posts_ahead else ():
                 yield Operation("post", self.channel(receive), receive.buffer_id)
             yield from self.of(instruction)
             if n == last:  # gradients may begin here to be averaged
@@ -111,7 +118,11 @@ class _Walk:
 
     def of(self, instruction: PipeInstruction) -> Iterator[Operation]:
         if isinstance(instruction, (RecvActivation, RecvGrad)):
+            if not self.posts_ahead:
+                yield Operation("post", self.channel(instruction), instruction.buffer_id)
             yield Operation("wait", self.channel(instruction), instruction.buffer_id)
+        elif isinstance(instruction, PASSES):
+            yield Operation("pass", None, instruction.name)
         elif isinstance(instruction, (SendActivation, SendGrad)):
             yield Operation("send", self.channel(instruction), instruction.buffer_id)
         elif isinstance(instruction, ComputeLoss):
@@ -164,9 +175,9 @@ class _Walk:
                     yield from self.crossed(*link, "labels")
 
     def loss(self, m: int | None) -> Iterator[Operation]:
-        if not self.work.equal_shares:
-            for branch in self.stage.tail_of:
-                yield from self.gathered(f"counts of {branch}")
+        if not self.work.equal_shares or any(p.matching for p in self.work.objective.pairs):
+            tails = sorted({rank for stage in self.graph.tails for rank in stage.ranks})
+            yield Operation("together", Group("sizes", tuple(tails)), "sizes")
         yield from self.exchanged(self.work.objective.pairs)
         for pair in self.work.objective.pairs:
             mine = [branch for branch in self.stage.tail_of if branch in pair.branches]
@@ -186,28 +197,27 @@ class _Walk:
             return
         for branch in mine:
             yield from self.gathered(f"statistics of {branch}")
-            yield from self.gathered(f"places of {branch}")
         if len(mine) == 1:
             yield from self.crossed(*pair.branches, "statistics")
             yield from self.crossed(*pair.branches[::-1], "statistics")
 
     def matching(self, pair: Pair, mine: list[str]) -> Iterator[Operation]:
         first, second = (self.graph.tail(branch) for branch in pair.branches)
+        groups = {
+            rank: Group(f"tokens of rank {rank}", tuple(sorted({rank, *second.ranks})))
+            for rank in first.ranks
+            if (rank == self.rank or pair.second in mine) and {rank} != {*second.ranks}
+        }
+        for group in groups.values():
+            yield Operation("together", group, "places")
         if pair.second in mine:
             yield from self.gathered("drawn")
-        if first.ranks == second.ranks and len(first.ranks) == 1:
-            return
-        for rank in first.ranks:
-            if rank != self.rank and pair.second not in mine:
-                continue
-            group = Group(f"tokens of rank {rank}", tuple(sorted({rank, *second.ranks})))
+        for rank, group in groups.items():
             loss = next(n for n, i in enumerate(self.work.programs[rank]) if type(i) is ComputeLoss)
             before = {getattr(i, "buffer_id", None) for i in self.work.programs[rank][:loss]}
             blocks = range(len(before - {None}))
-            yield Operation("together", group, "number")
-            yield Operation("together", group, "sizes")
             for block in blocks:
-                for what in ("places", "tokens", *(["gradient"] if first.has_backward else [])):
+                for what in ("tokens", *(["gradient"] if first.has_backward else [])):
                     yield Operation("together", group, f"{what} {block}")
 
     def evaluation(self) -> Iterator[Operation]:
@@ -237,78 +247,109 @@ def disagreements(lists: Mapping[int, Sequence[Operation]]) -> list[Group]:
     ]
 
 
-def waiting(lists: Mapping[int, Sequence[Operation]], sends_in_flight: int) -> dict[int, str]:
+def waiting(
+    lists: Mapping[int, Sequence[Operation]],
+    sends_in_flight: int,
+    passes_wait: bool = False,
+    kernels: float = math.inf,
+) -> dict[int, str]:
     """Run all ranks as far as they come. Returns rank -> the operation in which it waits for ever;
     {}: all came to their end.
 
-    The k-th operation of a communicator is over when all its members have issued as many, a send on
-    one side for a receive on the other. Nothing that was possible becomes impossible later, so the
-    order in which ranks are looked at does not matter: {} means that the waits have no cycle.
+    The k-th operation of a communicator is over when it runs on all its members, a send on one side
+    for a receive on the other. Nothing that was possible becomes impossible later, so the order in
+    which ranks are looked at does not matter: {} means that the waits have no cycle. `passes_wait`:
+    every pass begins when no operation of its rank is under way. `kernels`: how many operations run
+    at the same time on a rank, in the order in which they were issued.
     """
-    kinds: dict[tuple[Group, int], list[str]] = defaultdict(list)  # as a rank issues them
-    plans: dict[int, list[tuple[str, Group | None, int]]] = {}  # with the place on the communicator
-    for rank, own in lists.items():
-        posted: dict[Group, deque[int]] = defaultdict(deque)
-        plans[rank] = []
-        for kind, group, _ in own:
-            at = len(kinds[group, rank])
-            if kind == "wait":
-                at = posted[group].popleft()
-            elif kind != "drain":
-                kinds[group, rank].append(kind)
-            if kind == "post":
-                posted[group].append(at)
-            plans[rank].append((kind, group, at))
-    issued: Counter[tuple[Group, int]] = Counter()
+    ranks = [_Rank(list(own), sends_in_flight, passes_wait, kernels) for own in lists.values()]
+    by_rank = dict(zip(lists, ranks))
     over: Counter[Group] = Counter()
-    place = dict.fromkeys(lists, 0)
 
-    def issue(group: Group, rank: int) -> None:
-        issued[group, rank] += 1
-        while all(issued[group, member] > over[group] for member in group.ranks):
-            now = {kinds[group, member][over[group]] for member in group.ranks}
-            if now not in ({"together"}, {"send", "post"}):
-                break
-            over[group] += 1
+    def end_what_runs() -> bool:
+        changed = [rank.start(over) for rank in ranks]
+        running = {group for rank in ranks for group in rank.running}
+        for group in running:
+            members = [by_rank[member] for member in group.ranks]
+            if all(group in member.running for member in members):
+                kinds = {member.running[group] for member in members}
+                if kinds in ({"together"}, {"send", "post"}):
+                    over[group] += 1
+                    for member in members:
+                        del member.running[group]
+                    changed.append(True)
+        return any(changed)
 
-    def in_flight(group: Group, rank: int) -> int:
-        return kinds[group, rank][over[group] : issued[group, rank]].count("send")
+    while any([rank.go_on(over) for rank in ranks]) | end_what_runs():
+        pass
+    return {number: rank.stands_at() for number, rank in by_rank.items() if rank.plan}
 
-    def ends(rank: int, kind: str, group: Group | None, at: int) -> bool:
-        if kind == "drain":
-            return not any(in_flight(group, of) for group, of in kinds if of == rank)
-        if kind == "post":
-            return True
-        return in_flight(group, rank) <= sends_in_flight if kind == "send" else over[group] > at
 
-    moved = True
-    while moved:
+class _Rank:
+    """Where one rank stands: `plan`, what it has still to issue; `queue`, what it has issued, in
+    this order; `running`, of each communicator the kind of what runs."""
+
+    def __init__(self, plan, sends_in_flight, passes_wait, kernels):
+        self.plan, self.queue, self.running = deque(plan), [], {}
+        self.sends_in_flight, self.passes_wait, self.kernels = sends_in_flight, passes_wait, kernels
+        self.issued, self.posted = Counter(), defaultdict(deque)
+        self.is_issued = False  # what stands first in the plan
+
+    def go_on(self, over: Mapping[Group, int]) -> bool:
         moved = False
-        for rank, plan in plans.items():
-            while place[rank] < len(plan):
-                kind, group, at = plan[place[rank]]
-                if kind in ("post", "send", "together") and issued[group, rank] == at:
-                    issue(group, rank)
-                    moved = True
-                if not ends(rank, kind, group, at):
-                    break
-                place[rank] += 1
-                moved = True
-    return {
-        rank: " ".join(str(part) for part in (now.kind, now.group and now.group.name, now.what))
-        for rank, own in lists.items()
-        if place[rank] < len(own)
-        for now in (own[place[rank]],)
-    }
+        while self.plan:
+            kind, group, _ = self.plan[0]
+            if kind in ("post", "send", "together") and not self.is_issued:
+                if kind == "post":
+                    self.posted[group].append(self.issued[group])
+                self.issued[group] += 1
+                self.queue.append((kind, group))
+                self.is_issued = moved = True
+            if not self._ends(kind, group, over):
+                break
+            if kind == "wait":
+                self.posted[group].popleft()
+            self.plan.popleft()
+            self.is_issued, moved = False, True
+        return moved
+
+    def _ends(self, kind: str, group: Group | None, over: Mapping[Group, int]) -> bool:
+        under_way = [*self.queue, *((kind, group) for group, kind in self.running.items())]
+        if kind == "drain":
+            return all(kind != "send" for kind, _ in under_way)
+        if kind == "pass":
+            return not (self.passes_wait and under_way)
+        if kind == "send":
+            return under_way.count(("send", group)) <= self.sends_in_flight
+        if kind == "wait":
+            return over[group] > self.posted[group][0]
+        return kind == "post" or over[group] == self.issued[group]
+
+    def start(self, over: Mapping[Group, int]) -> bool:
+        before = len(self.queue)
+        for each in list(self.queue):
+            kind, group = each
+            if len(self.running) < self.kernels and group not in self.running:
+                self.running[group] = kind
+                self.queue.remove(each)
+        return len(self.queue) < before
+
+    def stands_at(self) -> str:
+        kind, group, what = self.plan[0]
+        return " ".join(str(part) for part in (kind, group and group.name, what))
 
 
 # -- what the executor does
 
 
-def recorded(case: Any) -> list[tuple[list[tuple], list[tuple]]]:
+def recorded(case: Any, posts_ahead: bool) -> list[tuple[list[tuple], list[tuple]]]:
     """On each rank: (the operations as they were called, the operations of the model) of a step and
-    of an evaluation in which the first replicas have all samples; without DeepSpeed's own."""
+    of an evaluation in which the first replicas have all samples; without passes and DeepSpeed's
+    own."""
     engine, plan, image_size = make_engine(case)
+    for channel in (engine.comm.activations_in, engine.comm.gradients_in):
+        if channel is not None:
+            channel.posts_ahead = posts_ahead
     graph, rank = engine.graph, engine.comm.rank
     work = Work(
         graph,
@@ -364,7 +405,11 @@ def recorded(case: Any) -> list[tuple[list[tuple], list[tuple]]]:
     return [
         (
             noted,
-            [(own.kind, own.group) for own in operations(of_work, rank) if own.what != "DeepSpeed"],
+            [
+                (own.kind, own.group)
+                for own in operations(of_work, rank, posts_ahead)
+                if own.what != "DeepSpeed" and own.kind != "pass"
+            ],
         )
         for noted, of_work in (
             (in_step, work),
@@ -420,10 +465,15 @@ def _noting(comm: Communicator) -> Iterator[list[tuple[str, Group | None]]]:
         noted.append(("together", Group("announcement", (peer, comm.rank))))
         return json_messages.receive_json(peer, group)
 
+    def from_all_ranks(value: Any, group: Any) -> Any:
+        noted.append(("together", Group("sizes", tuple(dist.get_process_group_ranks(group)))))
+        return json_messages.from_all_ranks(value, group)
+
     def note(kind: str, method: Any) -> Any:
         def noting(channel: Channel, *args: Any) -> Any:
+            result = method(channel, *args)
             noted.append((kind, names[id(channel.group)]))
-            return method(channel, *args)
+            return result
 
         return noting
 
@@ -436,7 +486,8 @@ def _noting(comm: Communicator) -> Iterator[list[tuple[str, Group | None]]]:
         mock.patch.object(communication, "dist", Noting()),
         mock.patch.object(communication, "send_json", send_json),
         mock.patch.object(communication, "receive_json", receive_json),
-        mock.patch.object(Channel, "expect", note("post", Channel.expect)),
+        mock.patch.object(communication, "from_all_ranks", from_all_ranks),
+        mock.patch.object(Channel, "_post", note("post", Channel._post)),
         mock.patch.object(Channel, "receive", note("wait", Channel.receive)),
         mock.patch.object(Channel, "send", note("send", Channel.send)),
         mock.patch.object(Communicator, "drain", drain),

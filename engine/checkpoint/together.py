@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from common.files import remove_folder
@@ -42,6 +43,7 @@ from engine.checkpoint.retention import Keep, too_little_room
 from engine.executor import ForkEngine
 from engine.json_messages import from_all_ranks, from_first_rank
 from engine.processes.out_of_memory import RESUMING, SAVING
+from engine.streams import runs_behind
 
 NICENESS = 10  # of the threads that write, to the scheduler
 
@@ -242,7 +244,7 @@ def _copied_to_host(
     tensors: Mapping[Fragment, Tensor], host: dict[str, Tensor]
 ) -> dict[Fragment, Tensor]:
     """Copies in the memory of `host`. From a GPU into pinned memory, all at once."""
-    on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+    on_gpu = any(runs_behind(tensor.device) for tensor in tensors.values())
     copies = {}
     for fragment, tensor in tensors.items():
         copy = host.get(fragment.key)
@@ -250,7 +252,7 @@ def _copied_to_host(
             copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=on_gpu)
         copies[fragment] = host[fragment.key] = copy.copy_(tensor, non_blocking=True)
     if on_gpu:
-        torch.cuda.synchronize()
+        get_accelerator().synchronize()
     return copies
 
 

@@ -174,12 +174,10 @@ class Meeting:
 
     own: Mapping[str, Rows]
     everyone: Mapping[str, Side]  # the first branch of the pair, then the second
-    counts: Mapping[
-        str, Sequence[int]
-    ]  # branch that ends here -> rows of each replica of this stage; they add up to B
-    present: Mapping[
-        str, Tensor
-    ]  # branch -> bool, which of the rows that this stage brought are in `own`
+    # of the branches that end here, as in `Arrived`: of all rows that the replicas brought
+    counts: Mapping[str, Sequence[int]]
+    places: Mapping[str, Tensor]  # −1: left out
+    present: Mapping[str, Tensor]  # branch -> bool, which of the rows brought here are in `own`
     # [] how many places hold different samples in the two branches, or nothing where a row was to
     # come
     num_misaligned: Tensor
@@ -193,14 +191,13 @@ class Meeting:
         return len(next(iter(self.everyone.values())).label)
 
     def restored(self, branch: str, values: Tensor) -> Tensor:
-        """[b, D] of the own rows -> of all rows that this stage brought, zero where they were left
-        out."""
+        """[b] or [b, D] of the own rows -> of all rows that this stage brought, zero where they
+        were left out."""
         if self.num_left_out == 0:
             return values
         present = self.present[branch]
-        return values.new_zeros(len(present), *values.shape[1:]).masked_scatter_(
-            present[:, None], values
-        )
+        all_rows = values.new_zeros(len(present), *values.shape[1:])
+        return all_rows.index_copy_(0, rows_of(present, len(values)), values)
 
 
 @dataclass(frozen=True)
@@ -324,13 +321,17 @@ def meet(arrived: Arrived, pair: Comparison, alone: bool = True) -> Meeting:
     unweighted = [(own.weight == NO_WEIGHT) & (own.index != NOBODY) for own in rows.values()]
     came_here = torch.stack([(own.index != NOBODY).sum() for own in rows.values()]).sum()
     weight_left = [(own.weight * ~left_out[branch]).sum() for branch, own in rows.items()]
+    mine = {branch: arrived.own[branch] for branch in pair.branches if branch in arrived.own}
+    present = {branch: ~left_out[branch][own.position] for branch, own in mine.items()}
+    num_present = [each.sum() for each in present.values()]
     repeated = [_repeated(rows[branch].key, left_out[branch], len(out)) for branch in rows]
     duplicates = torch.stack(repeated).any(0).sum()
     counted = [out.sum(), not_loaded.sum(), duplicates, torch.cat(unweighted).sum(), came_here]
     # the host waits for the device here, where the stage waits for the others anyway
     num_left_out, num_not_loaded, num_duplicates, num_unweighted, num_came, *left = torch.stack(
-        [*counted, *weight_left]
+        [*counted, *weight_left, *num_present]
     ).tolist()
+    left, num_here = left[: len(rows)], dict(zip(present, left[len(rows) :]))
     what = " and ".join(f"{branch} rows" for branch in pair.branches)
     keys = " and ".join(f"{branch}_weight" for branch in pair.branches)
     if 0 < num_unweighted < num_came:
@@ -349,6 +350,8 @@ def meet(arrived: Arrived, pair: Comparison, alone: bool = True) -> Meeting:
         # few samples may have both halves of one of several pairs: as if there were none
         num_left_out = len(out)
         left_out = {branch: torch.ones_like(each) for branch, each in left_out.items()}
+        present = {branch: torch.zeros_like(each) for branch, each in present.items()}
+        num_here = dict.fromkeys(present, 0)
     sample = {
         branch: torch.arange(len(own.index), device=own.index.device)
         // arrived.rows_per_sample[branch]
@@ -365,20 +368,21 @@ def meet(arrived: Arrived, pair: Comparison, alone: bool = True) -> Meeting:
         )
         for (branch, own), other in zip(rows.items(), pair.branches[::-1])
     }
-    mine = {branch: arrived.own[branch] for branch in pair.branches if branch in arrived.own}
-    present = {branch: ~left_out[branch][own.position] for branch, own in mine.items()}
-    counts = {branch: arrived.counts[branch] for branch in mine}
     meeting = Meeting(
         own=mine,
         everyone=everyone,
-        counts=counts,
+        counts={branch: arrived.counts[branch] for branch in mine},
+        places={branch: arrived.places[branch] for branch in mine},
         present=present,
         num_misaligned=misaligned + lost,
         num_not_loaded=num_not_loaded,
         num_left_out=num_left_out,
         num_duplicates=num_duplicates,
     )
-    return _without(meeting, left_out, arrived.places) if num_left_out else meeting
+    num_left = {
+        branch: (len(out) - num_left_out) * arrived.rows_per_sample[branch] for branch in rows
+    }
+    return _without(meeting, left_out, num_left, num_here) if num_left_out else meeting
 
 
 def _repeated(key: Tensor, left_out: Tensor, num_samples: int) -> Tensor:
@@ -402,16 +406,24 @@ def _sample(index: Tensor) -> Tensor:
     return torch.where(index < 0, -1 - index, index)
 
 
+def rows_of(wanted: Tensor, number: int) -> Tensor:
+    """The rows that are `wanted` [b] bool, ascending: [number] int64. Whoever knows the number
+    need not wait for the device, as with `nonzero`."""
+    return wanted.logical_not().to(torch.int8).argsort(stable=True)[:number]
+
+
 def _without(
-    meeting: Meeting, left_out: Mapping[str, Tensor], places: Mapping[str, Tensor]
+    meeting: Meeting,
+    left_out: Mapping[str, Tensor],
+    num_left: Mapping[str, int],
+    num_here: Mapping[str, int],
 ) -> Meeting:
-    """The rows that remain, numbered anew. `places`: of the branches that end here, as their
-    replicas brought them."""
-    place = {branch: (~out).cumsum(0) - 1 for branch, out in left_out.items()}
+    """The rows that remain, numbered anew: `num_left` in all, `num_here` of those brought here."""
+    place = {branch: torch.where(out, -1, (~out).cumsum(0) - 1) for branch, out in left_out.items()}
     own = {
         branch: Rows(
             *(
-                values[meeting.present[branch]]
+                values[kept]
                 for values in (
                     rows.embeds,
                     place[branch][rows.position],
@@ -422,6 +434,7 @@ def _without(
             )
         )
         for branch, rows in meeting.own.items()
+        for kept in [rows_of(meeting.present[branch], num_here[branch])]
     }
     everyone = {
         branch: Side(
@@ -431,13 +444,10 @@ def _without(
             None if side.keys is None else side.keys[kept],
         )
         for branch, side in meeting.everyone.items()
-        for kept in [~left_out[branch]]
+        for kept in [rows_of(~left_out[branch], num_left[branch])]
     }
-    counts = {
-        branch: [int((~left_out[branch][p]).sum()) for p in places[branch].split(list(each))]
-        for branch, each in meeting.counts.items()
-    }
-    return replace(meeting, own=own, everyone=everyone, counts=counts)
+    places = {branch: place[branch][each] for branch, each in meeting.places.items()}
+    return replace(meeting, own=own, everyone=everyone, places=places)
 
 
 def share_parameters(
@@ -541,14 +551,17 @@ def by_source(
 
 
 def _share_statistics(
-    comm: Communicator, pair: Pair, meeting: Meeting, own: Mapping[str, Tensor]
+    comm: Communicator, pair: Pair, meeting: Meeting, statistics: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """branch -> [B] statistics of all its rows, in global order."""
     everyone = {}
-    for branch, rows in meeting.own.items():
-        values = comm.gather_replicas(own[branch], meeting.counts[branch])
-        position = comm.gather_replicas(rows.position, meeting.counts[branch])
-        everyone[branch] = torch.zeros_like(values).index_copy_(0, position, values)
+    for branch, own in statistics.items():
+        values = comm.gather_replicas(meeting.restored(branch, own), meeting.counts[branch])
+        number = len(meeting.everyone[branch].label)
+        # one place more, for those that were left out
+        everyone[branch] = values.new_zeros(number + 1).index_copy_(
+            0, meeting.places[branch] % (number + 1), values
+        )[:number]
     if len(everyone) == 1:
         (given,) = everyone.values()
         blank = {

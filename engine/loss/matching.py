@@ -10,19 +10,23 @@ share of all images, a negative text; the latter they tell each other. A pair is
 that has its text. Images come in blocks, a micro-batch of one replica each, and are gone when the
 next one comes, so memory grows with a tail's own tokens and one block, not with the global batch.
 Where a tail has both branches, the same goes on among its replicas.
+
+A text tail waits for its device once, to learn how many pairs each block has. Of samples that the
+meeting left out the tokens travel, too, but are in no pair: so all sizes are those of the outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from engine.communication import Communicator
-from engine.loss.exchange import Meeting, Side
+from engine.loss.exchange import Meeting, Side, rows_of
 from engine.objective import Pair
 
 
@@ -76,26 +80,36 @@ class Matched(NamedTuple):
 
 class _Pairs(NamedTuple):
     image: Tensor  # [P] int64, rows of a block
-    text: Tensor  # [P] int64, own texts
+    text: Tensor  # [P] int64, rows of `_Texts.tokens`
     belong: Tensor  # [P] bool
     weight: Tensor  # [P]
 
 
+class _Block(NamedTuple):
+    """A micro-batch of a replica where the first branch ends."""
+
+    replica: int
+    rows: int
+    num_tokens: int
+
+
 @dataclass(frozen=True)
 class _Texts:
-    """The n own texts, and which pairs they make: N texts and M images are everyone's."""
+    """The m own texts, and which pairs they make: the meeting left in n of them, and M images of
+    everyone's."""
 
-    tokens: Tensor  # [n, L, F]
-    mask: Tensor  # [n, L], 1 = keep
+    tokens: Tensor  # [m, L, F]
+    mask: Tensor  # [m, L], 1 = keep
+    row: Tensor  # [n] int64, which of the m
     image: Tensor  # [n] int64, place of the image that a text belongs to
     drawn_image: Tensor  # [n] int64; −1: none
-    # [M] int64, row here of the text drawn for each image; −1: none, or another tail has it
+    # [M] int64, which of the m was drawn for each image; −1: none, or another tail has it
     drawn_text: Tensor
     weight: Tensor  # [n], of the pairs made for a text
     image_weight: Tensor  # [M], of the pair made for an image
     loss: MatchingLoss
     fusion: nn.Module
-    gradient: Tensor  # [n, L, F] fp32, that of the tokens so far
+    gradient: Tensor  # [m, L, F] fp32, that of the tokens so far
 
 
 def match(
@@ -105,62 +119,69 @@ def match(
     outputs: Sequence[Mapping[str, Tensor]],
     parameters: Mapping[str, Tensor],
     *,
+    sizes: Sequence[Sequence[tuple[int, int]]],
     scoring: Scoring,
     scale: Tensor,
 ) -> Matched:
     """All tails call it together. `outputs`: of the own micro-batches, with the tokens of the
     branches that end here; `parameters`: those of the contrastive loss, the same on all tails;
-    `scale`: of a text tail's gradients, which parts of the loss are injected with."""
-    texts = (
-        _texts(comm, pair, meeting, outputs=outputs, parameters=parameters, scoring=scoring)
-        if pair.second in meeting.own
-        else None
-    )
-    image_gradients, shares, right, num_pairs = [], [scale.new_zeros(())], [scale.new_zeros(())], 0
+    `sizes`: of each replica where the first branch ends, rows and tokens of a row of each
+    micro-batch; `scale`: of a text tail's gradients, which parts of the loss are injected with."""
     image, text = (comm.graph.tail(branch) for branch in pair.branches)
-    for replica, place, block in _blocks(comm, pair, meeting, outputs):
-        gradient = torch.zeros_like(block, dtype=torch.float32)
+    own = outputs if pair.first in meeting.own else []
+    blocks = [
+        _Block(replica, *size)
+        for replica, of_replica in enumerate(sizes)
+        for size in of_replica
+        if pair.second in meeting.own or image.ranks[replica] == comm.rank
+    ]
+    places = _places(comm, pair, meeting, blocks)
+    texts, pairs_of = None, [list[_Pairs]() for _ in blocks]
+    if pair.second in meeting.own:
+        texts = _texts(comm, pair, meeting, outputs, parameters=parameters, scoring=scoring)
+        pairs_of = _pairs(texts, places, blocks, scoring.most_pairs)
+    image_gradients, shares, right = [], [scale.new_zeros(())], [scale.new_zeros(())]
+    like = outputs[0][f"{pair.first if own else pair.second}_tokens"]
+    waiting = iter(own)
+    for block, of_block in zip(blocks, pairs_of):
+        here = comm.rank == image.ranks[block.replica]
+        tokens = (
+            next(waiting)[f"{pair.first}_tokens"].detach()
+            if here
+            else like.new_empty(block.rows, block.num_tokens, like.shape[2])
+        )
+        tokens = comm.from_first(pair, block.replica, tokens)
+        gradient = torch.zeros_like(tokens, dtype=torch.float32)
         if texts is not None:
-            for pairs in _split(_pairs(texts, place), scoring.most_pairs):
+            for pairs in of_block:
                 scores, share = _scored(
-                    texts, pairs, block, gradient=gradient, inject=scoring.inject, scale=scale
+                    texts, pairs, tokens, gradient=gradient, inject=scoring.inject, scale=scale
                 )
                 shares.append(share)
                 right.append(((scores > 0) == pairs.belong).float().sum())
-                num_pairs += len(scores)
         if pair.first in image.trained:
-            gradient = comm.sum_to_first(pair, replica, gradient)
-        if comm.rank == image.ranks[replica]:
+            gradient = comm.sum_to_first(pair, block.replica, gradient)
+        if here:
             # a tail's own gradients are averaged over its replicas: `scale` makes up for those of
             # the text tail
-            image_gradients.append((gradient * (image.replicas / text.replicas)).to(block.dtype))
+            image_gradients.append((gradient * (image.replicas / text.replicas)).to(tokens.dtype))
+    num_pairs = sum(len(pairs.image) for of_block in pairs_of for pairs in of_block)
     fusion = scoring.fusion.parameters() if scoring.fusion else ()
     learned = [parameter.sum() for parameter in fusion if parameter.requires_grad]
     if texts is not None and not num_pairs and learned:  # every replica has a gradient to average
         held = torch.stack(learned)
         scoring.inject([(held, torch.zeros_like(held))])
-    gradients = {}
-    if pair.first in meeting.own:
-        gradients[f"{pair.first}_tokens"] = _restored(meeting, pair.first, outputs, image_gradients)
+    gradients: dict[str, Sequence[Tensor]] = {}
+    if own:
+        gradients[f"{pair.first}_tokens"] = image_gradients
     if texts is not None:
         name = f"{pair.second}_tokens"
-        rows = texts.gradient.split(
-            [int(present.sum()) for present in _present(meeting, pair.second, outputs)]
-        )
-        lengths = [output[name].shape[1] for output in outputs]
-        gradients[name] = _restored(
-            meeting, pair.second, outputs, [own[:, :length] for own, length in zip(rows, lengths)]
-        )
+        of_outputs = texts.gradient.split([len(output[name]) for output in outputs])
+        gradients[name] = [
+            gradient[:, : output[name].shape[1]].to(output[name].dtype)
+            for gradient, output in zip(of_outputs, outputs)
+        ]
     return Matched(torch.stack(shares).sum(), torch.stack(right).sum(), num_pairs, gradients)
-
-
-def _present(
-    meeting: Meeting, branch: str, outputs: Sequence[Mapping[str, Tensor]]
-) -> list[Tensor]:
-    """Of each micro-batch, which of its rows the meeting left in: bool [b]."""
-    return list(
-        meeting.present[branch].split([len(output[f"{branch}_tokens"]) for output in outputs])
-    )
 
 
 def _scored(
@@ -174,45 +195,21 @@ def _scored(
     """The scores of some pairs and their part of the loss, after its backward: what it makes for
     the image tokens of the `block` is added to `gradient`, for the texts' to theirs."""
     tokens = block[pairs.image].requires_grad_()
-    longest = int(texts.mask[pairs.text].sum(1).max())  # texts are padded behind
-    text_tokens = texts.tokens[pairs.text, :longest].requires_grad_()
+    text_tokens = texts.tokens[pairs.text].requires_grad_()
     with torch.enable_grad():
-        scores = texts.fusion(tokens, text_tokens, texts.mask[pairs.text, :longest])
+        scores = texts.fusion(tokens, text_tokens, texts.mask[pairs.text])
         share = (texts.loss.losses(scores, pairs.belong) * pairs.weight).sum()
     share_value = share.detach()
     # not-a-number where it is not finite, so that the step is skipped
     inject([(share, scale + (share_value - share_value))])
     _add_gradient(gradient, pairs.image, tokens)
-    _add_gradient(texts.gradient[:, :longest], pairs.text, text_tokens)
+    _add_gradient(texts.gradient, pairs.text, text_tokens)
     return scores, share_value
 
 
 def _add_gradient(total: Tensor, rows: Tensor, leaf: Tensor) -> None:
     if leaf.grad is not None:
         total.index_add_(0, rows, leaf.grad.float())
-
-
-def _left_in(meeting: Meeting, values: Tensor, present: Tensor) -> Tensor:
-    """The rows that the meeting left in; where it left out none, `values` itself: a copy would be
-    as large as all tokens."""
-    return values[present] if meeting.num_left_out else values
-
-
-def _restored(
-    meeting: Meeting,
-    branch: str,
-    outputs: Sequence[Mapping[str, Tensor]],
-    gradients: Sequence[Tensor],
-) -> list[Tensor]:
-    """In the tokens' dtype, with zeros for the rows that were left out."""
-    tokens = [output[f"{branch}_tokens"] for output in outputs]
-    gradients = [gradient.to(like.dtype) for like, gradient in zip(tokens, gradients, strict=True)]
-    if not meeting.num_left_out:
-        return gradients
-    return [
-        torch.zeros_like(like).masked_scatter_(present[:, None, None], gradient)
-        for like, present, gradient in zip(tokens, _present(meeting, branch, outputs), gradients)
-    ]
 
 
 def _texts(
@@ -228,15 +225,9 @@ def _texts(
     if loss is None or fusion is None:
         raise ValueError(f"the pair {first}-{second} has no matching loss, or {second} no fusion")
     sides, place = meeting.everyone, meeting.own[second].position
-    present = _present(meeting, second, outputs)
     longest = max(output[f"{second}_tokens"].shape[1] for output in outputs)
     tokens, mask = (
-        torch.cat(
-            [
-                _padded(_left_in(meeting, output[name].detach(), own), longest)
-                for output, own in zip(outputs, present)
-            ]
-        )
+        torch.cat([_padded(output[name].detach(), longest) for output in outputs])
         for name in (f"{second}_tokens", f"{second}_mask")
     )
     # each replica draws for its share of the images, whoever has them
@@ -245,13 +236,13 @@ def _texts(
     )
     drawn = loss.negatives(sides, first, shares[comm.replica], parameters, seed)
     drawn = comm.gather_replicas(drawn, [len(share) for share in shares])
-    row_here = torch.full_like(sides[second].label, -1).index_copy_(
-        0, place, torch.arange(len(place), device=place.device)
-    )
+    row = rows_of(meeting.present[second], len(place))
+    row_here = torch.full_like(sides[second].label, -1).index_copy_(0, place, row)
     weights = loss.weights(sides)
     return _Texts(
         tokens=tokens,
         mask=mask,
+        row=row,
         image=torch.searchsorted(
             sides[first].label, sides[second].label[place]
         ),  # labels ascend, with gaps where samples were left out
@@ -272,78 +263,52 @@ def _padded(values: Tensor, longest: int) -> Tensor:
     )
 
 
-def _blocks(
-    comm: Communicator, pair: Pair, meeting: Meeting, outputs: Sequence[Mapping[str, Tensor]]
-) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(replica of the image tail, places [b], tokens [b, T, F]) of one micro-batch after the other,
-    replica by replica.
-
-    Image tails see their own ones only, text tails all. Sizes are sent first, so that nobody need
-    know how the others deal.
-    """
-    first, second = pair.branches
-    image, device = comm.graph.tail(first), comm.device
-    own: list[tuple[Tensor, Tensor]] = []
-    if first in meeting.own:
-        present = _present(meeting, first, outputs)
-        places = meeting.own[first].position.split([int(rows.sum()) for rows in present])
-        own = [
-            (place, _left_in(meeting, output[f"{first}_tokens"].detach(), rows))
-            for place, output, rows in zip(places, outputs, present)
-        ]
-    for replica, rank in enumerate(image.ranks):
-        if rank != comm.rank and second not in meeting.own:
-            continue
-        mine = own if rank == comm.rank else []
-        sizes = torch.tensor(
-            [tokens.shape[:2] for _, tokens in mine], dtype=torch.int64, device=device
-        )
-        number = comm.from_first(pair, replica, torch.tensor([len(mine)], device=device))
-        sizes = comm.from_first(pair, replica, sizes if mine else sizes.new_empty(int(number), 2))
-        like = outputs[0][f"{first}_tokens" if mine else f"{second}_tokens"]
-        for i, (rows, length) in enumerate(sizes.tolist()):
-            place, tokens = (
-                mine[i]
-                if mine
-                else (sizes.new_empty(rows), like.new_empty(rows, length, like.shape[2]))
-            )
-            yield (
-                replica,
-                comm.from_first(pair, replica, place),
-                comm.from_first(pair, replica, tokens),
-            )
+def _places(comm: Communicator, pair: Pair, meeting: Meeting, blocks: Sequence[_Block]) -> Tensor:
+    """[S] int64, places of the S rows of all blocks; −1: left out."""
+    places = []
+    for replica, rank in enumerate(comm.graph.tail(pair.first).ranks):
+        rows = sum(block.rows for block in blocks if block.replica == replica)
+        own = torch.empty(rows, dtype=torch.int64, device=comm.device)
+        if rank == comm.rank:
+            own = meeting.places[pair.first].split(list(meeting.counts[pair.first]))[replica]
+        places.append(comm.from_first(pair, replica, own))
+    return torch.cat(places)
 
 
-def _pairs(texts: _Texts, place: Tensor) -> _Pairs:
-    """Those of the own texts with the images at `place` [b]: each text with its own, with the one
-    that was drawn for it, and with the images that it was drawn for."""
-    row = torch.full_like(texts.drawn_text, -1).index_copy_(
-        0, place, torch.arange(len(place), device=place.device)
-    )  # [M]
-    everyone = torch.arange(len(texts.image), device=place.device)
-    belonging, drawn = (
-        row[texts.image],
-        torch.where(texts.drawn_image < 0, -1, row[texts.drawn_image]),
+def _pairs(
+    texts: _Texts, places: Tensor, blocks: Sequence[_Block], most: int
+) -> list[list[_Pairs]]:
+    """Those of the own texts with the images of each block, at most `most` at a time: each text
+    with its own image, with the one that was drawn for it, and with the images that it was drawn
+    for. `places` [S]: of the images of all blocks."""
+    number, device = len(texts.drawn_text), places.device
+    images = torch.arange(len(places), device=device)  # [S]
+    # [M + 1]: the last one is of those that were left out
+    image_at = torch.full((number + 1,), -1, device=device).index_copy_(
+        0, places % (number + 1), images
     )
-    found = [
-        _Pairs(belonging, everyone, torch.ones_like(belonging, dtype=torch.bool), texts.weight),
-        _Pairs(drawn, everyone, torch.zeros_like(drawn, dtype=torch.bool), texts.weight),
-        _Pairs(
-            torch.arange(len(place), device=place.device),
-            texts.drawn_text[place],
-            torch.zeros_like(place, dtype=torch.bool),
-            texts.image_weight[place],
-        ),
-    ]
-    together = _Pairs(*map(torch.cat, zip(*found)))
-    return _of(together, ((together.image >= 0) & (together.text >= 0)).nonzero().squeeze(1))
-
-
-def _of(pairs: _Pairs, which: Tensor) -> _Pairs:
-    return _Pairs(*(values[which] for values in pairs))
-
-
-def _split(pairs: _Pairs, most: int) -> Iterator[_Pairs]:
-    for which in torch.arange(len(pairs.image), device=pairs.image.device).split(most):
-        if len(which):
-            yield _of(pairs, which)
+    drawn_image = torch.where(texts.drawn_image < 0, -1, image_at[texts.drawn_image])
+    drawn_text = F.pad(texts.drawn_text, (0, 1), value=-1)[places]
+    image = torch.cat([image_at[texts.image], drawn_image, images])
+    text = torch.cat([texts.row, texts.row, drawn_text])
+    belong = torch.zeros_like(image, dtype=torch.bool)
+    belong[: len(texts.row)] = True
+    image_weight = F.pad(texts.image_weight, (0, 1))[places]
+    weight = torch.cat([texts.weight, texts.weight, image_weight])
+    block = torch.cat([image.new_full((rows,), i) for i, (_, rows, _) in enumerate(blocks)])
+    block = torch.where((image < 0) | (text < 0), len(blocks), block[image])
+    block, order = block.sort(stable=True)
+    together = _Pairs(*(values[order] for values in (image, text, belong, weight)))
+    # the host waits for the device here
+    ends = torch.searchsorted(block, torch.arange(len(blocks) + 1, device=device)).tolist()
+    found, start_row = [], 0
+    for start, end, (_, rows, _) in zip(ends, ends[1:], blocks):
+        cuts = [*range(start, end, most), end]
+        found.append(
+            [
+                _Pairs(together.image[a:b] - start_row, *(each[a:b] for each in together[1:]))
+                for a, b in zip(cuts, cuts[1:])
+            ]
+        )
+        start_row += rows
+    return found

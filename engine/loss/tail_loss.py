@@ -138,7 +138,10 @@ class TailLoss:
             embed_dim,
         )
         self.objective: Objective = comm.objective
-        self._equal_shares = equal_shares
+        # whether the host of a rank needs to know what the others have before it can exchange it
+        self._tells = not equal_shares or any(pair.matching for pair in comm.objective.pairs)
+        if self._tells:
+            comm.make_tails_group()
         # of one source nothing is reported beside the loss
         self._source_starts = torch.tensor(
             source_starts or (), dtype=torch.int64, device=self.device
@@ -188,7 +191,8 @@ class TailLoss:
             branch: [len(output[f"{branch}_embeds"]) for output in outputs]
             for branch in self.place.tail_of
         }
-        counts = self._counts(sizes, num_samples)
+        told = self._told(outputs)
+        counts = self._counts(told, num_samples)
         own = self.own_rows(outputs)
         self.sums.given.append(own)
         if batch is not None:
@@ -228,9 +232,18 @@ class TailLoss:
                 of_pair = self.weights[self.objective.loss_name("matching", pair)]
                 replicas = self.comm.graph.tail(pair.second).replicas
                 factor = replicas * loss_scale * weight * of_pair
-                scale = torch.tensor(factor, device=self.device)
+                scale = torch.full((), factor, device=self.device)
                 matched = match(
-                    self.comm, pair, meeting, outputs, shared, scoring=scoring, scale=scale
+                    self.comm,
+                    pair,
+                    meeting,
+                    outputs,
+                    shared,
+                    sizes=[
+                        told[rank][pair.first] for rank in self.comm.graph.tail(pair.first).ranks
+                    ],
+                    scoring=scoring,
+                    scale=scale,
                 )
                 self._note_matching(number, matched, weight, of_pair)
                 made.add_tokens(matched.gradients)
@@ -296,16 +309,25 @@ class TailLoss:
     ) -> None:
         share = matched.share * weight
         self.sums.loss += share * of_matching
-        self.sums.losses[number] += _vector(
-            0.0, share, matched.num_right, matched.num_pairs, device=self.device
-        )
+        self.sums.losses[number, 1] += share
+        self.sums.losses[number, 2] += matched.num_right
+        self.sums.losses[number, 3] += matched.num_pairs
 
-    def _counts(self, sizes: Mapping[str, list[int]], num_samples: int) -> dict[str, list[int]]:
-        """Rows of each replica of this stage, for each branch that ends in it. `sizes`: rows of
-        each of its own micro-batches."""
-        counts = {branch: [sum(each)] * self.place.replicas for branch, each in sizes.items()}
-        if not self._equal_shares:
-            counts = {branch: self.comm.gather_counts(sum(each)) for branch, each in sizes.items()}
+    def _told(self, outputs: Sequence[Mapping[str, Tensor]]) -> Mapping[int, Any]:
+        """Rank -> branch that ends there -> of each micro-batch its rows, and the tokens of a row
+        (0: none). Of all last stages; of this one alone, as if its replicas were all alike, where
+        that is enough."""
+        own = {
+            branch: [_size(output, branch) for output in outputs] for branch in self.place.tail_of
+        }
+        return self.comm.told_by_tails(own) if self._tells else dict.fromkeys(self.place.ranks, own)
+
+    def _counts(self, told: Mapping[int, Any], num_samples: int) -> dict[str, list[int]]:
+        """Rows of each replica of this stage, for each branch that ends in it."""
+        counts = {
+            branch: [sum(rows for rows, _ in told[rank][branch]) for rank in self.place.ranks]
+            for branch in self.place.tail_of
+        }
         for branch, each in counts.items():
             of_sample = self.rows_per_sample.get(branch, 1)
             expected = self.num_rows.get(branch, num_samples * of_sample)
@@ -340,5 +362,6 @@ class TailLoss:
         return rows
 
 
-def _vector(*numbers: Any, device: torch.device) -> Tensor:
-    return torch.stack([torch.as_tensor(number, device=device).double() for number in numbers])
+def _size(output: Mapping[str, Tensor], branch: str) -> tuple[int, int]:
+    tokens = output.get(f"{branch}_tokens")
+    return len(output[f"{branch}_embeds"]), 0 if tokens is None else tokens.shape[1]

@@ -23,7 +23,8 @@ those whose turn it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from engine.communication import Communicator
 from engine.optimizer.clipping_rules import ClippingRule, group_of
 
 EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_
+LIMITED_AT_ONCE = 2**24  # elements of a copy behind a limit: 64 MiB
 
 
 class GroupedClipping:
@@ -115,18 +117,17 @@ class GroupedClipping:
 
     def _squares(self, group: str, ranks: Sequence[int]) -> Tensor:
         """[2] float64: this rank's part of Σ g², and of the same behind a limit of the elements."""
-        rule, squares = (
-            self.rules[group],
-            torch.zeros(2, dtype=torch.float64, device=self.comm.device),
-        )
-        gradients = [g for g in map(self._measurable, self.members[group]) if g is not None]
-        if rule.kind == "value":  # tensor by tensor, so that one limited copy is there at a time
-            for g in gradients:
-                squares += torch.stack(
-                    [_square([g]), _square([g.clamp(-rule.bound, rule.bound)])]
-                ).to(squares.device)
-        else:
-            squares += _square(gradients).to(squares.device)
+        rule = self.rules[group]
+        squares = torch.zeros(2, dtype=torch.float64, device=self.comm.device)
+        by_scale: dict[float, list[Tensor]] = defaultdict(list)
+        for gradient, scale in filter(None, map(self._measurable, self.members[group])):
+            by_scale[scale].append(gradient)
+        for scale, gradients in by_scale.items():
+            squares[0] += _square(gradients, squares.device) / scale**2
+            for own in _alike(gradients) if rule.kind == "value" else ():
+                for some in _in_parts(own):
+                    limited = _limited(some, rule.bound * scale)
+                    squares[1] += _square(limited, squares.device) / scale**2
         if not self.partitioned:
             squares /= len(
                 set(ranks) & set(self.comm.stage.ranks)
@@ -143,13 +144,12 @@ class GroupedClipping:
             self._count_step()
         for group, coefficient in self.coefficients.items():
             rule = self.rules[group]
-            for gradient in map(self.gradient, self.members[group]):
-                if gradient is None:
-                    continue
+            found = map(self.gradient, self.members[group]) if rule.kind != "none" else ()
+            for gradients in _alike(g for g in found if g is not None):
                 if rule.kind == "value":
-                    gradient.clamp_(-rule.bound, rule.bound)
-                elif rule.kind != "none":
-                    gradient.mul_(coefficient.to(gradient.device))
+                    _limit(gradients, rule.bound)
+                else:  # of another dtype or device, torch would multiply one by one
+                    torch._foreach_mul_(gradients, coefficient.to(gradients[0]))
 
     def _count_step(self) -> None:
         self._steps += 1
@@ -218,21 +218,23 @@ class GroupedClipping:
             return None
         return flat.grad.narrow(0, *where[1:])
 
-    def _measurable(self, parameter: nn.Parameter) -> Tensor | None:
-        """The same, also before its turn: there it is still scaled, and but for an offloaded
-        optimizer a list of pieces."""
+    def _measurable(self, parameter: nn.Parameter) -> tuple[Tensor, float] | None:
+        """The same, also before its turn, and what it is still scaled by: there it is, but for an
+        offloaded optimizer, in a list of pieces."""
         gradient, where = (
             self.gradient(parameter),
             self._place(parameter) if self.partitioned else None,
         )
-        if gradient is not None or where is None:
-            return gradient
-        group, start, length = where
+        if gradient is not None:
+            return gradient, 1.0
+        if where is None:
+            return None
+        (group, start, length), scale = where, float(self.optimizer.loss_scale)
         if self._slices[group].grad is not None:
-            return self._slices[group].grad.narrow(0, start, length) / self.optimizer.loss_scale
+            return self._slices[group].grad.narrow(0, start, length), scale
         for piece in self.optimizer.averaged_gradients[group]:
             if start == 0:
-                return piece.float() / self.optimizer.loss_scale
+                return piece, scale
             start -= piece.numel()
         raise RuntimeError(
             f"no piece of parameter group {group} begins where DeepSpeed's mapping says"
@@ -274,9 +276,54 @@ class GroupedClipping:
         return torch.tensor(float(value), dtype=torch.float64, device=self.comm.device)
 
 
-def _square(gradients: Sequence[Tensor]) -> Tensor:
+# torch's `_foreach_` functions take tensors of one dtype and device in a few kernels, so that the
+# number of kernels does not grow with that of the parameters
+
+
+def _alike(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """By dtype and device."""
+    found: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        found[tensor.dtype, tensor.device].append(tensor)
+    return found.values()
+
+
+def _square(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
     """Σ g² over some tensors, [] float64."""
-    return torch.nn.utils.get_total_norm(gradients).double().square()
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for own in _alike(gradients):
+        norms = torch._foreach_norm(own, 2, torch.promote_types(own[0].dtype, torch.float32))
+        total += torch.stack(norms).double().square().sum().to(device)
+    return total
+
+
+def _limit(gradients: list[Tensor], bound: float) -> None:
+    torch._foreach_clamp_min_(gradients, -bound)
+    torch._foreach_clamp_max_(gradients, bound)
+
+
+def _limited(gradients: list[Tensor], bound: float) -> list[Tensor]:
+    """Copies in fp32, in which the bound is not rounded."""
+    copies = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
+    torch._foreach_copy_(copies, gradients)
+    _limit(copies, bound)
+    return copies
+
+
+def _in_parts(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """All elements of tensors that are alike, at most `LIMITED_AT_ONCE` at a time."""
+    part: list[Tensor] = []
+    room = LIMITED_AT_ONCE
+    for tensor in tensors:
+        large = tensor.numel() > LIMITED_AT_ONCE
+        for piece in tensor.reshape(-1).split(LIMITED_AT_ONCE) if large else (tensor,):
+            if part and piece.numel() > room:
+                yield part
+                part, room = [], LIMITED_AT_ONCE
+            part.append(piece)
+            room -= piece.numel()
+    if part:
+        yield part
 
 
 def _members(

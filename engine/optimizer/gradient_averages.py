@@ -6,11 +6,13 @@ runs.
 
 Buckets are filled in the reverse order of the layers and start in that order on every replica,
 whichever of them is complete first, as in torch's DistributedDataParallel (Li et al. 2020). What no
-backward has completed starts at the end.
+backward has completed starts at the end. The flat tensors that are summed are few: a bucket waits
+for the one that began `BUCKETS_IN_FLIGHT` before it.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 BUCKET_BYTES = 25 << 20  # as in DistributedDataParallel
+BUCKETS_IN_FLIGHT = 4
 
 
 class Work(Protocol):
@@ -74,7 +77,7 @@ class GradientAverages:
     @property
     def num_started(self) -> int:
         """Buckets that were started in this step."""
-        return len(self._started)
+        return self._num_started
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
@@ -88,16 +91,15 @@ class GradientAverages:
     @torch.no_grad()
     def finish(self) -> None:
         """Start what is left, wait for all of it and put the averages in place."""
-        while len(self._started) < len(self._buckets):
+        while self._num_started < len(self._buckets):
             self._start()
-        for work, flat, gradients in self._started:
-            work.wait()
-            flat.mul_(1 / self._replicas)
-            torch._foreach_copy_(gradients, list(_unflatten_dense_tensors(flat, gradients)))
+        while self._in_flight:
+            self._finish_oldest()
         self._begin()
 
     def _begin(self) -> None:
-        self._started: list[_Started] = []
+        self._in_flight: deque[_Started] = deque()
+        self._num_started = 0
         self._missing = [len(bucket) for bucket in self._buckets]
         self._seen: set[int] = set()
 
@@ -106,14 +108,23 @@ class GradientAverages:
             return
         self._seen.add(id(parameter))
         self._missing[self._bucket_of[id(parameter)]] -= 1
-        while len(self._started) < len(self._buckets) and not self._missing[len(self._started)]:
+        while self._num_started < len(self._buckets) and not self._missing[self._num_started]:
             self._start()
 
     @torch.no_grad()
     def _start(self) -> None:
-        gradients = [self._gradient_of(p) for p in self._buckets[len(self._started)]]
+        if len(self._in_flight) == BUCKETS_IN_FLIGHT:
+            self._finish_oldest()
+        gradients = [self._gradient_of(p) for p in self._buckets[self._num_started]]
         flat = _flatten_dense_tensors(gradients)
-        self._started.append(_Started(self._start_sum(flat), flat, gradients))
+        self._in_flight.append(_Started(self._start_sum(flat), flat, gradients))
+        self._num_started += 1
+
+    def _finish_oldest(self) -> None:
+        work, flat, gradients = self._in_flight.popleft()
+        work.wait()  # NCCL: the stream of the backward waits, not the host
+        flat.mul_(1 / self._replicas)
+        torch._foreach_copy_(gradients, list(_unflatten_dense_tensors(flat, gradients)))
 
 
 def _buckets(parameters: Sequence[nn.Parameter], least_bytes: int) -> list[list[nn.Parameter]]:

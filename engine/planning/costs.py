@@ -120,6 +120,7 @@ class Machine:
     collective_s_per_byte: float = (
         0.0  # of a tensor that goes round a ring, besides its messages: copies and sums
     )
+    communicator_bytes: float = 0.0  # of device memory, for one communicator of NCCL
     measured: bool = False  # these numbers and the layers' costs; else they are counted
 
     def ring(self, ranks: Sequence[int]) -> Ring:

@@ -53,6 +53,7 @@ class Device:
     link_bytes_per_s: float  # NVLink
     node_bytes_per_s: float  # its part of the node's network
     ranks_per_node: int = 8
+    communicator_bytes: float = 0.0  # of its memory, for one of NCCL
 
     def rate(self, precision: str) -> tuple[float, float]:
         """Peak FLOP/s of matrix products and of convolutions.
@@ -68,6 +69,9 @@ class Device:
         ]
 
 
+# Measured on four A100 with NVLink, of a group of three and more (NCCL#964). It grows with the
+# number of channels, not with the number of ranks (NCCL#986).
+COMMUNICATOR_BYTES = 688 * 2.0**20
 # NVIDIA A100 80GB, H100 and H200 Tensor Core GPU data sheets, SXM. NVLink is given there as the sum
 # of both directions. Networks are
 # those of DGX A100 (8 × 200 Gbit/s), DGX H100 and DGX H200 (8 × 400 Gbit/s) for 8 GPUs.
@@ -82,6 +86,7 @@ DEVICES = {
             bandwidth_bytes_per_s=2.039e12,
             link_bytes_per_s=300e9,
             node_bytes_per_s=25e9,
+            communicator_bytes=COMMUNICATOR_BYTES,
         ),
         Device(
             name="H100",
@@ -90,6 +95,7 @@ DEVICES = {
             bandwidth_bytes_per_s=3.35e12,
             link_bytes_per_s=450e9,
             node_bytes_per_s=50e9,
+            communicator_bytes=COMMUNICATOR_BYTES,
         ),
         Device(
             name="H200",
@@ -98,6 +104,7 @@ DEVICES = {
             bandwidth_bytes_per_s=4.8e12,
             link_bytes_per_s=450e9,
             node_bytes_per_s=50e9,
+            communicator_bytes=COMMUNICATOR_BYTES,
         ),
     )
 }
@@ -250,6 +257,7 @@ def estimated_machine(device: Device, precision: str, efficiency: float = EFFICI
     return Machine(
         name=device.name,
         memory_bytes=device.memory_bytes,
+        communicator_bytes=device.communicator_bytes,
         link_bytes_per_s=device.link_bytes_per_s,
         link_latency_s=_LINK_LATENCY_S,
         flops_per_s=device.flops_per_s["tf32" if precision == "tf32" else "fp32"] * efficiency,

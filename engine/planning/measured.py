@@ -105,9 +105,9 @@ def signature(tensors: Tensors) -> list:
 def device_identity(device: torch.device) -> dict[str, Any]:
     """What a measured time depends on beside the layer."""
     name = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"{_processor()}, {os.cpu_count()} cores"
+        f"{_processor()}, {os.cpu_count()} cores"
+        if device.type == "cpu"
+        else torch.get_device_module(device).get_device_name(device)
     )
     return {"device": name, "threads": torch.get_num_threads(), "torch": torch.__version__}
 

@@ -32,7 +32,14 @@ from engine.optimizer.clipping_rules import ClippingRule
 from engine.optimizer.locking import Trainable, lock_costs, lock_graph, trainable_layers
 from engine.optimizer.parameter_groups import OptimizerGroups
 from engine.planning.costs import CostModel, precision_of
-from engine.planning.simulator import Simulation, StageResult, bounds, most_kept, simulate
+from engine.planning.simulator import (
+    Simulation,
+    StageResult,
+    bounds,
+    most_kept,
+    room_bytes,
+    simulate,
+)
 from engine.schedule import SCHEDULES, StageSchedule, exact_schedules, recomputing_schedules
 from engine.topology import LAYOUTS, StageGraph, balanced_cuts, chain, fork, merged
 
@@ -320,7 +327,7 @@ def search_plans(
         if SCHEDULES[schedule].recomputes:
             deal = _keeping(block, graph, deal, costs)
         bound_s, peak_bytes = bounds(graph, deal, schedule, costs)
-        if peak_bytes <= costs.machine.memory_bytes:
+        if peak_bytes <= room_bytes(graph, costs):
             heappush(queue, (bound_s, i, (graph, deal)))
             continue
         num_too_large += 1
@@ -936,10 +943,13 @@ def _nothing_fits(
 ) -> str:
     """By how much the smallest candidate does not fit, and what would."""
     smallest = Candidate(graph, batches, schedule, simulate(graph, batches, schedule, costs))
-    limit = costs.machine.memory_bytes
+    limit = room_bytes(graph, costs)
+    memory_bytes = costs.machine.memory_bytes
+    taken = f", {(memory_bytes - limit) / GIB:.1f} GiB of it NCCL's" if limit < memory_bytes else ""
     stage = max(smallest.simulation.stages, key=lambda s: s.peak_bytes)
     text = (
-        f"nothing fits {world_size} ranks of {limit / GIB:.1f} GiB ({costs.machine.name}): what "
+        f"nothing fits {world_size} ranks of {memory_bytes / GIB:.1f} GiB "
+        f"({costs.machine.name}{taken}): what "
         f"needs least, {smallest.describe()}, needs {stage.peak_bytes / GIB:.1f} GiB in "
         f"{stage.name}, {(stage.peak_bytes - limit) / GIB:.1f} GiB too much "
         f"({stage.state_bytes / GIB:.1f} GiB of it weights, gradients and optimizer state, "

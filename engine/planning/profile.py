@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from engine.compiling import compiles
@@ -25,6 +26,7 @@ from engine.planning.measured import Tensors
 from engine.planning.profile_layers import Effort, ProfiledLayer, Together, profile_layers
 from engine.planning.profile_machine import profile_machine, with_links
 from engine.processes.places import Places
+from engine.streams import runs_behind
 
 
 @dataclass(frozen=True)
@@ -108,8 +110,8 @@ def profile_together(
     )
     if dist.get_world_size() > 1:
         machine = with_links(machine, device, ranks)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    if runs_behind(device):
+        get_accelerator().empty_cache()
     return Profile(measured, machine, of_pairs, compiled_share)
 
 

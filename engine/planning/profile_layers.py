@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from engine.compiling import compile_layer, compiling
@@ -33,6 +34,7 @@ from engine.planning.measured import (
 )
 from engine.processes.out_of_memory import explained, message_of_profile
 from engine.processes.places import Places
+from engine.streams import runs_behind
 
 
 class ProfiledLayer(Protocol):
@@ -148,7 +150,7 @@ def profile_layers(
     )
     costs = []
     with torch.random.fork_rng(
-        devices=[device] if device.type == "cuda" else []
+        devices=[device] if runs_behind(device) else [], device_type=device.type
     ):  # the run draws as if nothing had been measured
         tensors = {size: _placed(inputs(size), dtype, device) for size in sizes}
         for position, spec in enumerate(specs):
@@ -393,22 +395,22 @@ class Clock:
     CPU."""
 
     def __init__(self, device: torch.device):
-        self._device = device if device.type == "cuda" else None
+        self._on_device = runs_behind(device)
 
     def mark(self) -> Any:
-        if self._device is None:
+        if not self._on_device:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event = get_accelerator().Event(enable_timing=True)
+        event.record()
         return event
 
     def wait(self) -> None:
-        if self._device is not None:
-            torch.cuda.synchronize(self._device)
+        if self._on_device:
+            get_accelerator().synchronize()
 
     def between(self, start: Any, end: Any) -> float:
         """Seconds. On a GPU after `wait`."""
-        return end - start if self._device is None else start.elapsed_time(end) / 1000
+        return start.elapsed_time(end) / 1000 if self._on_device else end - start
 
 
 def _count_bytes(layer: nn.Module, given: Tensors) -> tuple[int, Tensors]:

@@ -13,11 +13,14 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from engine.planning.costs import Machine
+from engine.planning.devices import COMMUNICATOR_BYTES
 from engine.planning.measured import device_identity
 from engine.planning.profile_layers import Alone, Clock, Cooler, Together
+from engine.streams import runs_behind
 
 ELEMENTWISE_FLOPS = (
     10  # per logit: what the simulator adds to the loss's products for its exponentials and sums
@@ -66,6 +69,7 @@ def profile_machine(
             _host_s(),
         ]
     )
+    on_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
     bandwidth, latency = NOMINAL_LINK.get(device.type, NOMINAL_LINK["cpu"])
     return Machine(
         name=device_identity(device)["device"],
@@ -80,6 +84,7 @@ def profile_machine(
         optimizer_s_per_parameter=step_s / sum(sample),
         gradient_s_per_parameter=reduce_s / sum(sample),
         instruction_s=host_s,
+        communicator_bytes=COMMUNICATOR_BYTES if on_nccl else 0.0,
         measured=True,
     )
 
@@ -257,16 +262,14 @@ def _host_s() -> float:
     return _seconds(work, tiny.device)
 
 
-GPU_SHARE = (
-    0.9  # the rest is for CUDA itself, NCCL, ZeRO's buckets, and gaps that the allocator leaves
-)
+GPU_SHARE = 0.9  # the rest is for CUDA itself, ZeRO's buckets, and gaps that the allocator leaves
 
 
 def _memory_bytes(device: torch.device, sharing: int) -> int:
     """What each of the ranks that share a device may use: its part of most of the GPU; on a CPU its
     part of what is free, or of what the container may have."""
-    if device.type == "cuda":
-        return int(GPU_SHARE * torch.cuda.get_device_properties(device).total_memory / sharing)
+    if runs_behind(device):
+        return int(GPU_SHARE * get_accelerator().total_memory() / sharing)
     free = psutil.virtual_memory().available
     with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
         free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))

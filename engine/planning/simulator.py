@@ -180,6 +180,17 @@ def bounds(
     )
 
 
+def room_bytes(graph: StageGraph, costs: CostModel) -> float:
+    """What a rank may use of its memory beside the buffers of NCCL's communicators: those of the
+    world, of its stage and, in a fork, of what its last stages have with each other. The four
+    channels of an edge count as one, since they have few blocks each."""
+    if graph.world_size == 1:
+        return costs.machine.memory_bytes
+    partners = len(graph.tails) - 1
+    number = 2 + bool(graph.edges()) + (1 + 2 * partners if partners else 0)
+    return costs.machine.memory_bytes - number * costs.machine.communicator_bytes
+
+
 def most_kept(
     graph: StageGraph, batches: Mapping[str, BranchBatch], costs: CostModel
 ) -> dict[str, int]:
@@ -189,7 +200,7 @@ def most_kept(
     most = {branch: batch.num_micro_batches for branch, batch in batches.items()}
     for stage, layers, loss in zip(graph.stages, bill.layers, bill.losses):
         free_bytes = (
-            costs.machine.memory_bytes
+            room_bytes(graph, costs)
             - _fixed_bytes(stage, bill, costs)
             - (loss.rows_bytes if loss else 0.0)
         )

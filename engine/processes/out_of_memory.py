@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from engine.schedule import recomputing_schedules
 from engine.topology import Stage
@@ -236,9 +237,10 @@ def allocator_lines(error: BaseException, device: torch.device) -> list[str]:
     with contextlib.suppress(RuntimeError, ValueError, OSError, psutil.Error):
         if whose_memory(error) == HOST:
             lines.append(_held_on_host())
-        elif device.type == "cuda" and not isinstance(error, torch.OutOfMemoryError):
-            free, total = torch.cuda.mem_get_info(device)
-            held = size_in_words(torch.cuda.memory_allocated(device))
+        elif device.type != "cpu" and not isinstance(error, torch.OutOfMemoryError):
+            accelerator = get_accelerator()
+            free, total = accelerator.available_memory(), accelerator.total_memory()
+            held = size_in_words(accelerator.memory_allocated())
             lines.append(
                 f"now: {device} has {size_in_words(total)}, of which {size_in_words(free)} are "
                 f"free; {held} in tensors of this process"

@@ -71,6 +71,7 @@ FREE_TO_CHANGE = (
         "keep_every",
         "max_hours",
         "stall_limit",
+        "deterministic",
     ),
 )
 # Of the JSON file: the size of the global batch, how it is split and computed. What that does to

@@ -507,6 +507,11 @@ def _length(length: argparse._ArgumentGroup) -> None:
         metavar="MIN",
         help="minutes in which no rank finishes anything; then all end, and say what they were doing (default: 10.0)",
     )
+    length.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="torch's deterministic algorithms: the same bits in every run on the same GPUs, more slowly; an operation that has none ends the run (default: off)",
+    )
 
 
 def _tracking(tracking: argparse._ArgumentGroup) -> None:

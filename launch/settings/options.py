@@ -106,6 +106,7 @@ class Options:
     keep_every: int | None
     max_hours: float | None
     stall_limit: float
+    deterministic: bool
     eval_every: int | None
     eval_ema: bool
     trace_every: int

@@ -67,8 +67,8 @@ class Hardware:
         num_gpus: int = 0,
     ) -> Hardware:
         """With the device of this process. `communication`: of ranks that have GPUs."""
-        if device.type == "cuda":
-            name = torch.cuda.get_device_name(device)
+        if device.type != "cpu":
+            name = torch.get_device_module(device).get_device_name(device)
             return cls(num_ranks, num_nodes, name, communication == HOST, num_gpus)
         cores = len(os.sched_getaffinity(0))
         return cls(num_ranks, num_nodes, f"{device.type} ({cores} core{'s' * (cores > 1)})")

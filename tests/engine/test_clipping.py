@@ -4,15 +4,24 @@ no part of the group."""
 import json
 import math
 import re
+from dataclasses import replace
 from fnmatch import fnmatch
 
 import pytest
 import torch
-from clipping_cases import FACTORS, FROZEN, SPIKE, TIED, clip_under_rules
+from clipping_cases import (
+    FACTORS,
+    FROZEN,
+    SPIKE,
+    TIED,
+    clip_under_rules,
+    kernels_of_clipping,
+)
 from cost_models import BRANCHES
 from ranks import run_ranks
 from split_training import Case, assemble, train_whole
 
+from engine.optimizer import clipping
 from engine.optimizer.clipping_rules import (
     ClippingRule,
     clipping_rules,
@@ -228,6 +237,26 @@ def check_adaptive(results, norms):
             result["state"]["steps"] == len(FACTORS)
             and result["state"]["clipped_steps"]["image"] == clipped
         )
+
+
+@pytest.mark.parametrize("case", [one(1, 1, 24, zero_stage=0), one(1, 2, 12)], ids=str)
+@pytest.mark.parametrize("kind", ["norm", "value"])
+def test_the_number_of_kernels_does_not_grow_with_that_of_the_parameters(kind, case):
+    block = dict.fromkeys(("image", "text", "head"), {"kind": kind, "limit": 1e-3})
+    (small, few), (large, many) = (
+        run_ranks(case.world_size, kernels_of_clipping, replace(case, towers=towers), block)[0]
+        for towers in ("resnet18+bert, mean", "resnet+bert")
+    )
+    assert few != many and small == large
+
+
+def test_a_limited_copy_is_made_of_some_elements_at_a_time(monkeypatch):
+    monkeypatch.setattr(clipping, "LIMITED_AT_ONCE", 10)
+    tensors = [torch.randn(size) for size in ((2, 3), (25,), (4,), (3, 2), (0,), (1,))]
+    parts = list(clipping._in_parts(tensors))
+    assert max(sum(piece.numel() for piece in part) for part in parts) == 10
+    together = torch.cat([piece.flatten() for part in parts for piece in part])
+    assert torch.equal(together, torch.cat([tensor.flatten() for tensor in tensors]))
 
 
 # -- the rules, without processes

@@ -160,3 +160,30 @@ def test_a_dtype_that_does_not_travel():
         match="tensor 'mask' has dtype torch.bool, which does not travel between stages; use one of .*torch.int64",
     ):
         signature_of({"mask": torch.zeros(2, dtype=torch.bool)})
+
+
+def test_groups_are_warmed_up_for_every_kind_of_collective():
+    assert run_ranks(2, communication_cases.warmed_up) == [True, True]
+
+
+@pytest.mark.parametrize(
+    "case, groups",
+    [
+        (Case("merged", {"merged": 1}, 4, 6), [(0, 1, 2, 3)]),
+        # three stages; those of the image's norm; an edge, both ways and for announcements; those of
+        # the head's norm; embeddings both ways
+        (
+            Case("fork", {"image": 2, "text": 1}, {"image": 1, "text": 1}, 4),
+            [(0,), (1,), (2,), (0, 1), (0, 1), (0, 1), (0, 1), (1, 2), (1, 2), (2, 1)],
+        ),
+    ],
+    ids=str,
+)
+def test_groups_are_made_that_are_used(case, groups):
+    """And nothing is missing that DeepSpeed's constructors, which make more of them, set."""
+    for made, of_module, of_grid in run_ranks(
+        case.world_size, communication_cases.groups_made, case
+    ):
+        assert sorted(made, key=lambda ranks: (len(ranks), ranks)) == groups
+        assert of_module == ["parts"]  # of `_partition_layers`, in whose place ours is
+        assert of_grid == []

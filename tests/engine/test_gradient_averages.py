@@ -1,6 +1,7 @@
 """Averages that start during the last backward: equal to the mean, in one order on all replicas,
 and begun before the backward is over."""
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from ranks import run_ranks
 from split_training import Case
 from torch import nn
 
-from engine.optimizer.gradient_averages import GradientAverages
+from engine.optimizer.gradient_averages import BUCKETS_IN_FLIGHT, GradientAverages
 from engine.planning.costs import averages_early
 
 
@@ -87,6 +88,25 @@ def test_buckets_hold_as_many_bytes_as_asked_for():
         backward(layers)
     averages.finish()
     assert [flat.numel() for flat in sums.started] == [18, 18, 9]
+
+
+def test_few_flat_tensors_stand_at_a_time():
+    layers, sums, standing, most = line(9), Sums(), weakref.WeakSet(), []
+
+    class Flat:
+        """Lives as long as the tensor."""
+
+    def noting(flat):
+        flat.standing = Flat()
+        standing.add(flat.standing)
+        most.append(len(standing))
+        return sums(flat)
+
+    averages = averages_of(layers, noting)
+    with averages.last_backward():
+        backward(layers)
+    averages.finish()
+    assert len(most) == 9 and max(most) == BUCKETS_IN_FLIGHT and not standing
 
 
 def test_what_is_complete_out_of_order_waits_for_its_turn():

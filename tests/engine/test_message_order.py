@@ -16,6 +16,7 @@ from ranks import run_ranks
 from schedule_cases import cases, keeping, lists, name, random_cases
 from split_training import Case
 
+from engine.communication import Channel
 from engine.objective import Branch, Objective, Pair
 from engine.optimizer.clipping_rules import rank_sets
 from engine.optimizer.locking import lock_graph
@@ -62,10 +63,12 @@ def work_of(graph: StageGraph, objective: Objective, programs, sharded: bool = T
 
 
 def check(work: Work) -> None:
-    of_ranks = {rank: operations(work, rank) for rank in work.programs}
-    assert disagreements(of_ranks) == []
+    through_host = {rank: operations(work, rank) for rank in work.programs}
+    on_device = {rank: operations(work, rank, posts_ahead=False) for rank in work.programs}
+    assert disagreements(through_host) == disagreements(on_device) == []
     # stricter than a channel, on which `SENDS_IN_FLIGHT` sends may be on their way
-    assert waiting(of_ranks, sends_in_flight=0) == {}
+    assert waiting(through_host, sends_in_flight=0) == {}
+    assert waiting(on_device, Channel.SENDS_IN_FLIGHT, passes_wait=True, kernels=2) == {}
 
 
 def check_schedules(graph: StageGraph, numbers: Mapping[str, int], objective: Objective) -> None:
@@ -196,9 +199,9 @@ LINE = merged({branch: [range(0, 1), range(1, 2)] for branch in BRANCHES}, 1)
 NUMBERS = dict.fromkeys(BRANCHES, 5)
 
 
-def of_ranks(schedule, graph=LINE, numbers=NUMBERS) -> dict[int, list[Operation]]:
+def of_ranks(schedule, graph=LINE, numbers=NUMBERS, posts_ahead=True) -> dict[int, list[Operation]]:
     work = work_of(graph, TWO, lists(graph, numbers, schedule))
-    return {rank: operations(work, rank) for rank in work.programs}
+    return {rank: operations(work, rank, posts_ahead) for rank in work.programs}
 
 
 def test_another_order_at_the_other_end_is_seen():
@@ -252,6 +255,25 @@ def test_receives_that_are_posted_ahead_let_every_send_leave():
     assert waiting(late, 1) == waiting(found, 0) == {}
 
 
+@pytest.mark.parametrize(
+    "schedule", [BatchSync, ZeroBubble, Replay, PerMicroBatch, OneByOne, keeping(3)]
+)
+def test_receives_posted_ahead_wait_for_ever_where_a_pass_waits_for_the_device(schedule):
+    """A gradient's receive spins on the device, a pass in front of it waits for the device, and
+    the gradient needs this pass: in `batch_sync` that of the first one needs the last forward."""
+    found = of_ranks(schedule)
+    assert waiting(found, Channel.SENDS_IN_FLIGHT) == {}
+    assert waiting(found, Channel.SENDS_IN_FLIGHT, passes_wait=True)[0].startswith("pass ")
+
+
+@pytest.mark.parametrize("schedule", [Replay, PerMicroBatch])
+def test_a_device_must_have_room_for_two_operations(schedule):
+    """Both ends of an edge send, and neither has room for what the other sends."""
+    found = of_ranks(schedule, posts_ahead=False)
+    assert waiting(found, Channel.SENDS_IN_FLIGHT, kernels=1) != {}
+    assert waiting(found, Channel.SENDS_IN_FLIGHT, kernels=2) == {}
+
+
 # -- the model and the executor
 
 
@@ -274,8 +296,9 @@ def test_receives_that_are_posted_ahead_let_every_send_leave():
     ],
     ids=str,
 )
-def test_the_executor_does_what_the_model_says(case):
+@pytest.mark.parametrize("posts_ahead", [True, False])
+def test_the_executor_does_what_the_model_says(case, posts_ahead):
     """In a step and in an evaluation, in which later replicas have fewer micro-batches."""
-    for of_rank in run_ranks(case.world_size, recorded, case):
+    for of_rank in run_ranks(case.world_size, recorded, case, posts_ahead):
         for called, expected in of_rank:
             assert called == expected

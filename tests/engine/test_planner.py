@@ -968,3 +968,14 @@ def test_every_file_runs_on_1_2_4_8_ranks(file, image_cost):
             assert batch.global_batch_size == read["train_batch_size"]
             resolved = deepspeed_config(read, batch, total_num_steps=100)
             assert "auto" not in json.dumps(resolved)
+
+
+def test_communicators_of_nccl_leave_less_room():
+    """Those of the world, of the stage and of the head, and two for embeddings."""
+    less = search(2, FORK, memory_bytes=430e6, machine={"communicator_bytes": 20e6})
+    same = search(2, FORK, memory_bytes=330e6)
+    assert [(each.graph, each.batches, each.peak_bytes) for each in less.ranked] == [
+        (each.graph, each.batches, each.peak_bytes) for each in same.ranked
+    ]
+    with refused("nothing fits 2 ranks of 0.4 GiB (test, 0.4 GiB of it NCCL's)"):
+        search(2, FORK, memory_bytes=430e6, machine={"communicator_bytes": 80e6})

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 from engine.split_backward import backward_inputs, parameter_gradients
@@ -66,7 +67,12 @@ def of_both(module: nn.Module, x: torch.Tensor, weight: torch.Tensor, outputs_of
         torch.autograd.backward(*outputs_of(whole, leaf, weight))
     held = [
         backward_inputs(
-            list(zip(*outputs_of(split, leaf, weight))), [leaf], list(split.parameters())
+            [
+                (get_gradient_edge(made), grad)
+                for made, grad in zip(*outputs_of(split, leaf, weight))
+            ],
+            [leaf],
+            list(split.parameters()),
         )
         for leaf in inputs[1]
     ]
@@ -131,7 +137,7 @@ def test_a_layer_that_does_not_learn_has_no_gradient():
     module[0].requires_grad_(False)
     leaf = torch.randn(5, 6, requires_grad=True)
     held = backward_inputs(
-        [(module(leaf), torch.ones(5, 6))],
+        [(get_gradient_edge(module(leaf)), torch.ones(5, 6))],
         [leaf],
         [p for p in module.parameters() if p.requires_grad],
     )

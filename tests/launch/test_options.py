@@ -28,7 +28,7 @@ FLAGS = [
     "--audio-tower", "--audio-weights", "--audio-seconds", "--max-audio-seconds", "--audio-size", "--audio-augmentation",
     "--pairs", "--loss", "--label-smoothing", "--duplicates",
     "--fusion", "--fusion-width", "--fusion-heads", "--fusion-scales", "--matching-weight", "--loss-weights", "--loss-weights-every",
-    "--epochs", "--steps", "--save-every", "--keep-checkpoints", "--keep-every", "--eval-every", "--eval-ema", "--max-hours", "--stall-limit",
+    "--epochs", "--steps", "--save-every", "--keep-checkpoints", "--keep-every", "--eval-every", "--eval-ema", "--max-hours", "--stall-limit", "--deterministic",
     "--wandb", "--trace-every", "--explain-balance", "--wandb-project",
 ]  # fmt: skip
 # Each of them replaces what another flag gives, and is off unless it is given.

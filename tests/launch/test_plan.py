@@ -243,7 +243,7 @@ def test_a_mistake_is_one_line(capsys, arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--memory", "0.01"], "nothing fits 2 ranks of 0.0 GiB (H100)"),
+        (["--memory", "0.01"], "nothing fits 2 ranks of 0.0 GiB (H100"),
         (["--train-batch-size", "7", "--micro-batch-size", "2"], "micro_batch_size 2"),
         (["--deepspeed_config", "missing.json"], "missing.json: no such file"),
         (["--text-tower", "bert-huge"], "text tower 'bert-huge' is not known; did you mean"),
