@@ -16,6 +16,7 @@ from launch.terminal.quiet import quiet_libraries, quiet_ranks
 quiet_libraries()  # before they are imported
 
 from common.output import outlive_output
+from common.secrets import redacted
 from data.modalities.tokenizer import length_multiple
 from data.options import DataOptions
 from data.prepare import prepare_data
@@ -24,8 +25,11 @@ from engine.checkpoint.layout import step_folder
 from engine.checkpoint.retention import Keep
 from engine.checkpoint.together import CheckpointWriter
 from engine.json_messages import from_first_rank
+from engine.optimizer.classes import optimizer_class
 from engine.planning.planner import plan_run
+from engine.processes.agreement import refuse_differences
 from engine.processes.determinism import compute_deterministically
+from engine.processes.ops import compile_optimizer_op
 from engine.processes.start import (
     COLLECTIVE_LIMIT_S,
     first_rank_first,
@@ -74,7 +78,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     limit_s = max(COLLECTIVE_LIMIT_S, 2 * 60 * options.stall_limit)  # the watchdog speaks before
     processes = start_processes(limit_s, print, asked_communication(options))
     run.watchdog = Watchdog(
-        processes.rank, processes.world_size, processes.secret, tell=say_last
+        processes.rank, processes.places, processes.secret, tell=say_last
     ).start()
     first = processes.rank == 0
     quiet_ranks(processes.rank)
@@ -86,6 +90,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     config_file, config, block, monitors = read_configuration(
         options, processes.world_size, Abilities.here(processes.device)
     )
+    refuse_differences(redacted(training_identity(options.record(), config, asdict(block))))
 
     # The run's folder. If it holds a run, this must be the same one, and it goes on from there.
     place = Path(from_first_rank(str(choose_folder(options.run_dir, options.data))))
@@ -96,7 +101,8 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     if first:
         stop.watch(folder.stop)
     previous = folder.previous()
-    with first_rank_first():  # one rank fetches weights that name a tower, the others find them
+    # one rank fetches weights that name a tower, the others find them
+    with first_rank_first(processes):
         options = with_named_towers(options, previous)
     config, block = as_begun(config, block, previous, options.branches)
     folder.refuse_other_run(
@@ -106,7 +112,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     state = state_of(checkpoint)
 
     # What to train on, and in which order. The first rank prepares what takes long.
-    with first_rank_first():
+    with first_rank_first(processes):
         data = prepare_data(
             options.section(DataOptions),
             options.tokenizer_source(),
@@ -114,10 +120,9 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
             progress=first,
             length_multiple=length_multiple(processes.device.type),
         )
-        asked = options.section(BatchingOptions)
         batching = Batching(
             data=data,
-            options=asked,
+            options=options.section(BatchingOptions),
             block=block,
             batch_size=config["train_batch_size"],
             state=state,
@@ -145,12 +150,16 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     plan = plan_run(config, block, processes.world_size, costs)
     run.watchdog.describe = plan.graph.describe_rank
     training = training_identity(options.record(), config, asdict(block), plan)
+    planned = {"plan": plan.describe(), "stages": plan.graph.record(), "compiled": plan.compiled}
+    how = {"deepspeed_config": config, "branches": asdict(block)}
+    refuse_differences(redacted({**training, **how, **planned}))
     folder.refuse_other_run(training, options.resume)
     hardware = Hardware.here(
         processes.world_size,
-        processes.ranks_on_node,
+        processes.places.num_nodes,
         processes.device,
         processes.communication,
+        num_gpus=len(set(processes.places.devices)),
     )
     journal.begin(
         first_screen(
@@ -174,11 +183,12 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     )
 
     # Which samples of a global batch make which micro-batch.
-    with first_rank_first():
+    with first_rank_first(processes):
         batching.divide(plan, costs, model.patch_size)
     journal.say(batching.describe_shapes())
 
     # DeepSpeed around this rank's stage.
+    compile_optimizer_op(optimizer_class(config), print if processes.local_rank == 0 else None)
     with library_models_kept():
         engine = build_engine(
             plan,

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ def measure(options: argparse.Namespace) -> None:
     from bench.common import free_machine
     from engine.planning.profile_layers import Together
     from engine.planning.profile_machine import with_links
+    from engine.processes.places import Places
 
     torch.set_num_threads(1)
     world = options.nodes * options.ranks
@@ -71,7 +73,9 @@ def measure(options: argparse.Namespace) -> None:
     )
     device = torch.device("cpu")
     free = free_machine("namespaces", 1e15)
-    machine = with_links(free, device, Together(device, options.ranks))
+    nodes = tuple(rank // options.ranks for rank in range(world))
+    places = replace(Places.together(world), nodes=nodes)
+    machine = with_links(free, device, Together(device, places))
     rows = []
     for name, members in groups_of(options.nodes, options.ranks).items():
         made = [dist.new_group(ranks) for ranks in members]

@@ -120,7 +120,7 @@ def main() -> None:
 
     from bench.kills import live  # so that the ranks find it by name
     from engine.checkpoint.layout import checkpoints_in
-    from engine.processes.start import compile_shared_memory_op
+    from engine.processes.ops import compile_shared_memory_op
 
     compile_shared_memory_op()
 

@@ -61,6 +61,7 @@ def profile(setup: Setup, cache: str) -> dict:
 
     from engine.planning.costs import CostModel, cost_model_to_json
     from engine.planning.profile import profile_together
+    from engine.processes.places import Places
 
     os.environ["WYE_CACHE"] = cache
     towers = setup.towers
@@ -78,7 +79,7 @@ def profile(setup: Setup, cache: str) -> dict:
         sizes=dict.fromkeys(towers, sizes),
         batch_size=setup.global_batch_size,
         embed_dim=setup.embed_dim,
-        ranks_on_node=2,
+        places=Places.together(2),
         budget_s=20.0,
     )
     return cost_model_to_json(

@@ -74,7 +74,8 @@ def run_costs(
     keeps what was measured when it began, as long as it computes in the same precision on the same
     kind of device.
 
-    All ranks call it together and get the same.
+    All ranks call it together and get those of the first: cores and workers of the others may be
+    other ones, and ranks that plan by other costs make other groups.
     """
     costs = _kept(model, config, processes, folder)
     if costs is None:
@@ -119,6 +120,7 @@ def run_costs(
                 loading=_loading(data, inputs, loading, processes),
             )
             folder.write_costs(cost_model_to_json(costs))
+    costs = cost_model_from_json(from_first_rank(cost_model_to_json(costs)))
     return with_learned(costs, model.num_learned)
 
 
@@ -130,12 +132,14 @@ def _kept(
     model: RunModel, config: Mapping[str, Any], processes: Processes, folder: RunFolder
 ) -> CostModel | None:
     """What was measured when the run began; None: nothing that holds here."""
-    known = from_first_rank(folder.read_costs() if processes.rank == 0 else None)
+    known = folder.read_costs() if processes.rank == 0 else None
+    usable = known is not None and are_of(
+        cost_model_from_json(known), model.towers, config, processes.device
+    )
+    known = from_first_rank(known if usable else None)
     if known is None:
         return None
     costs = cost_model_from_json(known)
-    if not are_of(costs, model.towers, config, processes.device):
-        return None
     return CostModel.of(
         costs.layers,
         replace(costs.machine, measured=True),  # files of earlier versions do not say so
@@ -183,7 +187,7 @@ def _measured(
             sizes=sizes,
             batch_size=config["train_batch_size"],
             embed_dim=model.embed_dim,
-            ranks_on_node=processes.ranks_on_node,
+            places=processes.places,
             budget_s=BUDGET_S,
             pairs=(pair_scores(model.fusion), partial(_example_pairs, model.towers), sizes["text"])
             if model.fusion
@@ -212,7 +216,8 @@ def _loading(
     return Loading(
         from_first_rank(sample_s),
         loading.num_workers,
-        len(os.sched_getaffinity(0)),
+        # a launcher may give each rank cores of its own
+        len(os.sched_getaffinity(0)) * processes.ranks_on_node // processes.ranks_on_cores,
         shared=processes.device.type == "cpu",
     )
 

@@ -180,12 +180,12 @@ class Feeding:
 
 
 def share_cores(loading: LoadingOptions, processes: Processes) -> LoadingOptions:
-    """With as many workers as a rank starts. Without a GPU the ranks of a node share its cores for
+    """With as many workers as a rank starts. Without a GPU the ranks that share cores do so for
     their own work, too."""
     cores, on_gpu = len(os.sched_getaffinity(0)), processes.device.type != "cpu"
     if not on_gpu:
-        torch.set_num_threads(max(1, cores // processes.ranks_on_node))
-    workers = resolve_workers(loading.workers, processes.ranks_on_node, cores, on_gpu)
+        torch.set_num_threads(max(1, cores // processes.ranks_on_cores))
+    workers = resolve_workers(loading.workers, processes.ranks_on_cores, cores, on_gpu)
     if workers:
         start_early()
     return replace(loading, workers=workers)

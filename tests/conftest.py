@@ -66,7 +66,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 def pytest_sessionstart() -> None:
     """The first time, before any test's time limit begins: a minute or two."""
     if not list(Path(os.environ["TORCH_EXTENSIONS_DIR"]).glob("*/*.so")):
-        compiling = "from engine.processes.start import compile_shared_memory_op; compile_shared_memory_op()"
+        compiling = (
+            "from engine.processes.ops import compile_shared_memory_op; compile_shared_memory_op()"
+        )
         subprocess.run(
             [sys.executable, "-c", compiling],
             cwd=Path(__file__).parents[1],

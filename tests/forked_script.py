@@ -14,8 +14,8 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def lead(argv: list[str], environments: list[dict[str, str]], output: Path) -> NoReturn:
-    """A rank for each environment, in a session of their own. Nobody ends them, as a launcher does:
+def lead(commands: list[list[str]], environments: list[dict[str, str]], output: Path) -> NoReturn:
+    """A rank for each command and environment, in a session of their own. Nobody ends them, as a launcher does:
     each has to leave by itself.
 
     Ends with the first status that is not 0.
@@ -25,7 +25,7 @@ def lead(argv: list[str], environments: list[dict[str, str]], output: Path) -> N
     with output.open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    for environment in environments:
+    for argv, environment in zip(commands, environments):
         if os.fork() == 0:
             _become(argv, environment)
     statuses = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in environments]

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,17 +105,17 @@ def command(words: Callable[[str], list[Any]]) -> Run:
     )
 
 
-def start(script: str, *arguments: Any, ranks: int | None = None) -> Run:
+def start(script: str, *arguments: Any, ranks: int | None = None, last: Sequence[Any] = ()) -> Run:
     """A script on `ranks` ranks without a launcher; or alone, as `python SCRIPT` is, without the
-    variables that make it a rank."""
+    variables that make it a rank. `last`: further arguments of the last rank."""
     env, output = environment(), _new_output()
     environments = (
         [env] if ranks is None else [env | _rank_variables(rank, ranks) for rank in range(ranks)]
     )
     _context.set_forkserver_preload(PRELOAD)
-    process = _context.Process(
-        target=lead, args=([script, *map(str, arguments)], environments, output)
-    )
+    words = [script, *map(str, arguments)]
+    commands = [words] * (len(environments) - 1) + [[*words, *map(str, last)]]
+    process = _context.Process(target=lead, args=(commands, environments, output))
     process.start()
     return _noted(
         Run(
@@ -196,8 +196,8 @@ def ranks_of(run: Run) -> list[psutil.Process]:
     return sorted(ranks, key=lambda p: (p.create_time(), p.pid))
 
 
-def run_to_end(script: str, *arguments: Any, ranks: int | None = None) -> tuple[int, str]:
-    return finish(start(script, *arguments, ranks=ranks))
+def run_to_end(script: str, *arguments: Any, **ranks: Any) -> tuple[int, str]:
+    return finish(start(script, *arguments, **ranks))
 
 
 def metrics(run_dir: Path, key: str = "loss") -> dict[int, dict[str, Any]]:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine.planning.profile import profile_together
+from engine.processes.places import Places
 
 WIDTH = 8
 
@@ -136,7 +137,7 @@ def _profile(cache: str) -> dict:
         {"image": [2, 4], "text": [4]},
         batch_size=16,
         embed_dim=WIDTH,
-        ranks_on_node=dist.get_world_size(),
+        places=Places.together(dist.get_world_size()),
         budget_s=1.0,
     )
     return {"layers": dict(profile.layers), "machine": profile.machine, "built": builder.built}

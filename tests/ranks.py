@@ -38,13 +38,15 @@ def run_ranks(
     function: Callable[..., Any],
     *args: Any,
     timeout_s: float = LIMIT_S,
+    started: bool = True,
     **kwargs: Any,
 ) -> list[Any]:
     """`function(*args, **kwargs)` on ranks 0..world_size-1 of one process group; returns their
     results in order.
 
     `function` must be importable (module level). Raises RuntimeError with the first failing rank's
-    traceback, or TimeoutError with the ranks that did not finish in `timeout_s`.
+    traceback, or TimeoutError with the ranks that did not finish in `timeout_s`. `started`: False
+    where the function calls `start_processes` itself.
     """
     _context.set_forkserver_preload(PRELOAD)
     from engine.processes.start import free_port
@@ -63,7 +65,7 @@ def run_ranks(
             **{name: os.environ[name] for name in ("TORCH_EXTENSIONS_DIR",) if name in os.environ},
         }
         worker = _context.Process(
-            target=_main, args=(send, environment, function, args, kwargs), daemon=True
+            target=_main, args=(send, environment, started, function, args, kwargs), daemon=True
         )
         worker.start()
         send.close()
@@ -104,7 +106,12 @@ def _collect(pipes: list, workers: list, deadline: float, timeout_s: float) -> l
 
 
 def _main(
-    send: Any, environment: dict[str, str], function: Callable[..., Any], args: tuple, kwargs: dict
+    send: Any,
+    environment: dict[str, str],
+    started: bool,
+    function: Callable[..., Any],
+    args: tuple,
+    kwargs: dict,
 ) -> None:
     os.environ.update(environment)
     import torch
@@ -115,7 +122,8 @@ def _main(
     try:
         with open(os.devnull, "w") as quiet:
             sys.stdout = quiet
-            start_processes(timeout_s=COLLECTIVE_LIMIT_S)
+            if started:
+                start_processes(timeout_s=COLLECTIVE_LIMIT_S)
             value = function(*args, **kwargs)
         send.send_bytes(pickle.dumps((True, value)))
         stop_processes()

@@ -119,7 +119,7 @@ class Trained:
                 sizes=dict.fromkeys(inputs, (self.micro_batch,)),
                 batch_size=self.batch,
                 embed_dim=self.job.spec.embed_dim,
-                ranks_on_node=1,
+                places=self.processes.places,
                 budget_s=seconds,
             )
         machine = replace(profile.machine, memory_bytes=float("inf"))  # as above

@@ -25,6 +25,7 @@ from engine.planning.costs import LayerCost, Machine
 from engine.planning.measured import Tensors
 from engine.planning.profile_layers import Effort, ProfiledLayer, Together, profile_layers
 from engine.planning.profile_machine import profile_machine, with_links
+from engine.processes.places import Places
 from engine.streams import runs_behind
 
 
@@ -49,7 +50,7 @@ def profile_together(
     sizes: Mapping[str, Sequence[int]],
     batch_size: int,
     embed_dim: int,
-    ranks_on_node: int,
+    places: Places,
     budget_s: float = 60.0,
     pairs: tuple[ProfiledLayer, Callable[[int], Tensors], Sequence[int]] | None = None,
     compiling: Mapping[str, str] = MappingProxyType({}),
@@ -60,11 +61,11 @@ def profile_together(
 
     Branches share `budget_s` equally; it bounds the repeats, not the first two passes of each
     layer. `pairs`: a layer that scores matching pairs, what it is given for so many of them, and
-    how many to try. `compiling`: whether the layers of a branch are compiled, as `branches.compile`
+    how many to try. `places`: where the ranks are. `compiling`: whether the layers of a branch are compiled, as `branches.compile`
     says it; "off" where nothing is said; with "auto" each layer is measured in both ways. `done` is
     called after each layer. For the rest see `profile_layers` and `profile_machine`.
     """
-    ranks = Together(device, ranks_on_node)
+    ranks = Together(device, places)
     measured, compiled_share = {}, {}
     for branch, specs in layers.items():
         choice = compiling.get(branch, "off")

@@ -33,6 +33,7 @@ from engine.planning.measured import (
     signature,
 )
 from engine.processes.out_of_memory import explained, message_of_profile
+from engine.processes.places import Places
 from engine.streams import runs_behind
 
 
@@ -68,8 +69,13 @@ class Effort:
 class Alone:
     """One process by itself."""
 
-    ranks_on_node = 1
+    rank = 0
+    places = Places.together(1)
     who = "this process"
+
+    @property
+    def ranks_on_node(self) -> int:
+        return len(self.places.beside(self.rank))
 
     def all(self, flag: bool) -> bool:
         """Whether it is so on every rank. All ranks call it together, like every method here."""
@@ -85,8 +91,8 @@ class Alone:
 class Together(Alone):
     """All ranks of the default process group. Every answer is the same on all of them."""
 
-    def __init__(self, device: torch.device, ranks_on_node: int):
-        self.ranks_on_node, self.who = ranks_on_node, f"rank {dist.get_rank()}"
+    def __init__(self, device: torch.device, places: Places):
+        self.rank, self.places, self.who = dist.get_rank(), places, f"rank {dist.get_rank()}"
         self._wire = torch.device("cpu") if dist.get_backend() == "gloo" else device
 
     def all(self, flag: bool) -> bool:

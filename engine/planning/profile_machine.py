@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -72,7 +73,11 @@ def profile_machine(
     bandwidth, latency = NOMINAL_LINK.get(device.type, NOMINAL_LINK["cpu"])
     return Machine(
         name=device_identity(device)["device"],
-        memory_bytes=float(ranks.least(_memory_bytes(device, ranks.ranks_on_node))),
+        memory_bytes=float(
+            ranks.least(
+                _memory_bytes(device, ranks.places.devices.count(ranks.places.devices[ranks.rank]))
+            )
+        ),
         link_bytes_per_s=bandwidth,
         link_latency_s=latency,
         flops_per_s=(4 * embed_dim + ELEMENTWISE_FLOPS) * rows * rows / loss_s,
@@ -260,16 +265,15 @@ def _host_s() -> float:
 GPU_SHARE = 0.9  # the rest is for CUDA itself, ZeRO's buckets, and gaps that the allocator leaves
 
 
-def _memory_bytes(device: torch.device, ranks_on_node: int) -> int:
-    """What one rank may use: most of its GPU, or of its part where ranks share one; on a CPU its
+def _memory_bytes(device: torch.device, sharing: int) -> int:
+    """What each of the ranks that share a device may use: its part of most of the GPU; on a CPU its
     part of what is free, or of what the container may have."""
     if runs_behind(device):
-        sharing = -(-ranks_on_node // get_accelerator().device_count())
         return int(GPU_SHARE * get_accelerator().total_memory() / sharing)
     free = psutil.virtual_memory().available
     with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
         free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return free // ranks_on_node
+    return free // sharing
 
 
 # -- links
@@ -285,21 +289,17 @@ def with_links(machine: Machine, device: torch.device, ranks: Together) -> Machi
     node, then across. All call together. With gloo tensors are in host memory, as in
     `engine/communication.py`.
     """
-    world, rank, size = dist.get_world_size(), dist.get_rank(), ranks.ranks_on_node
+    world, places, rank = dist.get_world_size(), ranks.places, ranks.rank
     wire = torch.device("cpu") if dist.get_backend() == "gloo" else device
-    first, found = rank - rank % size, {}
-    members = min(size, world - first)
-    if size > 1:
-        found["link"] = _link(
-            (rank + 1 - first) % members + first, (rank - 1 - first) % members + first, wire, ranks
-        )
-    if world > size:
-        found["node"] = _link((rank + size) % world, (rank - size) % world, wire, ranks)
-    across = found.get("node", (float("inf"), 0.0))
-    within = found.get("link", across)
+    sizes = Counter(places.nodes).values()
+    across = within = (float("inf"), 0.0)
+    if len(sizes) > 1:
+        across = within = _link(places.across(rank), wire, ranks)
+    if max(sizes) > 1:
+        within = _link(places.beside(rank), wire, ranks)
     linked = replace(
         machine,
-        ranks_per_node=size,
+        ranks_per_node=min(sizes),
         link_bytes_per_s=within[0],
         link_latency_s=within[1],
         node_bytes_per_s=across[0],
@@ -325,12 +325,20 @@ def _step_of_replicas_s(wire: torch.device, world: int) -> float:
     return _seconds(step, wire)
 
 
-def _link(to: int, source: int, wire: torch.device, ranks: Together) -> tuple[float, float]:
+def _link(ring: Sequence[int], wire: torch.device, ranks: Together) -> tuple[float, float]:
     """Bytes/s and seconds, the mean over the ranks of the quickest exchange: what else the machine
-    does only adds to it."""
-    small_s, large_s = ranks.mean(
-        [_message_s(to, source, num_bytes, wire) for num_bytes in (SMALL_BYTES, LARGE_BYTES)]
-    )
+    does only adds to it. `ring`: the ranks around which this one sends; one by itself, as on a node
+    with fewer ranks than others, sends nothing and does not count."""
+    own = [0.0, 0.0, 0.0]
+    if len(ring) > 1:
+        position = ring.index(ranks.rank)
+        to, source = ring[(position + 1) % len(ring)], ring[position - 1]
+        own = [
+            1.0,
+            *(_message_s(to, source, num_bytes, wire) for num_bytes in (SMALL_BYTES, LARGE_BYTES)),
+        ]
+    share, small_s, large_s = ranks.mean(own)
+    small_s, large_s = small_s / share, large_s / share
     return LARGE_BYTES / max(large_s - small_s, large_s / 4), small_s
 
 

@@ -1,4 +1,4 @@
-"""Starting and ending the processes of a run: environment, the one C++ op DeepSpeed compiles, the
+"""Starting and ending the processes of a run: environment, the store that they meet in, the
 process group."""
 
 from __future__ import annotations
@@ -7,32 +7,32 @@ import atexit
 import contextlib
 import ctypes
 import gc
-import hashlib
 import io
+import itertools
 import logging
 import os
 import random
+import resource
 import secrets
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from filelock import FileLock, Timeout
-from torch.distributed.rendezvous import register_rendezvous_handler
 
 from engine.config.checks import AUTO
-from engine.config.communication import DEVICE, HOST, choose_communication
+from engine.config.communication import DEVICE, HOST
 from engine.json_messages import from_first_rank
+from engine.processes.ops import compile_shared_memory_op
+from engine.processes.places import Place, Places, communication_of, meet
+from engine.processes.store import connect, meeting, open_store, torch_version
 
-COMPILE_LIMIT_S = 600
 COLLECTIVE_LIMIT_S = 1800.0
 PREPARATION_LIMIT = timedelta(days=1)
 LISTENING = range(20_000, 32_000)  # ports; Linux gives 32768 and above to outgoing connections
@@ -40,43 +40,109 @@ LISTENING = range(20_000, 32_000)  # ports; Linux gives 32768 and above to outgo
 # time (torch's flight recorder). Newer versions do so by themselves, under other names.
 FLIGHT_RECORDER = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 RECORDS_BY_ITSELF = (2, 9)  # version of torch
-# version of torch whose newer store listens on a socket that it is given (pytorch#150215, or 2.8)
-STORE_TAKES_SOCKET = (2, 9)
-LOOPBACK = "wye-loopback://"  # of `_meet_on_loopback`
 
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among the others. `communication`: "device" or "host". `secret`: drawn for this
-    run, known to its ranks only."""
+    """This process among the others. `places`: where all of them are. `communication`: "device" or
+    "host". `secret`: drawn for this run, known to its ranks only."""
 
     rank: int
     world_size: int
     local_rank: int
-    ranks_on_node: int
+    places: Places
     device: torch.device
     timeout: timedelta
     communication: str
     secret: str
+
+    @property
+    def ranks_on_node(self) -> int:
+        return len(self.places.beside(self.rank))
+
+    @property
+    def ranks_on_cores(self) -> int:
+        """That may use the same cores as this one; a launcher may give each its own."""
+        return self.places.cores.count(self.places.cores[self.rank])
 
 
 def start_processes(
     timeout_s: float = COLLECTIVE_LIMIT_S,
     notice: Callable[[str], object] | None = None,
     communication: str = AUTO,
+    place: Place | None = None,
 ) -> Processes:
     """Join the process group that the launcher describes in the environment; without a launcher, a
     group of one.
 
-    `timeout_s` limits every wait in a collective. `notice` is told, on the first process of a node,
-    of what takes long. `communication`: see `choose_communication`. Raises ValueError for more
-    processes on this node than GPUs where they may not share them, before any of them is touched;
-    TimeoutError when the C++ op is not compiled within ten minutes.
+    `timeout_s` limits every wait for other ranks. `notice` is told, on the first process of a node,
+    of what takes long. `communication`: see `choose_communication`. `place`: where this rank is,
+    found out unless given. Raises ValueError where ranks are not started alike, or share GPUs and
+    may not, before any of them is touched; OSError where ranks do not meet; TimeoutError when the
+    C++ op is not compiled within ten minutes.
     """
     if not os.environ.get("WYE_VERBOSE"):
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    alone = "WORLD_SIZE" not in os.environ
-    if alone:
+    rank, world_size, local_rank = _launched()
+    _raise_file_limit()
+    # What was imported stays until the end. A full collection would look through all of it, half a
+    # second each time, and DeepSpeed asks for six of them before the first step. At the end, though,
+    # it is looked through: libraries made with nanobind, triton among them, print a screen of
+    # "leaks" where it is not.
+    gc.freeze()
+    atexit.register(gc.unfreeze)
+    accelerator = get_accelerator()
+    kind, num_devices = accelerator.device_name(), accelerator.device_count()
+    number, timeout = local_rank, timedelta(seconds=timeout_s)
+    if kind == "cpu":
+        compile_shared_memory_op(notice if local_rank == 0 else None)
+        _keep_freed_memory()
+    elif num_devices:
+        number = local_rank % num_devices
+    place = place or Place.here(kind, number, num_devices)
+    with meeting(rank, world_size, timeout):
+        store = open_store(rank, world_size, timeout)
+        decide = partial(communication_of, communication, kind)
+        places, chosen = meet(store, rank, world_size, place, decide)
+    _prepare_for(places, rank, chosen)
+    if kind != "cpu":
+        accelerator.set_device(number)
+        # cuDNN tries its algorithms and keeps the fastest for each shape, as OpenCLIP's trainer lets
+        # it: the shapes of images hardly ever change
+        torch.backends.cudnn.benchmark = True
+    # Not by DeepSpeed, which takes a group that is there as it is: it would bind the device, and
+    # torch then makes every later group by an ncclCommSplit over all ranks, also on those that are
+    # not in it (which hangs in torch before 2.7.1, pytorch#153960). Without it a group costs its
+    # members only, at its first operation.
+    on_host = kind != "cpu" and chosen == HOST
+    dist.init_process_group(
+        "gloo" if on_host else accelerator.communication_backend_name(),
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
+    with contextlib.redirect_stdout(
+        io.StringIO()
+    ):  # DeepSpeed prints that its op is built, on every rank
+        deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
+    _unlink_shared_memory()
+    return Processes(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        places=places,
+        device=torch.device(accelerator.device_name(number)),
+        timeout=timeout,
+        communication=chosen,
+        secret=from_first_rank(secrets.token_hex(16)),
+    )
+
+
+def _launched() -> tuple[int, int, int]:
+    """Rank, number of ranks and rank on the node, by the environment; a group of one without a
+    launcher. Errors: ValueError."""
+    if "WORLD_SIZE" not in os.environ:
         os.environ.update(
             RANK="0",
             WORLD_SIZE="1",
@@ -94,101 +160,28 @@ def start_processes(
             f"WORLD_SIZE is set and {', '.join(missing)} not; start with deepspeed or torchrun, "
             "which set all, or unset WORLD_SIZE"
         )
-    local_rank = int(os.environ["LOCAL_RANK"])
-    ranks_on_node = int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    # What was imported stays until the end. A full collection would look through all of it, half a
-    # second each time, and DeepSpeed asks for six of them before the first step. At the end, though,
-    # it is looked through: libraries made with nanobind, triton among them, print a screen of
-    # "leaks" where it is not.
-    gc.freeze()
-    atexit.register(gc.unfreeze)
-    accelerator = get_accelerator()
-    kind, num_devices = accelerator.device_name(), accelerator.device_count()
-    several_nodes = int(os.environ["WORLD_SIZE"]) > ranks_on_node
-    chosen = choose_communication(communication, ranks_on_node, num_devices, kind, several_nodes)
-    timeout, number = timedelta(seconds=timeout_s), local_rank
-    if kind == "cpu":
-        compile_shared_memory_op(notice if local_rank == 0 else None)
-        _keep_freed_memory()
-    else:
-        number = local_rank % num_devices
-        accelerator.set_device(number)
-        # cuDNN tries its algorithms and keeps the fastest for each shape, as OpenCLIP's trainer lets
-        # it: the shapes of images hardly ever change
-        torch.backends.cudnn.benchmark = True
-    meeting = None if several_nodes else _stay_on_loopback()
-    if kind != "cpu" and chosen == HOST:
-        # DeepSpeed would give gloo a device; it takes a group that is there as it is
-        dist.init_process_group("gloo", init_method=meeting, timeout=timeout)
-    if chosen == DEVICE and _torch_version() < RECORDS_BY_ITSELF:
+    rank, world_size, local_rank = (
+        int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    )
+    return rank, world_size, local_rank
+
+
+def _raise_file_limit() -> None:
+    """As many open files as the system allows: each connection to another rank is one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def _prepare_for(places: Places, rank: int, communication: str) -> None:
+    """Set what gloo, NCCL and DeepSpeed read from the environment."""
+    os.environ["LOCAL_SIZE"] = str(len(places.beside(rank)))  # some launchers do not say it
+    if places.num_nodes == 1:
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo")
+    if communication == DEVICE and torch_version() < RECORDS_BY_ITSELF:
         for name, value in FLIGHT_RECORDER.items():
             os.environ.setdefault(name, value)
-    with contextlib.redirect_stdout(
-        io.StringIO()
-    ):  # DeepSpeed prints that its op is built, on every rank
-        deepspeed.init_distributed(
-            auto_mpi_discovery=False, verbose=False, timeout=timeout, init_method=meeting
-        )
-    _unlink_shared_memory()
-    return Processes(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        local_rank=local_rank,
-        ranks_on_node=ranks_on_node,
-        device=torch.device(accelerator.device_name(number)),
-        timeout=timeout,
-        communication=chosen,
-        secret=from_first_rank(secrets.token_hex(16)),
-    )
-
-
-def _torch_version() -> tuple[int, int]:
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
-
-
-def _stay_on_loopback() -> str | None:
-    """Let the ranks of one node listen where no other machine can connect; what to give torch as
-    `init_method` for that.
-
-    None under torchrun, where the store is that of its agent: it listens on all interfaces, and
-    only the connections of the ranks stay on loopback.
-    """
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        os.environ.setdefault(name, "lo")
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
-        return None
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    return LOOPBACK
-
-
-def _meet_on_loopback(
-    url: str, timeout: timedelta, **_: Any
-) -> Iterator[tuple[dist.Store, int, int]]:
-    """torch's `env://` with a store that listens on loopback only: torch's own socket listens on
-    all interfaces, so the first rank makes it. Errors: OSError where the port is taken."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    place, first, listening = ("127.0.0.1", int(os.environ["MASTER_PORT"])), rank == 0, None
-    if first:
-        try:
-            listening = socket.create_server(place).detach()
-        except OSError as error:
-            raise OSError(
-                f"port {place[1]} is taken ({error.strerror}); start this run with another one: "
-                "deepspeed --master_port PORT train.py"
-            ) from error
-    store = dist.TCPStore(
-        *place,
-        world_size,
-        is_master=first,
-        timeout=timeout,
-        master_listen_fd=listening,
-        use_libuv=_torch_version() >= STORE_TAKES_SOCKET,
-    )
-    yield store, rank, world_size
-
-
-register_rendezvous_handler(LOOPBACK.removesuffix("://"), _meet_on_loopback)
 
 
 @contextlib.contextmanager
@@ -202,16 +195,6 @@ def as_local_rank(device: torch.device) -> Iterator[None]:
         yield
     finally:
         os.environ["LOCAL_RANK"] = before
-
-
-def _check_path(torch_folder: Path) -> None:
-    """torch links extensions with its own folder unquoted. Errors: ValueError."""
-    if any(letter.isspace() for letter in str(torch_folder)):
-        raise ValueError(
-            f"torch is installed in {torch_folder}: the path holds a space, and torch cannot link "
-            "extensions there, of which DeepSpeed needs one without a GPU; use an environment "
-            "whose path has none (launch/quickstart.sh makes one)"
-        )
 
 
 def _keep_freed_memory() -> None:
@@ -232,19 +215,22 @@ def _keep_freed_memory() -> None:
 
 
 @contextlib.contextmanager
-def first_rank_first() -> Iterator[None]:
+def first_rank_first(processes: Processes) -> Iterator[None]:
     """The first rank goes through the body alone, then all others do: what it leaves on disk is
-    there for them.
+    there for them. All ranks call it together.
 
     They wait for up to a day, since reading millions of images takes hours. That the first
     rank lives, the watchdog sees.
     """
-    group: Any = dist.new_group(backend="gloo", timeout=PREPARATION_LIMIT)  # of all ranks
-    if dist.get_rank() > 0:
-        dist.barrier(group)
+    key, store = f"first/{next(_turns)}", connect(processes.secret, PREPARATION_LIMIT)
+    if processes.rank > 0:
+        store.wait([key])
     yield
-    if dist.get_rank() == 0:
-        dist.barrier(group)
+    if processes.rank == 0:
+        store.set(key, "")
+
+
+_turns = itertools.count()  # of `first_rank_first`, the same on every rank
 
 
 def has_bf16(device: torch.device) -> bool:
@@ -283,44 +269,3 @@ def _unlink_shared_memory() -> None:
         os.getuid(), **os.environ
     )
     Path("/dev/shm", name).unlink(missing_ok=True)
-
-
-def compile_shared_memory_op(notice: Callable[[str], object] | None = None) -> None:
-    """Build DeepSpeed's shared-memory collectives once per environment, under a lock that dies with
-    its holder. `notice` is told when it is not built yet.
-
-    torch guards its build folder with a plain file: a process killed while it compiles leaves that
-    file behind and every later run waits for it for ever. Under our lock nobody else of ours is
-    compiling, so such a file is a leftover.
-    """
-    # By environment, and with its own ninja rather than the system's: a folder that two of them
-    # share is compiled anew each time they take turns.
-    programs = Path(sys.executable).parent
-    if (programs / "ninja").is_file():
-        os.environ["PATH"] = f"{programs}{os.pathsep}{os.environ.get('PATH', '')}"
-    environment = hashlib.blake2b(sys.prefix.encode(), digest_size=4).hexdigest()
-    name = f"torch_extensions-{torch.__version__}-{environment}"
-    cache = Path(
-        os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path.home() / ".cache" / "wye" / name))
-    )
-    cache.mkdir(parents=True, exist_ok=True)
-    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
-    if builder is None or not builder.is_compatible():
-        return
-    _check_path(Path(torch.__file__).parent)
-    if notice is not None and not any(cache.rglob(f"{builder.name}*.so")):
-        notice(
-            f"compiling DeepSpeed's {builder.name}: once per environment, about a minute, at most "
-            f"{COMPILE_LIMIT_S // 60} minutes"
-        )
-    try:
-        with FileLock(cache / "wye.lock", timeout=COMPILE_LIMIT_S):
-            for leftover in cache.rglob(f"*{builder.name}*/lock"):
-                leftover.unlink(missing_ok=True)
-            with contextlib.redirect_stdout(io.StringIO()):
-                builder.load(verbose=False)
-    except Timeout as error:
-        raise TimeoutError(
-            f"waited {COMPILE_LIMIT_S} s for another process to compile DeepSpeed's {builder.name} "
-            f"in {cache}; end that process, or set TORCH_EXTENSIONS_DIR to another folder"
-        ) from error

@@ -1,9 +1,11 @@
 """No rank waits for a dead one, or for one that is stuck: heartbeats through the rendezvous store,
 and one message from one rank.
 
-Every rank has a thread that counts up its own heartbeat and watches its neighbour's. When a
-neighbour stands still for `SILENCE_LIMIT_S`, the process of a rank of the same node is gone, or a
-rank reports its own failure, the reason is put in the store, and every rank leaves on reading it.
+Every rank has a thread that counts up its own heartbeat and watches that of the next rank on its
+node; the first rank of a node also watches that of the next node. When one of these stands still for
+`SILENCE_LIMIT_S`, the process of a rank of the same node is gone, or a rank reports its own failure,
+the reason is put in the store, and every rank leaves on reading it. So a beat takes each rank a few
+calls of the store, in a world of any size.
 The thread needs no collective, so it works while the main thread waits in one. A second thread
 watches the first: where the network or the node of the store is down, calls to the store do not
 return.
@@ -16,9 +18,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import re
 import signal
-import socket
 import sys
 import threading
 import time
@@ -27,9 +27,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 
-import torch.distributed as dist
-
 from common.output import plain
+from engine.processes.places import Places
+from engine.processes.store import connect
 
 BEAT_S = 2.0
 SILENCE_LIMIT_S = 40.0
@@ -39,19 +39,21 @@ EXIT_CODE = 49  # in /proc/PID/stat, from the state on
 
 
 class Watchdog:
-    """Watches over the other ranks from `start` to `stop`. `secret`: of the run, without which
-    nobody finds what the ranks write to the store (torch's newer stores list all keys, though).
-    `describe(rank)` says what a rank is, for the message, which `tell` shows."""
+    """Watches over the other ranks from `start` to `stop`. `places`: where all ranks are; `secret`:
+    of the run, see `connect`. `describe(rank)` says what a rank is, for the message, which `tell`
+    shows."""
 
     def __init__(
         self,
         rank: int,
-        world_size: int,
+        places: Places,
         secret: str,
         describe: Callable[[int], str] = "rank {}".format,
         tell: Callable[[str], None] = partial(print, file=sys.stderr, flush=True),
     ):
-        self.rank, self.world_size, self.describe, self.tell = rank, world_size, describe, tell
+        self.rank, self.describe, self.tell = rank, describe, tell
+        self.world_size = len(places.nodes)
+        self.watched = watched_by(rank, places)
         self._progress: Callable[[], int] | None = None
         self._doing: Callable[[], str] = str
         self._stall_limit_s = 0.0
@@ -59,17 +61,10 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._claims: set[str] = set()  # what this rank has reported itself
         self._beats = 0  # rounds of `_watch`
-        self._here: dict[int, int | None] = {}  # rank -> its process, None on another node
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # A connection of our own to the store of the process group: its own client may be busy in a
-        # blocking call.
-        self._store = dist.PrefixStore(
-            f"wye-{secret}",
-            dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=30)),
-        )
+        self._here = {other: places.pids[other] for other in places.beside(rank)}
+        self._store = connect(secret, timedelta(seconds=30))
 
     def start(self) -> Watchdog:
-        self._store.set(f"place/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
         self._thread = threading.Thread(target=self._watch, name="wye-watchdog", daemon=True)
         self._thread.start()
         threading.Thread(target=self._guard, name="wye-watchdog-guard", daemon=True).start()
@@ -149,8 +144,8 @@ class Watchdog:
         )
 
     def _watch(self) -> None:
-        neighbour = (self.rank + 1) % self.world_size
-        alive, getting_on, reported_progress, everyone = _Unchanged(), _Unchanged(), 0, 0
+        alive = {rank: _Unchanged() for rank in self.watched}
+        getting_on, reported_progress, everyone = _Unchanged(), 0, 0
         while not self._stop.wait(BEAT_S):
             self._beats += 1
             # where a call holds Python's lock, this thread stands still too, and only
@@ -160,11 +155,7 @@ class Watchdog:
                 self._store.set(f"beat/{self.rank}", str(self._beats))
                 dead = self._dead_on_this_node()
                 reported = self._reported()  # after that: who spoke before it died is heard
-                current = (
-                    self._store.get(f"beat/{neighbour}")
-                    if self._store.check([f"beat/{neighbour}"])
-                    else None
-                )
+                beats = {rank: self._value(f"beat/{rank}") for rank in self.watched}
                 if self._progress is not None:
                     progress = self._progress()
                     everyone, reported_progress = (
@@ -184,9 +175,10 @@ class Watchdog:
             if dead is not None:  # a collective of NCCL does not notice it
                 message = self._of_dead(dead)
                 self._leave(message, EXIT_STATUS, first=self.claim_failure(message))
-            if alive.for_s(current) > SILENCE_LIMIT_S and self.world_size > 1:
-                message = f"{self.describe(neighbour)} gave no sign of life for {SILENCE_LIMIT_S:.0f} s; it has ended or hangs, or its node cannot be reached"
-                self._leave(message, EXIT_STATUS, first=self.claim_failure(message))
+            for rank, beat in beats.items():
+                if alive[rank].for_s(beat) > SILENCE_LIMIT_S:
+                    message = f"{self.describe(rank)} gave no sign of life for {SILENCE_LIMIT_S:.0f} s; it has ended or hangs, or its node cannot be reached"
+                    self._leave(message, EXIT_STATUS, first=self.claim_failure(message))
             if self._progress is not None and getting_on.for_s(everyone) > self._stall_limit_s:
                 self._end_stall()
         faulthandler.cancel_dump_traceback_later()
@@ -218,14 +210,12 @@ class Watchdog:
             return
         self._tell_stack()
         deadline = time.monotonic() + 4 * BEAT_S
-        while time.monotonic() < deadline and not all(
-            self._store.check([f"stack/{rank}"]) for rank in range(self.world_size)
-        ):
+        keys = [f"stack/{rank}" for rank in range(self.world_size)]
+        while time.monotonic() < deadline and not self._store.check(keys):
             time.sleep(0.1)
         stacks = [
-            "--- "
-            f"{self.describe(rank)}: {_text(self._store.get(f'stack/{rank}')) if self._store.check([f'stack/{rank}']) else 'no answer'}"
-            for rank in range(self.world_size)
+            f"--- {self.describe(rank)}: {_text(self._value(key) or b'no answer')}"
+            for rank, key in enumerate(keys)
         ]
         message = (
             f"no rank has finished anything for {self._stall_limit_s:.0f} s (--stall-limit); all "
@@ -252,9 +242,10 @@ class Watchdog:
     def _reported(self) -> tuple[str, int, bool] | None:
         """(reason, exit status, whether it has this rank's name and is not from it: then this rank
         says it)."""
-        if not self._store.check(["failure"]):
+        found = self._value("failure")
+        if found is None:
             return None
-        claim = _text(self._store.get("failure"))
+        claim = _text(found)
         rank, status, message = [*claim.split(" ", 2), "", ""][:3]
         if rank not in map(str, range(self.world_size)):
             rank = "0"
@@ -264,15 +255,19 @@ class Watchdog:
         return message, int(status) if status in FAILURES else EXIT_STATUS, forged
 
     def _dead_on_this_node(self) -> int | None:
-        for rank in range(self.world_size):
-            if rank not in self._here and self._store.check([f"place/{rank}"]):
-                host, _, pid = _text(self._store.get(f"place/{rank}")).rpartition(" ")
-                here = host == socket.gethostname() and re.fullmatch("[0-9]{1,9}", pid)
-                self._here[rank] = int(pid) if here else None
-            process = self._here.get(rank)
-            if process is not None and not _alive(process):
-                return rank
-        return None
+        return next((rank for rank, pid in self._here.items() if not _alive(pid)), None)
+
+    def _value(self, key: str) -> bytes | None:
+        """What stands in the store; None: nothing yet."""
+        return self._store.get(key) if self._store.check([key]) else None
+
+
+def watched_by(rank: int, places: Places) -> list[int]:
+    """The ranks whose silence this one reports: the next on its node, and for the first of a node
+    that of the next node. Rings, so each rank is watched."""
+    beside, firsts = places.beside(rank), places.across(rank)
+    rings = [beside, firsts] if rank == beside[0] else [beside]
+    return [ring[(ring.index(rank) + 1) % len(ring)] for ring in rings if len(ring) > 1]
 
 
 def _text(value: bytes) -> str:

@@ -64,14 +64,14 @@ class Planned:
         num_ranks = options.ranks or max(1, launched)
         if options.device is not None:
             device = find_device(options.device)
-            hardware = Hardware(num_ranks, device.ranks_per_node, device.name)
+            hardware = Hardware(num_ranks, -(-num_ranks // device.ranks_per_node), device.name)
             return cls(num_ranks, hardware, Abilities("cuda"), options.device, None)
         here = torch.device(kind)
         memory = torch.cuda.get_device_properties(0).total_memory if kind == "cuda" else None
-        on_node = accelerator.device_count() if on_gpu else num_ranks
+        on_node = max(1, accelerator.device_count()) if on_gpu else num_ranks
         return cls(
             num_ranks,
-            Hardware.here(num_ranks, max(1, min(on_node, num_ranks)), here),
+            Hardware.here(num_ranks, -(-num_ranks // on_node), here),
             Abilities.here(here),
             NOMINAL.get(kind, "A100"),
             # a CPU's memory is shared by its ranks, of which some may be elsewhere: not checked

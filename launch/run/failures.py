@@ -17,6 +17,7 @@ from common.secrets import redact
 from engine.checkpoint.layout import LATEST
 from engine.processes.determinism import refused_in_words
 from engine.processes.out_of_memory import OutOfMemory, in_words
+from engine.processes.places import RefusedByFirstRank
 from engine.processes.watchdog import Watchdog
 from launch.run.folder import RunFolder
 from launch.terminal.last_words import say_last
@@ -53,7 +54,8 @@ def report_and_exit(program: str, error: BaseException, run: Run) -> NoReturn:
     rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
     details = "".join(traceback.format_exception(error))
     error = refused_in_words(in_words(error, f"rank {rank}"))
-    message, status, first = _explain(error, details), _status(error, run.folder), local_rank == 0
+    first = local_rank == 0 and not isinstance(error, RefusedByFirstRank)
+    message, status = _explain(error, details), _status(error, run.folder)
     if run.watchdog is not None:
         message, status, first = _agree(run.watchdog, error, message, status)
     if first:

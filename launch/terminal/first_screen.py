@@ -49,35 +49,38 @@ OTHER_PLANS = 3  # that are compared with the chosen one; `launch.tools.plan` li
 @dataclass(frozen=True)
 class Hardware:
     """What a run runs on. `device`: in words, such as "NVIDIA H100 80GB HBM3"; `through_host`: GPUs
-    whose ranks communicate through host memory; `gpus_per_node`: 0 on a CPU."""
+    whose ranks communicate through host memory; `num_gpus`: of all ranks, 0 on a CPU."""
 
     num_ranks: int
-    ranks_per_node: int
+    num_nodes: int
     device: str
     through_host: bool = False
-    gpus_per_node: int = 0
+    num_gpus: int = 0
 
     @classmethod
     def here(
-        cls, num_ranks: int, ranks_on_node: int, device: torch.device, communication: str = DEVICE
+        cls,
+        num_ranks: int,
+        num_nodes: int,
+        device: torch.device,
+        communication: str = DEVICE,
+        num_gpus: int = 0,
     ) -> Hardware:
-        """Of this process's node. `communication`: of its ranks where they have GPUs."""
+        """With the device of this process. `communication`: of ranks that have GPUs."""
         if device.type != "cpu":
-            module = torch.get_device_module(device)
-            name, gpus = module.get_device_name(device), module.device_count()
-            return cls(num_ranks, ranks_on_node, name, communication == HOST, gpus)
+            name = torch.get_device_module(device).get_device_name(device)
+            return cls(num_ranks, num_nodes, name, communication == HOST, num_gpus)
         cores = len(os.sched_getaffinity(0))
-        return cls(num_ranks, ranks_on_node, f"{device.type} ({cores} core{'s' * (cores > 1)})")
+        return cls(num_ranks, num_nodes, f"{device.type} ({cores} core{'s' * (cores > 1)})")
 
     def describe(self) -> str:
         """Such as `16 ranks on 2 nodes, H100`, and what is unusual in brackets."""
-        nodes = -(-self.num_ranks // self.ranks_per_node)
-        where = f" on {nodes} nodes" if nodes > 1 else ""
+        where = f" on {self.num_nodes} nodes" if self.num_nodes > 1 else ""
         said = f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}{where}, {self.device}"
         if not self.through_host:
             return said
-        gpus = self.gpus_per_node
-        shared = f" share {gpus} GPU{'s' * (gpus > 1)} and" if self.ranks_per_node > gpus else ""
+        gpus = self.num_gpus
+        shared = f" share {gpus} GPU{'s' * (gpus > 1)} and" if self.num_ranks > gpus else ""
         return f"{said} (ranks{shared} communicate through host memory)"
 
 

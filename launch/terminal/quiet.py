@@ -40,6 +40,8 @@ def quiet_libraries() -> None:
         logging.getLogger(name).addFilter(_Unneeded(beginnings))
     for message in DEPRECATED:
         warnings.filterwarnings("ignore", message, FutureWarning)
+    # each rank has chosen its device, and must not bind it (engine/processes/start.py)
+    warnings.filterwarnings("ignore", r"barrier\(\): using the device under", UserWarning)
 
 
 def quiet_ranks(rank: int) -> None:

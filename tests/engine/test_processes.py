@@ -1,63 +1,115 @@
-"""Starting processes: how they communicate, and what is refused before a GPU is touched."""
+"""Starting processes: where they are, how they communicate, and what is refused before a GPU is
+touched."""
 
-import re
+import os
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 
 import pytest
+from ranks import run_ranks
+from unlike_cases import compare_records, start_unlike
 
-from engine.config.communication import choose_communication
-from engine.processes.start import _check_path, _meet_on_loopback
+from engine.processes.ops import _check_path
+from engine.processes.places import Place, Places, RefusedByFirstRank, communication_of, meet
+from engine.processes.start import free_port
+from engine.processes.store import meeting, open_store
+
+
+def on(nodes, devices, num_devices=1, kind="cuda", **alike):
+    """Places of ranks, by the names of their nodes and devices."""
+    alike = {"accelerator": kind, **alike}
+    return [
+        Place(node, node, device, num_devices, 0, alike) for node, device in zip(nodes, devices)
+    ]
 
 
 @pytest.mark.parametrize(
-    ("asked", "ranks_on_node", "num_devices", "several_nodes", "words"),
+    ("asked", "kind", "told", "chosen"),
+    [
+        ("auto", "cuda", on("aabb", "0123", 2), "device"),
+        # each process sees one GPU, its own (Slurm's --gpus-per-task, Kubernetes), on any nodes
+        ("auto", "cuda", on("aaaa", "0123"), "device"),
+        ("device", "cuda", on("abcc", "0123"), "device"),
+        ("auto", "cuda", on("aa", "00"), "host"),
+        ("host", "cuda", on("aab", "001"), "host"),
+        ("host", "cuda", on("aa", "01", 2), "host"),
+        ("device", "cpu", on("aab", "aab", kind="cpu"), "host"),
+    ],
+)
+def test_ranks_communicate_from_device_to_device_where_each_has_its_own(asked, kind, told, chosen):
+    assert communication_of(asked, kind, told) == chosen
+
+
+@pytest.mark.parametrize(
+    ("asked", "told", "words"),
     [
         (
             "device",
-            2,
-            1,
-            False,
-            "2 processes on this node, but 1 GPU (cuda): NCCL needs a GPU for each process; start "
-            "`deepspeed --num_gpus 1 train.py",
+            on("aa", "00"),
+            ["ranks 0 and 1", "2 processes, which see 1 GPU", "--num_gpus 1"],
+        ),
+        ("auto", on("abb", "011"), ["ranks 1 and 2 take the same GPU", "the node b", '"host"']),
+        # two containers that are given one GPU
+        ("auto", on("ab", "00"), ["the node a has 1 process,", '"communication": "host"']),
+        ("auto", on("aa", "00", 2), ["ranks 0 and 1", "LOCAL_RANK"]),
+        ("host", on("ab", ["0", ""], 0), ["DS_ACCELERATOR asks for cuda", "on the node b"]),
+        (
+            "auto",
+            on("a", "0", torch="2.9") + on("bcdefg", "123456", torch="2.10"),
+            ['torch: "2.9" on rank 0; "2.10" on ranks 1, 2, 3, 4 and 2 more'],
         ),
         (
             "auto",
-            9,
-            8,
-            True,
-            "9 processes on this node, but 8 GPUs (cuda): NCCL needs a GPU for each process; start "
-            "`deepspeed --num_gpus 8 train.py",
+            on("a", "0") + on("b", "1", kind="cpu"),
+            ['accelerator: "cuda" on rank 0; "cpu" on'],
         ),
-        ("host", 1, 0, False, "DS_ACCELERATOR asks for cuda, but no such device is visible on"),
     ],
 )
-def test_ranks_that_may_not_share_gpus_are_refused(
-    asked, ranks_on_node, num_devices, several_nodes, words
+def test_ranks_that_may_not_share_gpus_or_are_unlike_hear_it_from_the_first(
+    met, asked, told, words
 ):
-    with pytest.raises(ValueError, match=re.escape(words)) as caught:
-        choose_communication(asked, ranks_on_node, num_devices, "cuda", several_nodes)
-    assert ('"communication": "host"' in str(caught.value)) == (num_devices > 0)
+    """Through a store, as before there is a process group: one message, and nobody waits."""
+    said = met(told, partial(communication_of, asked, "cuda"))
+    assert [type(one) for one in said] == [ValueError] + [RefusedByFirstRank] * (len(told) - 1)
+    assert all(word in str(said[0]) for word in words), said[0]
 
 
-@pytest.mark.parametrize(
-    ("asked", "ranks_on_node", "num_devices", "device", "several_nodes", "chosen"),
-    [
-        ("auto", 8, 8, "cuda", True, "device"),
-        ("device", 1, 8, "cuda", False, "device"),
-        ("auto", 2, 1, "cuda", False, "host"),
-        ("host", 9, 8, "cuda", True, "host"),
-        ("host", 8, 8, "cuda", False, "host"),
-        ("auto", 8, 1, "cpu", False, "host"),
-        ("device", 8, 1, "cpu", True, "host"),
-        ("auto", 1, 0, "cpu", False, "host"),
-    ],
-)
-def test_ranks_communicate_from_device_to_device_where_each_has_its_own(
-    asked, ranks_on_node, num_devices, device, several_nodes, chosen
-):
-    found = choose_communication(asked, ranks_on_node, num_devices, device, several_nodes)
-    assert found == chosen
+def test_all_know_where_all_are(met):
+    told = on("abab", "0123")
+    places = Places(nodes=(0, 1, 0, 1), cores=(0, 1, 0, 1), devices=(0, 1, 2, 3), pids=(0,) * 4)
+    assert met(told, lambda told: "device") == [(places, "device")] * 4
+    assert places.beside(2) == [0, 2] and places.across(2) == [2, 3]
+
+
+def test_a_rank_that_never_comes_is_named(met):
+    first, second = met(on("aaa", "012"), lambda told: "device", absent=[1])
+    assert isinstance(first, TimeoutError) and "of 3 ranks, 1 did not come" in str(first)
+    assert isinstance(second, OSError)
+
+
+@pytest.fixture
+def met(monkeypatch):
+    """`meet` on all ranks at these places but those `absent`: what each gets, or the error."""
+
+    def rank_meets(decide, told, timeout, rank):
+        try:
+            with meeting(rank, len(told), timeout):
+                store = open_store(rank, len(told), timeout)
+                return meet(store, rank, len(told), told[rank], decide)
+        except (ValueError, OSError) as error:
+            return error
+
+    def all_meet(told, decide, absent=()):
+        timeout = timedelta(seconds=2 if absent else 60)
+        coming = [rank for rank in range(len(told)) if rank not in absent]
+        with ThreadPoolExecutor(len(coming)) as threads:
+            return list(threads.map(partial(rank_meets, decide, told, timeout), coming))
+
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    return all_meet
 
 
 def test_an_environment_below_a_path_with_a_space_is_answered(tmp_path):
@@ -71,7 +123,42 @@ def test_an_environment_below_a_path_with_a_space_is_answered(tmp_path):
 def test_a_port_that_is_taken_is_named(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_PORT": port}.items():
-            monkeypatch.setenv(name, str(value))
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        monkeypatch.setenv("LOCAL_SIZE", "2")
         with pytest.raises(OSError, match=f"port {port} is taken .*--master_port"):
-            next(_meet_on_loopback("", timedelta(seconds=10)))
+            open_store(0, 2, timedelta(seconds=10))
+
+
+def test_a_store_that_nobody_holds_is_named(monkeypatch):
+    port, soon = free_port(), timedelta(seconds=1)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    with pytest.raises(ConnectionError, match=f"rank 1 of 2 .*127.0.0.1:{port}"):
+        with meeting(1, 2, soon):
+            open_store(1, 2, soon)
+
+
+def test_ranks_of_unlike_environments_start_together(tmp_path):
+    """No launcher says how many ranks a node has; two nodes of two ranks and one; one rank has one
+    core. The links are measured all the same, and waits for the first rank cost no group."""
+    started = run_ranks(3, start_unlike, tmp_path, started=False)
+    cores = len(os.sched_getaffinity(0))
+    assert [one["ranks_on_node"] for one in started] == [2, 2, 1]
+    assert [one["LOCAL_SIZE"] for one in started] == ["2", "2", "1"]
+    assert [one["threads"] for one in started] == [cores, 1, cores]
+    assert len({one["secret"] for one in started}) == 1
+    first, *others = (one["machine"] for one in started)
+    assert others == [first] * 2 and first.ranks_per_node == 1
+    assert min(first.link_bytes_per_s, first.node_bytes_per_s, first.link_latency_s) > 0
+    # the first holds the store, and with it the ends of connections that others are closing
+    assert [one["descriptors_left"] for one in started[1:]] == [0] * 2
+    assert [one["seen"] for one in started] == [False, True, True]
+    soft, hard = started[0]["file_limits"]
+    assert soft == hard
+
+
+def test_records_that_differ_between_ranks_are_named_on_all():
+    (same, first), (_, second) = run_ranks(2, compare_records)
+    assert same is None and first == second
+    assert "plan.stages: 4 on rank 0; 5 on rank 1" in first and "alike" not in first.splitlines()[1]

@@ -1,17 +1,21 @@
 """What the watchdog says of a rank that is gone: what the system knows, and no more."""
 
 import os
-import socket
 import subprocess
 import sys
 import time
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
 
 from engine.processes import watchdog as watchdog_module
+from engine.processes.places import Places
 from engine.processes.start import free_port
-from engine.processes.watchdog import Watchdog, _alive
+from engine.processes.watchdog import Watchdog, _alive, watched_by
+
+HERE = replace(Places.together(2), pids=(os.getpid(), os.getpid()))
 
 
 @pytest.fixture
@@ -20,7 +24,7 @@ def watchdog(monkeypatch):
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(port))
-    yield Watchdog(rank=1, world_size=2, secret="known to the ranks")
+    yield Watchdog(rank=1, places=HERE, secret="known to the ranks")
     del store
 
 
@@ -100,16 +104,42 @@ def test_a_rank_says_its_own_failure_once(watchdog):
     assert watchdog._reported() == ("mine", 2, False)
 
 
-@pytest.mark.parametrize("value", [b"", b"here", b"\xff \xff", b"9" * 5000, b"{host} -1"])
-def test_a_place_that_is_none_is_no_dead_rank(watchdog, value):
-    host = socket.gethostname().encode()
-    watchdog._store.set("place/0", value.replace(b"{host}", host))
-    watchdog._store.set("place/1", host + b" " + b"9" * 5000)
-    assert watchdog._dead_on_this_node() is None
+def test_each_rank_is_watched_by_its_node_or_the_one_before():
+    """Three nodes, whose ranks are not in one piece."""
+    places = replace(Places.together(7), nodes=(0, 1, 0, 0, 2, 2, 1))
+    watched = [watched_by(rank, places) for rank in range(7)]
+    assert watched == [[2, 1], [6, 4], [3], [0], [5, 0], [4], [1]]
+    assert watched_by(0, Places.together(1)) == []
+
+
+def test_start_and_beats_take_few_calls_in_a_large_world(watchdog, monkeypatch):
+    """Ranks that each asked the store for all places made 2 million calls in a world of 1,000, and
+    had 40 s for them."""
+    monkeypatch.setattr(watchdog_module, "BEAT_S", 0.01)
+    own = os.getpid()
+    places = Places(*(tuple(rank // 8 for rank in range(1024)),) * 3, pids=(own,) * 1024)
+    large, calls = Watchdog(rank=0, places=places, secret="large"), Counter()
+    monkeypatch.setattr(large, "_store", Counted(large._store, calls))
+    large.start()
+    while large._beats < 21:
+        time.sleep(0.01)
+    large.stop()
+    assert large._beats * 4 <= calls.total() <= large._beats * 8
+
+
+class Counted:
+    """A store, and the calls of it."""
+
+    def __init__(self, store, calls):
+        self._store, self._calls = store, calls
+
+    def __getattr__(self, name):
+        self._calls[name] += 1
+        return getattr(self._store, name)
 
 
 def test_only_who_knows_the_secret_finds_the_keys(watchdog):
     """Of the run; each has its own, so that a reason of an earlier one in the same store is not
     taken for one of now."""
-    another = Watchdog(rank=0, world_size=2, secret="another")
+    another = Watchdog(rank=0, places=HERE, secret="another")
     assert watchdog.claim_failure("mine") and another._reported() is None

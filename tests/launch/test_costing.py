@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 import torch
+from ranks import run_ranks
+from unlike_cases import costs_of_run
 
 from engine.planning.devices import find_device
 from engine.planning.measured import device_identity
@@ -29,3 +31,10 @@ def test_costs_that_another_start_left_behind_are_not_taken():
     )  # the same layers, other sizes
     assert not are_of(estimate, small, {}, device)  # another machine
     assert not are_of(costs, small, {"bf16": {"enabled": True}}, device)  # another precision
+
+
+def test_ranks_of_unlike_nodes_plan_by_the_costs_of_the_first(tmp_path):
+    first, second = run_ranks(2, costs_of_run, tmp_path)
+    estimated, kept = first
+    assert first == second and estimated["machine"]["name"].startswith("flops=50e9")
+    assert kept["machine"]["flops_per_s"] == 123.0 and kept["machine"]["measured"]

@@ -1,0 +1,191 @@
+"""Where the ranks of a run are: which of them share a node, its cores or a device.
+
+Launchers say it in different words, and some not at all. So the ranks tell each other in the store
+in which they meet, before there is a process group: each says where it is, the first reads all of it
+in one call, decides how they communicate, and tells the others. That takes each rank three calls of
+the store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import socket
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from engine.config.communication import choose_communication
+from engine.processes.agreement import refuse_different
+
+PACKAGES = ("torch", "deepspeed", "transformers")
+HEARING_LIMIT = timedelta(seconds=10)
+
+
+class RefusedByFirstRank(ValueError):
+    """What the first rank refuses, on another one. The first rank says it."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is. Ranks with an equal `node` see each other's processes, those with equal
+    `cores` or an equal `device` share them. `device`: empty where none is visible. `alike`: what
+    must be the same on all ranks."""
+
+    node: str
+    cores: str
+    device: str
+    num_devices: int
+    pid: int
+    alike: Mapping[str, str]
+
+    @classmethod
+    def here(cls, kind: str, number: int, num_devices: int) -> Place:
+        """Of this process. `kind`, `number`: of its device, among `num_devices` that it sees."""
+        boot, processes = "", ""  # equal on every container of a machine, and in one container
+        with contextlib.suppress(OSError):
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            processes = os.readlink("/proc/self/ns/pid")
+        alike = {"accelerator": kind, "python": ".".join(platform.python_version_tuple()[:2])}
+        alike |= {name: version(name) for name in PACKAGES}
+        if kind == "cuda":
+            alike["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        return cls(
+            node=f"{socket.gethostname()} {boot} {processes}",
+            cores=f"{boot} {sorted(os.sched_getaffinity(0))}",
+            device=_device(kind, number, f"{socket.gethostname()} {boot}") if num_devices else "",
+            num_devices=num_devices,
+            pid=os.getpid(),
+            alike=alike,
+        )
+
+
+def _device(kind: str, number: int, machine: str) -> str:
+    """Of a device that each process may see under another number, its UUID."""
+    properties = getattr(getattr(torch, kind, None), "get_device_properties", None)
+    uuid = None if properties is None else getattr(properties(number), "uuid", None)
+    return f"{machine} {kind} {number}" if uuid is None else str(uuid)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Of every rank, in order: numbers of its node, of its cores and of its device, which are equal
+    where ranks share them, and its process."""
+
+    nodes: tuple[int, ...]
+    cores: tuple[int, ...]
+    devices: tuple[int, ...]
+    pids: tuple[int, ...]
+
+    @classmethod
+    def of(cls, told: Sequence[Place]) -> Places:
+        return cls(
+            nodes=_numbered(place.node for place in told),
+            cores=_numbered(place.cores for place in told),
+            devices=_numbered(place.device for place in told),
+            pids=tuple(place.pid for place in told),
+        )
+
+    @classmethod
+    def together(cls, world_size: int) -> Places:
+        """Of ranks that share everything, as on a machine without GPUs."""
+        same = (0,) * world_size
+        return cls(same, same, same, same)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(set(self.nodes))
+
+    def beside(self, rank: int) -> list[int]:
+        """The ranks of its node, itself among them, in order."""
+        return [other for other, node in enumerate(self.nodes) if node == self.nodes[rank]]
+
+    def across(self, rank: int) -> list[int]:
+        """The ranks that have its position on their nodes, itself among them, a node after the
+        other. A node with fewer ranks has none in a late position."""
+        position = self.beside(rank).index(rank)
+        firsts = dict.fromkeys(self.nodes)
+        members = [self.beside(self.nodes.index(node)) for node in firsts]
+        return [ranks[position] for ranks in members if len(ranks) > position]
+
+
+def _numbered(names: Iterable[str]) -> tuple[int, ...]:
+    numbers: dict[str, int] = {}
+    return tuple(numbers.setdefault(name, len(numbers)) for name in names)
+
+
+def meet(
+    store: dist.Store,
+    rank: int,
+    world_size: int,
+    place: Place,
+    decide: Callable[[Sequence[Place]], str],
+) -> tuple[Places, str]:
+    """Tell the other ranks where this one is. Returns where all are, and what `decide` says of that
+    on the first. All ranks call it together.
+
+    Errors: the ValueError of `decide` on the first rank, RefusedByFirstRank on the others.
+    TimeoutError where a rank does not come before the store's time limit.
+    """
+    store.set(f"place/{rank}", json.dumps(asdict(place)))
+    if rank == 0:
+        _decide(store, world_size, decide)
+    answer = json.loads(store.get("places"))
+    if "refused" in answer:
+        store.set(f"heard/{rank}", "")
+        raise RefusedByFirstRank(answer["refused"])
+    return Places(**{name: tuple(of) for name, of in answer["places"].items()}), answer["decided"]
+
+
+def _decide(store: dist.Store, world_size: int, decide: Callable[[Sequence[Place]], str]) -> None:
+    keys = [f"place/{rank}" for rank in range(world_size)]
+    try:
+        told = [Place(**json.loads(value)) for value in store.multi_get(keys)]
+    except dist.DistStoreError as error:
+        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+        raise TimeoutError(
+            f"of {world_size} ranks, {', '.join(missing[:8])}{' …' * (len(missing) > 8)} did not "
+            "come; look whether they were started, with the same MASTER_ADDR, MASTER_PORT and "
+            f"WORLD_SIZE, and what they say ({str(error).split(',')[0]})"
+        ) from error
+    try:
+        decided = decide(told)
+    except ValueError as error:
+        store.set("places", json.dumps({"refused": str(error)}))
+        # the store may end with this process: not before the others have read it
+        with contextlib.suppress(dist.DistError):
+            store.wait([f"heard/{rank}" for rank in range(1, world_size)], HEARING_LIMIT)
+        raise
+    store.set("places", json.dumps({"decided": decided, "places": asdict(Places.of(told))}))
+
+
+def communication_of(asked: str, kind: str, told: Sequence[Place]) -> str:
+    """How ranks at these places communicate, see `choose_communication`. Errors: ValueError, also
+    where they are not alike."""
+    refuse_different([place.alike for place in told])
+    places = Places.of(told)
+    sharing = next(
+        (both for device in places.devices if len(both := _having(places.devices, device)) > 1), []
+    )
+    lacking = [rank for rank, place in enumerate(told) if not place.device]
+    rank = [*lacking, *sharing, 0][0]
+    return choose_communication(
+        asked,
+        kind,
+        node=told[rank].node.split(" ")[0],
+        ranks_on_node=len(places.beside(rank)),
+        num_devices=told[rank].num_devices,
+        sharing=sharing,
+        several_nodes=places.num_nodes > 1,
+    )
+
+
+def _having(numbers: Sequence[int], number: int) -> list[int]:
+    return [rank for rank, other in enumerate(numbers) if other == number]
