@@ -19,7 +19,12 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT)]
 OUT = ROOT / "bench" / "out"
 LIMIT_S = 600.0
+PER_NODE = 8
 
 
 def layouts(world_size: int) -> dict[str, dict[str, Any]]:
@@ -120,6 +126,100 @@ def built(world_size: int, layout: str) -> list[dict[str, Any]]:
     return found
 
 
+# -- all ranks at one store
+
+
+def start_together(world_size: int) -> dict[str, float]:
+    """Of a rank: calls of the store, open files, seconds; in a mean over all ranks, each a thread."""
+    from unittest import mock
+
+    import torch.distributed as dist
+
+    from engine.config.checks import AUTO
+    from engine.processes.places import Place, communication_of, meet
+    from engine.processes.start import PREPARATION_LIMIT, free_port
+    from engine.processes.store import connect
+    from engine.processes.watchdog import BEAT_S, Watchdog
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    limit = timedelta(seconds=LIMIT_S)
+    server = dist.TCPStore(
+        "127.0.0.1",
+        int(os.environ["MASTER_PORT"]),
+        is_master=True,
+        wait_for_workers=False,
+        timeout=limit,
+    )
+    calls: Counter[str] = Counter()
+    phase, watchdogs = "to meet", []
+
+    def counted(name: str) -> Any:
+        original = getattr(dist.Store, name)
+
+        def call(store: dist.Store, *args: Any) -> Any:
+            calls[phase] += 1
+            return original(store, *args)
+
+        return mock.patch.object(dist.PrefixStore, name, call, create=True)
+
+    def rank_starts(rank: int) -> Any:
+        client = dist.TCPStore(
+            "127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False, timeout=limit
+        )
+        store = dist.PrefixStore("start", client)
+        gpu = f"GPU {rank}"
+        place = Place(f"node {rank // PER_NODE}", f"{rank}", gpu, PER_NODE, os.getpid(), {})
+        decide = partial(communication_of, AUTO, "cuda")
+        return meet(store, rank, world_size, place, decide)[0], client
+
+    def waits_for_first(rank: int, turn: int) -> None:
+        """As `first_rank_first`."""
+        store = connect("secret", PREPARATION_LIMIT)
+        if rank:
+            store.wait([f"first/{turn}"])
+        else:
+            store.set(f"first/{turn}", "")
+
+    def watches(rank: int) -> None:
+        watchdogs.append(Watchdog(rank, places, "secret").start())
+
+    files, found = open_files(), {}
+    with ExitStack() as stack, ThreadPoolExecutor(world_size) as ranks:
+        for name in ("set", "get", "add", "wait", "check", "compare_set", "multi_get"):
+            stack.enter_context(counted(name))
+        start = time.perf_counter()
+        started = list(ranks.map(rank_starts, range(world_size)))
+        found["seconds to meet"] = time.perf_counter() - start
+        places, phase = started[0][0], "to wait three times"
+        for turn in range(3):
+            list(ranks.map(partial(waits_for_first, turn=turn), range(world_size)))
+        found["seconds until then"] = time.perf_counter() - start
+        phase = "to watch, two rounds"
+        list(ranks.map(watches, range(world_size)))
+        time.sleep(2.5 * BEAT_S)
+        # both ends of a connection are in this process
+        found["files"] = (open_files() - files) / 2 / world_size
+        list(ranks.map(Watchdog.stop, watchdogs))
+        del server
+    return found | {name: number / world_size for name, number in calls.items()}
+
+
+def store_table(world_sizes: Sequence[int]) -> str:
+    lines = []
+    for world_size in world_sizes:
+        command = [sys.executable, __file__, "--store", str(world_size)]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+        if ran.returncode:
+            sys.exit(f"bench/scale.py: {world_size} ranks failed:\n{ran.stderr[-3000:]}")
+        found = json.loads(ran.stdout.splitlines()[-1])
+        if not lines:
+            lines += ["| ranks | " + " | ".join(found) + " |", "|---" * (len(found) + 1) + "|"]
+        numbers = " | ".join(f"{number:.1f}" for number in found.values())
+        lines.append(f"| {world_size:,} | {numbers} |")
+        print(lines[-1], flush=True)
+    return "\n".join(lines)
+
+
 def table(world_sizes: Sequence[int]) -> str:
     lines = [
         "| ranks, layout | stages | groups made by all | of these, of a rank | of the world | s |",
@@ -141,12 +241,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[512, 1024])
     parser.add_argument("--engine", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--store", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.store:
+        print(json.dumps(start_together(options.store)))
+        return
     if options.engine:
         world_size, layout, rank = options.engine
         build(int(world_size), layout, int(rank))
         return
-    text = table(options.world_sizes)
+    text = f"{store_table(options.world_sizes)}\n\n{table(options.world_sizes)}"
     OUT.mkdir(parents=True, exist_ok=True)
     (OUT / "scale.md").write_text(text + "\n", encoding="utf-8")
 

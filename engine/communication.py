@@ -473,7 +473,9 @@ class Communicator:
             for name, part in parts.items()
         ]
         numbers = list(itertools.chain.from_iterable(of_host))
-        vector = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        pinned = self.device.type != "cpu"  # then the host does not wait for the copy
+        vector = torch.tensor(numbers, dtype=torch.float64, pin_memory=pinned)
+        vector = vector.to(self.device, non_blocking=True)
         for place, part in zip(vector.split(list(lengths.values())), parts.values()):
             if isinstance(part, Tensor):
                 place.copy_(part.flatten())

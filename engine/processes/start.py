@@ -39,6 +39,12 @@ LISTENING = range(20_000, 32_000)  # ports; Linux gives 32768 and above to outgo
 # What each rank last did with NCCL is written to /tmp/nccl_trace_rank_N when a collective runs out of
 # time (torch's flight recorder). Newer versions do so by themselves, under other names.
 FLIGHT_RECORDER = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+# Streams share the queues of a device, 8 by default: a kernel that waits for another rank would hold
+# up those behind it. And what the allocator has freed in pieces of one size serves other sizes, too.
+ON_A_GPU = {
+    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+}
 RECORDS_BY_ITSELF = (2, 9)  # version of torch
 
 
@@ -179,8 +185,11 @@ def _prepare_for(places: Places, rank: int, communication: str) -> None:
     if places.num_nodes == 1:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")
-    if communication == DEVICE and torch_version() < RECORDS_BY_ITSELF:
-        for name, value in FLIGHT_RECORDER.items():
+    # gloo connects two ranks when they first speak, not each with all others
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    if communication == DEVICE:
+        settings = {**ON_A_GPU, **(FLIGHT_RECORDER if torch_version() < RECORDS_BY_ITSELF else {})}
+        for name, value in settings.items():
             os.environ.setdefault(name, value)
 
 
