@@ -34,7 +34,8 @@ WRITES |= {"symlink_to", "hardlink_to", "removedirs", "copytree", "copyfile", "m
 OF_OS = {"replace", "remove", "open", "link", "symlink", "truncate", "mkfifo"}
 # What else writes, and why it cannot be led elsewhere.
 EXCEPTIONS = {
-    "engine/processes/start.py": "the system's shared memory, and the user's own cache",
+    "engine/processes/start.py": "the system's shared memory",
+    "engine/processes/ops.py": "the user's own cache",
     "launch/run/dry_run.py": "copies into a temporary folder",
     "engine/checkpoint/together.py": "an empty folder that was just made",
     "launch/tools/drawing.py": "into the new file that `replacing` gives",
