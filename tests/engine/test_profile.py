@@ -248,11 +248,13 @@ def test_a_machine_has_finite_costs(dtype, monkeypatch):
     monkeypatch.setattr("engine.planning.profile_machine.NUM_PARAMETERS", 1 << 16)
     machine = profile_machine(CPU, dtype, [100, 5000, 7], batch_size=32, embed_dim=16)
     assert machine.measured
+    others = ("name", "node_bytes_per_s", "node_latency_s", "collective_s_per_byte")
     numbers = [
         value
         for name, value in dataclasses.asdict(machine).items()
-        if name not in ("name", "node_bytes_per_s", "node_latency_s", "collective_s_per_byte")
+        if name not in (*others, "communicator_bytes")
     ]
+    assert machine.communicator_bytes == 0  # there is no NCCL
     assert all(0 < number < math.inf for number in numbers)
     assert machine.name
 
