@@ -16,6 +16,7 @@ rank tells where its main thread stands: the one that is stuck, and those that w
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -150,7 +151,8 @@ class Watchdog:
             self._beats += 1
             # where a call holds Python's lock, this thread stands still too, and only
             # faulthandler's can speak
-            faulthandler.dump_traceback_later(SILENCE_LIMIT_S - 2 * BEAT_S)
+            with contextlib.suppress(RuntimeError):  # no memory is left for a thread of its own
+                faulthandler.dump_traceback_later(SILENCE_LIMIT_S - 2 * BEAT_S)
             try:
                 self._store.set(f"beat/{self.rank}", str(self._beats))
                 dead = self._dead_on_this_node()

@@ -510,7 +510,7 @@ def _length(length: argparse._ArgumentGroup) -> None:
     length.add_argument(
         "--deterministic",
         action="store_true",
-        help="torch's deterministic algorithms: the same bits in every run on the same GPUs, more slowly; an operation that has none ends the run (default: off)",
+        help="torch's deterministic algorithms: the same bits in every run on the same GPUs, more slowly; an operation that has none ends the run (default: False)",
     )
 
 
