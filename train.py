@@ -86,7 +86,8 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
         compute_deterministically()
     loading = share_cores(options.section(LoadingOptions), processes)
 
-    # How to run: the JSON file, checked against this hardware and this number of processes.
+    # How to run: the JSON file, checked against this hardware and this number of processes, and the
+    # same on all of them.
     config_file, config, block, monitors = read_configuration(
         options, processes.world_size, Abilities.here(processes.device)
     )
@@ -150,8 +151,9 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     plan = plan_run(config, block, processes.world_size, costs)
     run.watchdog.describe = plan.graph.describe_rank
     training = training_identity(options.record(), config, asdict(block), plan)
-    planned = {"plan": plan.describe(), "stages": plan.graph.record(), "compiled": plan.compiled}
-    how = {"deepspeed_config": config, "branches": asdict(block)}
+    # Ranks that plan differently would wait for each other for ever.
+    how = {"deepspeed_config": config, "branches": asdict(block), "compiled": plan.compiled}
+    planned = {"plan": plan.describe(), "stages": plan.graph.record()}
     refuse_differences(redacted({**training, **how, **planned}))
     folder.refuse_other_run(training, options.resume)
     hardware = Hardware.here(

@@ -1,6 +1,6 @@
 """Starting on hundreds of GPUs, on one machine without any: what a rank makes and asks for.
 
-    python bench/scale.py                      512 and 1,024 ranks; writes bench/out/scale.md and prints it
+    python bench/scale.py                      512 and 1,024 ranks; writes bench/out/scale.md
     python bench/scale.py --world-sizes 64     fewer
 
 Engines are those of the first, a middle and the last rank, built with torch's fake process group,
@@ -130,7 +130,8 @@ def built(world_size: int, layout: str) -> list[dict[str, Any]]:
 
 
 def start_together(world_size: int) -> dict[str, float]:
-    """Of a rank: calls of the store, open files, seconds; in a mean over all ranks, each a thread."""
+    """Of a rank, in a mean over all of them, each a thread: calls of the store, open files; seconds
+    until all are through."""
     from unittest import mock
 
     import torch.distributed as dist

@@ -272,9 +272,10 @@ class Communicator:
         }
 
     def _group(self, ranks: Sequence[int], *operations: str) -> dist.ProcessGroup:
-        """A group for these collectives, which has had its first ones."""
+        """A group for these collectives, which has had its first ones. Where it is one rank alone
+        nobody is to be connected, and a communicator would take half a GiB (NCCL#2363)."""
         group = self._new_group(ranks)
-        if self.rank in ranks and dist.get_backend(group) != "gloo":
+        if self.rank in ranks and len(ranks) > 1 and dist.get_backend(group) != "gloo":
             warm_up(group, self.device, operations)
         return group
 

@@ -48,7 +48,8 @@ def backward_inputs(
 ) -> HeldBackward:
     """Set `grad` of the `inputs`, leaves that need one, from the gradients of the outputs.
 
-    `outputs`: (where it was made, its gradient) pairs. An input that no output depends on keeps no gradient.
+    `outputs`: (where it was made, its gradient) pairs. An input that no output depends on keeps no
+    gradient.
     Parameters are left as they are.
     """
     roots = [edge.node for edge, _ in outputs]

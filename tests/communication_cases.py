@@ -3,6 +3,7 @@ name."""
 
 from __future__ import annotations
 
+import weakref
 from datetime import timedelta
 from unittest import mock
 
@@ -265,3 +266,29 @@ def groups_made(case: Case) -> tuple[list[tuple[int, ...]], list[str], list[str]
         sorted(set(vars(theirs)) - set(vars(engine.module))),
         sorted(set(vars(theirs._grid)) - set(vars(engine.module._grid))),
     )
+
+
+def outputs_alive(case: Case) -> tuple[int, int]:
+    """(tensors that a stage has handed on in a step, of these those that are there when the first
+    gradient comes)."""
+    engine, _, image_size = make_engine(case)
+    sent: list[weakref.ref] = []
+    alive: list[int] = []
+    send, receive = Channel.send, Channel.receive
+
+    def sending(channel: Channel, tensors: dict[str, torch.Tensor], known: object) -> None:
+        if channel is engine.comm.activations_out:
+            sent.extend(weakref.ref(tensor) for tensor in tensors.values() if tensor.requires_grad)
+        send(channel, tensors, known)
+
+    def receiving(channel: Channel) -> dict[str, torch.Tensor]:
+        if channel is engine.comm.gradients_in:
+            alive.append(sum(tensor() is not None for tensor in sent))
+        return receive(channel)
+
+    with (
+        mock.patch.object(Channel, "send", sending),
+        mock.patch.object(Channel, "receive", receiving),
+    ):
+        engine.train_batch(micro_batches_of_rank(case, engine, 0, image_size))
+    return len(sent), sum(alive[:1])

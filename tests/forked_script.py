@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def lead(commands: list[list[str]], environments: list[dict[str, str]], output: Path) -> NoReturn:
-    """A rank for each command and environment, in a session of their own. Nobody ends them, as a launcher does:
-    each has to leave by itself.
+    """A rank for each command and environment, in a session of their own. Nobody ends them, as a
+    launcher does: each has to leave by itself.
 
     Ends with the first status that is not 0.
     """

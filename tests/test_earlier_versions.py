@@ -62,9 +62,8 @@ def evaluated(file):
 
 def test_a_run_and_an_export_from_before_objectives_were_records(tmp_path, source):
     """Trained for SAVED steps by the earlier version on two ranks, and for the others by either:
-    every metric and every figure of the evaluations has the same name and is equal, up to step SAVED
-    to the last bit.
-    Dropout, augmentation, batch normalisation, clipping, averaged weights, matching, and loss
+    every metric and every figure of the evaluations has the same name and is equal, up to step
+    SAVED to the last bit. Dropout, augmentation, batch normalisation, clipping, averaged weights, matching, and loss
     weights that follow the losses are all on.
 
     The layout is a fork, since other layouts deal texts to micro-batches in another way than the

@@ -49,6 +49,7 @@ def start_unlike(folder: Path) -> dict[str, Any]:
     together = Together(processes.device, processes.places)
     return {
         "ranks_on_node": processes.ranks_on_node,
+        "devices": processes.places.devices,
         "LOCAL_SIZE": os.environ["LOCAL_SIZE"],
         "threads": _threads(processes),
         "secret": processes.secret,

@@ -25,9 +25,9 @@ def choose_communication(
     sharing: Sequence[int],
     several_nodes: bool,
 ) -> str:
-    """How the ranks communicate: "device" or "host". `device`: its kind; `sharing`: the ranks of one
-    device that several ranks take, or none; `node`: where they are, with so many ranks that see so
-    many devices.
+    """How the ranks communicate: "device" or "host". `device`: its kind; `sharing`: the ranks of
+    one device that several ranks take, or none; `node`: where they are, with so many ranks that see
+    so many devices.
 
     With "auto" through host memory on a CPU, and where the only node has fewer GPUs than ranks,
     since NCCL refuses ranks that share one. Over several nodes it must be asked for. Errors:

@@ -61,9 +61,10 @@ def profile_together(
 
     Branches share `budget_s` equally; it bounds the repeats, not the first two passes of each
     layer. `pairs`: a layer that scores matching pairs, what it is given for so many of them, and
-    how many to try. `places`: where the ranks are. `compiling`: whether the layers of a branch are compiled, as `branches.compile`
-    says it; "off" where nothing is said; with "auto" each layer is measured in both ways. `done` is
-    called after each layer. For the rest see `profile_layers` and `profile_machine`.
+    how many to try. `places`: where the ranks are. `compiling`: whether the layers of a branch are
+    compiled, as `branches.compile` says it; "off" where nothing is said; with "auto" each layer is
+    measured in both ways. `done` is called after each layer. For the rest see `profile_layers` and
+    `profile_machine`.
     """
     ranks = Together(device, places)
     measured, compiled_share = {}, {}

@@ -1,9 +1,9 @@
 """Where the ranks of a run are: which of them share a node, its cores or a device.
 
 Launchers say it in different words, and some not at all. So the ranks tell each other in the store
-in which they meet, before there is a process group: each says where it is, the first reads all of it
-in one call, decides how they communicate, and tells the others. That takes each rank three calls of
-the store.
+in which they meet, before there is a process group: each says where it is, the first reads all of
+it in one call, decides how they communicate, and tells the others. That takes each rank two calls
+of the store.
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ class Place:
 
 
 def _device(kind: str, number: int, machine: str) -> str:
-    """Of a device that each process may see under another number, its UUID."""
+    """Of a device that each process may see under another number, its UUID. All ranks on a CPU
+    share it."""
+    if kind == "cpu":
+        return machine
     properties = getattr(getattr(torch, kind, None), "get_device_properties", None)
     uuid = None if properties is None else getattr(properties(number), "uuid", None)
     return f"{machine} {kind} {number}" if uuid is None else str(uuid)

@@ -39,12 +39,6 @@ LISTENING = range(20_000, 32_000)  # ports; Linux gives 32768 and above to outgo
 # What each rank last did with NCCL is written to /tmp/nccl_trace_rank_N when a collective runs out of
 # time (torch's flight recorder). Newer versions do so by themselves, under other names.
 FLIGHT_RECORDER = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-# Streams share the queues of a device, 8 by default: a kernel that waits for another rank would hold
-# up those behind it. And what the allocator has freed in pieces of one size serves other sizes, too.
-ON_A_GPU = {
-    "CUDA_DEVICE_MAX_CONNECTIONS": "32",
-    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
-}
 RECORDS_BY_ITSELF = (2, 9)  # version of torch
 
 
@@ -91,6 +85,7 @@ def start_processes(
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     rank, world_size, local_rank = _launched()
     _raise_file_limit()
+    _prepare_devices()
     # What was imported stays until the end. A full collection would look through all of it, half a
     # second each time, and DeepSpeed asks for six of them before the first step. At the end, though,
     # it is looked through: libraries made with nanobind, triton among them, print a screen of
@@ -179,6 +174,16 @@ def _raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
+def _prepare_devices() -> None:
+    """Set what CUDA and torch's allocator read when they begin, where nothing is set."""
+    # Streams share the queues of a device, 8 by default: a kernel that waits for another rank
+    # would hold up those behind it.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    # what was freed in pieces of one size serves other sizes, too
+    if "PYTORCH_ALLOC_CONF" not in os.environ:  # the newer name
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+
 def _prepare_for(places: Places, rank: int, communication: str) -> None:
     """Set what gloo, NCCL and DeepSpeed read from the environment."""
     os.environ["LOCAL_SIZE"] = str(len(places.beside(rank)))  # some launchers do not say it
@@ -187,9 +192,8 @@ def _prepare_for(places: Places, rank: int, communication: str) -> None:
             os.environ.setdefault(name, "lo")
     # gloo connects two ranks when they first speak, not each with all others
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-    if communication == DEVICE:
-        settings = {**ON_A_GPU, **(FLIGHT_RECORDER if torch_version() < RECORDS_BY_ITSELF else {})}
-        for name, value in settings.items():
+    if communication == DEVICE and torch_version() < RECORDS_BY_ITSELF:
+        for name, value in FLIGHT_RECORDER.items():
             os.environ.setdefault(name, value)
 
 

@@ -2,13 +2,12 @@
 and one message from one rank.
 
 Every rank has a thread that counts up its own heartbeat and watches that of the next rank on its
-node; the first rank of a node also watches that of the next node. When one of these stands still for
-`SILENCE_LIMIT_S`, the process of a rank of the same node is gone, or a rank reports its own failure,
-the reason is put in the store, and every rank leaves on reading it. So a beat takes each rank a few
-calls of the store, in a world of any size.
-The thread needs no collective, so it works while the main thread waits in one. A second thread
-watches the first: where the network or the node of the store is down, calls to the store do not
-return.
+node; the first rank of a node also watches that of the next node. When one of these stands still
+for `SILENCE_LIMIT_S`, the process of a rank of the same node is gone, or a rank reports its own
+failure, the reason is put in the store, and every rank leaves on reading it. So a beat takes each
+rank a few calls of the store, in a world of any size. The thread needs no collective, so it works
+while the main thread waits in one. A second thread watches the first: where the network or the node
+of the store is down, calls to the store do not return.
 
 It also sees whether the main threads get on. Where none finishes anything for a given time, every
 rank tells where its main thread stands: the one that is stuck, and those that wait for it.
@@ -179,7 +178,10 @@ class Watchdog:
                 self._leave(message, EXIT_STATUS, first=self.claim_failure(message))
             for rank, beat in beats.items():
                 if alive[rank].for_s(beat) > SILENCE_LIMIT_S:
-                    message = f"{self.describe(rank)} gave no sign of life for {SILENCE_LIMIT_S:.0f} s; it has ended or hangs, or its node cannot be reached"
+                    message = (
+                        f"{self.describe(rank)} gave no sign of life for {SILENCE_LIMIT_S:.0f} s; "
+                        "it has ended or hangs, or its node cannot be reached"
+                    )
                     self._leave(message, EXIT_STATUS, first=self.claim_failure(message))
             if self._progress is not None and getting_on.for_s(everyone) > self._stall_limit_s:
                 self._end_stall()

@@ -187,3 +187,9 @@ def test_groups_are_made_that_are_used(case, groups):
         assert sorted(made, key=lambda ranks: (len(ranks), ranks)) == groups
         assert of_module == ["parts"]  # of `_partition_layers`, in whose place ours is
         assert of_grid == []
+
+
+def test_what_was_handed_on_is_freed_before_its_backward():
+    case = Case("merged", {"merged": 2}, 1, 4)
+    (num_sent, num_alive), _ = run_ranks(case.world_size, communication_cases.outputs_alive, case)
+    assert num_sent == 2 * 6 and num_alive == 0

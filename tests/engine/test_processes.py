@@ -146,6 +146,7 @@ def test_ranks_of_unlike_environments_start_together(tmp_path):
     cores = len(os.sched_getaffinity(0))
     assert [one["ranks_on_node"] for one in started] == [2, 2, 1]
     assert [one["LOCAL_SIZE"] for one in started] == ["2", "2", "1"]
+    assert {one["devices"] for one in started} == {(0, 0, 0)}  # on a CPU, whose memory they share
     assert [one["threads"] for one in started] == [cores, 1, cores]
     assert len({one["secret"] for one in started}) == 1
     first, *others = (one["machine"] for one in started)
