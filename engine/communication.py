@@ -271,12 +271,14 @@ class Communicator:
             if pair.matching
         }
 
-    def _group(self, ranks: Sequence[int], *operations: str) -> dist.ProcessGroup:
+    def _group(
+        self, ranks: Sequence[int], *operations: str, backend: str | None = None
+    ) -> dist.ProcessGroup:
         """A group for these collectives, which has had its first ones. Where it is one rank alone
         nobody is to be connected, and a communicator would take half a GiB (NCCL#2363)."""
-        group = self._new_group(ranks)
-        if self.rank in ranks and len(ranks) > 1 and dist.get_backend(group) != "gloo":
-            warm_up(group, self.device, operations)
+        group = self._new_group(ranks, backend)
+        if self.rank in ranks and len(ranks) > 1:
+            warm_up(group, self._wire(group), operations)
         return group
 
     def _new_group(
@@ -298,7 +300,7 @@ class Communicator:
             options = _channel_options()
             down, up = (self._new_group((source, target), options=options) for _ in range(2))
             # announcements are read on the host: no device synchronisation for them
-            announcing = self._new_group((source, target), backend="gloo")
+            announcing = self._group((source, target), "all_reduce", backend="gloo")
             if self.rank == source:
                 self.activations_out = Channel(target, down, self.device, sends=True)
                 self.gradients_in = Channel(target, up, self.device, sends=False)
@@ -393,7 +395,7 @@ class Communicator:
         """Make the group of `told_by_tails`. All ranks of the run call it together."""
         tails = {rank for stage in self.graph.tails for rank in stage.ranks}
         self._tail_ranks = sorted(tails)
-        self._tails_group = self._new_group(self._tail_ranks, backend="gloo")
+        self._tails_group = self._group(self._tail_ranks, "all_gather", backend="gloo")
 
     def told_by_tails(self, value: Json) -> dict[int, Any]:
         """What every rank where a branch ends tells the others, by rank. It goes through host
@@ -515,13 +517,15 @@ class Communicator:
 
 
 def warm_up(group: dist.ProcessGroup, device: torch.device, operations: Iterable[str]) -> None:
-    """Run these collectives once, small and large. All members call it together.
+    """Run these collectives once, for NCCL small and large. All members call it together.
 
-    NCCL makes a communicator with its first operation, and connects it for an algorithm when it
-    first chooses that, which it does by size: here, and not in the middle of a step.
+    gloo connects two ranks, and NCCL makes a communicator, with the first operation; NCCL connects
+    it for an algorithm when it first chooses that, which it does by size. They do so here, and not
+    in the middle of a step.
     """
     size, root = dist.get_world_size(group), dist.get_process_group_ranks(group)[0]
-    for num_bytes, operation in itertools.product(WARM_UP_BYTES, operations):
+    sizes = WARM_UP_BYTES[:1] if dist.get_backend(group) == "gloo" else WARM_UP_BYTES
+    for num_bytes, operation in itertools.product(sizes, operations):
         values = torch.zeros(num_bytes // 4, device=device)
         if operation == "all_reduce":
             dist.all_reduce(values, group=group)

@@ -54,7 +54,9 @@ class DeviceWaits:
         frame = sys._getframe(1)
         while frame is not None:
             file = frame.f_code.co_filename
-            for folder, name in {REPOSITORY: "", **LIBRARIES}.items():
+            # the environment may lie in the repository
+            ours = {REPOSITORY: ""} if "site-packages" not in file else {}
+            for folder, name in (LIBRARIES | ours).items():
                 if file.startswith(f"{folder}/") and file != __file__:
                     path = f"{name}{file.removeprefix(folder)}".lstrip("/")
                     if path == "engine/json_messages.py":  # name who asked for it

@@ -162,8 +162,12 @@ def test_a_dtype_that_does_not_travel():
         signature_of({"mask": torch.zeros(2, dtype=torch.bool)})
 
 
-def test_groups_are_warmed_up_for_every_kind_of_collective():
-    assert run_ranks(2, communication_cases.warmed_up) == [True, True]
+def test_groups_are_warmed_up_with_every_kind_of_collective_in_four_sizes():
+    for ran in run_ranks(2, communication_cases.warmed_up):
+        for kind in communication_cases.COLLECTIVES:
+            parts = 2 if kind == "all_gather" else 1
+            numbers = [number * parts for name, number in ran if name == kind]
+            assert numbers == [2, 8 << 10, 512 << 10, 25 << 18]
 
 
 @pytest.mark.parametrize(

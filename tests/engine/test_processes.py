@@ -97,9 +97,12 @@ def met(monkeypatch):
         try:
             with meeting(rank, len(told), timeout):
                 store = open_store(rank, len(told), timeout)
+                stores.append(store)  # the first one's serves the others until all have met
                 return meet(store, rank, len(told), told[rank], decide)
         except (ValueError, OSError) as error:
             return error
+
+    stores = []
 
     def all_meet(told, decide, absent=()):
         timeout = timedelta(seconds=2 if absent else 60)
