@@ -25,6 +25,7 @@ from typing import Any
 from rich.table import Table
 
 from common.files import make_folder
+from common.options import Once
 from common.output import outlive_output, run_program
 from common.secrets import redact
 from data.index.roots import add_root_flag, from_anywhere, given_roots, with_roots
@@ -47,7 +48,6 @@ from launch.inference.reranking import reranked_retrieval
 from launch.inference.samples import held_out, left_out, opened
 from launch.inference.trained import Trained, open_model_folder, public_model
 from launch.run.report import retrieval_table, show
-from launch.settings.flags import Once
 
 NUM_EXAMPLES, NUM_ANSWERS = 8, 20
 OF_SPECS = ("val_data", "classify", "classify_train")

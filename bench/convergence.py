@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 OUT = ROOT / "bench" / "out" / "convergence"
 
 from bench.common import laid_over, spread
-from launch.settings.options import DEMO_DEFAULTS
+from launch.config.options import default_of
 
 TOWERS = {
     "small": (
@@ -458,7 +458,11 @@ def command(variant: Variant, seed: int, folder: Path, arguments: argparse.Names
         "--eval-every",
         "1000000",
     )
-    names = {"text": "bert-tiny" if arguments.towers == "small" else DEMO_DEFAULTS["text_tower"]}
+    names = {
+        "text": "bert-tiny"
+        if arguments.towers == "small"
+        else default_of("text_tower", is_demo=True)
+    }
     given = (*variant.options, variant.data)
     for name, where in (("minilm", minilm), ("lite0", lite0), *MADE.items()):
         if any(f"{{{name}}}" in option for option in given):

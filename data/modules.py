@@ -23,7 +23,7 @@ def add_module_flag(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--import-module",
         action="extend",
-        type=_names,
+        type=module_names,
         metavar="MODULE[,MODULE]",
         help="Python modules to import first, which register what is yours, such as a schedule "
         "(engine/README.md); they are found as in an import statement, and in the current folder; "
@@ -110,7 +110,7 @@ def _why(name: str, error: Exception) -> str:
     return f"importing it failed with {what}; mend the module, or leave it out"
 
 
-def _names(text: str) -> list[str]:
+def module_names(text: str) -> list[str]:
     names = text.split(",")
     if not all(part.isidentifier() for name in names for part in name.split(".")):
         raise argparse.ArgumentTypeError(

@@ -1,14 +1,34 @@
-"""What to train on, as the command line says it. Imports nothing that reads data, so that a
-plan can be made without it."""
+"""What to train on and how it is read, as the command line says it. Imports nothing that reads
+data, so that `--help` and a plan can do without."""
 
-from argparse import ArgumentParser
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from __future__ import annotations
+
+import math
+from argparse import ArgumentParser, ArgumentTypeError
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from common.options import (
+    Once,
+    OptionGroup,
+    at_least,
+    fraction,
+    number_where,
+    numbers,
+    option,
+    positive,
+)
+from data.index.bad_samples import SECONDS_LIMIT
+from data.index.roots import KINDS_WITH_PATHS, root, takes_roots
 from data.modules import add_module_flag
 
 IMAGE_TEXT = "image:text"
+SPECS = (
+    "demo | demo:LANG[+LANG...] | demo:voices | jsonl:FILE | csv:FILE | tsv:FILE | parquet:FILES | "
+    "coco:IMAGES:CAPTIONS.json | karpathy:FILE?split=train+restval | imagefolder:DIR | "
+    "audiofolder:DIR | webdataset:SHARDS | python:MODULE:NAME"
+)
 
 
 @dataclass(frozen=True)
@@ -51,48 +71,24 @@ def branches_of(given: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for pair in read_pairs(given) for name in pair.modalities))
 
 
-@dataclass(frozen=True)
-class DataOptions:
-    """What to train on, and what to do about samples that should not be there."""
-
-    data: tuple[str, ...]  # specs
-    data_weights: tuple[float, ...] | None = None  # of each; None: 1
-    data_temperature: float = 1.0  # of their shares in an epoch; 1: as the weights say
-    data_floors: tuple[float, ...] | None = None  # smallest share of each; None: 0
-    val_data: str | None = None
-    val_fraction: float = 0.1
-    limit_samples: int | None = None  # train on so many, drawn at random
-    max_bad_fraction: float = 0.01
-    max_audio_seconds: float | None = None  # longer sounds are bad samples
-    on_leak: str = "refuse"  # or "drop"
-    leak_bits: int | None = (
-        None  # images whose perceptual hashes differ in so many bits are the same
-    )
-    index_check: str = "decode"  # or "header"
-    seed: int = 0
-    data_root: tuple[str, ...] | None = (
-        None  # further folders that the images of all specs may lie in
-    )
-    pairs: str = IMAGE_TEXT  # of modalities that are compared: a sample must have both of one
-
-    def compared(self) -> tuple[tuple[str, str], ...]:
-        """The modalities of each pair."""
-        return compared(self.pairs)
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> "DataOptions":
-        """Of train.py's options by name, as config.json keeps them; others are passed over."""
-        known = {field.name: record[field.name] for field in fields(cls) if field.name in record}
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in known.items()
-        }
-        return cls(**values)
-
-
 def compared(given: str) -> tuple[tuple[str, str], ...]:
     """The modalities of each pair of `--pairs`."""
     return tuple(pair.modalities for pair in read_pairs(given))
+
+
+def pairs(text: str) -> str:
+    """`--pairs`, written in one way."""
+    return ",".join(
+        f"{pair.first}:{pair.second}" + ("" if pair.weight == 1 else f":{pair.weight:g}")
+        for pair in read_pairs(text)
+    )
+
+
+def workers(text: str) -> str | int:
+    """`--workers`."""
+    if text != "auto" and not text.isdigit():
+        raise ArgumentTypeError(f"{text!r} is neither 'auto' nor a whole number")
+    return text if text == "auto" else int(text)
 
 
 def add_pairs_flags(parser: ArgumentParser) -> None:
@@ -105,3 +101,207 @@ def add_pairs_flags(parser: ArgumentParser) -> None:
         "(default: %(default)s)",
     )
     add_module_flag(parser)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairsOptions(OptionGroup):
+    title = "objective"
+    pairs: str = option(
+        IMAGE_TEXT,
+        "modalities that are compared, each pair with a loss of its own and its weight in the sum; "
+        "a sample takes part in the pairs of which it has both",
+        "A:B[:WEIGHT],...",
+        pairs,
+        shown="as in --import, else image:text",
+        in_recipe=True,
+    )
+
+    @property
+    def branches(self) -> tuple[str, ...]:
+        return branches_of(self.pairs)
+
+    def compared(self) -> tuple[tuple[str, str], ...]:
+        """The modalities of each pair."""
+        return compared(self.pairs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeedOptions(OptionGroup):
+    title = "how to run"
+    seed: int = option(
+        0, "of weights, order, augmentation and dropout", "N", at_least(0), in_recipe=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadSampleOptions(OptionGroup):
+    title = "data"
+    max_bad_fraction: float = option(
+        0.01, "stop when more of the samples cannot be used", "F", fraction, free=True
+    )
+    max_audio_seconds: float | None = option(
+        None,
+        "longer sounds are bad samples, which --max-bad-fraction counts",
+        "S",
+        number_where(
+            lambda value: 0 < value <= SECONDS_LIMIT,
+            f"not above 0, or above {SECONDS_LIMIT:,}, the longest sound that is read",
+        ),
+        shown=f"{SECONDS_LIMIT:,}; more is never read",
+        in_recipe=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions(SeedOptions, PairsOptions, BadSampleOptions):
+    """What to train on, and what to do about samples that should not be there."""
+
+    title = "data"
+    data: tuple[str, ...] = option(
+        ("demo",),
+        f"{SPECS}; repeat it to mix several (data/README.md)",
+        "SPEC",
+        action="append",
+        shown="demo",
+    )
+    data_root: tuple[str, ...] | None = option(
+        None,
+        "a further folder that the images of --data and --val-data may lie in: paths in data files "
+        "count from the file's own folder first, then from each DIR in order; repeat it for several",
+        "DIR",
+        root,
+        action="append",
+        shown="the own folder only",
+    )
+    data_weights: tuple[float, ...] | None = option(
+        None,
+        "how often the samples of each --data come in an epoch",
+        "W,W,...",
+        numbers,
+        shown="once",
+        in_recipe=True,
+    )
+    data_temperature: float = option(
+        1.0,
+        "the share of a --data in an epoch goes with (samples * weight)^(1/T); large: all the same",
+        "T",
+        positive,
+        in_recipe=True,
+    )
+    data_floors: tuple[float, ...] | None = option(
+        None,
+        "smallest share of each --data in an epoch, together at most 1",
+        "F,F,...",
+        numbers,
+        shown="0",
+        in_recipe=True,
+    )
+    data_adapt: float = option(
+        0.0,
+        "how fast the weights of each --data follow its loss, from epoch to epoch: where it falls "
+        "more slowly they grow; 0: not at all",
+        "RATE",
+        number_where(lambda value: 0 <= value <= 1, "not in 0 <= RATE <= 1"),
+        in_recipe=True,
+    )
+    val_data: str | None = option(
+        None, "held-out samples from elsewhere, instead of a part of --data", "SPEC", action=Once
+    )
+    val_fraction: float = option(
+        0.1, "part of --data held out, never trained on", "F", fraction, in_recipe=True
+    )
+    limit_samples: int | None = option(
+        None, "train on N samples only, to try a pipeline", "N", at_least(2), shown="all"
+    )
+    on_leak: str = option(
+        "refuse",
+        "training samples that are also in --val-data",
+        choices=("refuse", "drop"),
+    )
+    leak_bits: int | None = option(
+        None,
+        "images count as equal when their perceptual hashes differ in up to N of 64 bits",
+        "N",
+        at_least(0),
+        shown="only equal files do",
+    )
+    index_check: str = option(
+        "decode",
+        "how images are checked when a data set is first opened; header: faster, truncated ones "
+        "are found in training",
+        choices=("decode", "header"),
+    )
+
+    @property
+    def is_demo(self) -> bool:
+        return all(spec.split(":")[0] == "demo" for spec in self.data)
+
+    def check(self) -> None:
+        """Raise ValueError, in the words of a command line, for options that do not go together."""
+        self._check_several(
+            "data-weights",
+            self.data_weights,
+            lambda weights: all(0 <= weight < math.inf for weight in weights) and any(weights),
+            "numbers >= 0, not all 0, such as 1,0.5",
+        )
+        self._check_several(
+            "data-floors",
+            self.data_floors,
+            lambda floors: all(0 <= f <= 1 for f in floors) and math.fsum(floors) <= 1 + 1e-9,
+            "numbers from 0 to 1, together at most 1, such as 0.2,0",
+        )
+        several = {"data-floors": self.data_floors, "data-adapt": self.data_adapt}
+        several["data-temperature"] = None if self.data_temperature == 1 else self.data_temperature
+        given = [flag for flag, value in several.items() if value]
+        if len(self.data) == 1 and given:
+            raise ValueError(
+                f"argument --{given[0]}: {_as_typed(several[given[0]])}; one --data has nothing to "
+                "share, give several"
+            )
+        specs = [*self.data, *filter(None, [self.val_data])]
+        if self.data_root and not any(map(takes_roots, specs)):
+            raise ValueError(
+                f"argument --data-root: {self.data_root[0]}; it is for data specs of the kinds "
+                f"{', '.join(KINDS_WITH_PATHS)}, and none is given; leave it out"
+            )
+
+    def _check_several(
+        self,
+        flag: str,
+        given: tuple[float, ...] | None,
+        rule: Callable[[tuple[float, ...]], bool],
+        words: str,
+    ) -> None:
+        if given is not None and (len(given) != len(self.data) or not rule(given)):
+            raise ValueError(
+                f"argument --{flag}: {_as_typed(given)!r}; {len(self.data)} --data need "
+                f"{len(self.data)} {words}"
+            )
+
+
+def _as_typed(value: Any) -> str:
+    return ",".join(f"{each:g}" for each in value) if isinstance(value, tuple) else f"{value:g}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadingOptions(BadSampleOptions):
+    """How samples are read."""
+
+    title = "loading"
+    workers: str | int = option(
+        "auto", "data loading processes per rank", "auto|N", workers, free=True
+    )
+    cache: str = option(
+        "off",
+        "keep decoded images and sounds; auto: in ~/.cache/wye, or the folder that WYE_CACHE names",
+        "off|auto|DIR",
+        free=True,
+    )
+    cache_limit: float = option(50.0, "size limit of --cache, GiB", "GB", float, free=True)
+
+    @property
+    def num_workers(self) -> int:
+        """Of a rank, after the cores have been shared among the ranks."""
+        if isinstance(self.workers, str):
+            raise ValueError(f"--workers {self.workers} is not settled; call share_cores first")
+        return self.workers

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from data.batching.sampler import MicroBatchRequest
+from data.options import LoadingOptions
 from data.prepare import PreparedData
 from data.progress import progress_bar
 from engine.config.reading import AUTO, BranchesBlock
@@ -34,9 +35,10 @@ from engine.planning.devices import find_device
 from engine.planning.measured import device_identity
 from engine.planning.profile import Profile, profile_together
 from engine.processes.start import Processes
+from launch.config.groups import InputOptions
 from launch.estimates import estimated_costs
-from launch.feeding import LoadingOptions, sample_cache
-from launch.inputs import InputOptions, as_values, micro_batch_dataset
+from launch.feeding import sample_cache
+from launch.inputs import as_values, micro_batch_dataset
 from launch.model import RunModel
 from launch.run.folder import RunFolder
 from launch.settings.blocks import dealing

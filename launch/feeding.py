@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Generator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,12 +18,14 @@ from data.cache import GIB, SampleCache, default_folder, open_cache
 from data.index.sources import Source
 from data.loader import LoadReport, MicroBatchDataset, micro_batches, resolve_workers
 from data.modalities.text import Languages
+from data.options import LoadingOptions
 from data.prepare import PreparedData, bad_table
 from data.processes import start_early
 from engine.executor import ForkEngine
 from engine.processes.start import Processes
 from launch.balancing.batching import Batching
-from launch.inputs import InputOptions, micro_batch_dataset, modality
+from launch.config.groups import InputOptions
+from launch.inputs import micro_batch_dataset, modality
 from launch.run.folder import RunFolder
 
 OF_STORAGE = ("unreadable", "missing-file")
@@ -31,23 +33,6 @@ CACHED = frozenset(("image", "audio"))
 BAD_TO_JUDGE = 100  # a few images that break are no fraction yet
 # Below this many micro-batches, starting loader processes takes longer than they save.
 WORTH_WORKERS = 64
-
-
-@dataclass(frozen=True)
-class LoadingOptions:
-    """The flags of train.py that decide how samples are read."""
-
-    workers: str | int  # processes of a rank that load, or "auto"
-    cache: str  # "off", "auto", or a folder
-    cache_limit: float  # GiB
-    max_bad_fraction: float
-
-    @property
-    def num_workers(self) -> int:
-        """Of a rank, after `share_cores`."""
-        if isinstance(self.workers, str):
-            raise ValueError(f"--workers {self.workers} is not settled; call share_cores first")
-        return self.workers
 
 
 class Feeding:

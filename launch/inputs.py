@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
 from functools import partial
 
 import torch
@@ -21,32 +20,9 @@ from data.modalities.transforms import augmented, eval_transform, normalise
 from data.prepare import PreparedData
 from engine.executor import FromBytes
 from launch.balancing.choosing import side_multiple
+from launch.config.groups import InputOptions
 from launch.settings.modalities import MODALITIES, audio_features
 from models.towers.layers import Tower
-
-
-@dataclass(frozen=True)
-class InputOptions:
-    """The flags of train.py that decide what the towers see of a sample."""
-
-    branches: tuple[str, ...]
-    seed: int  # of augmentation, and of the choice among several captions
-    augmentation: tuple[str, ...]
-    image_size: int  # pixels a side
-    image_mean: tuple[float, float, float]
-    image_std: tuple[float, float, float]
-    image_interpolation: str
-    image_resize: int
-    image_resize_mode: str
-    max_text_tokens: int
-    audio_tower: str | None = None
-    audio_seconds: float | None = None
-    audio_size: int | None = None
-    audio_augmentation: tuple[str, ...] | None = None
-
-    @property
-    def preprocessing(self) -> Preprocessing:
-        return Preprocessing.from_options(asdict(self))
 
 
 def micro_batch_dataset(
@@ -94,7 +70,7 @@ def modality(
         return AudioModality(features, cache)
     preprocessing = options.preprocessing
     return ImageModality(
-        augmented(options.image_size, options.augmentation, preprocessing),
+        augmented(options.image_size, options.augmentation or (), preprocessing),
         eval_transform(options.image_size, preprocessing),
         cache,
         side_multiple(patch_size),

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from engine.objective import Objective
+from launch.config.groups import ModelOptions
 from launch.inference.trained import towers_of
 from launch.run.records import branches_held
 from launch.settings.objective import objective_of, pairs_of
@@ -25,36 +26,6 @@ from models.weights.audio import open_audio_weights
 from models.weights.reading import open_model, open_weights
 
 SMALLEST_PATCH = 7  # pixels, of towers that stay at one resolution
-
-
-@dataclass(frozen=True)
-class ModelOptions:
-    """The flags of train.py that decide what is trained, and from which weights."""
-
-    import_module: tuple[str, ...] | None
-    pairs: str
-    image_tower: str
-    text_tower: str
-    tower: tuple[str, ...]
-    embed_dim: int
-    projection: str
-    image_size: int
-    max_text_tokens: int
-    loss: str
-    label_smoothing: float
-    duplicates: str
-    fusion: int
-    fusion_width: int
-    fusion_heads: int
-    fusion_scales: int | None
-    imported: str | None
-    image_weights: str | None
-    text_weights: str | None
-    seed: int
-    audio_tower: str | None = None
-    audio_seconds: float | None = None
-    audio_size: int | None = None
-    audio_weights: str | None = None
 
 
 @dataclass(frozen=True)
@@ -79,7 +50,7 @@ class RunModel:
         """As the options say. `adapters`: by branch, of the towers that learn in them alone.
         Errors: ValueError, FileNotFoundError."""
         towers = towers_of(vars(options), tokenizer)
-        loss = build_loss(options.loss, options.label_smoothing, options.duplicates)
+        loss = build_loss(options.loss, options.label_smoothing or 0.0, options.duplicates)
         matching = Matching(targets=Targets(options.duplicates)) if options.fusion else None
         pairs = pairs_of(options.pairs, loss, matching)
         return cls(

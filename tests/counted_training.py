@@ -8,8 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import train
+from launch.config.options import parse_options
 from launch.run.failures import Run, report_and_exit
-from launch.settings.options import parse_options
 
 FLOPS_PER_S = (
     2**30

@@ -14,8 +14,8 @@ from PIL import Image
 
 from data.modalities.tokenizer import load_tokenizer
 from data.modalities.transforms import eval_transform, normalise, stacked
+from launch.config.options import parse_options
 from launch.inference.trained import Trained
-from launch.settings.options import parse_options
 from models.losses import build_loss
 from models.towers.building import build_towers
 

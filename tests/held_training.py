@@ -11,8 +11,8 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).parents[1])  # where train.py is
 
 import train
+from launch.config.options import parse_options
 from launch.run.failures import Run, report_and_exit
-from launch.settings.options import parse_options
 
 
 def holding_clock(folder: Path, step: int) -> float:

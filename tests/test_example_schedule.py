@@ -20,7 +20,7 @@ from engine.planning.costs import CostModel, cost_model_to_json
 from engine.planning.planner import plan_run, search_plans
 from engine.processes.out_of_memory import TRAINING, RankSetup, Work, not_in_use
 from engine.schedule import SCHEDULES
-from launch.settings.options import parse_options
+from launch.config.options import parse_options
 from launch.tools.plan import parse_options as parse_plan_options
 from launch.tools.plan import run as run_plan
 from launch.tools.timeline import prediction

@@ -11,7 +11,7 @@ import pytest
 from launched import ROOT, metrics, run_to_end
 from PIL import Image
 
-from launch.settings.options import parse_options
+from launch.config.options import parse_options
 
 MODULES = ["examples.tower", "examples.loss", "examples.format"]
 OTHERS = ["examples.modality", "examples.schedule"]

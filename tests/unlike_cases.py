@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from cost_models import BRANCHES, proportional
 
+from data.options import LoadingOptions
 from engine.config.reading import check_config
 from engine.planning.costs import cost_model_to_json
 from engine.planning.measured import device_identity
@@ -23,9 +24,9 @@ from engine.planning.profile_machine import with_links
 from engine.processes.agreement import refuse_differences
 from engine.processes.places import Place, Places
 from engine.processes.start import Processes, first_rank_first, start_processes
+from launch.config.groups import InputOptions
 from launch.costing import run_costs
-from launch.feeding import LoadingOptions, share_cores
-from launch.inputs import InputOptions
+from launch.feeding import share_cores
 from launch.model import RunModel
 from launch.run.folder import RunFolder
 from launch.settings.objective import objective_of, pairs_of

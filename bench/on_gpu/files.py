@@ -106,8 +106,8 @@ def wye_from_files(job: Job) -> dict[str, Any]:
     """train.py itself, in this process. Texts are as long as they are, where OpenCLIP's tokenizer
     pads them all to 77 tokens."""
     import train
+    from launch.config.options import parse_options
     from launch.run.failures import Run
-    from launch.settings.options import parse_options
 
     table, batch = table_of(job)
     written = json.loads(CONFIG.read_text(encoding="utf-8"))

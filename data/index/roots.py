@@ -62,7 +62,7 @@ def add_root_flag(group: argparse._ActionsContainer, of: str) -> None:
     group.add_argument(
         FLAG,
         action="append",
-        type=_root,
+        type=root,
         metavar="DIR",
         help=f"a further folder that the images of {of} may lie in: paths in data files count from the file's own folder first, then from "
         "each DIR in order; repeat it for several (default: the own folder only)",
@@ -83,7 +83,7 @@ def given_roots(
     return tuple(dict.fromkeys(given)) if given else None
 
 
-def _root(given: str) -> str:
+def root(given: str) -> str:
     try:
         return root_folder(given, "folder")
     except (ValueError, OSError) as error:

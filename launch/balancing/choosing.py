@@ -23,6 +23,7 @@ from data.prepare import PreparedData
 from engine.optimizer.locking import lock_costs
 from engine.planning.costs import CostModel
 from engine.planning.planner import RunPlan
+from launch.config.groups import BatchingOptions
 from launch.settings.blocks import BalanceBlock
 
 SAMPLED_BATCHES = 4  # global batches that decide how many micro-batches there are
@@ -33,23 +34,6 @@ INSTRUCTIONS = 3  # of a micro-batch on a stage, at least: load or receive, forw
 CONV_STRIDE = 32  # of ResNets and ConvNeXts, in pixels
 MARGIN = 0.9  # of the memory of a micro-batch: other global batches may have longer texts
 TYPICAL_TEXTS = 1 << 16
-
-
-@dataclass(frozen=True)
-class BatchingOptions:
-    """The flags of train.py that decide which samples make which micro-batch."""
-
-    data: tuple[str, ...]
-    data_adapt: float
-    data_floors: tuple[float, ...] | None
-    epochs: int | None
-    steps: int | None
-    seed: int
-    image_tower: str
-    image_size: int
-    image_buckets: int
-    max_text_tokens: int
-    explain_balance: int
 
 
 @dataclass(frozen=True, eq=False)

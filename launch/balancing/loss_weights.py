@@ -33,24 +33,18 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.objective import Objective, loss_metric
+
+if TYPE_CHECKING:  # which imports this module
+    from launch.config.groups import LossWeightOptions
 
 MODES = ("fixed", "uncertainty", "measured", "alignment")
 SMOOTHING = 0.1  # weight of a step in the smoothed loss
 RATE, KEPT, MOST = 0.2, 0.9, 4.0
 
 HeldOutFigures = Mapping[str, Mapping[str, float]]  # by held-out set and name
-
-
-@dataclass(frozen=True)
-class LossWeightOptions:
-    """The flags of train.py that decide what each loss counts."""
-
-    loss_weights: str  # one of MODES
-    loss_weights_every: int  # steps
-    matching_weight: float
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from engine.checkpoint.layout import (
 )
 from engine.checkpoint.reading import CheckpointReader, load_layer
 from engine.objective import scalars_of
+from launch.config.groups import AudioOptions
 from launch.exporting.adapters import FILE, FOLDER, read_adapters
 from launch.run.records import (
     RECORD,
@@ -41,7 +42,6 @@ from launch.run.records import (
     refuse_no_model,
 )
 from launch.run.report import show
-from launch.settings.audio import AUDIO
 from launch.settings.blocks import train_block
 from launch.settings.modalities import Vocabulary, tower_of
 from launch.settings.objective import pairs_of
@@ -55,7 +55,7 @@ from models.weights.open_clip_models import weights_of
 from models.weights.reading import find_model, open_model, weight_files
 
 if TYPE_CHECKING:
-    from launch.settings.options import Options
+    from launch.config.options import Options
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def _opened(
     adapters: Mapping[str, Any] = MappingProxyType({}),
 ) -> Trained:
     """`adapters`: those that are beside the weights, as the record of an export has them."""
-    options = {"seed": 0, "fusion": 0, "imported": str(folder), **AUDIO, **known}
+    options = {"seed": 0, "fusion": 0, "imported": str(folder), **vars(AudioOptions()), **known}
     tokenizer = load_tokenizer(options["tokenizer"])
     towers = towers_of(options, tokenizer)
     reader = open_model(str(folder), *towers)

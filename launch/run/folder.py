@@ -37,43 +37,11 @@ from engine.checkpoint.layout import replace_text
 from engine.optimizer.bad_steps import BadStep
 from engine.planning.planner import RunPlan
 from engine.schedule import SCHEDULES
+from launch.config.options import ROOT, free_options
 from launch.run.records import RUN_RECORD, read_run
 from launch.settings.blocks import SampleWeightsBlock
-from launch.settings.options import ROOT
 from models.towers.building import Tower
 
-# Options that may differ when a run goes on: they do not change what is trained. (What an imported
-# module registers is chosen by name elsewhere, and that name is compared.)
-FREE_TO_CHANGE = (
-    "import_module",
-    *(
-        "run_dir",
-        "resume",
-        "dry_run",
-        "ranks",
-        "device",
-        "workers",
-        "wandb",
-        "wandb_project",
-        "save_every",
-        "eval_every",
-        "eval_ema",
-        "trace_every",
-        "deepspeed_config",
-        "set",  # what it changes is compared where it stands
-    ),
-    *(
-        "cache",
-        "cache_limit",
-        "max_bad_fraction",
-        "explain_balance",
-        "keep_checkpoints",
-        "keep_every",
-        "max_hours",
-        "stall_limit",
-        "deterministic",
-    ),
-)
 # Of the JSON file: the size of the global batch, how it is split and computed. What that does to
 # the numbers is said when the run goes on.
 DEEPSPEED_FREE_TO_CHANGE = (
@@ -441,7 +409,7 @@ def training_identity(
     # these weights follow the evaluations, so what is trained depends on when they are
     free = [
         key
-        for key in FREE_TO_CHANGE
+        for key in free_options()
         if key != "eval_every" or options["loss_weights"] != "alignment"
     ]
     known = {

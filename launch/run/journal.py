@@ -15,12 +15,13 @@ from engine.optimizer.bad_steps import BadStep
 from engine.planning.planner import RunPlan
 from engine.step_metrics import StepMetrics
 from launch.balancing.loss_weights import HeldOutFigures, LossWeights
+from launch.config.groups import TrackingOptions
 from launch.run.folder import RunFolder
 from launch.run.queries import Answers, write_queries
 from launch.run.report import retrieval_report, show
 from launch.run.trace_file import TraceFile, is_sampled
 from launch.terminal.first_screen import print_screen
-from launch.tracking.tracker import Tracker, TrackingOptions
+from launch.tracking.tracker import Tracker
 
 UNTRACKED = "tracking ends, metrics.jsonl goes on"
 

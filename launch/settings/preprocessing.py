@@ -26,7 +26,7 @@ from models.weights.libraries import DEFAULT
 from models.weights.open_clip_models import folder_of
 
 if TYPE_CHECKING:
-    from launch.settings.options import Options
+    from launch.config.options import Options
 
 IMAGENET = Preprocessing(*NORMALIZATIONS["imagenet"])
 # of OpenCLIP, where its configuration says nothing
@@ -80,16 +80,13 @@ def describe_pixels(options: Options) -> str:
     imported = options.imported if "image" in branches_held(options.imported) else None
     if not imported and not options.image_weights:
         return ""
-    mean, std = (
-        ", ".join(f"{value:.4g}" for value in values)
-        for values in (options.image_mean, options.image_std)
-    )
+    used = options.preprocessing
+    mean, std = (", ".join(f"{value:.4g}" for value in values) for values in (used.mean, used.std))
     line = f"pixels: mean {mean}; std {std}; {options.image_interpolation}; shorter side {options.image_resize}, centre {options.image_size}"
     weights, flag = (
         (imported, "--import") if imported else (options.image_weights, "--image-weights")
     )
     found = trained_with(str(weights), options.image_tower)
-    used = Preprocessing.from_options(vars(options))
     if found is None:
         assumed = ASSUMED if used.mean == CLIP.mean else ""
         return f"{line}. {flag} {weights} does not say what it was trained with{assumed}"

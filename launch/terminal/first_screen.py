@@ -25,10 +25,10 @@ from engine.config.communication import DEVICE, HOST
 from engine.optimizer.preview import preview
 from engine.planning.costs import precision_of
 from engine.planning.planner import GIB, RunPlan
+from launch.config.options import Options, default_of
 from launch.costing import NOMINAL
 from launch.run.records import branches_held
 from launch.settings.modalities import OWN_FLAGS
-from launch.settings.options import DEMO_DEFAULTS, Options
 from models.losses import PlainLoss, build_loss
 from models.towers.layers import Tower
 from models.weights.reading import published_weights
@@ -179,10 +179,9 @@ def _weights(options: Options) -> dict[str, str]:
 def _published(options: Options, towers: Sequence[Tower]) -> str:
     """The options that start from published weights where there are some and none were asked for;
     empty where there are none. The demo's own text tower is to be small, not pretrained."""
-    if all(spec.split(":")[0] == "demo" for spec in options.data):
-        towers = [
-            tower for tower in towers if tower.name.split(":")[0] != DEMO_DEFAULTS["text_tower"]
-        ]
+    if options.is_demo:
+        demo = default_of("text_tower", is_demo=True)
+        towers = [tower for tower in towers if tower.name.split(":")[0] != demo]
     asked = [tower for tower in towers if tower.branch in {*OWN_FLAGS} - {*_weights(options)}]
     known = {tower.branch: published_weights(tower) for tower in asked}
     flags = [f"--{branch}-weights {where}" for branch, where in known.items() if where]

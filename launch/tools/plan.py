@@ -34,7 +34,7 @@ from rich.table import Table
 
 from common.output import outlive_output, run_program
 from data.modules import add_module_flag, import_modules
-from data.options import IMAGE_TEXT, branches_of
+from data.options import IMAGE_TEXT, branches_of, pairs
 from engine.config.reading import AUTO, BranchesBlock, read_config
 from engine.objective import scalars_of
 from engine.optimizer.locking import lock_costs, trainable_layers
@@ -43,14 +43,13 @@ from engine.planning.devices import DEVICES, Device, find_device
 from engine.planning.planner import GIB, Candidate, Search, describe_batch, search_plans
 from engine.schedule import SCHEDULES
 from engine.topology import LAYOUTS
+from launch.config.groups import named_tower
+from launch.config.options import ROOT, default_of
 from launch.estimates import estimated_costs
 from launch.run.report import show
-from launch.settings.audio import AUDIO
 from launch.settings.blocks import READERS, adapting
-from launch.settings.flags import named_tower, pairs_given
 from launch.settings.modalities import Vocabulary, refuse_pairs, tower_of
 from launch.settings.objective import pairs_of
-from launch.settings.options import DEFAULTS, ROOT
 from launch.tools.drawing import FORMATS, save_plan_png, seconds
 from models.losses import build_loss
 from models.towers.adapters.layers import adapted_tower, num_learned
@@ -207,28 +206,28 @@ def make_parser() -> argparse.ArgumentParser:
     towers = parser.add_argument_group("towers")
     towers.add_argument(
         "--pairs",
-        type=pairs_given,
+        type=pairs,
         default=IMAGE_TEXT,
         metavar="A:B,...",
         help="as in train.py (default: image:text)",
     )
     towers.add_argument(
         "--image-tower",
-        default=DEFAULTS["image_tower"],
+        default=default_of("image_tower"),
         metavar="NAME",
-        help=f"(default: {DEFAULTS['image_tower']})",
+        help=f"(default: {default_of('image_tower')})",
     )
     towers.add_argument(
         "--text-tower",
-        default=DEFAULTS["text_tower"],
+        default=default_of("text_tower"),
         metavar="NAME",
-        help=f"(default: {DEFAULTS['text_tower']})",
+        help=f"(default: {default_of('text_tower')})",
     )
     towers.add_argument(
         "--audio-tower",
-        default=AUDIO["audio_tower"],
+        default=default_of("audio_tower"),
         metavar="NAME",
-        help=f"(default: {AUDIO['audio_tower']})",
+        help=f"(default: {default_of('audio_tower')})",
     )
     towers.add_argument(
         "--audio-seconds",
@@ -249,7 +248,7 @@ def make_parser() -> argparse.ArgumentParser:
         ("max_text_tokens", 4, "tokens of a text"),
         ("audio_size", 8, "of the spectrogram for an image tower"),
     ):
-        name, own = f"--{flag.replace('_', '-')}", (DEFAULTS | AUDIO)[flag]
+        name, own = f"--{flag.replace('_', '-')}", default_of(flag)
         towers.add_argument(
             name, type=at_least(minimum), default=own, metavar="N", help=f"{what} (default: {own})"
         )

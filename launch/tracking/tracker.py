@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deepspeed.monitor.config import DeepSpeedMonitorConfig, WandbConfig
 
+from launch.config.groups import TrackingOptions
 from launch.run.queries import Answers
 from launch.tracking.alerts import Alarms
 from launch.tracking.login import choose_mode
@@ -25,14 +25,6 @@ if TYPE_CHECKING:
     from engine.step_metrics import StepMetrics
 
 PROJECT = "wye"
-
-
-@dataclass(frozen=True)
-class TrackingOptions:
-    """Of train.py's options, those of tracking."""
-
-    wandb: str
-    wandb_project: str | None
 
 
 class Tracker:

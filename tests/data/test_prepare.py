@@ -38,7 +38,7 @@ def same(a, b) -> bool:
 
 
 def test_the_first_time_it_divides_and_trains_a_tokenizer(spec, folder):
-    prepared = prepare_data(DataOptions((spec,), val_fraction=0.25, seed=3), None, folder)
+    prepared = prepare_data(DataOptions(data=(spec,), val_fraction=0.25, seed=3), None, folder)
     expected = split_source(open_source(spec), 0.25, seed=3)
     assert prepared.train.tolist() == expected.train.tolist() and prepared.train.dtype == np.int64
     assert {name: held.subset.tolist() for name, held in prepared.held_out.items()} == {
@@ -65,16 +65,16 @@ def test_a_tokenizer_that_knows_no_word_of_the_captions_is_refused(
     load_tokenizer(None, ["一只黑色的狗", "两朵红花"], Path(chinese))
     options = {"val_fraction": 0.25, "seed": 3}
     with pytest.raises(ValueError, match="same tokens of 18 different captions.*--tokenizer"):
-        prepare_data(DataOptions((spec,), **options), chinese, folder)
+        prepare_data(DataOptions(data=(spec,), **options), chinese, folder)
     texts = iter(["一只狗", "两朵花"] * 12)
     both = f"jsonl:{emoji_set(24, texts=lambda _: next(texts))}"
-    prepared = prepare_data(DataOptions((both,), **options), chinese, tmp_path / "both")
+    prepared = prepare_data(DataOptions(data=(both,), **options), chinese, tmp_path / "both")
     assert prepared.tokenizer.tokenize("狗") == ["狗"]
 
 
 def test_the_tokenizer_knows_the_training_captions_only(spec, folder):
     """Words of held-out samples must not leak: letters that only they have become [UNK]."""
-    prepared = prepare_data(DataOptions((spec,), val_fraction=0.25, seed=3), None, folder)
+    prepared = prepare_data(DataOptions(data=(spec,), val_fraction=0.25, seed=3), None, folder)
     source, tokenizer = prepared.source, prepared.tokenizer
     trained = {
         letter
@@ -90,10 +90,10 @@ def test_the_tokenizer_knows_the_training_captions_only(spec, folder):
 
 
 def test_the_second_time_it_finds_both_again(spec, folder, monkeypatch):
-    first = prepare_data(DataOptions((spec,), val_fraction=0.25, seed=3), None, folder)
+    first = prepare_data(DataOptions(data=(spec,), val_fraction=0.25, seed=3), None, folder)
     monkeypatch.setattr(prepare, "split_source", lambda *_, **__: pytest.fail("divided again"))
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
-    again = prepare_data(DataOptions((spec,), val_fraction=0.25, seed=3), None, folder)
+    again = prepare_data(DataOptions(data=(spec,), val_fraction=0.25, seed=3), None, folder)
     assert same(first, again)
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
@@ -102,37 +102,37 @@ def test_every_rank_that_prepares_by_itself_gets_the_same(spec, tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     a, b = (
-        prepare_data(DataOptions((spec,), val_fraction=0.25, seed=3), None, tmp_path / name)
+        prepare_data(DataOptions(data=(spec,), val_fraction=0.25, seed=3), None, tmp_path / name)
         for name in ("a", "b")
     )
     assert same(a, b)
 
 
 def test_data_of_another_size_is_refused(spec, emoji_set, folder):
-    prepare_data(DataOptions((spec,), val_fraction=0.25, seed=3), None, folder)
+    prepare_data(DataOptions(data=(spec,), val_fraction=0.25, seed=3), None, folder)
     emoji_set(20)  # the same file, shorter
     with pytest.raises(
         ValueError,
         match=r"samples: made of \[\[24, 24\]\] samples .* now there are \[\[20, 20\]\]; .* give another --run-dir",
     ):
-        prepare_data(DataOptions((spec,), val_fraction=0.25, seed=3), None, folder)
+        prepare_data(DataOptions(data=(spec,), val_fraction=0.25, seed=3), None, folder)
 
 
 @pytest.mark.parametrize("changed", [{"seed": 4}, {"val_fraction": 0.5}, {"limit_samples": 3}])
 def test_what_was_kept_for_another_division_is_refused(spec, folder, changed):
-    prepare_data(DataOptions((spec,), val_fraction=0.25, seed=3), None, folder)
+    prepare_data(DataOptions(data=(spec,), val_fraction=0.25, seed=3), None, folder)
     wanted = {"val_fraction": 0.25, "seed": 3, **changed}
     with pytest.raises(
         ValueError,
         match=f"(?s)holds other samples than are asked for .{next(iter(changed))} changed.*another --run-dir",
     ):
-        prepare_data(DataOptions((spec,), **wanted), None, folder)
+        prepare_data(DataOptions(data=(spec,), **wanted), None, folder)
 
 
 def test_a_few_samples_to_try_a_pipeline(spec, folder):
     whole = split_source(open_source(spec), 0.25, seed=3)
     prepared = prepare_data(
-        DataOptions((spec,), val_fraction=0.25, seed=3, limit_samples=5), None, folder
+        DataOptions(data=(spec,), val_fraction=0.25, seed=3, limit_samples=5), None, folder
     )
     assert len(prepared.train) == 5 and set(prepared.train.tolist()) < set(whole.train.tolist())
     assert (np.diff(prepared.train) > 0).all() and len(prepared.held_out["validation"].subset) == 6
@@ -141,7 +141,7 @@ def test_a_few_samples_to_try_a_pipeline(spec, folder):
 def test_bad_samples_are_listed_and_left_out(emoji_set, folder):
     spec = f"jsonl:{emoji_set(24, 'no json', {'image_path': '../outside.png', 'text': 'a'})}"
     prepared = prepare_data(
-        DataOptions((spec,), val_fraction=0.25, max_bad_fraction=0.1), None, folder
+        DataOptions(data=(spec,), val_fraction=0.25, max_bad_fraction=0.1), None, folder
     )
     assert (
         prepared.summary()["bad_samples"] == {"outside-root": 1, "invalid-row": 1}
@@ -161,7 +161,7 @@ def test_too_many_bad_samples_end_the_run_with_the_table_of_reasons(emoji_set, f
         ValueError,
         match="(?s)3 of 27 samples cannot be used, 11.1%.*2  invalid-row .*1  missing-file .*:25: invalid-row",
     ):
-        prepare_data(DataOptions((spec,), val_fraction=0.25, max_bad_fraction=0.1), None, folder)
+        prepare_data(DataOptions(data=(spec,), val_fraction=0.25, max_bad_fraction=0.1), None, folder)
 
 
 def test_what_is_no_part_of_a_sample_refuses_no_run_and_is_recorded(emoji_set, folder):
@@ -169,7 +169,7 @@ def test_what_is_no_part_of_a_sample_refuses_no_run_and_is_recorded(emoji_set, f
     row = {"image_path": "images of emoji/0.png", "text": ["a", None]}
     file = emoji_set(24, *[row] * 3)
     spec = f"jsonl:{file}"
-    options = DataOptions((spec,), val_fraction=0.25, max_bad_fraction=0.0)
+    options = DataOptions(data=(spec,), val_fraction=0.25, max_bad_fraction=0.0)
     summary = prepare_data(options, None, folder).summary()
     assert summary["bad_samples"] == {} and summary["unused"] == {
         "captions without text": (3, f"{file}:25")
@@ -185,18 +185,18 @@ def test_several_data_sets_with_weights(emoji_set, folder):
     few.write_text("".join(file.read_text().splitlines(keepends=True)[:6]))
     specs = (f"jsonl:{file}", f"jsonl:{few}")
     prepared = prepare_data(
-        DataOptions(specs, data_weights=(1, 2.5), val_fraction=0.0), None, folder
+        DataOptions(data=specs, data_weights=(1, 2.5), val_fraction=0.0), None, folder
     )
     assert prepared.parts == ((24, 1.0), (6, 2.5)) and len(prepared.train) == 30
     shared = prepare_data(
-        DataOptions(specs, val_fraction=0.0, data_temperature=1e9, data_floors=(0, 0.6)),
+        DataOptions(data=specs, val_fraction=0.0, data_temperature=1e9, data_floors=(0, 0.6)),
         None,
         folder,
     )  # of the same samples
     assert shared.parts == ((24, 12 / 24), (6, 18 / 6)) and np.array_equal(
         shared.train, prepared.train
     )
-    split = prepare_data(DataOptions(specs, val_fraction=0.2), None, make(folder.parent / "split"))
+    split = prepare_data(DataOptions(data=specs, val_fraction=0.2), None, make(folder.parent / "split"))
     held = split.held_out["validation"].subset.tolist()
     assert {i for i in held if i < 6} == {
         i - 24 for i in held if i >= 24
@@ -216,7 +216,7 @@ def test_held_out_samples_from_elsewhere(emoji_set, folder):
     ours.write_text("".join(lines[:17]))
     theirs.write_text("".join(lines[17:]))
     prepared = prepare_data(
-        DataOptions((f"jsonl:{ours}",), val_data=f"jsonl:{theirs}", seed=3), None, folder
+        DataOptions(data=(f"jsonl:{ours}",), val_data=f"jsonl:{theirs}", seed=3), None, folder
     )
     assert prepared.train.tolist() == list(range(17))  # nothing of --data is held out
     held = prepared.held_out["validation"]
@@ -229,41 +229,41 @@ def test_held_out_samples_from_elsewhere(emoji_set, folder):
 
 
 def test_no_held_out_samples(spec, folder):
-    prepared = prepare_data(DataOptions((spec,), val_fraction=0.0, seed=3), None, folder)
+    prepared = prepare_data(DataOptions(data=(spec,), val_fraction=0.0, seed=3), None, folder)
     assert len(prepared.train) == 24 and prepared.held_out == {}
     assert same(
-        prepared, prepare_data(DataOptions((spec,), val_fraction=0.0, seed=3), None, folder)
+        prepared, prepare_data(DataOptions(data=(spec,), val_fraction=0.0, seed=3), None, folder)
     )
 
 
 def test_a_tokenizer_from_elsewhere_is_not_copied(spec, folder, tmp_path, tokenizer):
     tokenizer.save_pretrained(str(tmp_path / "theirs"))
     prepared = prepare_data(
-        DataOptions((spec,), val_fraction=0.25, seed=3), str(tmp_path / "theirs"), folder
+        DataOptions(data=(spec,), val_fraction=0.25, seed=3), str(tmp_path / "theirs"), folder
     )
     assert prepared.tokenizer.get_vocab() == tokenizer.get_vocab()
     assert {path.name for path in folder.iterdir()} == {"samples"}
 
 
 def test_a_tokenizer_that_is_given_wins_over_the_kept_one(spec, folder, tmp_path, tokenizer):
-    kept = prepare_data(DataOptions((spec,), val_fraction=0.25, seed=3), None, folder)
+    kept = prepare_data(DataOptions(data=(spec,), val_fraction=0.25, seed=3), None, folder)
     tokenizer.save_pretrained(str(tmp_path / "theirs"))
     given = prepare_data(
-        DataOptions((spec,), val_fraction=0.25, seed=3), str(tmp_path / "theirs"), folder
+        DataOptions(data=(spec,), val_fraction=0.25, seed=3), str(tmp_path / "theirs"), folder
     )
     assert given.tokenizer.get_vocab() == tokenizer.get_vocab() != kept.tokenizer.get_vocab()
 
 
 def test_the_demo_has_its_two_held_out_sets(folder):
-    prepared = prepare_data(DataOptions(("demo",)), None, folder)
+    prepared = prepare_data(DataOptions(data=("demo",)), None, folder)
     assert list(prepared.held_out) == ["family", "composition"]
-    assert same(prepared, prepare_data(DataOptions(("demo",)), None, folder))
+    assert same(prepared, prepare_data(DataOptions(data=("demo",)), None, folder))
 
 
 def test_refusals_pass_through(spec, folder):
     with pytest.raises(ValueError, match="unknown kind 'imagenet'"):
-        prepare_data(DataOptions(("imagenet:x",)), None, folder)
+        prepare_data(DataOptions(data=("imagenet:x",)), None, folder)
     with pytest.raises(FileNotFoundError, match="nowhere"):
         prepare_data(
-            DataOptions((spec,), val_fraction=0.1, seed=0), str(folder / "nowhere"), folder
+            DataOptions(data=(spec,), val_fraction=0.1, seed=0), str(folder / "nowhere"), folder
         )

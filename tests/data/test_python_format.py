@@ -269,7 +269,7 @@ class Signals:
         return {"id": f"s{i}" if i < 39 else "39", "tone": [float(i), 0.0], "beat": [0.0, float(i)]}
 """
     )
-    options = DataOptions((f"python:{module}:Signals",), pairs="tone:beat", val_fraction=0.2)
+    options = DataOptions(data=(f"python:{module}:Signals",), pairs="tone:beat", val_fraction=0.2)
     prepared = prepare_data(options, None, tmp_path / "run")
     assert prepared.tokenizer is None and len(prepared.held_out["validation"].subset) == 8
     assert not (tmp_path / "run" / "tokenizer").exists()

@@ -8,7 +8,7 @@ import pytest
 
 from data.index.bad_samples import REASONS
 from data.index.sources import KINDS
-from launch.settings.flags import make_parser
+from launch.config.options import make_parser
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "data" / "README.md"

@@ -640,19 +640,19 @@ def test_what_a_run_trains_on_depends_on_its_roots(here):
     run, roots = here / "run", (str(here / "a"), str(here / "b"))
     run.mkdir()
     options = {"val_fraction": 0.0, "max_bad_fraction": 0.9}
-    prepared = prepare_data(DataOptions((spec,), data_root=roots, **options), None, run)
+    prepared = prepare_data(DataOptions(data=(spec,), data_root=roots, **options), None, run)
     assert prepared.train.tolist() == [0, 1, 2] and prepared.source.spec == rooted(
         spec, here / "a", here / "b"
     )
     assert prepare_data(
-        DataOptions((spec,), data_root=roots, **options), None, run
+        DataOptions(data=(spec,), data_root=roots, **options), None, run
     ).train.tolist() == [0, 1, 2]
     for other in (None, roots[:1], roots[::-1]):
         with pytest.raises(
             ValueError,
             match=r"holds other samples than are asked for \(data_root changed: there .*give another --run-dir",
         ):
-            prepare_data(DataOptions((spec,), data_root=other, **options), None, run)
+            prepare_data(DataOptions(data=(spec,), data_root=other, **options), None, run)
 
 
 def test_roots_are_those_of_the_held_out_samples_too(here):
@@ -662,7 +662,7 @@ def test_roots_are_those_of_the_held_out_samples_too(here):
     )
     (here / "run").mkdir()
     prepared = prepare_data(
-        DataOptions((spec,), val_data=held, data_root=(str(here / "a"),)), None, here / "run"
+        DataOptions(data=(spec,), val_data=held, data_root=(str(here / "a"),)), None, here / "run"
     )
     assert prepared.held_out["validation"].source.image_bytes(0) == encoded_image(1)
 
@@ -671,14 +671,14 @@ def test_samples_kept_before_there_were_roots_are_found_again(here):
     spec, run = write("jsonl", here / "set", "1.png", here / "a" / "1.png"), here / "run"
     run.mkdir()
     options = {"val_fraction": 0.0, "max_bad_fraction": 0.9}
-    prepare_data(DataOptions((spec,), **options), None, run)
+    prepare_data(DataOptions(data=(spec,), **options), None, run)
     made_of = run / "samples" / "made_of.json"
     record = json.loads(made_of.read_text())
     del record["options"]["data_root"]
     made_of.write_text(json.dumps(record))
-    assert prepare_data(DataOptions((spec,), **options), None, run).train.tolist() == [0]
+    assert prepare_data(DataOptions(data=(spec,), **options), None, run).train.tolist() == [0]
     with pytest.raises(ValueError, match=r"data_root changed: there \{'data_root': None\}"):
-        prepare_data(DataOptions((spec,), data_root=(str(here / "a"),), **options), None, run)
+        prepare_data(DataOptions(data=(spec,), data_root=(str(here / "a"),), **options), None, run)
 
 
 def test_a_question_mark_of_a_pattern_begins_no_option():

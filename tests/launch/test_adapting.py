@@ -17,9 +17,9 @@ from engine.planning.planner import plan_run
 from engine.step_metrics import SourceLoss
 from engine.trace import Span
 from launch.balancing.balancer import Balancer
-from launch.balancing.choosing import BatchingOptions, make_balance
+from launch.balancing.choosing import make_balance
+from launch.config.options import parse_options
 from launch.settings.blocks import dealing
-from launch.settings.options import parse_options
 
 COSTS = proportional({"image": [1.0], "text": [1.0]})
 BUSY_S = {"image 0": 0.1, "text 0": 0.1}
@@ -31,7 +31,7 @@ SETS = ("--data", "demo:de", "--data", "demo:fr")
 def data(module_folder):
     """Epochs of 10 steps."""
     return prepare_data(
-        DataOptions(("demo:de", "demo:fr"), limit_samples=480), None, module_folder("run")
+        DataOptions(data=("demo:de", "demo:fr"), limit_samples=480), None, module_folder("run")
     )
 
 
@@ -62,7 +62,7 @@ class World:
             self.order,
             None,
             None,
-            parse_options([*SETS, *options]).section(BatchingOptions),
+            parse_options([*SETS, *options]),
             folder,
         )
         self.ranks = [Balancer(self.balance, 0, stage.name, workers) for stage in plan.graph.stages]

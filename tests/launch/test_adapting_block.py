@@ -7,9 +7,9 @@ from cost_models import BRANCHES
 
 from data.modalities.tokenizer import load_tokenizer
 from engine.config.reading import check_config
-from launch.model import ModelOptions, RunModel
+from launch.config.options import parse_options
+from launch.model import RunModel
 from launch.settings.blocks import READERS, adapting
-from launch.settings.options import parse_options
 from models.towers.adapters.lora import LoRA
 
 CONFIG = {"train_batch_size": 8, "optimizer": {"type": "AdamW"}}
@@ -62,6 +62,6 @@ def test_a_tower_is_locked_or_has_adapters():
 
 def test_adapters_of_random_weights_are_refused():
     options = parse_options(["--data", "demo", "--image-tower", "vit_b_32"])
-    options = replace(options, label_smoothing=0.0).section(ModelOptions)
+    options = replace(options, label_smoothing=0.0)
     with pytest.raises(ValueError, match="branches.train.image.lora: .* starts from random ones"):
         RunModel.of(options, load_tokenizer(None, ["a red apple"]), {"image": LoRA()})

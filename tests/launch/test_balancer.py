@@ -16,9 +16,9 @@ from engine.config.reading import check_config
 from engine.planning.planner import plan_run
 from engine.trace import Span
 from launch.balancing.balancer import Balancer, refitted, seconds_of_micro_batches, slowest_points
-from launch.balancing.choosing import BatchingOptions, make_balance
+from launch.balancing.choosing import make_balance
+from launch.config.options import parse_options
 from launch.settings.blocks import dealing
-from launch.settings.options import parse_options
 
 COSTS = proportional({"image": [1.0, 2.0], "text": [0.5, 1.5]})
 TRUE = BranchCost(2e-3, 0.0, 3e-5)  # what texts really cost
@@ -26,7 +26,7 @@ TRUE = BranchCost(2e-3, 0.0, 3e-5)  # what texts really cost
 
 @pytest.fixture(scope="module")
 def data(module_folder):
-    return prepare_data(DataOptions(("demo:en+de+es+fr+it",)), None, module_folder("run"))
+    return prepare_data(DataOptions(data=("demo:en+de+es+fr+it",)), None, module_folder("run"))
 
 
 class World:
@@ -70,7 +70,7 @@ class World:
             order,
             None,
             None,
-            parse_options([]).section(BatchingOptions),
+            parse_options([]),
             folder,
         )
         self.ranks = [Balancer(self.balance, 0, stage.name, workers) for stage in plan.graph.stages]

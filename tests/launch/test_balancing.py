@@ -19,13 +19,12 @@ from data.prepare import prepare_data
 from engine.config.reading import check_config
 from engine.planning.planner import plan_run
 from launch.balancing.choosing import (
-    BatchingOptions,
     explain_dealing,
     make_balance,
     text_cost,
 )
+from launch.config.options import parse_options
 from launch.settings.blocks import dealing
-from launch.settings.options import parse_options
 
 COSTS = proportional({"image": [1.0, 2.0], "text": [0.5, 1.5]})
 BUCKETS = BucketedSamples(((32, 64), (64, 32)), np.zeros(4000, np.int8))
@@ -33,7 +32,7 @@ BUCKETS = BucketedSamples(((32, 64), (64, 32)), np.zeros(4000, np.int8))
 
 @pytest.fixture(scope="module")
 def data(module_folder):
-    return prepare_data(DataOptions(("demo:en+de+es+fr+it",)), None, module_folder("run"))
+    return prepare_data(DataOptions(data=("demo:en+de+es+fr+it",)), None, module_folder("run"))
 
 
 def made(
@@ -73,7 +72,7 @@ def made(
         order,
         buckets,
         patch_size,
-        parse_options(list(options)).section(BatchingOptions),
+        parse_options(list(options)),
         folder,
     )
 

@@ -28,11 +28,11 @@ from bad_audio import tone, wav  # noqa: E402
 
 from data.modalities.audio.modality import AudioModality  # noqa: E402
 from data.modalities.tokenizer import batch_tokens, load_tokenizer  # noqa: E402
+from launch.config.options import parse_options  # noqa: E402
 from launch.exporting.writing import write_export  # noqa: E402
 from launch.inference.trained import Trained, open_model_folder, with_named_towers  # noqa: E402
-from launch.model import ModelOptions, RunModel  # noqa: E402
+from launch.model import RunModel  # noqa: E402
 from launch.settings.modalities import audio_features  # noqa: E402
-from launch.settings.options import parse_options  # noqa: E402
 from models.weights.clap import SCALES, clap_pairs  # noqa: E402
 
 HTSAT = {
@@ -95,7 +95,7 @@ def folders(module_folder):
 
 def run_model(folder, *flags):
     options = with_named_towers(started_from(folder, *flags), None)
-    return options, RunModel.of(options.section(ModelOptions), load_tokenizer(options.tokenizer))
+    return options, RunModel.of(options, load_tokenizer(options.tokenizer))
 
 
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
@@ -233,7 +233,7 @@ def trained_by(flags):
     options = parse_options(["--data", "demo", *pairs, *flags, "--embed-dim", "24"])
     options = replace(options, label_smoothing=0.0, max_text_tokens=TOKENS)
     tokenizer = load_tokenizer(None, CAPTIONS)
-    model = RunModel.of(options.section(ModelOptions), tokenizer)
+    model = RunModel.of(options, tokenizer)
     layers = [model.build_layer(spec).eval() for specs in model.layers.values() for spec in specs]
     draw = torch.Generator().manual_seed(0)
     for layer in layers:

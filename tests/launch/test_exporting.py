@@ -29,6 +29,7 @@ from transformers import AutoImageProcessor, AutoProcessor
 from data.modalities.preprocessing import CLIP as CLIP_PIXELS
 from data.modalities.tokenizer import batch_tokens, load_tokenizer
 from data.modalities.transforms import eval_transform, normalise, stacked
+from launch.config.options import parse_options
 from launch.exporting.writing import canonical_state, write_export
 from launch.inference.trained import (
     find_checkpoint,
@@ -36,9 +37,8 @@ from launch.inference.trained import (
     open_model_folder,
     open_run,
 )
-from launch.model import ModelOptions, RunModel
+from launch.model import RunModel
 from launch.run.records import options_of_export
-from launch.settings.options import parse_options
 from models.losses import build_loss
 from models.towers.building import build_towers
 from models.towers.fusion import FusionSizes
@@ -298,7 +298,7 @@ def test_an_export_is_started_from_beside_another_pair(exports, pairs, registrie
         ]
     )
     tokenizer = load_tokenizer(options.tokenizer_source())
-    model = RunModel.of(options.section(ModelOptions), tokenizer)
+    model = RunModel.of(options, tokenizer)
     built = {
         tower.branch: canonical_state([model.build_layer(spec) for spec in tower.specs])
         for tower in model.towers

@@ -8,7 +8,7 @@ import pytest
 
 from engine.objective import Branch, Objective, Pair
 from launch.balancing.loss_weights import KEPT, MODES, MOST, RATE, LossWeights, score
-from launch.settings.options import parse_options
+from launch.config.options import parse_options
 from models.losses import InfoNCE, Matching
 
 ASKED = {"contrastive": 1.0, "matching": 0.5}

@@ -16,10 +16,10 @@ from transformers import XLMRobertaConfig
 
 from data.modalities.tokenizer import batch_tokens, load_tokenizer
 from data.modalities.tokenizer_open_clip import clip_tokenizer
+from launch.config.options import parse_options
 from launch.exporting.writing import write_export
 from launch.inference.trained import open_model_folder, with_named_towers
-from launch.model import ModelOptions, RunModel
-from launch.settings.options import parse_options
+from launch.model import RunModel
 
 VIT = {"image_size": 64, "layers": 2, "width": 64, "head_width": 32, "patch_size": 16}
 TEXT = {"context_length": TOKENS, "width": 48, "heads": 4, "layers": 2}
@@ -210,7 +210,7 @@ def test_a_run_takes_from_the_model_what_is_not_given(models, name):
         assert options.image_std == (0.4,) * 3 and options.image_interpolation == "bilinear"
         assert options.image_resize_mode == ("squash" if sigmoid else "shortest")
         tokenizer = load_tokenizer(options.tokenizer)
-        model = RunModel.of(options.section(ModelOptions), tokenizer)
+        model = RunModel.of(options, tokenizer)
         heads = [model.build_layer(specs[-1]) for specs in model.layers.values()]
         assert heads[0].logit_scale == state["logit_scale"]
 
@@ -268,7 +268,7 @@ def test_a_file_of_weights_with_the_name_of_its_model(models, tmp_path):
     assert (options.embed_dim, options.image_size, options.max_text_tokens) == (32, 64, TOKENS)
     assert options.image_std == (0.4,) * 3
     model = RunModel.of(
-        replace(options, label_smoothing=0.0).section(ModelOptions),
+        replace(options, label_smoothing=0.0),
         load_tokenizer(options.tokenizer),
     )
     head = model.build_layer(model.layers["image"][-1])

@@ -18,9 +18,9 @@ from data.loader import MicroBatchDataset
 from data.modalities.image import ImageModality
 from data.modalities.preprocessing import CLIP, NORMALIZATIONS, Preprocessing
 from data.modalities.transforms import eval_transform
-from launch.inputs import InputOptions, as_values
+from launch.config.options import parse_options
+from launch.inputs import as_values
 from launch.run.folder import RunFolder, training_identity
-from launch.settings.options import parse_options
 from launch.settings.preprocessing import describe_pixels, trained_with
 from models.towers.image import image_tower
 from models.weights.reading import open_weights
@@ -53,7 +53,7 @@ def images(folder, sizes):
 
 def run_s_pixels(options, spec, number):
     """[number, 3, H, W] as a run with these options evaluates them."""
-    preprocessing = options.section(InputOptions).preprocessing
+    preprocessing = options.preprocessing
     transform = eval_transform(options.image_size, preprocessing)
     dataset = MicroBatchDataset(open_source(spec), [ImageModality(transform, transform)])
     (request,) = evaluation_requests(np.arange(number), 0, 1, number)

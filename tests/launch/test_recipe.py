@@ -7,8 +7,8 @@ import pytest
 from cost_models import BRANCHES
 
 from engine.config.reading import check_config, read_config
-from launch.settings.options import parse_options
-from launch.settings.recipe import LEAST_WARMUP, LONG, RECIPES, as_begun, settle
+from launch.config.hyperparameters import LEAST_WARMUP, LONG, RECIPES, as_begun, settle
+from launch.config.options import parse_options
 
 FILE = Path(__file__).parents[2] / "ds_configs" / "cpu_fork_fp32.json"
 SAID = {"lr": 3e-4, "betas": [0.8, 0.9], "eps": 1e-8, "weight_decay": 0.0, "torch_adam": True}

@@ -23,14 +23,14 @@ from data.modalities.tokenizer import load_tokenizer
 from engine.objective import scalars_of
 from engine.planning.devices import find_device
 from engine.planning.planner import GIB, plan_run
+from launch.config.configuration import Abilities, read_configuration
+from launch.config.options import parse_options
+from launch.config.recipe_files import RECIPES, RecipeFile
 from launch.estimates import estimated_costs
 from launch.inference.trained import with_named_towers
 from launch.run.dry_run import dry_run
-from launch.settings.configuration import Abilities, read_configuration
 from launch.settings.modalities import Vocabulary, tower_of
 from launch.settings.objective import pairs_of
-from launch.settings.options import parse_options
-from launch.settings.recipe_files import RECIPES, RecipeFile
 from launch.terminal.first_screen import duration
 from models.losses import build_loss
 

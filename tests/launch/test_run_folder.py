@@ -19,6 +19,7 @@ from engine.config.deepspeed_keys import DEEPSPEED_KEYS
 from engine.config.reading import BranchesBlock, check_config
 from engine.optimizer.bad_steps import BadStep
 from engine.planning.planner import plan_run
+from launch.config.options import parse_options
 from launch.run.folder import (
     BRANCHES_FREE_TO_CHANGE,
     BRANCHES_SPLIT,
@@ -28,7 +29,6 @@ from launch.run.folder import (
     choose_folder,
     training_identity,
 )
-from launch.settings.options import parse_options
 from models.towers.building import build_towers
 
 CONFIG = {"train_batch_size": 48, "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}

@@ -9,10 +9,10 @@ import pytest
 
 from data import modules
 from data.modules import add_trust_flags, import_named
+from launch.config.recipe_files import RECIPES, RecipeFile
 from launch.inference.querying import _searched
 from launch.inference.samples import held_out
 from launch.inference.trained import Trained, towers_of
-from launch.settings.recipe_files import RECIPES, RecipeFile
 from launch.tools.timeline import prediction
 
 TOWERS = {

@@ -15,7 +15,7 @@ from launch.settings.blocks import SampleWeightsBlock
 
 @pytest.fixture(scope="module")
 def data(module_folder):
-    return prepare_data(DataOptions(("demo:en+de+es+fr+it",)), None, module_folder("run"))
+    return prepare_data(DataOptions(data=("demo:en+de+es+fr+it",)), None, module_folder("run"))
 
 
 def tokens(data, i):
@@ -49,7 +49,7 @@ def test_the_block_makes_the_order_or_the_weights_of_the_loss(data, tmp_path):
 
 def test_a_caption_weighs_by_its_tokens_in_any_script(tmp_path):
     """Chinese has a third as many characters as English for about the same tokens."""
-    data = prepare_data(DataOptions(("demo:en", "demo:zh"), val_fraction=0.0), None, tmp_path)
+    data = prepare_data(DataOptions(data=("demo:en", "demo:zh"), val_fraction=0.0), None, tmp_path)
     block = SampleWeightsBlock(use="loss", image=0, text=1)
     by = {
         unit: text_lengths(data, replace(block, length=unit), 32, tmp_path)

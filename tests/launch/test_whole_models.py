@@ -42,10 +42,10 @@ from transformers import (
 
 from data.modalities.preprocessing import NORMALIZATIONS, Preprocessing
 from data.modalities.tokenizer import batch_tokens, load_tokenizer
+from launch.config.options import parse_options
 from launch.exporting.writing import image_processor, write_export
 from launch.inference.trained import open_model_folder, public_model, with_named_towers
-from launch.model import ModelOptions, RunModel
-from launch.settings.options import parse_options
+from launch.model import RunModel
 from launch.settings.preprocessing import describe_pixels
 
 PIXELS = Preprocessing(*NORMALIZATIONS["half"])
@@ -137,7 +137,7 @@ def test_a_run_takes_from_the_model_what_is_not_given(models, name):
     assert (options.image_size, options.max_text_tokens) == (SIZE, TOKENS)
     assert options.image_mean == PIXELS.mean and options.tokenizer == str(folder)
     tokenizer = load_tokenizer(options.tokenizer)
-    model = RunModel.of(options.section(ModelOptions), tokenizer)
+    model = RunModel.of(options, tokenizer)
     state = {
         layer.canonical_names[local]: tensor
         for specs in model.layers.values()
@@ -154,7 +154,7 @@ def test_a_model_is_started_from_at_another_size(models):
     folder, _ = models["CLIPModel"]
     flags = ["--image-size", "96", "--max-text-tokens", "30", "--loss", "sigmoid"]
     options = with_named_towers(started_from(folder, *flags), None)
-    model = RunModel.of(options.section(ModelOptions), load_tokenizer(options.tokenizer))
+    model = RunModel.of(options, load_tokenizer(options.tokenizer))
     image, text = (specs[0] for specs in model.layers.values())
     positions = {
         name: tensor
@@ -192,7 +192,7 @@ def test_of_whole_patches_nothing_is_said(tower, size):
 def patches_of(tower, size):
     flags = ["--data", "demo", "--image-tower", tower, "--image-size", str(size)]
     options = replace(parse_options(flags), label_smoothing=0.0)
-    model = RunModel.of(options.section(ModelOptions), load_tokenizer(None, CAPTIONS))
+    model = RunModel.of(options, load_tokenizer(None, CAPTIONS))
     return model.describe_patches()
 
 
@@ -277,7 +277,7 @@ def test_a_tokenizer_of_another_tower_is_refused(models):
     endless.backend_tokenizer.post_processor = TemplateProcessing(single="$A")
     for tokenizer, message in ((larger, r"it knows \d+ tokens"), (endless, r"its '\[SEP\]' there")):
         with pytest.raises(ValueError, match=message):
-            RunModel.of(options.section(ModelOptions), tokenizer)
+            RunModel.of(options, tokenizer)
 
 
 def test_pixels_that_a_model_does_not_describe_are_assumed_aloud_or_refused(models, tmp_path):
@@ -321,7 +321,7 @@ def test_what_does_not_go_together_is_refused(flags, message, capsys):
     if message is None:
         options = replace(parse_options(["--data", "demo", *flags]), label_smoothing=0.0)
         with pytest.raises(ValueError, match="give --embed-dim 512, or --projection linear"):
-            RunModel.of(options.section(ModelOptions), load_tokenizer(None, CAPTIONS))
+            RunModel.of(options, load_tokenizer(None, CAPTIONS))
     else:
         with pytest.raises(SystemExit):
             parse_options(["--data", "demo", *flags])

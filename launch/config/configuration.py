@@ -17,10 +17,21 @@ from engine.config.communication import COMMUNICATION
 from engine.config.reading import BranchesBlock, check_hardware, read_config
 from engine.planning.planner import check_world
 from engine.processes.start import has_bf16
+from launch.config.options import ROOT, Options
+from launch.config.settings import with_settings
 from launch.settings.blocks import READERS
-from launch.settings.options import Options, default_config
-from launch.settings.overrides import with_settings
 from launch.tracking.monitors import split_monitors
+
+
+def default_config(on_gpu: bool, bf16_supported: bool, world_size: int) -> Path:
+    """The JSON file that suits the hardware found. Without a GPU a fork where there are processes
+    for one: it is planned from counted operations, so nothing is measured, and equal runs are
+    equal."""
+    if on_gpu:
+        name = "zero1_bf16.json" if bf16_supported else "zero1_fp16.json"
+    else:
+        name = "cpu_fork_fp32.json" if world_size > 1 else "cpu_fp32.json"
+    return ROOT / "ds_configs" / name
 
 
 @dataclass(frozen=True)

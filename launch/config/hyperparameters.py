@@ -25,7 +25,7 @@ from engine.config.reading import AUTO
 
 if TYPE_CHECKING:
     from engine.config.reading import BranchesBlock
-    from launch.settings.options import Options
+    from launch.config.options import Options
 
 LONG = 5_000  # steps
 # Of adapters, where the recipe's own rate is used: they start at zero and take a higher rate than

@@ -1,0 +1,667 @@
+"""The options of train.py, a dataclass per component. A function takes the group that it needs, so
+its signature says which options it depends on. Imports neither torch nor DeepSpeed, so that `--help`
+answers at once.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentTypeError
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.options import (
+    OptionGroup,
+    at_least,
+    fraction,
+    numbers,
+    option,
+    positive,
+    words,
+)
+from data.modalities.audio.augmentations import AUGMENTATIONS
+from data.modalities.preprocessing import (
+    INTERPOLATIONS,
+    NORMALIZATIONS,
+    RESIZE_MODES,
+    Preprocessing,
+)
+from data.modules import module_names
+from data.options import (
+    BadSampleOptions,
+    DataOptions,
+    LoadingOptions,
+    PairsOptions,
+    SeedOptions,
+    read_pairs,
+)
+from engine.planning.devices import DEVICES, find_device
+from launch.balancing.loss_weights import MODES, check_mode
+from launch.tracking.login import MODES as MODES_OF_WANDB
+
+OPEN_CLIP = "open_clip:"  # how the names of OpenCLIP's models begin
+
+
+def device(text: str) -> str:
+    """`--device`."""
+    try:
+        find_device(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from error
+    return text
+
+
+def named_tower(text: str) -> str:
+    """`--tower MODALITY=NAME`."""
+    modality, equals, name = text.partition("=")
+    if not modality or not equals or not name:
+        raise ArgumentTypeError(f"'{text}' is not written MODALITY=NAME")
+    return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModuleOptions(OptionGroup):
+    title = "how to run"
+    # What a module registers is chosen by name elsewhere, and that name is compared.
+    import_module: tuple[str, ...] | None = option(
+        None,
+        "Python modules to import first, which register what is yours, such as a schedule "
+        "(engine/README.md); they are found as in an import statement, and in the current folder; "
+        "may be repeated",
+        "MODULE[,MODULE]",
+        module_names,
+        action="extend",
+        free=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(ModuleOptions):
+    title = "how to run"
+    deepspeed_config: Path | None = option(
+        None,
+        "how to run",
+        "FILE",
+        Path,
+        name="deepspeed_config",
+        shown="the file in ds_configs/ that suits the hardware",
+        free=True,
+    )
+    recipe: str | None = option(
+        None,
+        "a file of ds_configs/recipes/, such as clip_vit_b32: flags and the JSON file in one",
+        "NAME|FILE",
+        recorded=False,
+    )
+    # what it changes is compared where it stands
+    set: tuple[str, ...] = option(
+        (),
+        "a key of the JSON file, such as branches.layout=merged, or a flag, such as seed=1, in "
+        "place of what is given elsewhere",
+        "KEY=VALUE",
+        action="extend",
+        nargs="+",
+        shown="none",
+        free=True,
+    )
+    run_dir: Path | None = option(
+        None, "everything the run writes", "DIR", Path, shown="runs/<time>-<data>", free=True
+    )
+    resume: str = option(
+        "auto",
+        "go on from the newest whole checkpoint in --run-dir, or from PATH",
+        "auto|never|PATH",
+        free=True,
+    )
+    max_hours: float | None = option(
+        None,
+        "stop after the step in which so many hours are over, with a checkpoint",
+        "H",
+        positive,
+        shown="no limit",
+        free=True,
+    )
+    stall_limit: float = option(
+        10.0,
+        "minutes in which no rank finishes anything; then all end, and say what they were doing",
+        "MIN",
+        positive,
+        free=True,
+    )
+    deterministic: bool = option(
+        False,
+        "torch's deterministic algorithms: the same bits in every run on the same GPUs, more "
+        "slowly; an operation that has none ends the run",
+        free=True,
+    )
+    show_options: bool = option(
+        False,
+        "print each option and key with its value and where it comes from, and end; as --dry-run "
+        "does, it prepares the data and the plan",
+        recorded=False,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DryRunOptions(OptionGroup):
+    title = "dry run"
+    dry_run: bool = option(
+        False,
+        "do everything up to the first step in one process, print the first screen, and write no "
+        "run",
+        free=True,
+    )
+    ranks: int | None = option(
+        None,
+        "to plan for",
+        "N",
+        at_least(1),
+        shown="the recipe's, else what the launcher started, else the GPUs here, else 1",
+        free=True,
+    )
+    device: str | None = option(
+        None,
+        f"to plan for: {', '.join(DEVICES)}, or numbers as in launch.tools.plan",
+        "NAME",
+        device,
+        shown="the recipe's, else what is here",
+        free=True,
+    )
+
+    def check_dry_run(self) -> None:
+        for name in ("ranks", "device"):
+            if not self.dry_run and getattr(self, name) is not None:
+                raise ValueError(
+                    f"argument --{name}: {getattr(self, name)} is for --dry-run; a run has what it "
+                    "is started on"
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageOptions(OptionGroup):
+    """What an image tower sees."""
+
+    title = "images"
+    augmentation: tuple[str, ...] | None = option(
+        None,
+        "of training images: a crop of 80 to 100 % of the area and a light colour behind "
+        "transparent parts; white behind them, as in evaluation; mirrored, where captions do not "
+        "say left and right; other brightness and contrast, where they do not name colours",
+        "crop[+white][+flip][+colour]|none",
+        words(("crop", "white", "flip", "colour"), first="crop"),
+        shown="as the recipe says, ds_configs/README.md",
+        kept=True,
+        in_recipe=True,
+    )
+    image_size: int = option(
+        224,
+        "pixels a side; the position embeddings of weights of another size are interpolated",
+        "N",
+        at_least(1),
+        demo=64,
+        shown="224; demo: 64; pretrained image weights: what they were trained with",
+        kept=True,
+        in_recipe=True,
+    )
+    image_normalization: str | None = option(
+        None,
+        "mean and standard deviation of the pixels",
+        choices=tuple(NORMALIZATIONS),
+        shown="those of the pretrained image weights; from scratch clip",
+        recorded=False,
+        in_recipe=True,
+    )
+    image_mean: tuple[float, ...] | None = option(
+        None,
+        "of channel values from 0 to 1, together with --image-std, instead of "
+        "--image-normalization",
+        "R,G,B",
+        numbers,
+        shown="as there",
+        kept=True,
+    )
+    image_std: tuple[float, ...] | None = option(
+        None, "see --image-mean", "R,G,B", numbers, shown="as there", kept=True
+    )
+    image_interpolation: str | None = option(
+        None,
+        "how images are resized",
+        choices=INTERPOLATIONS,
+        shown="as the pretrained image weights were trained; from scratch bicubic",
+        kept=True,
+        in_recipe=True,
+    )
+    image_resize: int | None = option(
+        None,
+        "pixels of the shorter side before the centre is cropped in evaluation",
+        "N",
+        at_least(1),
+        shown="in proportion to the pretrained image weights; from scratch --image-size",
+        kept=True,
+        in_recipe=True,
+    )
+    image_resize_mode: str | None = option(
+        None,
+        "in evaluation: keep the shape of an image and cut its centre out, or squash both sides to "
+        "--image-size",
+        choices=RESIZE_MODES,
+        shown="as OpenCLIP's weights say, else shortest",
+        kept=True,
+        in_recipe=True,
+    )
+    image_buckets: int = option(
+        1,
+        "input shapes of about that area, chosen to suit the images; a micro-batch has one of "
+        "them; 1: square",
+        "N",
+        at_least(1),
+        in_recipe=True,
+    )
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        return Preprocessing.from_options(vars(self))
+
+    def check_pixels(self) -> None:
+        if (self.image_mean is None) != (self.image_std is None):
+            raise ValueError(
+                "argument --image-mean: it goes together with --image-std; give both, or "
+                "--image-normalization"
+            )
+        if self.image_normalization and self.image_mean:
+            raise ValueError(
+                "argument --image-normalization: --image-mean and --image-std say the same; give "
+                "one of them"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions(OptionGroup):
+    """What a text tower reads."""
+
+    title = "texts"
+    max_text_tokens: int = option(
+        77, "longer texts are cut", "N", at_least(4), demo=32, kept=True, in_recipe=True
+    )
+    tokenizer: str | None = option(
+        None,
+        "Hugging Face id, folder, or open_clip:MODEL for that of one of OpenCLIP's models",
+        "WHERE",
+        shown="that of --import or of --text-weights, or in a folder given to --text-tower; "
+        "without pretrained texts a WordPiece trained on the captions",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AudioOptions(OptionGroup):
+    """What an audio tower hears; all None where no pair has sounds."""
+
+    title = "sounds, for --pairs that name audio"
+    audio_tower: str | None = option(
+        "hf:clap-htsat-unfused",
+        "hf:NAME of AST, CLAP or Whisper, or any image tower, over a spectrogram",
+        "NAME",
+        demo="resnet18:layers=1-1-1-1",
+        shown="hf:clap-htsat-unfused; demo: a ResNet-10",
+        kept=True,
+        in_recipe=True,
+    )
+    audio_seconds: float | None = option(
+        None,
+        "length of a clip: longer sounds are cut at random, in evaluation to their middle; shorter "
+        "ones are repeated or padded",
+        "S",
+        positive,
+        demo=2.5,
+        shown="as the tower of transformers was made for; an image tower 4.0; demo: 2.5",
+        kept=True,
+        in_recipe=True,
+    )
+    audio_size: int | None = option(
+        128,
+        "mel bins and frames of the spectrogram that an image tower sees as --audio-tower",
+        "N",
+        at_least(8),
+        demo=96,
+        kept=True,
+        in_recipe=True,
+    )
+    audio_augmentation: tuple[str, ...] | None = option(
+        ("crop", "spec"),
+        "of training sounds: a clip from anywhere in a longer sound; stripes of time and of "
+        "frequency masked (SpecAugment); Gaussian noise, 5 to 30 dB quieter",
+        "crop[+spec][+noise]|none",
+        words(AUGMENTATIONS),
+        shown="crop+spec",
+        kept=True,
+        in_recipe=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputOptions(SeedOptions, PairsOptions, ImageOptions, TextOptions, AudioOptions):
+    """What the towers see of a sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerOptions(InputOptions, ModuleOptions):
+    """The towers, and the weights that they start from."""
+
+    title = "towers"
+    image_tower: str = option(
+        "resnet50",
+        "NAME[:key=value,...]: a classifier of torchvision, timm:NAME, open_clip:MODEL or hf:NAME",
+        "NAME",
+        demo="resnet18:layers=1-1-1-1",
+        shown="resnet50; demo: a ResNet-10",
+        kept=True,
+        in_recipe=True,
+    )
+    text_tower: str = option(
+        "bert-base-uncased",
+        "architecture, Hugging Face id, local folder or open_clip:MODEL",
+        "NAME",
+        demo="bert-mini",
+        kept=True,
+        in_recipe=True,
+    )
+    image_weights: str | None = option(
+        None,
+        "pretrained: library name, Hugging Face id, folder or file",
+        "WHERE",
+        shown="from scratch",
+        in_recipe=True,
+    )
+    text_weights: str | None = option(
+        None,
+        "pretrained: Hugging Face id, folder or file",
+        "WHERE",
+        shown="from scratch",
+        in_recipe=True,
+    )
+    audio_weights: str | None = option(
+        None, "pretrained, as --image-weights", "WHERE", shown="from scratch", in_recipe=True
+    )
+    imported: str | None = option(
+        None,
+        "a whole model to start from: a folder of export.py or of transformers' CLIPModel, "
+        "SiglipModel, Siglip2Model, ChineseCLIPModel or VisionTextDualEncoderModel, or of OpenCLIP, "
+        "or a Hugging Face id of one (OpenCLIP's: hf-hub:ORGANISATION/MODEL), which also say the "
+        "towers, sizes, tokenizer and loss that are not given; or a file of OpenCLIP weights, with "
+        "both towers open_clip:MODEL",
+        "WHERE",
+        name="import",
+        shown="from scratch",
+        in_recipe=True,
+    )
+    tower: tuple[str, ...] = option(
+        (),
+        "of another modality that --pairs names; NAME as its module says; repeat it for several",
+        "MODALITY=NAME",
+        named_tower,
+        action="append",
+        shown="the modality's own",
+    )
+    embed_dim: int = option(
+        512, "width of the common space", "N", at_least(1), demo=256, kept=True, in_recipe=True
+    )
+    projection: str = option(
+        "linear",
+        "from a tower's features to the embeddings; mlp: two layers and ReLU or NAME between them, "
+        "as in CLAP; none: the features are the embeddings, as in SigLIP",
+        "linear|mlp[:hidden_act=NAME]|none",
+        shown="as in --import, else linear",
+        kept=True,
+        in_recipe=True,
+    )
+
+    def tokenizer_source(self) -> str | None:
+        """Where the tokenizer comes from: asked for, or that of the text tower's weights or beside
+        its configuration; None: train one. Errors: ValueError for weights without one."""
+        from data.modalities.tokenizer import has_vocabulary  # imports transformers
+        from models.towers.names import split_name
+        from models.towers.text import full_name, hub_id_of
+
+        if self.tokenizer is not None:
+            return self.tokenizer
+        base, weights = split_name(full_name(self.text_tower))[0], self.text_weights
+        folders = [base]
+        if weights is not None and Path(weights).exists():
+            folders.insert(0, weights if Path(weights).is_dir() else str(Path(weights).parent))
+        elif weights is not None and "/" in weights:
+            return weights
+        elif weights is not None and base.startswith(OPEN_CLIP):
+            return base
+        elif weights and (hub_id := hub_id_of(base if weights == "DEFAULT" else weights)):
+            return hub_id
+        for folder in folders:
+            if has_vocabulary(Path(folder)):
+                return folder
+        if weights or self.imported:
+            flag, given = ("text-weights", weights) if weights else ("import", self.imported)
+            raise ValueError(
+                f"--{flag} {given}: there is no tokenizer beside these weights, and one trained on "
+                "the captions would number its words otherwise. Give --tokenizer, the folder or "
+                "Hugging Face id of the one that they were trained with"
+            )
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossWeightOptions(OptionGroup):
+    """What each loss counts."""
+
+    title = "objective"
+    matching_weight: float = option(
+        1.0, "of its loss, that of the contrastive one being 1", "W", positive, in_recipe=True
+    )
+    loss_weights: str = option(
+        "fixed",
+        "of all losses: as given, by a learned uncertainty of each, by how they fall and how far "
+        "the embeddings have come, or, with several pairs, after each evaluation by the alignment "
+        "and uniformity of their held-out embeddings",
+        choices=MODES,
+        in_recipe=True,
+    )
+    loss_weights_every: int = option(
+        50,
+        "steps between changes of --loss-weights uncertainty or measured",
+        "N",
+        at_least(1),
+        in_recipe=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(TowerOptions, LossWeightOptions):
+    """What is trained, and from which weights."""
+
+    title = "objective"
+    loss: str = option(
+        "infonce",
+        "over all pairs of the global batch: CLIP's cross entropy, or each pair by itself, as "
+        "SigLIP does; NAME: one that --import-module adds",
+        "infonce|sigmoid|NAME",
+        shown="that of --import, else infonce",
+        kept=True,
+        in_recipe=True,
+    )
+    label_smoothing: float | None = option(
+        None,
+        "part of each target that all share, in infonce",
+        "F",
+        fraction,
+        shown="as the recipe says, ds_configs/README.md",
+        kept=True,
+        in_recipe=True,
+    )
+    duplicates: str = option(
+        "masked",
+        "what samples of a batch are to each other whose image, sound or caption is the same: left "
+        "out of each other's loss, each other's positives, or negatives like all others",
+        choices=("masked", "positives", "negatives"),
+        kept=True,
+        in_recipe=True,
+    )
+    fusion: int = option(
+        0,
+        "layers of cross-attention that learn to tell whether an image and a text belong together, "
+        "from hard negatives of the global batch; 0: none",
+        "N",
+        at_least(0),
+        in_recipe=True,
+    )
+    fusion_width: int = option(512, "of its tokens", "N", at_least(1), in_recipe=True)
+    fusion_heads: int = option(8, "of its attention", "N", at_least(1), in_recipe=True)
+    fusion_scales: int | None = option(
+        None,
+        "sizes of the image tower's maps that it sees, the smallest ones",
+        "N",
+        at_least(1),
+        shown="2, or 1 where there is one",
+        in_recipe=True,
+    )
+
+    def check_objective(self) -> None:
+        """Raise ValueError for options that do not go together, or would do nothing."""
+        pairs = [f"contrastive/{p.first}_{p.second}" for p in read_pairs(self.pairs)]
+        if self.fusion and self.fusion_width % self.fusion_heads:
+            raise ValueError(
+                f"argument --fusion-width: {self.fusion_width} is no multiple of --fusion-heads "
+                f"{self.fusion_heads}"
+            )
+        try:
+            check_mode(self.loss_weights, [*pairs, *(["matching"] if self.fusion else [])])
+        except ValueError as error:
+            raise ValueError(f"argument --loss-weights: {error}") from None
+        of_fusion = ["fusion_width", "fusion_heads", "fusion_scales", "matching_weight"]
+        of_several = ["loss_weights", "loss_weights_every"] if len(pairs) == 1 else []
+        for name in [] if self.fusion else [*of_fusion, *of_several]:
+            if getattr(self, name) != getattr(ModelOptions, name):
+                also = " or several --pairs" if name in of_several else ""
+                raise ValueError(
+                    f"argument --{name.replace('_', '-')}: {getattr(self, name)} is for a run with "
+                    f"--fusion{also}; add --fusion N, or leave it out"
+                )
+        every = self.loss_weights_every
+        follows = self.loss_weights not in ("fixed", "alignment")
+        if not follows and every != ModelOptions.loss_weights_every:
+            raise ValueError(
+                f"argument --loss-weights-every: {every} is for --loss-weights uncertainty or "
+                f"measured; {self.loss_weights} follows no losses, so leave it out"
+            )
+        if self.label_smoothing and self.loss != "infonce":
+            raise ValueError(
+                f"argument --label-smoothing: {self.label_smoothing} is for --loss infonce; "
+                f"{self.loss} has no targets to smooth, so leave it out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthOptions(OptionGroup):
+    """How long a run is, and what it does on the way."""
+
+    title = "length"
+    epochs: int | None = option(
+        30, "passes over the training samples", "N", at_least(1), demo=12, kept=True, in_recipe=True
+    )
+    steps: int | None = option(
+        None,
+        "optimizer steps, instead of epochs",
+        "N",
+        at_least(1),
+        shown="as --epochs says",
+        in_recipe=True,
+    )
+    save_every: int | None = option(
+        None,
+        "steps between checkpoints; one is always made at the end",
+        "N",
+        at_least(1),
+        shown="one epoch",
+        free=True,
+        in_recipe=True,
+    )
+    keep_checkpoints: int = option(
+        3, "the newest ones that stay", "K", at_least(1), free=True, in_recipe=True
+    )
+    keep_every: int | None = option(
+        None,
+        "also keep the first checkpoint of every N steps",
+        "N",
+        at_least(1),
+        free=True,
+        in_recipe=True,
+    )
+    eval_every: int | None = option(
+        None,
+        "steps between held-out evaluations; one is always made at the end",
+        "N",
+        at_least(1),
+        shown="one epoch",
+        free=True,
+        in_recipe=True,
+    )
+    eval_ema: bool = option(
+        False,
+        "evaluate the moving average of the weights too; needs the JSON's ema block",
+        free=True,
+        in_recipe=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchingOptions(DataOptions, TowerOptions, LengthOptions):
+    """Which samples make which micro-batch."""
+
+    title = "tracking"
+    explain_balance: int = option(
+        0,
+        "print how N global batches are dealt before training starts",
+        "N",
+        at_least(0),
+        free=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackingOptions(OptionGroup):
+    title = "tracking"
+    wandb: str = option(
+        "auto",
+        "Weights & Biases; auto: online where a login is found",
+        choices=MODES_OF_WANDB,
+        free=True,
+    )
+    wandb_project: str | None = option(
+        None,
+        "project there",
+        "NAME",
+        shown="that of the JSON's wandb block or of WANDB_PROJECT, else wye",
+        free=True,
+    )
+    trace_every: int = option(
+        100, "steps between those written to trace.json; 0: none", "N", at_least(0), free=True
+    )
+
+
+GROUPS: Sequence[type[OptionGroup]] = (
+    RunOptions,
+    ModuleOptions,
+    SeedOptions,
+    DryRunOptions,
+    DataOptions,
+    BadSampleOptions,
+    LoadingOptions,
+    TowerOptions,
+    ImageOptions,
+    TextOptions,
+    AudioOptions,
+    PairsOptions,
+    ModelOptions,
+    LossWeightOptions,
+    LengthOptions,
+    TrackingOptions,
+    BatchingOptions,
+)
+"""In the order of the help."""

@@ -1,0 +1,362 @@
+"""The command line of train.py: where each option's value comes from.
+
+    --set NAME=VALUE  over  --NAME VALUE  over  --recipe  over  the run that goes on (what it began
+    with, of options that are `kept`)  over  the model of --import  over  the default
+
+`decide` does all of it; `--show-options` prints what came of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections import ChainMap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from common.options import SAME, Flag, add_flags, flag_of
+from data.formats.rows import near
+from data.index.roots import from_anywhere
+from data.modalities.preprocessing import NORMALIZATIONS, Preprocessing
+from data.modules import import_modules
+from data.options import IMAGE_TEXT, DataOptions, LoadingOptions, branches_of
+from launch.config.groups import (
+    GROUPS,
+    OPEN_CLIP,
+    AudioOptions,
+    BatchingOptions,
+    DryRunOptions,
+    ImageOptions,
+    ModelOptions,
+    RunOptions,
+    TrackingOptions,
+)
+from launch.config.recipe_files import RecipeFile, find_recipe
+from launch.config.settings import split_settings
+from launch.run.records import PIXELS, options_of_import, read_export, read_run, refuse_no_model
+from launch.terminal.last_words import say_last
+from models.towers.names import join_name, split_name
+
+if TYPE_CHECKING:
+    from engine.config.reading import BranchesBlock
+
+ROOT = Path(__file__).resolve().parents[2]
+EITHER = ("epochs", "steps")  # one of them ends a run
+OF_BRANCH = {
+    "image": ("image_tower", "image_weights", "image_buckets"),
+    "text": ("text_tower", "text_weights", "tokenizer"),
+    "audio": ("audio_weights", *(each.name for each in fields(AudioOptions))),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(
+    RunOptions, DryRunOptions, BatchingOptions, LoadingOptions, ModelOptions, TrackingOptions
+):
+    """Everything that the command line decides. `sources`: where each value comes from."""
+
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    def refuse_beside(self, block: BranchesBlock) -> None:
+        """Raise ValueError for a flag that does not go with what the `branches` block says."""
+        if self.eval_ema and block.averaging() is None:
+            raise ValueError(
+                '--eval-ema: the weights are not averaged; add "ema": {"decay": 0.9999, "warmup": '
+                'true} to "branches", or leave it out'
+            )
+        if self.fusion and block.locking().head:
+            raise ValueError(
+                f'--fusion {self.fusion}: it would not learn; set "head" of "branches.locked" to '
+                "false, or leave --fusion out"
+            )
+
+    def check(self) -> None:
+        """Raise ValueError, in the words of a command line, for options that do not go together."""
+        DataOptions.check(self)
+        self.check_dry_run()
+        self.check_objective()
+        _refuse_unknown(self)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Started on many ranks at once, it speaks on the first only."""
+
+    def error(self, message: str) -> NoReturn:
+        if _is_first_rank():
+            self.print_usage(sys.stderr)
+            say_last(f"{self.prog}: error: {message} (see {self.prog} --help)")
+        sys.exit(2)
+
+    def print_help(self, file: Any = None) -> None:
+        if _is_first_rank():
+            super().print_help(file)
+
+
+def _is_first_rank() -> bool:
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="train.py",
+        description="Train an image tower and a text tower as a forked pipeline with one exact loss "
+        "over the global batch. Without any flag: a small pair of towers on the embedded data.",
+        epilog="Learning rate, schedule, batch sizes, precision, ZeRO and the layout of the stages "
+        "are in the JSON file: ds_configs/README.md.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=120),
+    )
+    add_flags(parser, GROUPS)
+    # given by DeepSpeed's launcher, which also sets LOCAL_RANK
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS, default=argparse.SUPPRESS)
+    return parser
+
+
+def parse_options(arguments: Sequence[str] | None = None) -> Options:
+    """Options of train.py; exits with status 2 and one message when they are wrong."""
+    parser = make_parser()
+    try:
+        return decide(parser, sys.argv[1:] if arguments is None else list(arguments))
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def decide(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Options:
+    """Every option with its value, the strongest of those given. Errors: ValueError."""
+    typed = _values(parser, arguments)
+    flags, settings = split_settings(parser, typed.get("set", ()))
+    by_set = _values(parser, flags)
+    typed["set"] = settings
+    layers: dict[str, Mapping[str, Any]] = {"--set": by_set, "command line": typed}
+    given: ChainMap[str, Any] = ChainMap(by_set, typed)
+
+    recipe = _recipe(given)
+    if recipe is not None:
+        own = _values(parser, recipe.arguments())
+        if any(name in given for name in EITHER):
+            own = {name: value for name, value in own.items() if name not in EITHER}
+        own["deepspeed_config"] = recipe.file
+        if "dry_run" in given:
+            own |= {"ranks": recipe.ranks, "device": recipe.device}
+        layers[f"recipe {given['recipe']}"] = own
+        given.maps.append(own)
+
+    # first: what they register are values of other flags
+    import_modules(given.get("import_module"))
+    began = _began(given.get("run_dir"))
+    layers["the run that goes on"] = began
+    imported, held = _of_import(given)
+    layers["--import"] = {
+        name: value for name, value in imported.items() if name not in (*PIXELS, *began)
+    }
+    is_demo = DataOptions(data=tuple(given.get("data", ("demo",)))).is_demo
+    defaults = {each.name: default_of(each.name, is_demo) for each in fields(Options)[:-1]}
+    layers["default"] = defaults
+    values = ChainMap(*map(dict, layers.values()))
+    if any(name in given for name in EITHER):  # the others' length is not this run's
+        defaults.update(dict.fromkeys(EITHER))
+        values.maps[-1].update(dict.fromkeys(EITHER))
+    if "steps" in given and "epochs" in given:
+        raise ValueError("argument --steps: not allowed with argument --epochs")
+
+    _refuse_unused(given, values, held)
+    pixels, trained = _pixels(given, values, held, began)
+    settled = {**values, **_paths(values), **pixels}
+    if "audio" not in branches_of(values["pairs"]):
+        settled |= {each.name: None for each in fields(AudioOptions)}
+    sources = {
+        name: next(source for source, layer in layers.items() if name in layer) for name in defaults
+    }
+    if trained:
+        unsaid = [name for name in pixels if sources[name] == "default"]
+        sources |= dict.fromkeys(unsaid, "the weights of the image tower")
+    if not settings:
+        sources["set"] = "default"
+    as_tuples: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in settled.items()
+    }
+    options = Options(**as_tuples, sources=sources)
+    options.check()
+    return options
+
+
+def free_options() -> list[str]:
+    """Those that may differ when a run goes on, because they do not change what is trained."""
+    return [each.name for each in fields(Options)[:-1] if flag_of(Options, each.name).free]
+
+
+def default_of(name: str, is_demo: bool = False) -> Any:
+    """Of an option; `is_demo`: where all data are embedded ones."""
+    flag: Flag = flag_of(Options, name)
+    return flag.demo if is_demo and flag.demo is not SAME else getattr(Options, name)
+
+
+def _values(parser: argparse.ArgumentParser, words: Sequence[str]) -> dict[str, Any]:
+    """What the words give; nothing for what they do not."""
+    values = vars(parser.parse_args(list(words)))
+    values.pop("local_rank", None)
+    return values
+
+
+def _recipe(given: Mapping[str, Any]) -> RecipeFile | None:
+    if given.get("recipe") is None:
+        return None
+    try:
+        recipe = RecipeFile.read(find_recipe(given["recipe"]))
+    except ValueError as error:
+        raise ValueError(f"argument --recipe: {error}") from error
+    if given.get("deepspeed_config"):
+        raise ValueError(
+            f"argument --deepspeed_config: --recipe {recipe.file} is one too; give one of them, or "
+            "copy the recipe and change it"
+        )
+    return recipe
+
+
+def _began(run_dir: Path | None) -> dict[str, Any]:
+    """What the command of a run that goes on may leave out: it stays what it was, also where
+    defaults have changed since."""
+    recorded = (run_dir and read_run(run_dir) or {}).get("options", {})
+    kept = {each.name for each in fields(Options)[:-1] if flag_of(Options, each.name).kept}
+    return {name: v for name, v in recorded.items() if name in kept and v is not None}
+
+
+def _of_import(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The options that the model of --import says, and the branches that it has towers of. A file
+    of weights says none, unless both towers are the two sides of a model of OpenCLIP."""
+    if not given.get("imported"):
+        return {}, ()
+    found: dict[str, Any] = {"imported": _model_folder(given["imported"])}
+    where = Path(found["imported"])
+    try:
+        refuse_no_model(found["imported"], where, weights_alone=True)
+        said = options_of_import(where)
+        towers = given.get("image_tower"), given.get("text_tower")
+        if not said and all(tower and tower.startswith(OPEN_CLIP) for tower in towers):
+            from models.weights.open_clip_models import model_of_towers, options_of_open_clip
+
+            model = model_of_towers(*towers)
+            said = options_of_open_clip(model) if model else {}
+    except (ValueError, OSError) as error:
+        raise ValueError(f"argument --import: {error}") from error
+    held = branches_of(said.get("pairs", IMAGE_TEXT))
+    pairs = given.get("pairs") or said.get("pairs", IMAGE_TEXT)
+    lacking = [branch for branch in held if branch not in branches_of(pairs)]
+    # what export.py wrote of three towers goes on with two of them too
+    if lacking and not (lacking == ["audio"] and read_export(where)):
+        raise ValueError(
+            f"argument --import: it is of the {lacking[0]} branch, and no pair of --pairs {pairs} "
+            f"has '{lacking[0]}'; leave it out"
+        )
+    used = {name: v for name, v in said.items() if name.partition("_")[0] not in lacking}
+    return {**used, **found}, held
+
+
+def _model_folder(where: str) -> str:
+    """The folder or file of --import; a model on the Hugging Face hub is downloaded."""
+    if Path(where).expanduser().exists():
+        return where
+    from models.weights.reading import find_model  # imports torch, which --help can do without
+
+    try:
+        return str(find_model(where))
+    except OSError as error:
+        raise ValueError(f"argument --import: {error}") from error
+
+
+def _refuse_unused(
+    given: Mapping[str, Any], values: Mapping[str, Any], held: Sequence[str]
+) -> None:
+    """Raise ValueError for flags of a branch that no pair has, or that --import brings."""
+    for branch in held:
+        if given.get(f"{branch}_weights"):
+            raise ValueError(
+                f"argument --import: it holds the {branch} tower; leave out --{branch}-weights"
+            )
+    for branch, names in OF_BRANCH.items():
+        for name in names if branch not in branches_of(values["pairs"]) else ():
+            if given.get(name) not in (None, getattr(Options, name)):
+                raise ValueError(
+                    f"argument --{name.replace('_', '-')}: it is of the {branch} branch, and no "
+                    f"pair of --pairs {values['pairs']} has '{branch}'; leave it out"
+                )
+
+
+def _paths(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What is named by a path, by its absolute one, so that evaluate.py and export.py find it from
+    elsewhere."""
+    found: dict[str, Any] = {
+        "data": tuple(map(from_anywhere, values["data"])),
+        "val_data": values["val_data"] and from_anywhere(values["val_data"]),
+        "data_root": values["data_root"] and tuple(dict.fromkeys(values["data_root"])),
+        "tokenizer": values["tokenizer"] and _absolute(values["tokenizer"]),
+    }
+    for name in ("image_weights", "text_weights", "audio_weights", "imported", "text_tower"):
+        value = values[name]
+        # NAME is also one that a library knows; ./NAME is not
+        if value and ("/" in value or name == "imported"):
+            base, overrides = split_name(value) if name == "text_tower" else (value, None)
+            found[name] = (
+                _absolute(base) if overrides is None else join_name(_absolute(base), overrides)
+            )
+    return found
+
+
+def _absolute(where: str) -> str:
+    return str(Path(where).expanduser().absolute()) if Path(where).expanduser().exists() else where
+
+
+def _pixels(
+    given: Mapping[str, Any],
+    values: Mapping[str, Any],
+    held: Sequence[str],
+    began: Mapping[str, Any],
+) -> tuple[dict[str, Any], bool]:
+    """The image size and how pixels are prepared: as given, else as the run began, else as the
+    weights of the image tower were trained, else CLIP's. Also whether those weights say it."""
+    # imports torchvision, which --help can do without
+    from launch.settings.preprocessing import trained_with
+
+    asked: dict[str, Any] = {name: given.get(name) for name in PIXELS}
+    ImageOptions(image_normalization=given.get("image_normalization"), **asked).check_pixels()
+    if given.get("image_normalization"):
+        asked["image_mean"], asked["image_std"] = NORMALIZATIONS[given["image_normalization"]]
+    weights = values["imported"] if "image" in held else values["image_weights"]
+    trained = None if weights is None or began else trained_with(weights, values["image_tower"])
+    preprocessing, size = trained or (Preprocessing.from_options(began), values["image_size"])
+    size = given.get("image_size") or size
+    found: dict[str, Any] = {
+        name: default if asked[name] is None else asked[name]
+        for name, default in preprocessing.options(size).items()
+    }
+    if found["image_resize"] < size:
+        raise ValueError(
+            f"argument --image-resize: {found['image_resize']} is below --image-size {size}; the "
+            "centre is cropped from it"
+        )
+    Preprocessing.from_options({**found, "image_size": size})
+    return {"image_size": size, **found}, trained is not None
+
+
+def _refuse_unknown(options: Options) -> None:
+    """Raise ValueError for names that no library, module or file knows. Imports what --help can do
+    without."""
+    from data.modalities.tokenizer import refuse_no_vocabulary
+    from launch.settings.modalities import refuse_pairs
+    from models.losses import LOSSES
+    from models.towers.head import read_projection
+
+    refuse_pairs(options.pairs, options.tower, bool(options.fusion))
+    if options.loss not in LOSSES:
+        raise ValueError(
+            f"argument --loss: there is no loss '{options.loss}'; there are "
+            f"{', '.join(LOSSES)}{near(options.loss, list(LOSSES))}"
+        )
+    try:
+        read_projection(options.projection)
+    except ValueError as error:
+        raise ValueError(f"argument --projection: {error}") from error
+    if source := options.tokenizer_source():
+        refuse_no_vocabulary(source)
