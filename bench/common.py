@@ -201,7 +201,7 @@ def make_engine(
 
     from engine.build import build_engine
     from engine.planning.planner import plan_run
-    from launch.settings.objective import objective_of, pairs_of
+    from launch.objective import objective_of, pairs_of
     from models.losses import InfoNCE
 
     config, block = configuration(setup, branches, deepspeed)

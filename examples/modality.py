@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from data.modalities.modality import ValueModality
 from examples.dataset import GRID
-from launch.settings.modalities import MODALITIES, ModalityEntry
+from launch.modalities import MODALITIES, ModalityEntry
 from models.towers.layers import Layer, Tower, cut, reset
 
 COLOURS = 3 * GRID * GRID

@@ -21,7 +21,7 @@ from data.prepare import PreparedData
 from engine.executor import FromBytes
 from launch.balancing.choosing import side_multiple
 from launch.config.groups import InputOptions
-from launch.settings.modalities import MODALITIES, audio_features
+from launch.modalities import MODALITIES, audio_features
 from models.towers.layers import Tower
 
 

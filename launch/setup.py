@@ -46,9 +46,11 @@ from engine.processes.watchdog import Watchdog
 from engine.trace import HostClock
 from launch.balancing.batching import Batching
 from launch.balancing.loss_weights import LossWeights
+from launch.config.blocks import adapting, dealing
 from launch.config.configuration import Abilities, asked_communication, read_configuration
 from launch.config.hyperparameters import as_begun, settle
 from launch.config.options import Options
+from launch.config.pixels import describe_pixels
 from launch.costing import NOMINAL, run_costs
 from launch.estimates import estimated_costs
 from launch.feeding import share_cores
@@ -60,8 +62,6 @@ from launch.run.failures import Run
 from launch.run.folder import RunFolder, choose_folder, training_identity
 from launch.run.resuming import find_checkpoint, resume, state_of
 from launch.run.stopping import StopRequest
-from launch.settings.blocks import adapting, dealing
-from launch.settings.preprocessing import describe_pixels
 from launch.terminal.first_screen import Hardware, first_screen, folder_to_watch
 from launch.terminal.last_words import say_last
 from launch.terminal.quiet import quiet_ranks

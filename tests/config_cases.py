@@ -31,7 +31,7 @@ def train_by_file(file: str, steps: int) -> dict[str, Any]:
     from engine.planning.costs import with_learned
     from engine.planning.planner import plan_run
     from launch.config.hyperparameters import RECIPES
-    from launch.settings.objective import objective_of, pairs_of
+    from launch.objective import objective_of, pairs_of
     from models.losses import build_loss
     from models.towers.adapters.layers import num_learned
     from models.towers.building import count_flops, meta_inputs

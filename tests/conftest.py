@@ -112,7 +112,7 @@ def registries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a module of one's own registers in a test is gone behind it."""
     from data.index.sources import KINDS
     from engine.schedule import SCHEDULES
-    from launch.settings.modalities import MODALITIES
+    from launch.modalities import MODALITIES
     from models.losses import LOSSES
     from models.towers.image import OWN
 

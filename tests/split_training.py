@@ -424,7 +424,7 @@ def make_engine(case: Case, build_layer: Callable | None = None):
     from engine.build import build_engine
     from engine.config.reading import check_config
     from engine.planning.planner import plan_run
-    from launch.settings.objective import objective_of, pairs_of
+    from launch.objective import objective_of, pairs_of
     from models.losses import build_loss
 
     if case.imported:

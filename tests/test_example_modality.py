@@ -13,7 +13,7 @@ from launched import ROOT, metrics, run_to_end
 from wandb_files import pieces
 
 from launch.config.options import parse_options
-from launch.settings.modalities import MODALITIES
+from launch.modalities import MODALITIES
 from launch.tools.plan import run as run_plan
 
 MODULE = "examples.modality"

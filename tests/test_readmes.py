@@ -16,7 +16,7 @@ from engine.config.reading import (
     read_config,
 )
 from engine.planning.planner import deepspeed_config, plan_run
-from launch.settings.blocks import READERS, BalanceBlock
+from launch.config.blocks import READERS, BalanceBlock
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "ds_configs" / "README.md").read_text(encoding="utf-8")

@@ -28,8 +28,8 @@ from launch.config.groups import InputOptions
 from launch.costing import run_costs
 from launch.feeding import share_cores
 from launch.model import RunModel
+from launch.objective import objective_of, pairs_of
 from launch.run.folder import RunFolder
-from launch.settings.objective import objective_of, pairs_of
 from models.losses import InfoNCE
 from models.towers.building import build_towers
 

@@ -41,7 +41,7 @@ from engine.processes.start import start_processes
 from launch.config.hyperparameters import RECIPES
 from launch.estimates import estimated_costs
 from launch.inputs import from_bytes
-from launch.settings.objective import objective_of, pairs_of
+from launch.objective import objective_of, pairs_of
 from models.losses import InfoNCE
 from models.towers.building import build_towers
 from models.towers.layers import library_models_kept

@@ -3,7 +3,7 @@ standard deviation.
 
 A pretrained tower that is given other pixels than in its training still runs, but its features are
 wrong. Training and evaluation therefore take these values from the weights
-(`launch/settings/preprocessing.py`) and record them.
+(`launch/config/pixels.py`) and record them.
 """
 
 from __future__ import annotations

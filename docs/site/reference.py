@@ -21,7 +21,7 @@ from typing import Any
 
 from engine.config.deepspeed_keys import DEEPSPEED_KEYS
 from engine.config.reading import NOT_WITH_A_PIPELINE, BranchesBlock
-from launch.settings.blocks import READERS
+from launch.config.blocks import READERS
 
 ROOT = Path(__file__).resolve().parents[2]
 FIRST = ("train.py", "evaluate.py", "export.py")  # the programs that people start with

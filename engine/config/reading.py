@@ -56,7 +56,7 @@ NOT_WITH_A_PIPELINE = {
 class BranchesBlock:
     """The `branches` block as written. Checked when made, but for the names of branches in it, see
     `check_names`, and for `balance`, `sample_weights` and `train`, which those read that load the
-    data and build the towers (`launch/settings/blocks.py`)."""
+    data and build the towers (`launch/config/blocks.py`)."""
 
     layout: str = AUTO
     stages: Any = AUTO

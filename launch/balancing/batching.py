@@ -27,9 +27,9 @@ from launch.balancing.choosing import (
     make_balance,
 )
 from launch.balancing.weighting import loss_weights_of, text_lengths, training_order
+from launch.config.blocks import dealing, weighting
 from launch.run.resuming import earlier_sizes
 from launch.run.step_line import step_line
-from launch.settings.blocks import dealing, weighting
 
 
 class Batching:

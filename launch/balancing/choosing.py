@@ -23,8 +23,8 @@ from data.prepare import PreparedData
 from engine.optimizer.locking import lock_costs
 from engine.planning.costs import CostModel
 from engine.planning.planner import RunPlan
+from launch.config.blocks import BalanceBlock
 from launch.config.groups import BatchingOptions
-from launch.settings.blocks import BalanceBlock
 
 SAMPLED_BATCHES = 4  # global batches that decide how many micro-batches there are
 MOST_DEALT = (

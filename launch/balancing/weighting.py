@@ -13,7 +13,7 @@ from data.batching.sampler import BatchSizes, GlobalOrder
 from data.batching.weights import Curriculum, loss_weights, sample_weights
 from data.modalities.lengths import token_counts
 from data.prepare import PreparedData
-from launch.settings.blocks import SampleWeightsBlock
+from launch.config.blocks import SampleWeightsBlock
 
 
 def text_lengths(

@@ -17,9 +17,9 @@ from engine.config.communication import COMMUNICATION
 from engine.config.reading import BranchesBlock, check_hardware, read_config
 from engine.planning.planner import check_world
 from engine.processes.start import has_bf16
+from launch.config.blocks import READERS
 from launch.config.options import ROOT, Options
 from launch.config.settings import with_settings
-from launch.settings.blocks import READERS
 from launch.tracking.monitors import split_monitors
 
 

@@ -317,7 +317,7 @@ def _pixels(
     """The image size and how pixels are prepared: as given, else as the run began, else as the
     weights of the image tower were trained, else CLIP's. Also whether those weights say it."""
     # imports torchvision, which --help can do without
-    from launch.settings.preprocessing import trained_with
+    from launch.config.pixels import trained_with
 
     asked: dict[str, Any] = {name: given.get(name) for name in PIXELS}
     ImageOptions(image_normalization=given.get("image_normalization"), **asked).check_pixels()
@@ -344,7 +344,7 @@ def _refuse_unknown(options: Options) -> None:
     """Raise ValueError for names that no library, module or file knows. Imports what --help can do
     without."""
     from data.modalities.tokenizer import refuse_no_vocabulary
-    from launch.settings.modalities import refuse_pairs
+    from launch.modalities import refuse_pairs
     from models.losses import LOSSES
     from models.towers.head import read_projection
 

@@ -39,8 +39,8 @@ from engine.objective import without_loss
 from launch.inference.kinds import KINDS
 from launch.inference.trained import Trained
 from launch.inputs import as_values, languages_of
+from launch.modalities import MODALITIES, audio_features
 from launch.run.report import show
-from launch.settings.modalities import MODALITIES, audio_features
 from models.towers.fusion import Fusion
 from models.towers.head import TextHead
 

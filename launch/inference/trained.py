@@ -27,8 +27,12 @@ from engine.checkpoint.layout import (
 )
 from engine.checkpoint.reading import CheckpointReader, load_layer
 from engine.objective import scalars_of
+from launch.config.blocks import train_block
 from launch.config.groups import AudioOptions
+from launch.config.pixels import PROCESSORS, trained_with
 from launch.exporting.adapters import FILE, FOLDER, read_adapters
+from launch.modalities import Vocabulary, tower_of
+from launch.objective import pairs_of
 from launch.run.records import (
     RECORD,
     WEIGHTS,
@@ -42,10 +46,6 @@ from launch.run.records import (
     refuse_no_model,
 )
 from launch.run.report import show
-from launch.settings.blocks import train_block
-from launch.settings.modalities import Vocabulary, tower_of
-from launch.settings.objective import pairs_of
-from launch.settings.preprocessing import PROCESSORS, trained_with
 from models.losses import build_loss
 from models.towers.adapters.layers import adapted_tower
 from models.towers.defaults import image_name, text_name

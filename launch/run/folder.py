@@ -37,9 +37,9 @@ from engine.checkpoint.layout import replace_text
 from engine.optimizer.bad_steps import BadStep
 from engine.planning.planner import RunPlan
 from engine.schedule import SCHEDULES
+from launch.config.blocks import SampleWeightsBlock
 from launch.config.options import ROOT, free_options
 from launch.run.records import RUN_RECORD, read_run
-from launch.settings.blocks import SampleWeightsBlock
 from models.towers.building import Tower
 
 # Of the JSON file: the size of the global batch, how it is split and computed. What that does to

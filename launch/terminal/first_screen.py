@@ -27,8 +27,8 @@ from engine.planning.costs import precision_of
 from engine.planning.planner import GIB, RunPlan
 from launch.config.options import Options, default_of
 from launch.costing import NOMINAL
+from launch.modalities import OWN_FLAGS
 from launch.run.records import branches_held
-from launch.settings.modalities import OWN_FLAGS
 from models.losses import PlainLoss, build_loss
 from models.towers.layers import Tower
 from models.weights.reading import published_weights

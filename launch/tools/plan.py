@@ -43,13 +43,13 @@ from engine.planning.devices import DEVICES, Device, find_device
 from engine.planning.planner import GIB, Candidate, Search, describe_batch, search_plans
 from engine.schedule import SCHEDULES
 from engine.topology import LAYOUTS
+from launch.config.blocks import READERS, adapting
 from launch.config.groups import named_tower
 from launch.config.options import ROOT, default_of
 from launch.estimates import estimated_costs
+from launch.modalities import Vocabulary, refuse_pairs, tower_of
+from launch.objective import pairs_of
 from launch.run.report import show
-from launch.settings.blocks import READERS, adapting
-from launch.settings.modalities import Vocabulary, refuse_pairs, tower_of
-from launch.settings.objective import pairs_of
 from launch.tools.drawing import FORMATS, save_plan_png, seconds
 from models.losses import build_loss
 from models.towers.adapters.layers import adapted_tower, num_learned

@@ -12,7 +12,7 @@ pytest.importorskip("material", reason="pip install -r requirements-docs.txt")
 import reference
 
 from engine.config.reading import check_config
-from launch.settings.blocks import READERS
+from launch.config.blocks import READERS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "guide").glob("*.md"))]

@@ -13,7 +13,7 @@ import pytest
 
 from engine.config.deepspeed_keys import DEEPSPEED_KEYS
 from engine.config.reading import BranchesBlock
-from launch.settings.blocks import BalanceBlock
+from launch.config.blocks import BalanceBlock
 
 pytest.importorskip("material", reason="pip install -r requirements-docs.txt")
 import reference

@@ -12,7 +12,7 @@ from cost_models import BRANCHES
 from engine.config.auto import asked
 from engine.config.reading import BranchesBlock, check_config, check_hardware, read_config
 from engine.optimizer.clipping_rules import ClippingRule
-from launch.settings.blocks import READERS, dealing, weighting
+from launch.config.blocks import READERS, dealing, weighting
 
 FOLDER = Path(__file__).parents[2] / "ds_configs"
 FILES = sorted(FOLDER.glob("*.json"))

@@ -11,7 +11,7 @@ from cost_models import BRANCHES
 from ranks import run_ranks
 
 from engine.config.reading import check_config, read_config
-from launch.settings.blocks import READERS
+from launch.config.blocks import READERS
 
 FILES = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 DTYPES = {"fp16": "torch.float16", "bf16": "torch.bfloat16", "fp32": "torch.float32"}

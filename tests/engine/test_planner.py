@@ -26,8 +26,8 @@ from engine.planning.planner import (
 )
 from engine.planning.simulator import simulate
 from engine.schedule import SCHEDULES
+from launch.config.blocks import dealing
 from launch.config.hyperparameters import RECIPES
-from launch.settings.blocks import dealing
 
 FILES = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 MINIMAL = {"train_batch_size": 48, "optimizer": {"type": "AdamW", "params": {"lr": 5e-4}}}

@@ -18,8 +18,8 @@ from engine.step_metrics import SourceLoss
 from engine.trace import Span
 from launch.balancing.balancer import Balancer
 from launch.balancing.choosing import make_balance
+from launch.config.blocks import dealing
 from launch.config.options import parse_options
-from launch.settings.blocks import dealing
 
 COSTS = proportional({"image": [1.0], "text": [1.0]})
 BUSY_S = {"image 0": 0.1, "text 0": 0.1}

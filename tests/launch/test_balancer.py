@@ -17,8 +17,8 @@ from engine.planning.planner import plan_run
 from engine.trace import Span
 from launch.balancing.balancer import Balancer, refitted, seconds_of_micro_batches, slowest_points
 from launch.balancing.choosing import make_balance
+from launch.config.blocks import dealing
 from launch.config.options import parse_options
-from launch.settings.blocks import dealing
 
 COSTS = proportional({"image": [1.0, 2.0], "text": [0.5, 1.5]})
 TRUE = BranchCost(2e-3, 0.0, 3e-5)  # what texts really cost

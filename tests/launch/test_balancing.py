@@ -23,8 +23,8 @@ from launch.balancing.choosing import (
     make_balance,
     text_cost,
 )
+from launch.config.blocks import dealing
 from launch.config.options import parse_options
-from launch.settings.blocks import dealing
 
 COSTS = proportional({"image": [1.0, 2.0], "text": [0.5, 1.5]})
 BUCKETS = BucketedSamples(((32, 64), (64, 32)), np.zeros(4000, np.int8))

@@ -31,8 +31,8 @@ from data.modalities.tokenizer import batch_tokens, load_tokenizer  # noqa: E402
 from launch.config.options import parse_options  # noqa: E402
 from launch.exporting.writing import write_export  # noqa: E402
 from launch.inference.trained import Trained, open_model_folder, with_named_towers  # noqa: E402
+from launch.modalities import audio_features  # noqa: E402
 from launch.model import RunModel  # noqa: E402
-from launch.settings.modalities import audio_features  # noqa: E402
 from models.weights.clap import SCALES, clap_pairs  # noqa: E402
 
 HTSAT = {

@@ -9,11 +9,11 @@ from launched import SMALL, metrics, run_to_end
 
 from data.options import IMAGE_TEXT
 from engine.config.reading import read_config
+from launch.config.blocks import READERS
 from launch.config.configuration import with_file
 from launch.config.options import make_parser, parse_options
 from launch.config.settings import parsed, with_settings
 from launch.run.folder import choose_folder
-from launch.settings.blocks import READERS
 
 FILE = ROOT / "ds_configs" / "cpu_fp32.json"
 SWEEP = ROOT / "examples" / "sweep.yaml"

@@ -19,9 +19,9 @@ from data.modalities.image import ImageModality
 from data.modalities.preprocessing import CLIP, NORMALIZATIONS, Preprocessing
 from data.modalities.transforms import eval_transform
 from launch.config.options import parse_options
+from launch.config.pixels import describe_pixels, trained_with
 from launch.inputs import as_values
 from launch.run.folder import RunFolder, training_identity
-from launch.settings.preprocessing import describe_pixels, trained_with
 from models.towers.image import image_tower
 from models.weights.reading import open_weights
 

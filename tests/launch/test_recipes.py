@@ -28,9 +28,9 @@ from launch.config.options import parse_options
 from launch.config.recipe_files import RECIPES, RecipeFile
 from launch.estimates import estimated_costs
 from launch.inference.trained import with_named_towers
+from launch.modalities import Vocabulary, tower_of
+from launch.objective import pairs_of
 from launch.run.dry_run import dry_run
-from launch.settings.modalities import Vocabulary, tower_of
-from launch.settings.objective import pairs_of
 from launch.terminal.first_screen import duration
 from models.losses import build_loss
 

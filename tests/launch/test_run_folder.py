@@ -24,7 +24,6 @@ from launch.run.folder import (
     BRANCHES_FREE_TO_CHANGE,
     BRANCHES_SPLIT,
     DEEPSPEED_FREE_TO_CHANGE,
-    FREE_TO_CHANGE,
     RunFolder,
     choose_folder,
     training_identity,
@@ -154,7 +153,6 @@ def test_the_same_run_goes_on(folder):
 
 
 def test_what_is_free_to_change_exists():
-    assert set(FREE_TO_CHANGE) <= set(parse_options([]).record())
     assert set(DEEPSPEED_FREE_TO_CHANGE) <= set(DEEPSPEED_KEYS)
     assert {*BRANCHES_FREE_TO_CHANGE, *BRANCHES_SPLIT} <= set(BranchesBlock.__dataclass_fields__)
 

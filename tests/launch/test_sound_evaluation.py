@@ -26,7 +26,7 @@ from launch.inference.kinds import Encoded, played, small_picture  # noqa: E402
 from launch.inference.querying import answers_of, embedded_query, read_query  # noqa: E402
 from launch.inference.samples import opened  # noqa: E402
 from launch.inference.trained import Trained  # noqa: E402
-from launch.settings.modalities import Vocabulary, audio_features, tower_of  # noqa: E402
+from launch.modalities import Vocabulary, audio_features, tower_of  # noqa: E402
 
 pytest.importorskip("soundfile", reason="pip install -r requirements-audio.txt")
 

@@ -13,8 +13,8 @@ from engine.config.reading import check_config
 from engine.planning.planner import plan_run
 from engine.step_metrics import SourceLoss, StepMetrics
 from launch.balancing.choosing import Balance
+from launch.config.blocks import dealing
 from launch.run.step_line import step_line
-from launch.settings.blocks import dealing
 
 METRICS = StepMetrics(
     loss=3.5,

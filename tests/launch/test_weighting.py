@@ -10,7 +10,7 @@ from data.batching.sampler import GlobalOrder
 from data.options import DataOptions
 from data.prepare import prepare_data
 from launch.balancing.weighting import loss_weights_of, text_lengths, training_order
-from launch.settings.blocks import SampleWeightsBlock
+from launch.config.blocks import SampleWeightsBlock
 
 
 @pytest.fixture(scope="module")
