@@ -572,6 +572,7 @@ class LengthOptions(OptionGroup):
         at_least(1),
         shown="as --epochs says",
         in_recipe=True,
+        kept=True,
     )
     save_every: int | None = option(
         None,

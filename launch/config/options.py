@@ -135,8 +135,6 @@ def decide(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Options
     recipe = _recipe(given)
     if recipe is not None:
         own = _values(parser, recipe.arguments())
-        if any(name in given for name in EITHER):
-            own = {name: value for name, value in own.items() if name not in EITHER}
         own["deepspeed_config"] = recipe.file
         if "dry_run" in given:
             own |= {"ranks": recipe.ranks, "device": recipe.device}
@@ -154,13 +152,8 @@ def decide(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Options
     is_demo = DataOptions(data=tuple(given.get("data", ("demo",)))).is_demo
     defaults = {each.name: default_of(each.name, is_demo) for each in fields(Options)[:-1]}
     layers["default"] = defaults
+    _refuse_two_lengths(layers)
     values = ChainMap(*map(dict, layers.values()))
-    if any(name in given for name in EITHER):  # the others' length is not this run's
-        defaults.update(dict.fromkeys(EITHER))
-        values.maps[-1].update(dict.fromkeys(EITHER))
-    if "steps" in given and "epochs" in given:
-        raise ValueError("argument --steps: not allowed with argument --epochs")
-
     _refuse_unused(given, values, held)
     pixels, trained = _pixels(given, values, held, began)
     settled = {**values, **_paths(values), **pixels}
@@ -191,6 +184,20 @@ def default_of(name: str, is_demo: bool = False) -> Any:
     """Of an option; `is_demo`: where all data are embedded ones."""
     flag: Flag = flag_of(Options, name)
     return flag.demo if is_demo and flag.demo is not SAME else getattr(Options, name)
+
+
+def _refuse_two_lengths(layers: dict[str, Mapping[str, Any]]) -> None:
+    """Epochs and steps are two words for one choice: the strongest layer that says one decides."""
+    decided = False
+    for name, layer in layers.items():
+        said = [word for word in EITHER if layer.get(word) is not None]
+        if decided:
+            layers[name] = {key: v for key, v in layer.items() if key not in EITHER}
+        elif len(said) > 1:
+            raise ValueError("argument --steps: not allowed with argument --epochs")
+        elif said:
+            decided = True
+            layers[name] = {**layer, **{word: layer.get(word) for word in EITHER}}
 
 
 def _values(parser: argparse.ArgumentParser, words: Sequence[str]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from engine.config.reading import BranchesBlock, read_config
 from engine.planning.planner import check_world, plan_run
 from launch.config.configuration import default_config
 from launch.config.groups import GROUPS
-from launch.config.options import default_of, make_parser, parse_options
+from launch.config.options import ROOT, default_of, make_parser, parse_options
 
 FLAGS = {
     f"--{flag.name or name.replace('_', '-')}": (name, default, flag)
@@ -146,6 +146,35 @@ def test_an_average_that_is_not_kept_is_not_evaluated():
             BranchesBlock(locked={"image": True, "head": True})
         )
     parse_options(["--fusion", "2"]).refuse_beside(BranchesBlock(locked={"image": True}))
+
+
+def test_the_strongest_of_those_that_say_a_value_wins(tmp_path):
+    """--set, the command line, a recipe, the run that goes on, defaults: in this order."""
+    begun = {"options": {"embed_dim": 96, "image_size": 48, "epochs": 5, "seed": 3, "data": ["x"]}}
+    (tmp_path / "config.json").write_text(json.dumps(begun))
+    own = json.loads((ROOT / "ds_configs" / "recipes" / "clip_vit_b32.json").read_text())
+    own["recipe"]["flags"] = {"embed-dim": 32, "epochs": 7, "image-size": 40, "fusion": 0}
+    (tmp_path / "own.json").write_text(json.dumps(own))
+    run, recipe = ["--run-dir", str(tmp_path)], ["--recipe", str(tmp_path / "own.json")]
+
+    def value(name, *arguments):
+        options = parse_options([*arguments])
+        return getattr(options, name), options.sources[name]
+
+    by_recipe, going_on = f"recipe {tmp_path / 'own.json'}", "the run that goes on"
+    assert value("embed_dim") == (256, "default")
+    assert value("embed_dim", *run) == (96, going_on)
+    assert value("embed_dim", *run, *recipe) == (32, by_recipe)
+    assert value("embed_dim", *run, *recipe, "--embed-dim", "16") == (16, "command line")
+    given = [*run, *recipe, "--embed-dim", "16", "--set", "embed_dim=8"]
+    assert value("embed_dim", *given) == (8, "--set")
+    assert value("image_size", *run) == (48, going_on)
+    # only what has a default of its own kind is kept: the rest must be said again
+    assert value("seed", *run) == (0, "default") and value("data", *run) == (("demo",), "default")
+    assert value("epochs", *run, *recipe) == (7, by_recipe)
+    # steps and epochs are two words for one choice
+    assert value("epochs", *run, *recipe, "--steps", "4") == (None, "command line")
+    assert value("steps", *run, *recipe, "--set", "steps=4") == (4, "--set")
 
 
 def test_what_is_given_wins_over_the_defaults():
