@@ -8,15 +8,16 @@ r"""Train a contrastive model as a forked pipeline: options -> data -> towers ->
 import sys
 import time
 
+from common.output import outlive_output
 from launch.config.options import Options, parse_options
 from launch.terminal.quiet import quiet_libraries
 
 # Before torch and DeepSpeed are imported, which takes seconds: --help and mistakes do not wait.
 if __name__ == "__main__":
+    outlive_output()
     OPTIONS = parse_options()
 quiet_libraries()
 
-from common.output import outlive_output
 from engine.checkpoint.layout import step_folder
 from engine.checkpoint.retention import Keep
 from engine.checkpoint.together import CheckpointWriter
@@ -152,7 +153,6 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
 
 
 if __name__ == "__main__":
-    outlive_output()
     run = Run()
     try:
         status = main(OPTIONS, run)

@@ -64,7 +64,7 @@ def start_unlike(folder: Path) -> dict[str, Any]:
 
 def _threads(processes: Processes) -> int:
     """That torch computes with once cores are shared."""
-    share_cores(LoadingOptions(0, "off", 0.0, 0.01), processes)
+    share_cores(LoadingOptions(workers=0, cache="off"), processes)
     return torch.get_num_threads()
 
 
@@ -126,8 +126,16 @@ def costs_of_run(folder: Path) -> list[dict[str, Any]]:
         config,
         block,
         data=None,
-        inputs=InputOptions(BRANCHES, 0, (), 32, (0,) * 3, (1,) * 3, "bicubic", 32, "shortest", 16),
-        loading=LoadingOptions(rank, "off", 0.0, 0.01),
+        inputs=InputOptions(
+            image_size=32,
+            image_resize=32,
+            image_mean=(0, 0, 0),
+            image_std=(1, 1, 1),
+            image_interpolation="bicubic",
+            image_resize_mode="shortest",
+            max_text_tokens=16,
+        ),
+        loading=LoadingOptions(workers=rank, cache="off"),
         processes=processes,
         folder=run_folder,
     )

@@ -5,6 +5,7 @@ answers at once.
 
 from __future__ import annotations
 
+import math
 from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -263,6 +264,13 @@ class ImageOptions(OptionGroup):
         return Preprocessing.from_options(vars(self))
 
     def check_pixels(self) -> None:
+        for name in ("image_mean", "image_std"):
+            values = getattr(self, name)
+            if values is not None and not (len(values) == 3 and all(map(math.isfinite, values))):
+                raise ValueError(
+                    f"argument --{name.replace('_', '-')}: {values} is not three numbers, for red, "
+                    "green and blue, such as 0.485,0.456,0.406"
+                )
         if (self.image_mean is None) != (self.image_std is None):
             raise ValueError(
                 "argument --image-mean: it goes together with --image-std; give both, or "

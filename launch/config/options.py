@@ -145,6 +145,9 @@ def decide(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Options
     import_modules(given.get("import_module"))
     began = _began(given.get("run_dir"))
     layers["the run that goes on"] = began
+    for layer in given.maps:
+        if layer.get("imported"):
+            layer["imported"] = _model_folder(layer["imported"])
     imported, held = _of_import(given)
     layers["--import"] = {
         name: value for name, value in imported.items() if name not in (*PIXELS, *began)
@@ -235,10 +238,9 @@ def _of_import(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...
     of weights says none, unless both towers are the two sides of a model of OpenCLIP."""
     if not given.get("imported"):
         return {}, ()
-    found: dict[str, Any] = {"imported": _model_folder(given["imported"])}
-    where = Path(found["imported"])
+    where = Path(given["imported"])
     try:
-        refuse_no_model(found["imported"], where, weights_alone=True)
+        refuse_no_model(given["imported"], where, weights_alone=True)
         said = options_of_import(where)
         towers = given.get("image_tower"), given.get("text_tower")
         if not said and all(tower and tower.startswith(OPEN_CLIP) for tower in towers):
@@ -257,8 +259,7 @@ def _of_import(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...
             f"argument --import: it is of the {lacking[0]} branch, and no pair of --pairs {pairs} "
             f"has '{lacking[0]}'; leave it out"
         )
-    used = {name: v for name, v in said.items() if name.partition("_")[0] not in lacking}
-    return {**used, **found}, held
+    return {k: v for k, v in said.items() if k.partition("_")[0] not in lacking}, held
 
 
 def _model_folder(where: str) -> str:

@@ -36,7 +36,7 @@ OF_OS = {"replace", "remove", "open", "link", "symlink", "truncate", "mkfifo"}
 EXCEPTIONS = {
     "engine/processes/start.py": "the system's shared memory",
     "engine/processes/ops.py": "the user's own cache",
-    "launch/run/dry_run.py": "copies into a temporary folder",
+    "launch/setup.py": "copies into a temporary folder",
     "engine/checkpoint/together.py": "an empty folder that was just made",
     "launch/tools/drawing.py": "into the new file that `replacing` gives",
     "launch/tools/balance_plot.py": "into the new file that `replacing` gives",

@@ -160,7 +160,7 @@ def test_what_is_given_goes_before_the_weights():
     [
         (["--image-mean", "0.1,0.2,0.3"], "it goes together with --image-std"),
         (["--image-mean", "0.1,0.2"], "is not three numbers"),
-        (["--image-mean", "a,b,c"], "invalid list of three numbers value"),
+        (["--image-mean", "a,b,c"], "invalid list of numbers value"),
         (["--image-mean", "0,0,0", "--image-std", "0,1,1"], "must be above 0"),
         (
             ["--image-normalization", "half", "--image-mean", "0,0,0", "--image-std", "1,1,1"],
