@@ -122,6 +122,18 @@ def test_config_json_is_json_and_holds_what_was_decided(folder):
     ]  # nothing half-written beside it
 
 
+def test_no_record_of_a_run_holds_the_credentials_of_an_address(tmp_path, decided):
+    data = "webdataset:https://user:pa55word@host/a.tar?Signature=s1gnature"
+    plan, _, *others = decided
+    folder = RunFolder(tmp_path / "a run", first_rank=True)
+    folder.write_config(*record_of("--data", data), plan, {"source": data}, *others)
+    folder.note_bad_sample(data, "0", f"{data}#0", "unreadable", f"{data}: broken")
+    for file in ("config.json", "bad_samples.jsonl"):
+        kept = (folder.path / file).read_text()
+        assert "https://***@host/a.tar?Signature=***" in kept, file
+        assert "pa55word" not in kept and "s1gnature" not in kept, file
+
+
 def test_the_same_run_goes_on(folder):
     folder.refuse_other_run(*identity())
     folder.refuse_other_run(
