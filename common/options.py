@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -51,10 +51,10 @@ class Flag:
     action: Any = None
     nargs: str | None = None
     name: str | None = None  # where it is not the field's
-    free: bool = False
+    free: bool | None = None
     kept: bool = False
     recorded: bool = True
-    in_recipe: bool = False
+    in_recipe: bool | None = None
 
 
 def option(default: Any, help: str, metavar: str | None = None, parse: Any = None, **more: Any):
@@ -64,9 +64,12 @@ def option(default: Any, help: str, metavar: str | None = None, parse: Any = Non
 
 @dataclass(frozen=True, kw_only=True)
 class OptionGroup:
-    """The base of a component's options. `title`: of the group of its flags in the help."""
+    """The base of a component's options. `title`: of the group of its flags in the help; `free`,
+    `in_recipe`: of all its flags that do not say it themselves."""
 
     title: ClassVar[str] = ""
+    free: ClassVar[bool] = False
+    in_recipe: ClassVar[bool] = False
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:
@@ -90,17 +93,18 @@ class OptionGroup:
         return found
 
 
-def flag_of(kind: type[OptionGroup], name: str) -> Flag:
-    """Of the option of that name."""
-    return next(each.metadata[_KEY] for each in fields(kind) if each.name == name)
-
-
 def flags_of(kind: type[OptionGroup]) -> Iterator[tuple[str, Any, Flag]]:
     """Name, default and flag of each option that this class adds to those of its bases."""
     inherited = {f.name for base in kind.__bases__ if is_dataclass(base) for f in fields(base)}
     for each in fields(kind):
         if each.name not in inherited:
-            yield each.name, each.default, each.metadata[_KEY]
+            yield each.name, each.default, _completed(kind, each.metadata[_KEY])
+
+
+def _completed(kind: type[OptionGroup], flag: Flag) -> Flag:
+    # its own word, not that of a base, which is of the base's flags
+    unsaid = {name: vars(kind).get(name, False) for name in ("free", "in_recipe")}
+    return replace(flag, **{k: v for k, v in unsaid.items() if getattr(flag, k) is None})
 
 
 def add_flags(parser: argparse.ArgumentParser, kinds: Sequence[type[OptionGroup]]) -> None:

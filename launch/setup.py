@@ -385,7 +385,7 @@ def prepare_run(options: Options, ranks: Ranks) -> PreparedRun:
             state=state,
             folder=working_folder,
         )
-    options, config, block, recipe = settle(options, config, block, batching.total_steps)
+    options, config, block, preset = settle(options, config, block, batching.total_steps)
 
     # What to train: towers as lists of layers, and the losses between their embeddings.
     model = RunModel.of(options, data.tokenizer, adapting(block))
@@ -413,7 +413,7 @@ def prepare_run(options: Options, ranks: Ranks) -> PreparedRun:
         config=config,
         config_file=config_file,
         plan=plan,
-        recipe=recipe,
+        preset=preset,
         total_steps=batching.total_steps,
         further=[
             describe_pixels(options),

@@ -30,7 +30,7 @@ def train_by_file(file: str, steps: int) -> dict[str, Any]:
     from engine.optimizer.preview import preview
     from engine.planning.costs import with_learned
     from engine.planning.planner import plan_run
-    from launch.config.hyperparameters import RECIPES
+    from launch.config.hyperparameters import PRESETS
     from launch.objective import objective_of, pairs_of
     from models.losses import build_loss
     from models.towers.adapters.layers import num_learned
@@ -42,7 +42,7 @@ def train_by_file(file: str, steps: int) -> dict[str, Any]:
     adapters = {b: own["lora"] for b, own in written["branches"].get("train", {}).items()}
     config, block = filled(
         *check_config(written, BRANCHES),
-        RECIPES["short"].values(BATCH, steps, pretrained, adapted=adapters),
+        PRESETS["short"].values(BATCH, steps, pretrained, adapted=adapters),
         BRANCHES,
     )
     config["zero_optimization"] |= {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}

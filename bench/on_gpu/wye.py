@@ -38,7 +38,7 @@ from engine.planning.devices import DEVICES
 from engine.planning.planner import RunPlan, plan_run
 from engine.planning.profile import profile_together
 from engine.processes.start import start_processes
-from launch.config.hyperparameters import RECIPES
+from launch.config.hyperparameters import PRESETS
 from launch.estimates import estimated_costs
 from launch.inputs import from_bytes
 from launch.objective import objective_of, pairs_of
@@ -77,7 +77,7 @@ class Trained:
         config, block = read_config(
             CONFIG, BRANCHES, change=lambda written: laid_over(written, changes)
         )
-        values = RECIPES["long"].values(self.batch, 100_000, dict.fromkeys(BRANCHES, False))
+        values = PRESETS["long"].values(self.batch, 100_000, dict.fromkeys(BRANCHES, False))
         self.config, self.block = with_values(config, block, values, BRANCHES)
         name = f"open_clip:{job.tower}"
         self.towers = build_towers(

@@ -63,6 +63,7 @@ def named_tower(text: str) -> str:
 @dataclass(frozen=True, kw_only=True)
 class ModuleOptions(OptionGroup):
     title = "how to run"
+    free = True
     # What a module registers is chosen by name elsewhere, and that name is compared.
     import_module: tuple[str, ...] | None = option(
         None,
@@ -72,13 +73,13 @@ class ModuleOptions(OptionGroup):
         "MODULE[,MODULE]",
         module_names,
         action="extend",
-        free=True,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(ModuleOptions):
     title = "how to run"
+    free = True
     deepspeed_config: Path | None = option(
         None,
         "how to run",
@@ -86,7 +87,6 @@ class RunOptions(ModuleOptions):
         Path,
         name="deepspeed_config",
         shown="the file in ds_configs/ that suits the hardware",
-        free=True,
     )
     recipe: str | None = option(
         None,
@@ -103,16 +103,14 @@ class RunOptions(ModuleOptions):
         action="extend",
         nargs="+",
         shown="none",
-        free=True,
     )
     run_dir: Path | None = option(
-        None, "everything the run writes", "DIR", Path, shown="runs/<time>-<data>", free=True
+        None, "everything the run writes", "DIR", Path, shown="runs/<time>-<data>"
     )
     resume: str = option(
         "auto",
         "go on from the newest whole checkpoint in --run-dir, or from PATH",
         "auto|never|PATH",
-        free=True,
     )
     max_hours: float | None = option(
         None,
@@ -120,20 +118,17 @@ class RunOptions(ModuleOptions):
         "H",
         positive,
         shown="no limit",
-        free=True,
     )
     stall_limit: float = option(
         10.0,
         "minutes in which no rank finishes anything; then all end, and say what they were doing",
         "MIN",
         positive,
-        free=True,
     )
     deterministic: bool = option(
         False,
         "torch's deterministic algorithms: the same bits in every run on the same GPUs, more "
         "slowly; an operation that has none ends the run",
-        free=True,
     )
     show_options: bool = option(
         False,
@@ -146,11 +141,11 @@ class RunOptions(ModuleOptions):
 @dataclass(frozen=True, kw_only=True)
 class DryRunOptions(OptionGroup):
     title = "dry run"
+    free = True
     dry_run: bool = option(
         False,
         "do everything up to the first step in one process, print the first screen, and write no "
         "run",
-        free=True,
     )
     ranks: int | None = option(
         None,
@@ -158,7 +153,6 @@ class DryRunOptions(OptionGroup):
         "N",
         at_least(1),
         shown="the recipe's, else what the launcher started, else the GPUs here, else 1",
-        free=True,
     )
     device: str | None = option(
         None,
@@ -166,7 +160,6 @@ class DryRunOptions(OptionGroup):
         "NAME",
         device,
         shown="the recipe's, else what is here",
-        free=True,
     )
 
     def check_dry_run(self) -> None:
@@ -183,6 +176,7 @@ class ImageOptions(OptionGroup):
     """What an image tower sees."""
 
     title = "images"
+    in_recipe = True
     augmentation: tuple[str, ...] | None = option(
         None,
         "of training images: a crop of 80 to 100 % of the area and a light colour behind "
@@ -190,9 +184,8 @@ class ImageOptions(OptionGroup):
         "say left and right; other brightness and contrast, where they do not name colours",
         "crop[+white][+flip][+colour]|none",
         words(("crop", "white", "flip", "colour"), first="crop"),
-        shown="as the recipe says, ds_configs/README.md",
+        shown="as the preset says, ds_configs/README.md",
         kept=True,
-        in_recipe=True,
     )
     image_size: int = option(
         224,
@@ -202,7 +195,6 @@ class ImageOptions(OptionGroup):
         demo=64,
         shown="224; demo: 64; pretrained image weights: what they were trained with",
         kept=True,
-        in_recipe=True,
     )
     image_normalization: str | None = option(
         None,
@@ -210,7 +202,6 @@ class ImageOptions(OptionGroup):
         choices=tuple(NORMALIZATIONS),
         shown="those of the pretrained image weights; from scratch clip",
         recorded=False,
-        in_recipe=True,
     )
     image_mean: tuple[float, ...] | None = option(
         None,
@@ -220,9 +211,10 @@ class ImageOptions(OptionGroup):
         numbers,
         shown="as there",
         kept=True,
+        in_recipe=False,
     )
     image_std: tuple[float, ...] | None = option(
-        None, "see --image-mean", "R,G,B", numbers, shown="as there", kept=True
+        None, "see --image-mean", "R,G,B", numbers, shown="as there", kept=True, in_recipe=False
     )
     image_interpolation: str | None = option(
         None,
@@ -230,7 +222,6 @@ class ImageOptions(OptionGroup):
         choices=INTERPOLATIONS,
         shown="as the pretrained image weights were trained; from scratch bicubic",
         kept=True,
-        in_recipe=True,
     )
     image_resize: int | None = option(
         None,
@@ -239,7 +230,6 @@ class ImageOptions(OptionGroup):
         at_least(1),
         shown="in proportion to the pretrained image weights; from scratch --image-size",
         kept=True,
-        in_recipe=True,
     )
     image_resize_mode: str | None = option(
         None,
@@ -248,7 +238,6 @@ class ImageOptions(OptionGroup):
         choices=RESIZE_MODES,
         shown="as OpenCLIP's weights say, else shortest",
         kept=True,
-        in_recipe=True,
     )
     image_buckets: int = option(
         1,
@@ -256,7 +245,6 @@ class ImageOptions(OptionGroup):
         "them; 1: square",
         "N",
         at_least(1),
-        in_recipe=True,
     )
 
     @property
@@ -288,15 +276,15 @@ class TextOptions(OptionGroup):
     """What a text tower reads."""
 
     title = "texts"
-    max_text_tokens: int = option(
-        77, "longer texts are cut", "N", at_least(4), demo=32, kept=True, in_recipe=True
-    )
+    in_recipe = True
+    max_text_tokens: int = option(77, "longer texts are cut", "N", at_least(4), demo=32, kept=True)
     tokenizer: str | None = option(
         None,
         "Hugging Face id, folder, or open_clip:MODEL for that of one of OpenCLIP's models",
         "WHERE",
         shown="that of --import or of --text-weights, or in a folder given to --text-tower; "
         "without pretrained texts a WordPiece trained on the captions",
+        in_recipe=False,
     )
 
 
@@ -305,6 +293,7 @@ class AudioOptions(OptionGroup):
     """What an audio tower hears; all None where no pair has sounds."""
 
     title = "sounds, for --pairs that name audio"
+    in_recipe = True
     audio_tower: str | None = option(
         "hf:clap-htsat-unfused",
         "hf:NAME of AST, CLAP or Whisper, or any image tower, over a spectrogram",
@@ -312,7 +301,6 @@ class AudioOptions(OptionGroup):
         demo="resnet18:layers=1-1-1-1",
         shown="hf:clap-htsat-unfused; demo: a ResNet-10",
         kept=True,
-        in_recipe=True,
     )
     audio_seconds: float | None = option(
         None,
@@ -323,7 +311,6 @@ class AudioOptions(OptionGroup):
         demo=2.5,
         shown="as the tower of transformers was made for; an image tower 4.0; demo: 2.5",
         kept=True,
-        in_recipe=True,
     )
     audio_size: int | None = option(
         128,
@@ -332,7 +319,6 @@ class AudioOptions(OptionGroup):
         at_least(8),
         demo=96,
         kept=True,
-        in_recipe=True,
     )
     audio_augmentation: tuple[str, ...] | None = option(
         ("crop", "spec"),
@@ -342,7 +328,6 @@ class AudioOptions(OptionGroup):
         words(AUGMENTATIONS),
         shown="crop+spec",
         kept=True,
-        in_recipe=True,
     )
 
 
@@ -356,6 +341,7 @@ class TowerOptions(InputOptions, ModuleOptions):
     """The towers, and the weights that they start from."""
 
     title = "towers"
+    in_recipe = True
     image_tower: str = option(
         "resnet50",
         "NAME[:key=value,...]: a classifier of torchvision, timm:NAME, open_clip:MODEL or hf:NAME",
@@ -363,7 +349,6 @@ class TowerOptions(InputOptions, ModuleOptions):
         demo="resnet18:layers=1-1-1-1",
         shown="resnet50; demo: a ResNet-10",
         kept=True,
-        in_recipe=True,
     )
     text_tower: str = option(
         "bert-base-uncased",
@@ -371,24 +356,21 @@ class TowerOptions(InputOptions, ModuleOptions):
         "NAME",
         demo="bert-mini",
         kept=True,
-        in_recipe=True,
     )
     image_weights: str | None = option(
         None,
         "pretrained: library name, Hugging Face id, folder or file",
         "WHERE",
         shown="from scratch",
-        in_recipe=True,
     )
     text_weights: str | None = option(
         None,
         "pretrained: Hugging Face id, folder or file",
         "WHERE",
         shown="from scratch",
-        in_recipe=True,
     )
     audio_weights: str | None = option(
-        None, "pretrained, as --image-weights", "WHERE", shown="from scratch", in_recipe=True
+        None, "pretrained, as --image-weights", "WHERE", shown="from scratch"
     )
     imported: str | None = option(
         None,
@@ -400,7 +382,6 @@ class TowerOptions(InputOptions, ModuleOptions):
         "WHERE",
         name="import",
         shown="from scratch",
-        in_recipe=True,
     )
     tower: tuple[str, ...] = option(
         (),
@@ -409,10 +390,9 @@ class TowerOptions(InputOptions, ModuleOptions):
         named_tower,
         action="append",
         shown="the modality's own",
+        in_recipe=False,
     )
-    embed_dim: int = option(
-        512, "width of the common space", "N", at_least(1), demo=256, kept=True, in_recipe=True
-    )
+    embed_dim: int = option(512, "width of the common space", "N", at_least(1), demo=256, kept=True)
     projection: str = option(
         "linear",
         "from a tower's features to the embeddings; mlp: two layers and ReLU or NAME between them, "
@@ -420,7 +400,6 @@ class TowerOptions(InputOptions, ModuleOptions):
         "linear|mlp[:hidden_act=NAME]|none",
         shown="as in --import, else linear",
         kept=True,
-        in_recipe=True,
     )
 
     def tokenizer_source(self) -> str | None:
@@ -460,8 +439,9 @@ class LossWeightOptions(OptionGroup):
     """What each loss counts."""
 
     title = "objective"
+    in_recipe = True
     matching_weight: float = option(
-        1.0, "of its loss, that of the contrastive one being 1", "W", positive, in_recipe=True
+        1.0, "of its loss, that of the contrastive one being 1", "W", positive
     )
     loss_weights: str = option(
         "fixed",
@@ -469,14 +449,12 @@ class LossWeightOptions(OptionGroup):
         "the embeddings have come, or, with several pairs, after each evaluation by the alignment "
         "and uniformity of their held-out embeddings",
         choices=MODES,
-        in_recipe=True,
     )
     loss_weights_every: int = option(
         50,
         "steps between changes of --loss-weights uncertainty or measured",
         "N",
         at_least(1),
-        in_recipe=True,
     )
 
 
@@ -485,6 +463,7 @@ class ModelOptions(TowerOptions, LossWeightOptions):
     """What is trained, and from which weights."""
 
     title = "objective"
+    in_recipe = True
     loss: str = option(
         "infonce",
         "over all pairs of the global batch: CLIP's cross entropy, or each pair by itself, as "
@@ -492,16 +471,14 @@ class ModelOptions(TowerOptions, LossWeightOptions):
         "infonce|sigmoid|NAME",
         shown="that of --import, else infonce",
         kept=True,
-        in_recipe=True,
     )
     label_smoothing: float | None = option(
         None,
         "part of each target that all share, in infonce",
         "F",
         fraction,
-        shown="as the recipe says, ds_configs/README.md",
+        shown="as the preset says, ds_configs/README.md",
         kept=True,
-        in_recipe=True,
     )
     duplicates: str = option(
         "masked",
@@ -509,7 +486,6 @@ class ModelOptions(TowerOptions, LossWeightOptions):
         "out of each other's loss, each other's positives, or negatives like all others",
         choices=("masked", "positives", "negatives"),
         kept=True,
-        in_recipe=True,
     )
     fusion: int = option(
         0,
@@ -517,17 +493,15 @@ class ModelOptions(TowerOptions, LossWeightOptions):
         "from hard negatives of the global batch; 0: none",
         "N",
         at_least(0),
-        in_recipe=True,
     )
-    fusion_width: int = option(512, "of its tokens", "N", at_least(1), in_recipe=True)
-    fusion_heads: int = option(8, "of its attention", "N", at_least(1), in_recipe=True)
+    fusion_width: int = option(512, "of its tokens", "N", at_least(1))
+    fusion_heads: int = option(8, "of its attention", "N", at_least(1))
     fusion_scales: int | None = option(
         None,
         "sizes of the image tower's maps that it sees, the smallest ones",
         "N",
         at_least(1),
         shown="2, or 1 where there is one",
-        in_recipe=True,
     )
 
     def check_objective(self) -> None:
@@ -570,8 +544,10 @@ class LengthOptions(OptionGroup):
     """How long a run is, and what it does on the way."""
 
     title = "length"
+    free = True
+    in_recipe = True
     epochs: int | None = option(
-        30, "passes over the training samples", "N", at_least(1), demo=12, kept=True, in_recipe=True
+        30, "passes over the training samples", "N", at_least(1), demo=12, kept=True, free=False
     )
     steps: int | None = option(
         None,
@@ -579,8 +555,8 @@ class LengthOptions(OptionGroup):
         "N",
         at_least(1),
         shown="as --epochs says",
-        in_recipe=True,
         kept=True,
+        free=False,
     )
     save_every: int | None = option(
         None,
@@ -588,19 +564,13 @@ class LengthOptions(OptionGroup):
         "N",
         at_least(1),
         shown="one epoch",
-        free=True,
-        in_recipe=True,
     )
-    keep_checkpoints: int = option(
-        3, "the newest ones that stay", "K", at_least(1), free=True, in_recipe=True
-    )
+    keep_checkpoints: int = option(3, "the newest ones that stay", "K", at_least(1))
     keep_every: int | None = option(
         None,
         "also keep the first checkpoint of every N steps",
         "N",
         at_least(1),
-        free=True,
-        in_recipe=True,
     )
     eval_every: int | None = option(
         None,
@@ -608,14 +578,10 @@ class LengthOptions(OptionGroup):
         "N",
         at_least(1),
         shown="one epoch",
-        free=True,
-        in_recipe=True,
     )
     eval_ema: bool = option(
         False,
         "evaluate the moving average of the weights too; needs the JSON's ema block",
-        free=True,
-        in_recipe=True,
     )
 
 
@@ -636,21 +602,20 @@ class BatchingOptions(DataOptions, TowerOptions, LengthOptions):
 @dataclass(frozen=True, kw_only=True)
 class TrackingOptions(OptionGroup):
     title = "tracking"
+    free = True
     wandb: str = option(
         "auto",
         "Weights & Biases; auto: online where a login is found",
         choices=MODES_OF_WANDB,
-        free=True,
     )
     wandb_project: str | None = option(
         None,
         "project there",
         "NAME",
         shown="that of the JSON's wandb block or of WANDB_PROJECT, else wye",
-        free=True,
     )
     trace_every: int = option(
-        100, "steps between those written to trace.json; 0: none", "N", at_least(0), free=True
+        100, "steps between those written to trace.json; 0: none", "N", at_least(0)
     )
 
 

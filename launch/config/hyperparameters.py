@@ -1,4 +1,4 @@
-"""The numbers that neither the command line nor the JSON says: a recipe for each way to train,
+"""The numbers that neither the command line nor the JSON says: a preset for each way to train,
 chosen by measurement (bench/EVIDENCE.md).
 
 | way | when |
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from launch.config.options import Options
 
 LONG = 5_000  # steps
-# Of adapters, where the recipe's own rate is used: they start at zero and take a higher rate than
+# Of adapters, where the preset's own rate is used: they start at zero and take a higher rate than
 # fine-tuning all weights. Chosen, not measured.
 ADAPTERS_LR = 5e-4
 # samples of a step that a scaled `lr` is for; smaller ones have it times the square root of the
@@ -40,7 +40,7 @@ LEAST_WARMUP = 20  # steps, where the run has twice as many
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Preset:
     """`lr`: of a step of `BATCH` samples or more where `scaled`, else of any. `pretrained_lr`: in
     parts of it, for a tower that starts from weights. `warmup`: in parts of the run, `LEAST_WARMUP`
     to `most_warmup` steps. `clips_spikes`: by the adaptive rule, once the warm-up is over."""
@@ -100,25 +100,25 @@ class Recipe:
         }
 
 
-RECIPES = {
-    "short": Recipe("from scratch, short", lr=1e-3, weight_decay=0.1),
+PRESETS = {
+    "short": Preset("from scratch, short", lr=1e-3, weight_decay=0.1),
     # Radford et al. 2021 and OpenCLIP have 5e-4 to 1e-3 for batches of 1,024 to 86,000, so the rate
     # does not follow the batch
-    "long": Recipe("from scratch, long", lr=5e-4, scaled=False, clips_spikes=True),
-    "pretrained": Recipe("pretrained tower", lr=1e-3, pretrained_lr=0.1, weight_decay=0.1),
-    "fine-tuning": Recipe("fine-tuning", lr=5e-5, scaled=False, weight_decay=0.1),
-    "locked": Recipe("locked", lr=1e-3, weight_decay=0.1),
+    "long": Preset("from scratch, long", lr=5e-4, scaled=False, clips_spikes=True),
+    "pretrained": Preset("pretrained tower", lr=1e-3, pretrained_lr=0.1, weight_decay=0.1),
+    "fine-tuning": Preset("fine-tuning", lr=5e-5, scaled=False, weight_decay=0.1),
+    "locked": Preset("locked", lr=1e-3, weight_decay=0.1),
 }
 
 
-def choose(options: Options, block: BranchesBlock, total_steps: int) -> Recipe:
+def choose(options: Options, block: BranchesBlock, total_steps: int) -> Preset:
     if any(block.locking().towers.values()):
-        return RECIPES["locked"]
+        return PRESETS["locked"]
     if options.imported:
-        return RECIPES["fine-tuning"]
+        return PRESETS["fine-tuning"]
     if options.image_weights or options.text_weights:
-        return RECIPES["pretrained"]
-    return RECIPES["long" if total_steps >= LONG else "short"]
+        return PRESETS["pretrained"]
+    return PRESETS["long" if total_steps >= LONG else "short"]
 
 
 def as_begun(
@@ -127,7 +127,7 @@ def as_begun(
     previous: Mapping[str, Any] | None,
     branches: Sequence[str],
 ) -> tuple[dict[str, Any], BranchesBlock]:
-    """What is "auto" as the run that goes on was trained with, also where recipes have changed
+    """What is "auto" as the run that goes on was trained with, also where presets have changed
     since. `previous`: its record; None: a new run."""
     return (
         (dict(config), block)
@@ -142,7 +142,7 @@ def settle(
     """The options and the configuration with nothing left open, and a line that says what was
     decided; empty: nothing was open.
 
-    Errors: ValueError for "auto" with an optimizer that no recipe is for.
+    Errors: ValueError for "auto" with an optimizer that no preset is for.
     """
     open_places = asked(config, block)
     open_options = [
@@ -157,14 +157,14 @@ def settle(
         raise ValueError(
             f'{open_places[0]}: "auto" is measured for AdamW, and the optimizer is {kind}; give numbers'
         )
-    recipe = choose(options, block, total_steps)
+    preset = choose(options, block, total_steps)
     weights = {"image": options.image_weights, "text": options.text_weights}
     pretrained = {branch: bool(weights.get(branch)) for branch in options.branches}
     lr, warmup = (
         _given(config, *place) for place in (("optimizer", "lr"), ("scheduler", "warmup_num_steps"))
     )
     adapted = tuple(block.train or ())
-    values = recipe.values(
+    values = preset.values(
         config["train_batch_size"],
         total_steps,
         pretrained,
@@ -172,13 +172,13 @@ def settle(
         warmup=warmup,
         adapted=adapted,
     )
-    smoothing = recipe.label_smoothing if options.loss == "infonce" else 0.0
-    chosen: dict[str, Any] = {"augmentation": recipe.augmentation, "label_smoothing": smoothing}
+    smoothing = preset.label_smoothing if options.loss == "infonce" else 0.0
+    chosen: dict[str, Any] = {"augmentation": preset.augmentation, "label_smoothing": smoothing}
     chosen = {name: chosen[name] for name in open_options}
     words = [_in_words(place.rsplit(".", 1)[1], values[place]) for place in open_places] + [
         _in_words(*item) for item in chosen.items()
     ]
-    said = f"recipe: {recipe.name}, {total_steps:,} steps of {config['train_batch_size']:,} samples: {', '.join(filter(None, words))}"
+    said = f"{preset.name}, {total_steps:,} steps of {config['train_batch_size']:,} samples: {', '.join(filter(None, words))}"
     return replace(options, **chosen), *filled(config, block, values, options.branches), said
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from common.options import SAME, Flag, add_flags, flag_of
+from common.options import SAME, add_flags, flags_of
 from data.formats.rows import near
 from data.index.roots import from_anywhere
 from data.modalities.preprocessing import NORMALIZATIONS, Preprocessing
@@ -79,6 +79,9 @@ class Options(
         self.check_dry_run()
         self.check_objective()
         _refuse_unknown(self)
+
+
+FLAGS = {name: flag for kind in GROUPS for name, _, flag in flags_of(kind)}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -153,7 +156,7 @@ def decide(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Options
         name: value for name, value in imported.items() if name not in (*PIXELS, *began)
     }
     is_demo = DataOptions(data=tuple(given.get("data", ("demo",)))).is_demo
-    defaults = {each.name: default_of(each.name, is_demo) for each in fields(Options)[:-1]}
+    defaults = {name: default_of(name, is_demo) for name in FLAGS}
     layers["default"] = defaults
     _refuse_two_lengths(layers)
     values = ChainMap(*map(dict, layers.values()))
@@ -180,13 +183,13 @@ def decide(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Options
 
 def free_options() -> list[str]:
     """Those that may differ when a run goes on, because they do not change what is trained."""
-    return [each.name for each in fields(Options)[:-1] if flag_of(Options, each.name).free]
+    return [name for name, flag in FLAGS.items() if flag.free]
 
 
 def default_of(name: str, is_demo: bool = False) -> Any:
     """Of an option; `is_demo`: where all data are embedded ones."""
-    flag: Flag = flag_of(Options, name)
-    return flag.demo if is_demo and flag.demo is not SAME else getattr(Options, name)
+    demo = FLAGS[name].demo
+    return demo if is_demo and demo is not SAME else getattr(Options, name)
 
 
 def _refuse_two_lengths(layers: dict[str, Mapping[str, Any]]) -> None:
@@ -229,7 +232,7 @@ def _began(run_dir: Path | None) -> dict[str, Any]:
     """What the command of a run that goes on may leave out: it stays what it was, also where
     defaults have changed since."""
     recorded = (run_dir and read_run(run_dir) or {}).get("options", {})
-    kept = {each.name for each in fields(Options)[:-1] if flag_of(Options, each.name).kept}
+    kept = [name for name, flag in FLAGS.items() if flag.kept]
     return {name: v for name, v in recorded.items() if name in kept and v is not None}
 
 

@@ -31,7 +31,7 @@ def options_table(run: PreparedRun) -> Table:
     for name in (name for kind in GROUPS for name, _, _ in flags_of(kind) if name in record):
         source = run.options.sources.get(name, "default")
         if source == "default" and name in ("augmentation", "label_smoothing"):
-            source = "the recipe for this way to train"
+            source = "the preset"
         table.add_row(f"--{name.replace('_', '-')}", _written(record[name]), source)
     table.add_section()
     for key, value, source in keys_of_run(run):
@@ -59,7 +59,7 @@ def keys_of_run(run: PreparedRun) -> Iterator[tuple[str, Any, str]]:
         elif key.startswith("branches.") and key.split(".")[1] in _PLANNED:
             source = f"the planner ({run.config_file.name}: auto)"
         else:
-            source = f"the recipe for this way to train ({run.config_file.name}: auto)"
+            source = f"the preset ({run.config_file.name}: auto)"
         yield key, value, source
 
 

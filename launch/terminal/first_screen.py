@@ -92,12 +92,12 @@ def first_screen(
     config: Mapping[str, Any],
     config_file: Path,
     plan: RunPlan,
-    recipe: str,
+    preset: str,
     total_steps: int,
     further: Sequence[str],
     folder: str,
 ) -> list[tuple[str, str]]:
-    """(label, text), a text may have several lines. `recipe`: its line, empty where no number was
+    """(label, text), a text may have several lines. `preset`: its line, empty where no number was
     left open; `further`: lines `label: text` that only some runs have."""
     zero = config.get("zero_optimization", {}).get("stage", 0)
     length = f"{total_steps:,} steps of {config['train_batch_size']:,} samples"
@@ -108,7 +108,7 @@ def first_screen(
         ("ranks", f"{hardware.describe()}; {precision_of(config)}, ZeRO stage {zero}"),
         ("plan", f"{plan.describe()}   {config_file.name}"),
         ("why", _why(plan, config_file)),
-        ("recipe", recipe.removeprefix("recipe: ") or f"{length}; no number was left open"),
+        ("preset", preset or f"{length}; no number was left open"),
         ("optimizer", preview(config, plan.optimizer_groups, total_steps)),
         *(_split(line) for line in further if line),
         ("note", _published(options, towers)),

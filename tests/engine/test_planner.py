@@ -27,7 +27,7 @@ from engine.planning.planner import (
 from engine.planning.simulator import simulate
 from engine.schedule import SCHEDULES
 from launch.config.blocks import dealing
-from launch.config.hyperparameters import RECIPES
+from launch.config.hyperparameters import PRESETS
 
 FILES = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 MINIMAL = {"train_batch_size": 48, "optimizer": {"type": "AdamW", "params": {"lr": 5e-4}}}
@@ -946,7 +946,7 @@ def test_zero_1_is_left_out_where_it_has_nothing_to_shard(keys, most_replicas, s
 def test_every_file_runs_on_1_2_4_8_ranks(file, image_cost):
     read, block = filled(
         *read_config(file, BRANCHES),
-        RECIPES["long"].values(960, 10_000, {"image": False, "text": False}),
+        PRESETS["long"].values(960, 10_000, {"image": False, "text": False}),
         BRANCHES,
     )
     costs = proportional({"image": [image_cost, image_cost], "text": [1.0, 1.0]})

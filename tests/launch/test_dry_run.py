@@ -52,7 +52,7 @@ def test_the_first_screen_says_what_a_run_would_do_and_no_folder_is_made(
         "ranks: 16 ranks on 2 nodes, H100; bf16, ZeRO stage 1",
         "why: auto: ",
         "ways compared",
-        "recipe: from scratch, short, 3 steps of 96 samples",
+        "preset: from scratch, short, 3 steps of 96 samples",
         "optimizer: AdamW, betas 0.9 and 0.98, eps 1e-06, weight decay 0.1; WarmupCosineLR: lr ",
         "GiB a rank",
         "folder: a run",

@@ -14,7 +14,7 @@ from engine.config.reading import BranchesBlock, read_config
 from engine.planning.planner import check_world, plan_run
 from launch.config.configuration import default_config
 from launch.config.groups import GROUPS
-from launch.config.options import ROOT, default_of, make_parser, parse_options
+from launch.config.options import ROOT, default_of, free_options, make_parser, parse_options
 
 FLAGS = {
     f"--{flag.name or name.replace('_', '-')}": (name, default, flag)
@@ -47,6 +47,18 @@ def test_every_option_is_a_flag_and_its_help_says_the_default():
         demo = default_of(name, is_demo=True)
         if demo != default and name != "epochs":
             assert "demo: " in shown, written
+
+
+def test_what_is_trained_may_not_change_when_a_run_goes_on():
+    """All other options may; one that is added here is compared with the run's record."""
+    compared = """audio_augmentation audio_seconds audio_size audio_tower audio_weights augmentation
+    data data_adapt data_floors data_root data_temperature data_weights duplicates embed_dim epochs
+    fusion fusion_heads fusion_scales fusion_width image_buckets image_interpolation image_mean
+    image_resize image_resize_mode image_size image_std image_tower image_weights imported index_check
+    label_smoothing leak_bits limit_samples loss loss_weights loss_weights_every matching_weight
+    max_audio_seconds max_text_tokens on_leak pairs projection seed steps text_tower text_weights
+    tokenizer tower val_data val_fraction"""
+    assert set(parse_options([]).record()) - set(free_options()) == set(compared.split())
 
 
 def test_help_points_to_the_json_and_keeps_the_launchers_flag_to_itself():

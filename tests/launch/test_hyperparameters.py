@@ -7,7 +7,7 @@ import pytest
 from cost_models import BRANCHES
 
 from engine.config.reading import check_config, read_config
-from launch.config.hyperparameters import LEAST_WARMUP, LONG, RECIPES, as_begun, settle
+from launch.config.hyperparameters import LEAST_WARMUP, LONG, PRESETS, as_begun, settle
 from launch.config.options import parse_options
 
 FILE = Path(__file__).parents[2] / "ds_configs" / "cpu_fork_fp32.json"
@@ -24,7 +24,7 @@ def settled(*arguments, total_steps=200, config=None):
 
 def test_everything_open_comes_from_the_recipe():
     options, config, block, said = settled()
-    values = RECIPES["short"].values(
+    values = PRESETS["short"].values(
         config["train_batch_size"], 200, {"image": False, "text": False}
     )
     assert "auto" not in json.dumps(config["optimizer"])
@@ -38,10 +38,10 @@ def test_everything_open_comes_from_the_recipe():
     )
     assert block.gradient_clipping == values["branches.gradient_clipping"]
     assert (
-        options.augmentation == RECIPES["short"].augmentation
-        and options.label_smoothing == RECIPES["short"].label_smoothing
+        options.augmentation == PRESETS["short"].augmentation
+        and options.label_smoothing == PRESETS["short"].label_smoothing
     )
-    assert said.startswith("recipe: from scratch, short, 200 steps of 120 samples: lr ")
+    assert said.startswith("from scratch, short, 200 steps of 120 samples: lr ")
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_the_way_to_train(arguments, block, total_steps, name):
     config = json.loads(FILE.read_text())
     config["branches"] |= block
     assert settled(*arguments, total_steps=total_steps, config=config)[3].startswith(
-        f"recipe: {name}, "
+        f"{name}, "
     )
 
 
@@ -131,7 +131,7 @@ def test_no_recipe_is_for_another_optimizer():
 
 
 def test_the_rate_falls_with_the_root_of_the_batch_and_is_lower_for_pretrained_towers():
-    recipe = RECIPES["pretrained"]
+    recipe = PRESETS["pretrained"]
     quarter = recipe.values(32, 100, {"image": False, "text": True})
     assert quarter["optimizer.params.lr"] == pytest.approx(recipe.lr / 2, rel=0.05)
     assert set(quarter["branches.optimizer_groups"]) == {"text"}
@@ -140,7 +140,7 @@ def test_the_rate_falls_with_the_root_of_the_batch_and_is_lower_for_pretrained_t
     )
     neither = {"image": False, "text": False}
     assert recipe.values(65_536, 100, neither)["optimizer.params.lr"] == recipe.lr
-    long = [RECIPES["long"].values(size, 10**5, neither) for size in (256, 65_536)]
+    long = [PRESETS["long"].values(size, 10**5, neither) for size in (256, 65_536)]
     assert long[0] == long[1] and long[0]["optimizer.params.lr"] == 5e-4
     assert long[0]["branches.gradient_clipping"]["text"] == {
         "kind": "adaptive",
@@ -153,7 +153,7 @@ def test_the_rate_falls_with_the_root_of_the_batch_and_is_lower_for_pretrained_t
     [(1, 2), (10, 5), (30, 15), (52, LEAST_WARMUP), (208, 21), (4_000, 400), (100_000, 2_000)],
 )
 def test_the_warm_up_is_a_tenth_but_never_short(total_steps, steps):
-    values = RECIPES["short"].values(256, total_steps, {"image": False, "text": False})
+    values = PRESETS["short"].values(256, total_steps, {"image": False, "text": False})
     assert values["scheduler.params.warmup_num_steps"] == steps
 
 
