@@ -9,16 +9,18 @@ import json
 import re
 import sys
 from pathlib import Path
+from shutil import which
+from urllib.request import urlopen
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
+from playwright.sync_api import sync_playwright
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from launch.tools.drawing import COLOURS, MOVES, draw_timeline
-from launch.tools.timeline import choose_step, measured_tracks
+from launch.reporting.timelines import measured_step, timeline_figure
+from launch.tools.timeline import choose_step
 
 # Variants of the table "open_clip.py" of bench/README.md -> label and colour (Okabe and Ito's).
 VARIANTS = {
@@ -30,29 +32,25 @@ RANGE = r"([\d.]+) \(([\d.]+) – ([\d.]+)\)"  # mean (least – most) of the se
 ROW = re.compile(rf"^\| (\d+) \| ([^|]+) \| {RANGE} \| {RANGE} \| {RANGE} \|", re.MULTILINE)
 
 
-def draw_step(run_dir: Path, wish: int | None) -> Figure:
-    """What each rank did in one step, and when."""
+def draw_step(run_dir: Path, wish: int | None, path: Path) -> None:
+    """What each rank did in one step, and when. Drawn by a browser, as the report's timelines are:
+    it needs playwright and Chromium."""
     record = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
     step, ranks = choose_step(run_dir / "trace.json", wish)
-    tracks = measured_tracks(
-        {stage["name"]: stage["ranks"] for stage in record["stage_graph"]}, ranks
-    )
-    spans = [span for own in ranks.values() for span in own]
-    figure = Figure(figsize=(9, 0.45 * len(tracks) + 1.3), layout="constrained")
-    title = f"Measured: {record['layout']}, {record['schedule']}, step {step}"
-    draw_timeline(figure.subplots(), tracks, max(span.end_s for span in spans), title)
-    drawn = {span.name for span in spans}
-    handles = [
-        Patch(facecolor=colour, label=label)
-        for name, (label, colour) in COLOURS.items()
-        if name in drawn
-    ]
-    handles += [
-        Patch(label="waits for other ranks", facecolor="white", edgecolor="#AAAAAA", hatch="//////")
-    ]
-    handles += [Patch(label="load, send, receive", facecolor=MOVES[1])]
-    figure.legend(handles=handles, loc="outside lower center", ncols=7, fontsize=8, frameon=False)
-    return figure
+    stages = {stage["name"]: stage["ranks"] for stage in record["stage_graph"]}
+    figure = timeline_figure([measured_step(step, stages, ranks)])
+    figure.update_layout(template="plotly_white", paper_bgcolor="white", width=990)
+    wanted = {"format": path.suffix[1:], "width": 990, "height": figure.layout.height}
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=which("chromium"), args=["--no-sandbox"]
+        )
+        page = browser.new_page()
+        page.set_content(figure.to_html())
+        drawn = f"Plotly.toImage(document.querySelector('.js-plotly-plot'), {json.dumps(wanted)})"
+        with urlopen(page.evaluate(drawn)) as data:
+            path.write_bytes(data.read())
+        browser.close()
 
 
 def draw_learning() -> Figure:
@@ -109,11 +107,7 @@ if __name__ == "__main__":
     with rc_context(
         {"svg.hashsalt": "wye", "svg.fonttype": "none"}
     ):  # equal input gives equal files; text stays text, which is smaller
-        for stem, figure in (
-            ("step", draw_step(given.run_dir, given.step)),
-            ("learning", draw_learning()),
-        ):
-            dated = {"metadata": {"Date": None}} if given.format == "svg" else {}
-            figure.savefig(
-                given.folder / f"{stem}.{given.format}", dpi=110, facecolor="white", **dated
-            )
+        draw_step(given.run_dir, given.step, given.folder / f"step.{given.format}")
+        dated = {"metadata": {"Date": None}} if given.format == "svg" else {}
+        learning = given.folder / f"learning.{given.format}"
+        draw_learning().savefig(learning, dpi=110, facecolor="white", **dated)

@@ -62,8 +62,7 @@ class Evaluator:
         """After `step` steps."""
         found = self.measure()
         epoch = self.feeding.batching.order.epochs_before(step)
-        self.journal.evaluation(step, epoch, found)
-        self.journal.queries(step, self._answers)
+        self.journal.evaluation(step, epoch, found, self._answers)
         self._weigh(step, found)
 
     def complete(self, step: int) -> None:

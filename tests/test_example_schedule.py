@@ -21,9 +21,9 @@ from engine.planning.planner import plan_run, search_plans
 from engine.processes.out_of_memory import TRAINING, RankSetup, Work, not_in_use
 from engine.schedule import SCHEDULES
 from launch.config.options import parse_options
+from launch.reporting.timelines import prediction
 from launch.tools.plan import parse_options as parse_plan_options
 from launch.tools.plan import run as run_plan
-from launch.tools.timeline import prediction
 
 NAME, MODULE = "one_by_one", "examples.schedule"
 CONFIG = {"train_batch_size": 48, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}

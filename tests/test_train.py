@@ -174,7 +174,7 @@ def test_a_run_that_was_asked_to_stop_goes_on_as_if_it_had_not_been_stopped(
             assert 0 < resumed[8][f"busy_s/{stage}"] < computing + 1e-4 < resumed[8]["step_s"]
     assert (
         draw_timeline([str(tmp_path / "stopped")]) == 0
-        and (tmp_path / "stopped" / "timeline.png").stat().st_size > 10_000
+        and (tmp_path / "stopped" / "timeline.html").stat().st_size > 10_000
     )
     assert (tmp_path / "stopped" / "costs.json").is_file() == (layout == "auto")
     if layout == "fork":

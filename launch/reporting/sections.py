@@ -1,247 +1,371 @@
-"""The sections of a report: which charts and tables it has, and in which order."""
+"""The sections of a report: which charts and tables it has, and in which order. A new metric gets
+its chart by a line in one of the tables below."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from statistics import mean
 from typing import Any
 
-import numpy as np
-
-from launch.reporting.charts import Axis, Chart, Curve, Table, curves_of, line_chart
-from launch.reporting.parts import Section, Text, beside
-from launch.reporting.reading import RunData
-from launch.reporting.retrieval import retrieval_parts
-from launch.reporting.tables import bad, differences, environment, notices, queries, summaries
-from launch.reporting.timelines import MOST_BARS, read_traced, time_by_stage, timeline_chart
+from launch.reporting.charts import Axis, Lines, line_charts, new_figure
+from launch.reporting.parts import Chart, Section, Table, escaped
+from launch.reporting.reading import Columns, RunData
+from launch.reporting.tables import bad, differences, environment, queries, summary
+from launch.reporting.timelines import (
+    COLOURS,
+    MOST_BARS,
+    NARROW,
+    TRACK_PIXELS,
+    Timeline,
+    busy_s,
+    idle_fraction,
+    measured_step,
+    prediction,
+    seconds_by_label,
+    timeline_figure,
+)
+from launch.run.report import duration, retrieval_rows
+from launch.run.trace_file import FIRST_STEP, read_trace
 from launch.tools.balance import decisions
-from launch.tools.balance_plot import Decision
-from launch.tools.drawing import seconds
+from models.metrics.retrieval import RECALL_AT
 
-GIB = 2**30
 MOST_MARKS = 20  # decisions that are drawn in a chart
 
+SHARE = Axis("share of the step", "{:.1%}".format, ".0%", from_zero=True)
+SECONDS = Axis("seconds", duration, from_zero=True)
+PER_SECOND = Axis("samples/s", "{:,.1f}".format, from_zero=True)
+CLIPPED = Axis("share of steps", "{:.1%}".format, ".0%", from_zero=True)
+PADDING = Axis("padding share", "{:.2%}".format, "~p", from_zero=True)
+LOSS, RECALL = Axis("loss"), Axis("recall", "{:.1%}".format, "~p", from_zero=True)
+
+LOSSES = (
+    Lines("loss", "Loss", LOSS, {"loss": "loss"}, smooth=True, wide=True),
+    Lines(
+        "loss-parts",
+        "Losses of the objective",
+        LOSS,
+        {
+            "contrastive loss": "contrastive_loss",
+            "contrastive *": "contrastive_loss/*",
+            "matching loss": "matching_loss",
+            "matching *": "matching_loss/*",
+        },
+        smooth=True,
+    ),
+    Lines("loss-sets", "Loss by data set", LOSS, {"*": "loss/*"}, smooth=True),
+    Lines("loss-weights", "Weights of the losses", Axis("weight"), {"*": "loss_weight/*"}),
+    Lines(
+        "rate",
+        "Learning rate",
+        Axis("learning rate", "{:.3g}".format, "~e"),
+        {"schedule": "lr", "*": "lr/*"},
+    ),
+    Lines(
+        "scalars",
+        "Learned scale of the similarities",
+        Axis("logit_scale_exp"),
+        {"*logit_scale_exp": "*logit_scale_exp", "*logit_bias": "*logit_bias"},
+    ),
+)
+TIMES = (
+    Lines("throughput", "Throughput", PER_SECOND, {"samples/s": "samples_per_s"}, smooth=True),
+    Lines("idle", "Idle time by stage", SHARE, {"*": "idle/*"}, smooth=True),
+    Lines("busy", "Computing time of a step by stage", SECONDS, {"*": "busy_s/*"}, smooth=True),
+    Lines("data-wait", "Time spent waiting for data", SECONDS, {"*": "data_wait_s/*"}, smooth=True),
+)
+BALANCE = (
+    Lines("padding", "Padding of texts and sounds", PADDING, {"*": "padding_share/*"}),
+    Lines(
+        "tokens",
+        "Text tokens per second",
+        Axis("tokens/s", "{:,.0f}".format, from_zero=True),
+        {"tokens/s": "text_tokens_per_s"},
+        smooth=True,
+    ),
+)
+PREDICTED = Lines(
+    "predicted",
+    "Predicted ÷ measured time of a branch",
+    Axis("predicted ÷ measured", "{:.2f}".format),
+    {"*": "ratio/*"},
+    note="Measured every balance.interval steps.",
+)
+MEMORY = Lines(
+    "memory",
+    "Peak memory by rank",
+    Axis("GiB", "{:.2f} GiB".format, from_zero=True),
+    {"rank that held most": "peak_memory_bytes", "rank *": "peak_memory_bytes/rank *"},
+    scale=1 / 2**30,
+    note="The most that a rank has held so far: tensors on a GPU; on a CPU the whole process.",
+)
+GRADIENTS = (
+    Lines(
+        "norms",
+        "Gradient norms",
+        Axis("norm before clipping", "{:.3g}".format, log=True),
+        {"*": "grad_norm/*"},
+        smooth=True,
+    ),
+    Lines(
+        "clipping",
+        "Clipping",
+        Axis("norm after ÷ before", "{:.3f}".format, range=[0, 1.05]),
+        {"*": "clip_coefficient/*"},
+        if_moves=True,
+    ),
+    Lines(
+        "clipped",
+        "Share of steps that were clipped so far",
+        CLIPPED,
+        {"*": "clipped_share/*"},
+        if_moves=True,
+    ),
+    Lines("loss-scale", "Loss scale (fp16)", Axis("loss scale", log=True), {"scale": "loss_scale"}),
+    Lines(
+        "skipped",
+        "Skipped steps so far",
+        Axis("steps"),
+        {"skipped": "skipped_steps"},
+        if_moves=True,
+    ),
+)
+GEOMETRY = ("alignment", "modality_gap", "cosine_pairs", "cosine_others")
+GEOMETRY_NOTE = (
+    "alignment: mean squared distance of pairs. modality gap: distance of the mean embeddings. "
+    "cosine: mean similarity of pairs, and of all others."
+)
 
 Runs = Sequence[RunData]
-Keys = Callable[[RunData], Mapping[str, str]]
 
 
 def build_sections(runs: Runs) -> list[Section]:
     """Those that have something to show."""
-    built = [
-        Section("summary", "What was trained", [*summaries(runs), *notices(runs)]),
-        Section("differences", "How the runs differ", differences(runs)),
-        Section("loss", "Loss", _losses(runs)),
-        Section("retrieval", "Retrieval of held-out samples", retrieval_parts(runs)),
-        Section("queries", "Queries and their answers", queries(runs)),
-        Section("time", "Time", _times(runs)),
-        Section("balance", "Balance and padding", _balance(runs)),
-        Section("memory", "Memory", _memory(runs)),
-        Section("gradients", "Gradients", _gradients(runs)),
-        Section("bad-samples", "Bad samples", bad(runs)),
-        Section("environment", "Environment", environment(runs)),
-    ]
-    return [section for section in built if section.parts]
+    steps = {run.label: run.steps for run in runs}
+    share = 1 / len(runs)
+    # decisions of one run are marked in its charts by their number in the table
+    made = decisions(runs[0].measurements) if len(runs) == 1 else []
+    marks = [(d.holds_from, str(number)) for number, d in enumerate(made[:MOST_MARKS], 1)]
+    ratios = {run.label: Columns(map(_ratios, run.measurements)) for run in runs}
+    parts: dict[tuple[str, str], list[Any]] = {
+        ("summary", "What was trained"): [
+            *map(summary, runs),
+            *_of_each(runs, lambda run: run.notices),
+        ],
+        ("differences", "How the runs differ"): differences(runs),
+        ("loss", "Loss"): line_charts(LOSSES, steps),
+        ("retrieval", "Retrieval of held-out samples"): [
+            *_of_each(runs, _retrieval_table),
+            *_held_out_charts(runs),
+        ],
+        ("queries", "Queries and their answers"): _of_each(runs, partial(queries, share=share)),
+        ("time", "Time"): [
+            *_of_each(runs, partial(_traced_steps, most_bars=int(share * MOST_BARS))),
+            *line_charts(TIMES, steps),
+        ],
+        ("balance", "Balance and padding"): [
+            *line_charts(BALANCE, steps, marks),
+            *line_charts([PREDICTED], ratios),
+            *_of_each(runs, _decisions),
+        ],
+        ("memory", "Memory"): line_charts([MEMORY], steps),
+        ("gradients", "Gradients"): line_charts(GRADIENTS, steps),
+        ("bad-samples", "Bad samples"): _of_each(runs, bad),
+        ("environment", "Environment"): _of_each(runs, environment),
+    }
+    return [Section(name, title, own) for (name, title), own in parts.items() if own]
 
 
 def charts_of(sections: Sequence[Section]) -> list[Chart]:
     return [part for section in sections for part in section.parts if isinstance(part, Chart)]
 
 
-# -- charts over the steps
-
-
-def over_steps(
-    runs: Runs, name: str, title: str, axis: Axis, keys: Keys, **how: Any
-) -> list[Chart]:
-    """No chart where no run has the numbers. `keys`: {name of the curve: key} of a run."""
-    look = {"smooth": how.pop("smooth", False), "scale": how.pop("scale", 1.0)}
-    chart = line_chart(
-        name, title, axis, [(run, curves_of(run, keys(run), **look)) for run in runs], **how
-    )
-    return [] if chart is None else [chart]
-
-
-def _named(prefix: str) -> Keys:
-    return lambda run: run.steps.named(prefix)
-
-
-def _losses(runs: Runs) -> list[Chart]:
-    def parts(run: RunData) -> dict[str, str]:
-        found: dict[str, str] = {}
-        for key in ("contrastive_loss", "matching_loss"):
-            found |= {key.replace("_", " "): key}
-            found |= {f"{key.split('_')[0]} {k}": v for k, v in run.steps.named(f"{key}/").items()}
-        return {name: key for name, key in found.items() if key in run.steps}
-
-    loss = Axis("loss")
-    weights = _named("loss_weight/")
-    return [
-        *over_steps(
-            runs, "loss", "Loss", loss, lambda run: {"loss": "loss"}, smooth=True, wide=True
-        ),
-        *over_steps(runs, "loss-parts", "Losses of the objective", loss, parts, smooth=True),
-        *over_steps(runs, "loss-sets", "Loss by data set", loss, _named("loss/"), smooth=True),
-        *over_steps(runs, "loss-weights", "Weights of the losses", Axis("weight"), weights),
-        *over_steps(
-            runs,
-            "rate",
-            "Learning rate",
-            Axis("learning rate", "{:.3g}".format, "~e"),
-            lambda run: {"schedule": "lr", **run.steps.named("lr/")},
-        ),
-        *over_steps(
-            runs,
-            "scalars",
-            "Learned scale of the similarities",
-            Axis("logit_scale_exp"),
-            lambda run: {
-                key: key
-                for key in run.steps.named("")
-                if key.endswith(("logit_scale_exp", "logit_bias"))
-            },
-        ),
-    ]
-
-
-def _times(runs: Runs) -> list[Any]:
-    parts: list[Any] = []
+def _of_each(runs: Runs, make: Callable[[RunData], Sequence[Any]]) -> list[Any]:
+    """The parts of each run; of several runs, with its label before their titles."""
+    found: list[Any] = []
     for place, run in enumerate(runs):
-        traced, reason = read_traced(run)
-        if traced is None:
-            parts.append(Text(f"{beside(run, runs)}{reason}"))
-            continue
-        for chart in (
-            time_by_stage(run, traced, f"stages-{place}"),
-            timeline_chart(run, traced, f"timeline-{place}", MOST_BARS // len(runs)),
-        ):
-            parts.append(replace(chart, title=f"{beside(run, runs)}{chart.title}"))
-    share = Axis("share of the step", "{:.1%}".format, ".0%", from_zero=True)
-    per_second = Axis("samples/s", "{:,.1f}".format, from_zero=True)
-    time = Axis("seconds", seconds, from_zero=True)
-    return [
-        *parts,
-        *over_steps(
-            runs,
-            "throughput",
-            "Throughput",
-            per_second,
-            lambda r: {"samples/s": "samples_per_s"},
-            smooth=True,
-        ),
-        *over_steps(runs, "idle", "Idle time by stage", share, _named("idle/"), smooth=True),
-        *over_steps(
-            runs, "busy", "Computing time of a step by stage", time, _named("busy_s/"), smooth=True
-        ),
-        *over_steps(
-            runs,
-            "data-wait",
-            "Time spent waiting for data",
-            time,
-            _named("data_wait_s/"),
-            smooth=True,
-        ),
-    ]
-
-
-def _balance(runs: Runs) -> list[Any]:
-    # of one run, decisions are marked by their number in the table
-    marks = [(d.holds_from, str(i)) for i, d in enumerate(_decisions(runs[0]), 1)]
-    marks = marks[:MOST_MARKS] if len(runs) == 1 else []
-    share = Axis("padding share", "{:.2%}".format, "~p", from_zero=True, lines=marks)
-    tokens = Axis("tokens/s", "{:,.0f}".format, from_zero=True, lines=marks)
-    parts: list[Any] = [
-        *over_steps(runs, "padding", "Padding of the texts", share, _named("padding_share/")),
-        *over_steps(
-            runs,
-            "tokens",
-            "Text tokens per second",
-            tokens,
-            lambda r: {"tokens/s": "text_tokens_per_s"},
-            smooth=True,
-        ),
-    ]
-    chart = line_chart(
-        "predicted",
-        "Predicted ÷ measured time of a branch",
-        Axis("predicted ÷ measured", "{:.2f}".format),
-        [(run, _predictions(run)) for run in runs],
-        "Measured every balance.interval steps.",
-    )
-    parts += [] if chart is None else [chart]
-    for run in runs:
-        if made := _decisions(run):
-            rows = [
-                [str(number), f"{d.step:,}", f"{d.holds_from:,}", d.reason]
-                for number, d in enumerate(made, 1)
-            ]
-            header = ["", "after step", "from step", "what, and why"]
-            parts.append(Table(f"{beside(run, runs)}Decisions", header, rows))
-        if run.loss_weights:
-            rows = [[f"{w.get('step')}", str(w.get("reason"))] for w in run.loss_weights]
-            parts.append(Table(f"Changes of loss weights, {run.label}", ["step", "reason"], rows))
-    return parts
-
-
-def _decisions(run: RunData) -> list[Decision]:
-    try:
-        return decisions(run.measurements)
-    except (KeyError, TypeError):  # lines of another version
-        return []
-
-
-def _predictions(run: RunData) -> list[Curve]:
-    branches = dict.fromkeys(b for m in run.measurements for b in m.get("measured_s", {}))
-    found = []
-    for branch in branches:
-        ratios = [
-            (m["step"], m["predicted_s"][branch] / m["measured_s"][branch])
-            for m in run.measurements
-            if m.get("measured_s", {}).get(branch) and branch in m.get("predicted_s", {})
-        ]
-        x, y = np.array(ratios, dtype=np.float64).reshape(-1, 2).T
-        found.append(Curve(branch, x, y, marked=True))
+        label = f"{run.label}: " if len(runs) > 1 else ""
+        for part in make(run):
+            if isinstance(part, str):
+                part = label + part
+            else:
+                own = {"name": f"{part.name}-{place}"} if isinstance(part, Chart) else {}
+                part = replace(part, title=label + part.title, **own)
+            found.append(part)
     return found
 
 
-def _memory(runs: Runs) -> list[Chart]:
-    def keys(run: RunData) -> dict[str, str]:
-        by_rank = run.steps.named("peak_memory_bytes/")
-        return by_rank or {"rank that held most": "peak_memory_bytes"}
-
-    axis = Axis("GiB", "{:.2f} GiB".format, from_zero=True)
-    note = "The most that a rank has held so far: tensors on a GPU; on a CPU the whole process."
-    return over_steps(runs, "memory", "Peak memory by rank", axis, keys, note=note, scale=1 / GIB)
+# -- held-out samples
 
 
-def _gradients(runs: Runs) -> list[Chart]:
-    norm = Axis("norm before clipping", log=True, words="{:.3g}".format)
-    share = Axis("norm after ÷ before", "{:.3f}".format, range=[0, 1.05])
-    clipped = Axis("share of steps", "{:.1%}".format, ".0%", from_zero=True)
-    clipping = _named("clip_coefficient/") if any(_clips(run) for run in runs) else lambda run: {}
-    often = _named("clipped_share/") if any(_clips(run) for run in runs) else lambda run: {}
+def _retrieval_table(run: RunData) -> list[Table | str]:
+    """First → last recall of each set and direction."""
+    sizes = run.config.get("data", {}).get("held_out_samples") or {}
+    rows = []
+    for name, lines in run.held_out.items():
+        evaluations = [{f"{name}/{key}": value for key, value in line.items()} for line in lines]
+        rows += retrieval_rows(evaluations, {name: sizes.get(name.removeprefix("ema/"), 0)})
+    if not rows:
+        return ["No evaluation has been made, or no samples were held out."]
+    header = list(dict.fromkeys(column for row in rows for column in row))
+    note = "Each cell is the value at the first → at the last evaluation."
+    if "answers" in header:
+        note += (
+            " Samples with equal images, sounds or captions are one query and one candidate; "
+            "answers: how many candidates are right, on average."
+        )
+    cells = [[row.get(column, "–") for column in header] for row in rows]
+    return [Table("Zero-shot retrieval of held-out samples", header, cells, note)]
+
+
+def _held_out_charts(runs: Runs) -> list[Chart]:
+    """Of each set the recalls of each direction, and how the embeddings of each pair lie."""
+    charts: list[Chart] = []
+    geometry: list[Chart] = []
+    for i, name in enumerate(dict.fromkeys(name for run in runs for name in run.held_out)):
+        columns = {run.label: Columns(run.held_out.get(name, ())) for run in runs}
+        keys = list(dict.fromkeys(key for own in columns.values() for key in own))
+        for j, key in enumerate(key for key in keys if key.endswith("_R@1")):
+            direction = key.removesuffix("_R@1")
+            title = f"{name}: {direction.replace('_to_', ' → ')}"
+            recalls = {f"R@{k}": f"{direction}_R@{k}" for k in RECALL_AT}
+            charts += line_charts([Lines(f"recall-{i}-{j}", title, RECALL, recalls)], columns)
+        # with several pairs, the names of their figures end in `/image_text`
+        pairs = dict.fromkeys(
+            key[len(GEOMETRY[0]) :] for key in keys if key.startswith(GEOMETRY[0])
+        )
+        for j, pair in enumerate(pairs):
+            of_pair = f", {pair[1:].replace('_', ' and ')}" if pair else ""
+            chart = Lines(
+                f"geometry-{i}-{j}",
+                f"{name}: how embeddings lie to each other{of_pair}",
+                Axis("value", "{:.3f}".format),
+                {key.replace("_", " "): key + pair for key in GEOMETRY},
+                note=GEOMETRY_NOTE,
+            )
+            geometry += line_charts([chart], columns)
+    return [*charts, *geometry]
+
+
+# -- traced steps
+
+
+def _traced_steps(run: RunData, most_bars: int) -> list[Chart | str]:
+    """Where the time of a step goes, by stage and as a timeline."""
+    file = run.path / "trace.json"
+    if not file.is_file():
+        return ["No step has been traced yet, or the run was started with --trace-every 0."]
+    try:
+        steps = read_trace(file)
+    except (ValueError, KeyError, TypeError) as error:
+        return [f"trace.json cannot be read ({error})."]
+    if not steps:
+        return ["trace.json holds no step yet."]
+    stages = {stage["name"]: stage["ranks"] for stage in run.config["stage_graph"]}
+    # the first traced step still chooses kernels; it counts only where it is the only one
+    counted = [step for step in steps if step != FIRST_STEP] or list(steps)
+    by_stage: dict[str, list[dict[str, float]]] = {name: [] for name in stages}
+    for step in counted:
+        step_s = measured_step(step, stages, steps[step]).step_s
+        for name, ranks in stages.items():
+            own = [seconds_by_label(steps[step][r], step_s) for r in ranks if r in steps[step]]
+            by_stage[name] += own
+    newest = max(steps)
     return [
-        *over_steps(runs, "norms", "Gradient norms", norm, _named("grad_norm/"), smooth=True),
-        *over_steps(runs, "clipping", "Clipping", share, clipping),
-        *over_steps(runs, "clipped", "Share of steps that were clipped so far", clipped, often),
-        *over_steps(
-            runs,
-            "loss-scale",
-            "Loss scale (fp16)",
-            Axis("loss scale", log=True),
-            lambda r: {"scale": "loss_scale"},
-        ),
-        *over_steps(
-            runs,
-            "skipped",
-            "Skipped steps so far",
-            Axis("steps"),
-            lambda r: {"skipped": "skipped_steps"} if np.nansum(r.steps["skipped_steps"]) else {},
-        ),
+        _time_by_stage({name: own for name, own in by_stage.items() if own}, len(counted)),
+        _timeline(run, measured_step(newest, stages, steps[newest]), most_bars),
     ]
 
 
-def _clips(run: RunData) -> bool:
-    return any(
-        np.nanmax(run.steps[k], initial=0) > 0 for k in run.steps.named("clipped_share/").values()
+def _time_by_stage(by_stage: dict[str, list[dict[str, float]]], number: int) -> Chart:
+    """A bar per stage: what its ranks do in a step, the mean of `number` traced steps."""
+    means = {
+        stage: {label: mean(each[label] for each in own) for label in COLOURS}
+        for stage, own in by_stage.items()
+    }
+    labels = [label for label in COLOURS if any(own[label] for own in means.values())]
+    figure = new_figure("seconds of a step", "")
+    for label in labels:
+        figure.add_bar(
+            y=[escaped(stage) for stage in means],
+            x=[own[label] for own in means.values()],
+            name=label,
+            orientation="h",
+            marker={"color": COLOURS[label], "line": {"width": 0}},
+            hovertemplate="%{x:.4s}s",
+        )
+    height = 150 + TRACK_PIXELS * len(means)
+    figure.update_layout(barmode="stack", hovermode="y unified", height=height, meta=NARROW)
+    figure.update_xaxes(tickformat="~s", ticksuffix="s")
+    figure.update_yaxes(autorange="reversed", title=None)
+    rows = [[stage, *(duration(own[label]) for label in labels)] for stage, own in means.items()]
+    title = "Where the time of a step goes"
+    traced = f"{number} traced step{'s' * (number > 1)}"
+    said = " ".join(f"{stage}: {_not_computing(own):.0%} idle." for stage, own in means.items())
+    return Chart(
+        "stages",
+        title,
+        figure,
+        Table(title, ["stage", *labels], rows),
+        said,
+        note=f"Mean of {traced} and of the replicas of each stage.",
+        wide=True,
     )
+
+
+def _not_computing(seconds: dict[str, float]) -> float:
+    """Share of a step, from its seconds by label, in which nothing is computed: the last three."""
+    return sum(list(seconds.values())[-3:]) / max(1e-12, sum(seconds.values()))
+
+
+def _timeline(run: RunData, measured: Timeline, most_bars: int) -> Chart:
+    """A traced step, below its prediction where the run has one. More than `most_bars` are merged
+    with their neighbours."""
+    try:
+        predicted, reason = prediction(run.path, run.config)
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        predicted, reason = None, f"Nothing is predicted: {error}"
+    timelines = [each for each in (predicted, measured) if each is not None]
+    rows = [
+        [
+            "measured" if each is measured else "predicted",
+            track,
+            duration(busy_s(spans)),
+            f"{idle_fraction(spans, each.step_s):.0%}",
+        ]
+        for each in timelines
+        for track, spans in each.tracks.items()
+    ]
+    return Chart(
+        "timeline",
+        "One step, predicted above measured" if predicted else "One measured step",
+        timeline_figure(timelines, most_bars),
+        Table(measured.title, ["", "track", "busy", "idle"], rows),
+        "; ".join(each.heading for each in timelines) + ".",
+        note="" if reason is None else reason.replace(f"{run.path}: ", ""),
+        wide=True,
+    )
+
+
+# -- the balance
+
+
+def _ratios(measurement: dict[str, Any]) -> dict[str, float]:
+    """Predicted ÷ measured seconds of each branch, by `ratio/<branch>`."""
+    seen = {b: s for b, s in measurement["measured_s"].items() if s}
+    ratios = {f"ratio/{b}": measurement["predicted_s"][b] / s for b, s in seen.items()}
+    return {"step": measurement["step"], **ratios}
+
+
+def _decisions(run: RunData) -> list[Table]:
+    made = [
+        [str(number), f"{d.step:,}", f"{d.holds_from:,}", d.reason]
+        for number, d in enumerate(decisions(run.measurements), 1)
+    ]
+    weights = [[f"{each['step']:,}", each["reason"]] for each in run.loss_weights]
+    tables = [
+        Table("Decisions", ["", "after step", "from step", "what, and why"], made),
+        Table("Changes of loss weights", ["step", "reason"], weights),
+    ]
+    return [table for table in tables if table.rows]

@@ -3,6 +3,8 @@ traces."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,11 +20,12 @@ from launch.balancing.loss_weights import HeldOutFigures, LossWeights
 from launch.config.groups import TrackingOptions
 from launch.run.folder import RunFolder
 from launch.run.queries import Answers, write_queries
-from launch.run.report import retrieval_report, show
+from launch.run.report import REPORT, retrieval_report, show
 from launch.run.trace_file import TraceFile, is_sampled
 from launch.terminal.first_screen import print_screen
 from launch.tracking.tracker import Tracker
 
+PAGE_SHARE = 0.02  # of the time of a run, at most, goes into its page
 UNTRACKED = "tracking ends, metrics.jsonl goes on"
 
 
@@ -34,6 +37,7 @@ class Journal:
         self.tracker: Tracker | None = None  # on the first rank, once the run is decided
         self.trace = TraceFile(folder.path / "trace.json")
         self._evaluations: dict[int, dict[str, float]] = {}
+        self._page_due_s = -math.inf  # on the clock time.monotonic
 
     def track(
         self,
@@ -111,20 +115,25 @@ class Journal:
         index."""
         self.folder.note_bad_step(step, loss, bad, identity)
 
-    def evaluation(self, step: int, epoch: float, found: HeldOutFigures) -> None:
-        """A line of metrics.jsonl for each held-out set, and the trackers."""
+    def evaluation(
+        self,
+        step: int,
+        epoch: float,
+        found: HeldOutFigures,
+        answers: Mapping[str, Sequence[Answers]],
+    ) -> None:
+        """A line of metrics.jsonl for each held-out set, queries.json with what was found for some
+        samples, the same for the trackers, and report.html as of now."""
         self._evaluations[step] = {}
         for name, values in found.items():
             self._evaluations[step] |= {f"{name}/{key}": value for key, value in values.items()}
             self.folder.log({"step": step, "epoch": epoch, "held_out": name, **values})
             self._track(partial(Tracker.evaluation, step=step, held_out=name, values=values))
-
-    def queries(self, step: int, by_set: Mapping[str, Sequence[Answers]]) -> None:
-        """queries.json, and tables in W&B: what was found for some held-out samples after
-        `step`."""
-        if self.folder.first_rank and any(by_set.values()):
-            write_queries(self.folder.path, step, by_set)
-            self._track(lambda tracker: tracker.queries(step, by_set))
+        if self.folder.first_rank and any(answers.values()):
+            write_queries(self.folder.path, step, answers)
+            self._track(lambda tracker: tracker.queries(step, answers))
+        if time.monotonic() >= self._page_due_s:
+            self._write_page(goes_on=True)
 
     def sampled_trace(self, step: int, engine: ForkEngine) -> None:
         """trace.json, in the steps that are traced. All ranks call it together."""
@@ -140,15 +149,24 @@ class Journal:
         self._track(lambda tracker: tracker.finish(exit_code))
 
     def report(self) -> None:
-        """report.html in the run's folder, and where it is."""
-        if not self.folder.first_rank:
-            return
-        with only_shows("no report is written"):
-            # imports plotly, which no step needs
-            from launch.tools.report import write_at_end
+        """report.html of the run that has ended, and where it is."""
+        if self._write_page(goes_on=False):
+            self.say(f"report {self.folder.path / REPORT}")
 
-            written = write_at_end(self.folder.path)
-            self.say(f"report {written}" if written else None)
+    def _write_page(self, goes_on: bool) -> bool:
+        """Was report.html written? A failure is one warning."""
+        if not self.folder.first_rank:
+            return False
+        began_s, self._page_due_s = time.monotonic(), math.inf
+        with only_shows(f"{REPORT} is not written"):
+            # imports plotly, which no step needs
+            from launch.tools.report import write_report
+
+            write_report([self.folder.path], self.folder.path / REPORT, goes_on)
+            # evaluations may follow one another quickly, and the other ranks wait for the page
+            self._page_due_s = began_s + (time.monotonic() - began_s) / PAGE_SHARE
+            return True
+        return False
 
     def retrieval(self, num_samples: Mapping[str, int]) -> None:
         """The table of the first and the last evaluation of this process, if there was one."""

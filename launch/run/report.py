@@ -12,19 +12,9 @@ from tqdm import tqdm
 from common.output import plain
 from models.metrics.retrieval import FIGURES, RECALL_AT
 
+REPORT = "report.html"  # the page about a run, in its folder
 SEVERAL = 1.05  # answers to a query on average; a few equal samples are not worth two columns
 DIRECTIONS = {"image_to_text": "image → text", "text_to_image": "text → image"}
-
-
-def measured_directions(values: Mapping[str, float], held_out: str) -> dict[str, str]:
-    """Of the recalls of a held-out set: name -> in words, `tone_to_text` -> "tone → text"."""
-    prefix, end = f"{held_out}/", "_R@1"
-    found = [
-        key[len(prefix) : -len(end)]
-        for key in values
-        if key.startswith(prefix) and key.endswith(end)
-    ]
-    return {key: key.replace("_to_", " → ") for key in found}
 
 
 def retrieval_table(
@@ -33,55 +23,54 @@ def retrieval_table(
     num_samples: Mapping[str, int],
     languages: Mapping[str, Mapping[str, Mapping[str, float]]] | None = None,
 ) -> Table:
-    """Rows: held-out set and direction; columns: R@1, R@5, R@10 and, where it was measured, the
-    median rank, each as first → last of `evaluations` (one: just that). Where queries have several
-    answers, the numbers of both too. `languages`: by set and language the same figures with
-    `num_samples`, of one evaluation."""
+    """The rows of `retrieval_rows` for the terminal. `languages`: by set and language the same
+    figures with `num_samples`, of one evaluation."""
     if languages:
         num_samples, evaluations = _with_languages(evaluations[0], num_samples, languages)
-    with_median = all(
-        key.removesuffix("_R@1") + "_median_rank" in values
-        for values in evaluations
-        for key in values
-        if key.endswith("_R@1")
-    )
     table = Table(title=title, title_justify="left")
-    for name in ("held-out set", "query → answer"):
-        table.add_column(name, no_wrap=True)
-    with_answers = any(
-        key.endswith("_answers") and value >= SEVERAL for key, value in evaluations[-1].items()
-    )
-    for name in (
-        *(["queries → candidates", "answers"] if with_answers else []),
-        *(f"R@{k} %" for k in RECALL_AT),
-        *(["median rank"] if with_median else []),
-        f"chance R@{RECALL_AT[-1]} %",
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
-    for held_out, count in num_samples.items():
-        for key, direction in measured_directions(evaluations[0], held_out).items():
-            cells = [
-                " → ".join(
-                    f"{100 * values[f'{held_out}/{key}_R@{k}']:.1f}" for values in evaluations
-                )
-                for k in RECALL_AT
-            ]
-            if with_median:
-                cells.append(
-                    " → ".join(
-                        f"{values[f'{held_out}/{key}_median_rank']:g}" for values in evaluations
-                    )
-                )
-            with_both = _with_both(evaluations[-1], held_out, key, count)
-            asked = asked_of(evaluations[-1], f"{held_out}/{key}", with_both)
-            table.add_row(
-                f"{held_out} ({with_both})",
-                direction,
-                *(asked.words() if with_answers else ()),
-                *cells,
-                f"{100 * asked.chance:.1f}",
-            )
+    rows = retrieval_rows(evaluations, num_samples)
+    for i, name in enumerate(dict.fromkeys(name for row in rows for name in row)):
+        table.add_column(name, justify="left" if i < 2 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row.values())
     return table
+
+
+def retrieval_rows(
+    evaluations: Sequence[Mapping[str, float]], num_samples: Mapping[str, int]
+) -> list[dict[str, str]]:
+    """The recalls of each held-out set and direction, by column, first → last of `evaluations`
+    (one: just that).
+
+    The median rank, the number of answers of a query and, of more than two evaluations, the best
+    one are there where they are known. `num_samples`: of each set.
+    """
+    last = evaluations[-1]
+    several = any(key.endswith("_answers") and number >= SEVERAL for key, number in last.items())
+    rows = []
+    for held_out, count in num_samples.items():
+        for direction in _directions(evaluations[0], held_out):
+            key = f"{held_out}/{direction}"
+            samples = _with_both(last, held_out, direction, count)
+            asked = asked_of(last, key, samples)
+            row = {
+                "held-out set": f"{held_out} ({samples})",
+                "query → answer": direction.replace("_to_", " → "),
+            }
+            if several:
+                row["queries → candidates"] = f"{asked.queries:g} → {asked.candidates:g}"
+                row["answers"] = f"{asked.answers:.3g}"
+            for k in RECALL_AT:
+                row[f"R@{k} %"] = _first_to_last(evaluations, f"{key}_R@{k}", "{:.1%}")
+            if f"{key}_median_rank" in last:
+                row["median rank"] = _first_to_last(evaluations, f"{key}_median_rank", "{:g}")
+            if len(evaluations) > 2:
+                best = max(evaluations, key=lambda values: values[f"{key}_R@{RECALL_AT[-1]}"])
+                recall, step = best[f"{key}_R@{RECALL_AT[-1]}"], best[f"{held_out}/step"]
+                row[f"best R@{RECALL_AT[-1]} %"] = f"{100 * recall:.1f} (step {step:,})"
+            row[f"chance R@{RECALL_AT[-1]} %"] = f"{100 * asked.chance:.1f}"
+            rows.append(row)
+    return rows
 
 
 class Asked(NamedTuple):
@@ -92,9 +81,6 @@ class Asked(NamedTuple):
     answers: float
     chance: float
 
-    def words(self) -> tuple[str, str]:
-        return f"{self.queries:g} → {self.candidates:g}", f"{self.answers:.3g}"
-
 
 def asked_of(values: Mapping[str, float], direction: str, count: int) -> Asked:
     """From the figures of a direction; where it has none, each of `count` samples is asked about
@@ -102,6 +88,18 @@ def asked_of(values: Mapping[str, float], direction: str, count: int) -> Asked:
     if f"{direction}_{FIGURES[0]}" in values:
         return Asked(*(values[f"{direction}_{name}"] for name in FIGURES))
     return Asked(count, count, 1.0, min(1.0, RECALL_AT[-1] / max(1, count)))
+
+
+def _directions(values: Mapping[str, float], held_out: str) -> list[str]:
+    """Those in which a set was measured, such as `tone_to_text`."""
+    prefix, end = f"{held_out}/", "_R@1"
+    own = [key for key in values if key.startswith(prefix) and key.endswith(end)]
+    return [key[len(prefix) : -len(end)] for key in own]
+
+
+def _first_to_last(evaluations: Sequence[Mapping[str, float]], key: str, words: str) -> str:
+    ends = evaluations if len(evaluations) == 1 else (evaluations[0], evaluations[-1])
+    return " → ".join(words.format(values[key]).removesuffix("%") for values in ends)
 
 
 def _with_languages(
@@ -157,3 +155,20 @@ def show(thing: object, first_rank: bool = True) -> None:
     with console.capture() as captured:
         console.print(thing)
     tqdm.write(captured.get().rstrip("\n"))
+
+
+def duration(seconds: float) -> str:
+    """Such as `740 ms`, `12.3 s`, `4 min 10 s`, `5 h 20 min` and `3 days 4 h`."""
+    if seconds < 1:
+        return f"{1e3 * seconds:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    if seconds < 3600:
+        units, (large, small) = (60, 1), ("min", "s")
+    elif seconds < 86400:
+        units, (large, small) = (3600, 60), ("h", "min")
+    else:
+        units, (large, small) = (86400, 3600), ("days", "h")
+    whole, rest = divmod(round(seconds / units[1]), units[0] // units[1])
+    large = "day" if (whole, large) == (1, "days") else large
+    return f"{whole:,} {large}" + (f" {rest} {small}" if rest else "")

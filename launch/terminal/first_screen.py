@@ -4,7 +4,6 @@ take, and where it is written."""
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import sys
 import textwrap
@@ -29,6 +28,7 @@ from launch.config.options import Options, default_of
 from launch.costing import NOMINAL
 from launch.modalities import OWN_FLAGS
 from launch.run.records import branches_held
+from launch.run.report import REPORT, duration
 from models.losses import PlainLoss, build_loss
 from models.towers.layers import Tower
 from models.weights.reading import published_weights
@@ -40,7 +40,6 @@ DUPLICATES = {
     "negatives": "negatives of each other",
 }
 LABEL = 10  # columns of a label with its colon
-LIVE_PORT = 8000  # in the command that is proposed
 FEW = 0.01  # repeated values, of all
 REASONS_SHOWN = 5
 OTHER_PLANS = 3  # that are compared with the chosen one; `launch.tools.plan` lists all
@@ -133,27 +132,8 @@ def print_screen(screen: Sequence[tuple[str, str]]) -> None:
 
 
 def folder_to_watch(folder: Path) -> str:
-    """A run's folder, and the command that draws its curves while it is written."""
-    watch = f"python -m launch.tools.report {shlex.quote(str(folder))} --live {LIVE_PORT}"
-    return f"{folder}\nto watch it: {watch}"
-
-
-def duration(seconds: float) -> str:
-    """Such as `740 ms`, `12.3 s`, `4 min 10 s`, `5 h 20 min` and `3 days 4 h`."""
-    if seconds < 1:
-        return f"{1e3 * seconds:.3g} ms"
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    for large, small, name, rest in (
-        (60, 1, "min", "s"),
-        (3600, 60, "h", "min"),
-        (86400, 3600, "days", "h"),
-    ):
-        if seconds < {"min": 3600, "h": 86400}.get(name, float("inf")):
-            whole, left = divmod(round(seconds / small), large // small)
-            name = name.removesuffix("s") if name == "days" and whole == 1 else name
-            return f"{whole:,} {name}" + (f" {left} {rest}" if left else "")
-    raise ValueError(f"duration: {seconds} is no number of seconds")
+    """A run's folder, and the page that shows its curves while it goes on."""
+    return f"{folder}\nto watch it: open {folder / REPORT}, written at every evaluation"
 
 
 def _data(data: PreparedData) -> str:

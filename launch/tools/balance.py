@@ -26,10 +26,10 @@ from rich.table import Table
 
 from common.output import outlive_output, run_program
 from data.batching.feed import BRANCH_OF
+from launch.run.report import duration as seconds
 from launch.run.report import show
 from launch.run.step_line import rates
 from launch.tools.balance_plot import Decision, Line, save_balance_plot
-from launch.tools.drawing import seconds
 from launch.tools.plan import OneLineParser, figure_path
 
 

@@ -20,8 +20,8 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from common.files import replacing
 from data.batching.feed import BRANCH_OF
-from launch.tools.drawing import DOTS_PER_INCH
 
+DOTS_PER_INCH = 120
 WIDTH_INCHES, PANEL_INCHES, LINE_INCHES = 13, 1.5, 0.19
 MOST_POINTS = 100  # of a curve; of more steps, medians
 MOST_LISTED = 12  # decisions under the panels

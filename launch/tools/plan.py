@@ -5,7 +5,7 @@ Needs no GPU and starts no process.
 
     python -m launch.tools.plan --gpus 8 --image-tower vit_l_16 \
         --text-tower bert-large-uncased --device H100
-    python -m launch.tools.plan --gpus 1024 --layout fork --top 20 --picture plan.png
+    python -m launch.tools.plan --gpus 1024 --layout fork --top 20 --picture plan.html
     python -m launch.tools.plan --gpus 8 --deepspeed_config ds_configs/zero1_bf16.json
 """
 
@@ -15,16 +15,16 @@ import argparse
 import gc
 import os
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
 if __name__ == "__main__":
-    os.environ.setdefault(
-        "DS_ACCELERATOR", "cpu"
-    )  # DeepSpeed need not look for a GPU, nor warn that there is none
+    # DeepSpeed need not look for a GPU, nor warn that there is none
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # of a program of seconds it is a quarter of the time: each collection walks through all that
     # was imported
     gc.disable()
@@ -34,10 +34,11 @@ from rich.table import Table
 
 from common.output import outlive_output, run_program
 from data.modules import add_module_flag, import_modules
-from data.options import IMAGE_TEXT, branches_of, pairs
+from data.options import IMAGE_TEXT, branches_of
+from data.options import pairs as pairs_flag
 from engine.config.reading import AUTO, BranchesBlock, read_config
 from engine.objective import scalars_of
-from engine.optimizer.locking import lock_costs, trainable_layers
+from engine.optimizer.locking import trainable_layers
 from engine.planning.costs import CostModel, with_learned
 from engine.planning.devices import DEVICES, Device, find_device
 from engine.planning.planner import GIB, Candidate, Search, describe_batch, search_plans
@@ -49,8 +50,7 @@ from launch.config.options import ROOT, default_of
 from launch.estimates import estimated_costs
 from launch.modalities import Vocabulary, refuse_pairs, tower_of
 from launch.objective import pairs_of
-from launch.run.report import show
-from launch.tools.drawing import FORMATS, save_plan_png, seconds
+from launch.run.report import duration, show
 from models.losses import build_loss
 from models.towers.adapters.layers import adapted_tower, num_learned
 from models.towers.adapters.lora import LoRA
@@ -60,47 +60,22 @@ from models.towers.fusion import FusionSizes
 SAMPLES_PER_GPU, MOST_SAMPLES = 1024, 32768  # of the default global batch
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """Everything the command line decides. Field names are the flags' names."""
-
-    gpus: int
-    gpus_per_node: int | None
-    device: Device
-    memory: float | None
-    deepspeed_config: Path | None
-    import_module: list[str] | None
-    precision: str | None
-    train_batch_size: int | None
-    micro_batch_size: int | None
-    layout: str | None
-    schedule: str | None
-    activation_checkpoint_interval: int | None
-    pairs: str
-    image_tower: str
-    text_tower: str
-    audio_tower: str
-    audio_seconds: float | None
-    audio_size: int
-    tower: list[str] | None
-    embed_dim: int
-    image_size: int
-    max_text_tokens: int
-    vocab_size: int | None
-    fusion: int
-    top: int
-    picture: Path | None
-
-
 class OneLineParser(argparse.ArgumentParser):
     """Says what is wrong in one line; --help says the rest."""
+
+    def __init__(self, **how: Any):
+        how.setdefault(
+            "formatter_class",
+            lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=120),
+        )
+        super().__init__(**how)
 
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: error: {message} (see {self.prog} --help)", file=sys.stderr)
         sys.exit(2)
 
 
-def at_least(minimum: int, kind: type = int):
+def at_least(minimum: int, kind: type = int) -> Callable[[str], Any]:
     """For argparse: a number not below `minimum`."""
 
     def number(text: str) -> Any:
@@ -121,161 +96,151 @@ def device(text: str) -> Device:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def figure_path(text: str) -> Path | None:
-    """For argparse: a plot that can be written there, or `none`."""
+def figure_path(text: str, endings: Sequence[str] = (".png", ".pdf", ".svg")) -> Path:
+    """For argparse: a figure that can be written there."""
     path = Path(text)
-    if text == "none":
-        return None
-    if path.suffix.lower() not in FORMATS:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no figure; its name ends in {', '.join(FORMATS)}"
-        )
+    if path.suffix.lower() not in endings:
+        known = ", ".join(endings)
+        raise argparse.ArgumentTypeError(f"{text!r} is no figure; its name ends in {known}")
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r}: there is no folder {str(path.parent)!r}")
     return path
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
-        prog="python -m launch.tools.plan",
-        description="Rank the ways to run a model on N GPUs by simulated step time, and say why. Needs no GPU.",
-        epilog="Costs are estimated from counted operations and the device's data sheet; a run of train.py measures them.",
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=120),
+def page_path(text: str) -> Path:
+    """For argparse: a page with a timeline that can be written there."""
+    if Path(text).suffix.lower() in (".png", ".pdf", ".svg"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: a timeline is a page that can be zoomed; give a name that ends in .html "
+            "(the page's camera button saves a PNG)"
+        )
+    return figure_path(text, (".html",))
+
+
+def _flag(group: str, help: str, default: Any = None, **how: Any) -> Any:
+    """A field of `PlanOptions` that is a flag of this name in a group of --help. `how`: as of
+    `add_argument`."""
+    how |= {"help": help.replace("%d", str(default)), "default": default}
+    return field(metadata={"group": group, **how})
+
+
+_hardware, _run = partial(_flag, "hardware"), partial(_flag, "how to run")
+_towers, _output = partial(_flag, "towers"), partial(_flag, "output")
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Everything the command line decides: each field is a flag."""
+
+    gpus: int = _hardware("in all; one rank on each", type=at_least(1), required=True, metavar="N")
+    gpus_per_node: int | None = _hardware(
+        "(default: the device's, 8)", type=at_least(1), metavar="N"
     )
-    hardware = parser.add_argument_group("hardware")
-    hardware.add_argument(
-        "--gpus", type=at_least(1), required=True, metavar="N", help="in all; one rank on each"
-    )
-    hardware.add_argument(
-        "--gpus-per-node", type=at_least(1), metavar="N", help="(default: the device's, 8)"
-    )
-    hardware.add_argument(
-        "--device",
+    device: Device = _hardware(
+        f"{', '.join(DEVICES)}, or flops=FLOP/S,memory=BYTES,bandwidth=BYTES/S"
+        "[,link=,network=,ranks_per_node=] (default: %d)",
+        "H100",
         type=device,
-        default="H100",
         metavar="NAME",
-        help=f"{', '.join(DEVICES)}, or flops=FLOP/S,memory=BYTES,bandwidth=BYTES/S[,link=,network=,ranks_per_node=] (default: H100)",
     )
-    hardware.add_argument(
-        "--memory",
+    memory: float | None = _hardware(
+        "that one rank may use (default: all of the device's)",
         type=at_least(0, float),
         metavar="GIB",
-        help="that one rank may use (default: all of the device's)",
     )
-    run = parser.add_argument_group("how to run")
-    run.add_argument(
-        "--deepspeed_config",
+    deepspeed_config: Path | None = _run(
+        "the JSON file of the run (default: all is searched); flags replace its values",
         type=Path,
         metavar="FILE",
-        help="the JSON file of the run (default: all is searched); flags replace its values",
     )
-    add_module_flag(run)
-    run.add_argument(
-        "--precision",
-        choices=("bf16", "fp16", "fp32"),
-        help="without --deepspeed_config, with ZeRO-1 (default: bf16)",
+    precision: str | None = _run(
+        "without --deepspeed_config, with ZeRO-1 (default: bf16)", choices=("bf16", "fp16", "fp32")
     )
-    run.add_argument(
-        "--train-batch-size",
+    train_batch_size: int | None = _run(
+        f"samples per step on all GPUs (default: the file's, else {SAMPLES_PER_GPU} per GPU, at "
+        f"most {MOST_SAMPLES})",
         type=at_least(2),
         metavar="N",
-        help=f"samples per step on all GPUs (default: the file's, else {SAMPLES_PER_GPU} per GPU, at most {MOST_SAMPLES})",
     )
-    run.add_argument(
-        "--micro-batch-size",
-        type=at_least(1),
-        metavar="N",
-        help="samples, of all branches (default: searched)",
+    micro_batch_size: int | None = _run(
+        "samples, of all branches (default: searched)", type=at_least(1), metavar="N"
     )
-    run.add_argument(
-        "--layout", choices=LAYOUTS, help="only this one (default: the file's, else searched)"
-    )
-    known = "; ".join(f"{name}: {own.description}" for name, own in SCHEDULES.items())
-    searched = " and ".join(name for name, own in SCHEDULES.items() if own.chosen_by_auto)
-    run.add_argument(
-        "--schedule",
+    layout: str | None = _run("only this one (default: the file's, else searched)", choices=LAYOUTS)
+    schedule: str | None = _run(
+        f"only this one. {'; '.join(f'{name}: {s.description}' for name, s in SCHEDULES.items())}; "
+        "or one of --import-module (default: the file's, else "
+        f"{' and '.join(name for name, s in SCHEDULES.items() if s.chosen_by_auto)})",
         metavar="NAME",
-        help=f"only this one. {known}; or one of --import-module (default: the file's, else {searched})",
     )
-    run.add_argument(
-        "--activation-checkpoint-interval",
-        type=at_least(0),
-        metavar="N",
-        help="layers; 0: none (default: the file's, else 0)",
+    activation_checkpoint_interval: int | None = _run(
+        "layers; 0: none (default: the file's, else 0)", type=at_least(0), metavar="N"
     )
-    towers = parser.add_argument_group("towers")
-    towers.add_argument(
-        "--pairs",
-        type=pairs,
-        default=IMAGE_TEXT,
-        metavar="A:B,...",
-        help="as in train.py (default: image:text)",
+    pairs: str = _towers(
+        "as in train.py (default: %d)", IMAGE_TEXT, type=pairs_flag, metavar="A:B,..."
     )
-    towers.add_argument(
-        "--image-tower",
-        default=default_of("image_tower"),
-        metavar="NAME",
-        help=f"(default: {default_of('image_tower')})",
+    image_tower: str = _towers("(default: %d)", default_of("image_tower"), metavar="NAME")
+    text_tower: str = _towers("(default: %d)", default_of("text_tower"), metavar="NAME")
+    audio_tower: str = _towers("(default: %d)", default_of("audio_tower"), metavar="NAME")
+    audio_seconds: float | None = _towers(
+        "as in train.py (default: the tower's own)", type=float, metavar="S"
     )
-    towers.add_argument(
-        "--text-tower",
-        default=default_of("text_tower"),
-        metavar="NAME",
-        help=f"(default: {default_of('text_tower')})",
-    )
-    towers.add_argument(
-        "--audio-tower",
-        default=default_of("audio_tower"),
-        metavar="NAME",
-        help=f"(default: {default_of('audio_tower')})",
-    )
-    towers.add_argument(
-        "--audio-seconds",
-        type=float,
-        metavar="S",
-        help="as in train.py (default: the tower's own)",
-    )
-    towers.add_argument(
-        "--tower",
+    tower: list[str] | None = _towers(
+        "as in train.py (default: the modality's own)",
         action="append",
         type=named_tower,
         metavar="MODALITY=NAME",
-        help="as in train.py (default: the modality's own)",
     )
-    for flag, minimum, what in (
-        ("embed_dim", 1, "width of the common space"),
-        ("image_size", 1, "pixels a side"),
-        ("max_text_tokens", 4, "tokens of a text"),
-        ("audio_size", 8, "of the spectrogram for an image tower"),
-    ):
-        name, own = f"--{flag.replace('_', '-')}", default_of(flag)
-        towers.add_argument(
-            name, type=at_least(minimum), default=own, metavar="N", help=f"{what} (default: {own})"
-        )
-    towers.add_argument(
-        "--vocab-size",
+    embed_dim: int = _towers(
+        "width of the common space (default: %d)",
+        default_of("embed_dim"),
         type=at_least(1),
         metavar="N",
-        help="entries of the tokenizer (default: the text tower's own)",
     )
-    towers.add_argument(
-        "--fusion",
-        type=at_least(0),
-        default=0,
+    image_size: int = _towers(
+        "pixels a side (default: %d)", default_of("image_size"), type=at_least(1), metavar="N"
+    )
+    max_text_tokens: int = _towers(
+        "tokens of a text (default: %d)", default_of("max_text_tokens"), type=at_least(4), metavar="N"
+    )
+    audio_size: int = _towers(
+        "of the spectrogram for an image tower (default: %d)",
+        default_of("audio_size"),
+        type=at_least(8),
         metavar="N",
-        help="layers that match images and texts, as in train.py (default: 0)",
     )
-    output = parser.add_argument_group("output")
-    output.add_argument(
-        "--top", type=at_least(1), default=10, metavar="N", help="rows of the table (default: 10)"
+    vocab_size: int | None = _towers(
+        "entries of the tokenizer (default: the text tower's own)", type=at_least(1), metavar="N"
     )
-    output.add_argument(
-        "--picture",
-        "--output",
-        type=figure_path,
+    fusion: int = _towers(
+        "layers that match images and texts, as in train.py (default: %d)",
+        0,
+        type=at_least(0),
+        metavar="N",
+    )
+    top: int = _output("rows of the table (default: %d)", 10, type=at_least(1), metavar="N")
+    picture: Path | None = _output(
+        "draw the timeline of the best way into a page, .html (default: not drawn)",
+        type=page_path,
         metavar="FILE",
-        help=f"draw the timeline of the best: {', '.join(FORMATS)} (default: not drawn); --output is the older name",
     )
+    import_module: list[str] | None = None
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = OneLineParser(
+        prog="python -m launch.tools.plan",
+        description="Rank the ways to run a model on N GPUs by simulated step time, and say why. "
+        "Needs no GPU.",
+        epilog="Costs are estimated from counted operations and the device's data sheet; a run of "
+        "train.py measures them.",
+    )
+    flags = [(each.name, dict(each.metadata)) for each in fields(PlanOptions) if each.metadata]
+    groups = {how["group"]: parser.add_argument_group(how["group"]) for _, how in flags}
+    for name, how in flags:
+        # DeepSpeed's own flag is written with an underscore
+        flag = name if name == "deepspeed_config" else name.replace("_", "-")
+        groups[how.pop("group")].add_argument(f"--{flag}", **how)
+    add_module_flag(groups["how to run"])
     return parser
 
 
@@ -302,14 +267,12 @@ def parse_options(arguments: list[str] | None = None) -> PlanOptions:
 def configuration(options: PlanOptions) -> tuple[dict[str, Any], BranchesBlock]:
     """What train.py would be given: the file, or ZeRO-1 in the precision asked for with everything
     left to search; flags replace values."""
+    branches = branches_of(options.pairs)
     if options.deepspeed_config:
-        config, block = read_config(options.deepspeed_config, branches_of(options.pairs), READERS)
+        config, block = read_config(options.deepspeed_config, branches, READERS)
     else:
-        config, _ = read_config(
-            ROOT / "ds_configs" / f"zero1_{options.precision or 'bf16'}.json",
-            branches_of(options.pairs),
-            READERS,
-        )
+        file = ROOT / "ds_configs" / f"zero1_{options.precision or 'bf16'}.json"
+        config, _ = read_config(file, branches, READERS)
         config["train_batch_size"] = min(SAMPLES_PER_GPU * options.gpus, MOST_SAMPLES)
         block = BranchesBlock()
     if options.train_batch_size:
@@ -323,9 +286,8 @@ def configuration(options: PlanOptions) -> tuple[dict[str, Any], BranchesBlock]:
             config.pop(key, None)
         block = replace(block, micro_batch_size=options.micro_batch_size)
     if options.layout and options.layout != block.layout:
-        block = replace(
-            block, layout=options.layout, stages=AUTO, replicas=AUTO
-        )  # the file's are of its own layout
+        # the file's stages and replicas are of its own layout
+        block = replace(block, layout=options.layout, stages=AUTO, replicas=AUTO)
     return config, replace(block, schedule=options.schedule or block.schedule)
 
 
@@ -337,41 +299,27 @@ def cost_model(
     """Estimated: counted operations of both towers against the device's data sheet. `adapters`: by
     branch, of the towers that learn in them alone."""
     pairs = pairs_of(options.pairs, build_loss("infonce"))
-    names = {
+    named = vars(options) | {
         "image_tower": image_name(options.image_tower, None),
         "text_tower": text_name(options.text_tower, None),
     }
     fusion = FusionSizes(options.fusion) if options.fusion else None
-    towers = [
-        tower_of(
-            branch,
-            {**vars(options), **names},
-            Vocabulary(options.vocab_size),
-            scalars_of(pairs, branch),
-            fusion,
-        )
-        for branch in branches_of(options.pairs)
-    ]
-    towers = [
-        adapted_tower(tower, adapters[tower.branch]) if tower.branch in adapters else tower
-        for tower in towers
-    ]
-    memory_bytes = None if options.memory is None else options.memory * GIB
+    towers = []
+    for branch in branches_of(options.pairs):
+        scalars = scalars_of(pairs, branch)
+        tower = tower_of(branch, named, Vocabulary(options.vocab_size), scalars, fusion)
+        towers.append(adapted_tower(tower, adapters[branch]) if branch in adapters else tower)
     costs = estimated_costs(
         towers,
         config,
         options.embed_dim,
         options.device,
-        memory_bytes,
+        None if options.memory is None else options.memory * GIB,
         compared=[pair.branches for pair in pairs],
     )
     costs = with_learned(costs, {tower.branch: num_learned(tower.specs) for tower in towers})
-    return replace(
-        costs,
-        machine=replace(
-            costs.machine, ranks_per_node=options.gpus_per_node or costs.machine.ranks_per_node
-        ),
-    )
+    ranks_per_node = options.gpus_per_node or costs.machine.ranks_per_node
+    return replace(costs, machine=replace(costs.machine, ranks_per_node=ranks_per_node))
 
 
 # -- what a person sees
@@ -393,36 +341,29 @@ def plan_table(search: Search, batch_size: int, top: int) -> Table:
         table.add_column(name, no_wrap=True)
     for name in ("step", "samples/s", "idle", "peak\nGiB", "sent\nGiB"):
         table.add_column(name, justify="right", no_wrap=True)
-    rows = list(enumerate(search.ranked, start=1))
-    for place, candidate in rows:
+    for place, candidate in enumerate(search.ranked, start=1):
         chosen = candidate is search.best
         if place <= top or chosen:
-            table.add_row(
-                f"{place}{' →' if chosen else ''}",
-                *cells(candidate, batch_size),
-                style="bold" if chosen else "",
-            )
+            number, style = (f"{place} →", "bold") if chosen else (str(place), "")
+            table.add_row(number, *cells(candidate, batch_size), style=style)
     return table
 
 
 def cells(candidate: Candidate, batch_size: int) -> list[str]:
+    """The row of a candidate: what it is, and what the simulator says of it."""
     graph, simulation = candidate.graph, candidate.simulation
-    lines = [
-        [stage for stage in graph.stages if branch in stage.layers] for branch in graph.branches
-    ]
-    deals = [describe_batch(batch) for batch in candidate.batches.values()]
+    lines = [[s for s in graph.stages if branch in s.layers] for branch in graph.branches]
+    if graph.layout == "merged":  # its stages are of all branches
+        lines = lines[:1]
+    replicas = [str(line[0].replicas) for line in lines]
     kept = [str(batch.num_kept) for batch in candidate.batches.values()]
     return [
         graph.layout,
-        str(len(graph.stages))
-        if graph.layout == "merged"
-        else " + ".join(str(len(line)) for line in lines),
-        _once([str(line[0].replicas) for line in lines])
-        if graph.layout != "fork"
-        else " + ".join(str(line[0].replicas) for line in lines),
-        _once(deals),
+        " + ".join(str(len(line)) for line in lines),
+        " + ".join(replicas) if graph.layout == "fork" else _once(replicas),
+        _once([describe_batch(batch) for batch in candidate.batches.values()]),
         candidate.schedule + (f", keeps {_once(kept)}" if any(map(int, kept)) else ""),
-        seconds(simulation.step_s),
+        duration(simulation.step_s),
         f"{batch_size / simulation.step_s:,.0f}",
         f"{simulation.bubble_fraction:.0%}",
         f"{candidate.peak_bytes / GIB:.1f}",
@@ -443,9 +384,12 @@ def main(options: PlanOptions) -> None:
     if options.picture is None:
         print("--picture FILE draws the choice as a timeline")
         return
-    save_plan_png(
-        options.picture, search.best, lock_costs(costs, trainable_layers(block.locking(), costs))
-    )
+    # imports plotly
+    from launch.reporting.timelines import predicted_step, save_timelines
+
+    best, learn = search.best, trainable_layers(block.locking(), costs)
+    timeline = predicted_step(best.graph, best.batches, best.schedule, costs, learn)
+    save_timelines(options.picture, [timeline])
     print(options.picture)
 
 

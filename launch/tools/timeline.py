@@ -1,8 +1,8 @@
-"""What a run did in one step beside what the simulator predicted for it: a plot and a small
-table.
+"""What a run did in one step beside what the simulator predicted for it: a table and a page with
+the timelines.
 
-    python -m launch.tools.timeline RUN_DIR                              the newest step of RUN_DIR/trace.json
-    python -m launch.tools.timeline RUN_DIR --step 300 --output step.png
+    python -m launch.tools.timeline RUN_DIR                   the newest step of RUN_DIR/trace.json
+    python -m launch.tools.timeline RUN_DIR --step 300 --output step.html
 """
 
 from __future__ import annotations
@@ -16,44 +16,36 @@ from statistics import mean
 from typing import Any
 
 if __name__ == "__main__":
-    os.environ.setdefault(
-        "DS_ACCELERATOR", "cpu"
-    )  # DeepSpeed need not look for a GPU, nor warn that there is none
+    # DeepSpeed need not look for a GPU, nor warn that there is none
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from common.files import read_json
 from common.output import outlive_output, run_program
-from data.modules import add_trust_flags, import_named, import_recorded
-from engine.optimizer.locking import lock_costs
-from engine.planning.costs import cost_model_from_json
-from engine.planning.planner import BranchBatch, describe_schedule
-from engine.planning.simulator import simulate
-from engine.topology import StageGraph
+from data.modules import add_trust_flags, import_named
 from engine.trace import Span
-from launch.run.report import show
-from launch.run.trace_file import read_trace
-from launch.tools.drawing import (
-    SpanLike,
+from launch.reporting.timelines import (
     Timeline,
     busy_s,
     idle_fraction,
-    predicted_timeline,
-    save_comparison_png,
-    seconds,
-    shape,
+    measured_step,
+    prediction,
+    save_timelines,
 )
-from launch.tools.plan import OneLineParser, figure_path
+from launch.run.report import duration, show
+from launch.run.trace_file import read_trace
+from launch.tools.plan import OneLineParser, page_path
 
-MOST_RANKS = 16  # a track each; beyond that the first replica of each stage stands for the others
+Ranks = Mapping[int, Sequence[Span]]  # the spans of each rank
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = OneLineParser(
         prog="python -m launch.tools.timeline",
-        description="Draw a traced step of a run, predicted above measured on one time axis, and print both step times.",
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=120),
+        description="Draw a traced step of a run, predicted above measured on one time axis, and "
+        "print both step times.",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run of train.py")
     parser.add_argument(
@@ -61,9 +53,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--output",
-        type=figure_path,
+        type=page_path,
         metavar="FILE",
-        help="the plot (default: RUN_DIR/timeline.png)",
+        help="the page (default: RUN_DIR/timeline.html)",
     )
     add_trust_flags(parser)
     return parser
@@ -72,27 +64,20 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: argparse.Namespace) -> None:
     import_named(arguments)
     run_dir: Path = arguments.run_dir
-    record = _read(run_dir / "config.json", "give the folder of a run of train.py")
+    record = _record(run_dir / "config.json")
     step, ranks = choose_step(run_dir / "trace.json", arguments.step)
-    stages = {
-        stage["name"]: [rank for rank in stage["ranks"] if rank in ranks]
-        for stage in record["stage_graph"]
-    }
-    measured = Timeline(
-        f"Measured: step {step}",
-        measured_tracks(stages, ranks),
-        max(s.end_s for spans in ranks.values() for s in spans),
-    )
+    stages = {stage["name"]: stage["ranks"] for stage in record["stage_graph"]}
+    measured = measured_step(step, stages, ranks)
     predicted, reason = prediction(run_dir, record)
     show(step_table(step, stages, ranks, measured.step_s, predicted))
     if reason:
         print(reason)
-    output = arguments.output or run_dir / "timeline.png"
-    save_comparison_png(output, predicted, measured)
+    output = arguments.output or run_dir / "timeline.html"
+    save_timelines(output, [each for each in (predicted, measured) if each is not None])
     print(output)
 
 
-def choose_step(trace: Path, wish: int | None) -> tuple[int, dict[int, list[Span]]]:
+def choose_step(trace: Path, wish: int | None) -> tuple[int, Ranks]:
     """The step asked for, or the newest, and its spans by rank."""
     if not trace.is_file():
         raise FileNotFoundError(
@@ -107,57 +92,15 @@ def choose_step(trace: Path, wish: int | None) -> tuple[int, dict[int, list[Span
         raise ValueError(f"{trace}: holds no step; train on, or with a smaller --trace-every")
     step = max(steps) if wish is None else wish
     if step not in steps:
-        raise ValueError(
-            f"--step {wish}: not in {trace}; there are: {', '.join(map(str, sorted(steps)))}"
-        )
+        known = ", ".join(map(str, sorted(steps)))
+        raise ValueError(f"--step {wish}: not in {trace}; there are: {known}")
     return step, steps[step]
-
-
-def measured_tracks(
-    stages: Mapping[str, Sequence[int]], ranks: Mapping[int, Sequence[Span]]
-) -> dict[str, Sequence[Span]]:
-    """A track per rank, stage by stage; of a large world one rank of each stage."""
-    most = None if len(ranks) <= MOST_RANKS else 1
-    return {
-        f"{name}, rank {rank}": ranks[rank]
-        for name, members in stages.items()
-        for rank in members[:most]
-    }
-
-
-def prediction(run_dir: Path, record: Mapping[str, Any]) -> tuple[Timeline | None, str | None]:
-    """What the simulator says of the run's own stages, batches and schedule; or None, and in one
-    line why not."""
-    if not (run_dir / "costs.json").is_file():
-        return (
-            None,
-            f'{run_dir}: no costs.json, so nothing is predicted; train with "branches": {{"layout": "auto"}}, which measures the costs',
-        )
-    if "schedule" not in record:
-        return (
-            None,
-            f"{run_dir}: config.json names no schedule, so nothing is predicted; an older version "
-            "wrote it, train again",
-        )
-    try:
-        # which register its schedule
-        import_recorded(record.get("options", {}).get("import_module"), run_dir)
-    except ValueError as error:
-        return None, f"{run_dir}: nothing is predicted: {error}"
-    costs = cost_model_from_json(_read(run_dir / "costs.json", "train again"))
-    graph = StageGraph.from_record(record["stage_graph"])
-    costs = lock_costs(costs, record["trainable"])
-    batches = {branch: BranchBatch(**batch) for branch, batch in record["batches"].items()}
-    title = f"Predicted: {shape(graph)}, {describe_schedule(record['schedule'], batches)}, {costs.machine.name}"
-    return predicted_timeline(
-        title, graph, simulate(graph, batches, record["schedule"], costs, timeline=True)
-    ), None
 
 
 def step_table(
     step: int,
     stages: Mapping[str, Sequence[int]],
-    ranks: Mapping[int, Sequence[Span]],
+    ranks: Ranks,
     step_s: float,
     predicted: Timeline | None,
 ) -> Table:
@@ -167,46 +110,35 @@ def step_table(
     table.add_column("", no_wrap=True)
     for name in ("busy, predicted", "busy, measured", "idle, predicted", "idle, measured"):
         table.add_column(name, justify="right", no_wrap=True)
-    expected: Sequence[Sequence[SpanLike] | None] = (
-        list(predicted.tracks.values()) if predicted else [None] * len(stages)
-    )
-    for (name, members), spans in zip(stages.items(), expected):
-        own = [ranks[rank] for rank in members]
-        table.add_row(
-            name,
-            "–" if spans is None else seconds(busy_s(spans)),
-            seconds(mean(map(busy_s, own))) if own else "–",
-            "–"
-            if predicted is None or spans is None
-            else f"{idle_fraction(spans, predicted.step_s):.0%}",
-            f"{mean(idle_fraction(spans, step_s) for spans in own):.0%}" if own else "–",
-        )
+    of_stages = list(predicted.tracks.values()) if predicted else []
+    for place, (name, members) in enumerate(stages.items()):
+        busy, idle = ["–", "–"], ["–", "–"]
+        if predicted:
+            busy[0] = duration(busy_s(of_stages[place]))
+            idle[0] = f"{idle_fraction(of_stages[place], predicted.step_s):.0%}"
+        if own := [ranks[rank] for rank in members if rank in ranks]:
+            busy[1] = duration(mean(map(busy_s, own)))
+            idle[1] = f"{mean(idle_fraction(spans, step_s) for spans in own):.0%}"
+        table.add_row(name, *busy, *idle)
     table.add_section()
-    table.add_row(
-        "step, all of it",
-        seconds(predicted.step_s) if predicted else "–",
-        seconds(step_s),
-        "",
-        "",
-        style="bold",
-    )
+    expected = duration(predicted.step_s) if predicted else "–"
+    table.add_row("step, all of it", expected, duration(step_s), "", "", style="bold")
     return table
 
 
-def _read(path: Path, remedy: str) -> Any:
+def _record(path: Path) -> Any:
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; {remedy}")
+        raise FileNotFoundError(f"{path}: no such file; give the folder of a run of train.py")
     try:
         return read_json(path)
     except ValueError as error:
-        raise ValueError(f"{path}: not valid JSON: {error}; {remedy}") from error
+        raise ValueError(f"{path}: not valid JSON: {error}; give the folder of a run") from error
 
 
 def run(arguments: list[str] | None = None) -> int:
     """The exit status; what is missing, and what to do, is one line on stderr."""
-    return run_program(
-        "python -m launch.tools.timeline", lambda: main(make_parser().parse_args(arguments))
-    )
+    parsed = make_parser().parse_args(arguments)
+    return run_program("python -m launch.tools.timeline", lambda: main(parsed))
 
 
 if __name__ == "__main__":

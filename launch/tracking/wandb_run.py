@@ -8,13 +8,12 @@ import os
 import re
 import shlex
 import sys
-import tempfile
 import threading
 import urllib.error
 import urllib.request
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -129,16 +128,13 @@ class WandbRun:
         self._run.log({**values, STEP: step}, step=step)
 
     @_never_ends_a_run
-    def draw(self, step: int, name: str, picture: Callable[[Path], str]) -> None:
-        """A figure. `picture` draws it into a .png file and returns the line below it."""
+    def draw(self, step: int, name: str, make: Callable[[], Any]) -> None:
+        """`make` returns a figure of plotly."""
         import wandb
 
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "figure.png"
-            caption = _made(name, partial(picture, file))
-            if caption is not None:
-                image = wandb.Image(str(file), caption=caption)
-                self._run.log({name: image, STEP: step}, step=step)
+        figure = _made(name, make)
+        if figure is not None:
+            self._run.log({name: wandb.Plotly(figure), STEP: step}, step=step)
 
     @_never_ends_a_run
     def note(self, step: int, name: str, text: str) -> None:

@@ -58,12 +58,13 @@ def test_what_fails_while_it_is_shown_is_one_warning(tmp_path, caplog, capsys):
 
     journal = Journal(RunFolder(tmp_path, first_rank=True), trace_every=0)
     journal.say(Broken(), "a line", "a line")
-    journal.evaluation(1, 0.5, {"validation": {"image_to_text_R@1": 0.5}})
+    journal.evaluation(1, 0.5, {"validation": {"image_to_text_R@1": 0.5}}, {})
     journal.retrieval({"validation": 12})  # without the other figures of its table
     assert capsys.readouterr().out.count("a line") == 1
     messages = [record.getMessage() for record in caplog.records]
-    assert len(messages) == 2 and all("not shown (KeyError: " in each for each in messages)
-    assert messages[0].endswith("\\x1b[2J')")
+    shown, page, table = messages  # the folder holds no run, so there is no page either
+    assert all("not shown (KeyError: " in each for each in (shown, table))
+    assert shown.endswith("\\x1b[2J')") and "report.html is not written" in page
     with pytest.raises(KeyboardInterrupt), only_shows("a picture is not shown"):
         raise KeyboardInterrupt
 

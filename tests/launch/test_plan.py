@@ -78,7 +78,7 @@ def test_cells_are_in_units(search):
     step_s = best.simulation.step_s
     *_, step, samples, idle, peak, sent = cells(best, 64)
     assert (
-        step == (f"{step_s:.2f} s" if step_s >= 1 else f"{1e3 * step_s:.3g} ms")
+        step == (f"{step_s:.3g} s" if step_s >= 1 else f"{1e3 * step_s:.3g} ms")
         and samples == f"{64 / step_s:,.0f}"
     )
     assert (
@@ -88,7 +88,7 @@ def test_cells_are_in_units(search):
 
 
 def test_from_towers_to_table_and_plot(tmp_path, capsys):
-    plot = tmp_path / "plan.png"
+    plot = tmp_path / "plan.html"
     options = parse_options(["--gpus", "4", "--picture", str(plot), *TOWERS])
     main(options)
     out = capsys.readouterr().out
@@ -103,22 +103,12 @@ def test_from_towers_to_table_and_plot(tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize("older", [[], ["--output", "none"]])
-def test_a_plot_is_drawn_on_request_only(tmp_path, capsys, monkeypatch, older):
+def test_a_plot_is_drawn_on_request_only(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    main(parse_options(["--gpus", "2", *older, *TOWERS]))
+    main(parse_options(["--gpus", "2", *TOWERS]))
     out = capsys.readouterr().out
-    assert (
-        "auto:" in out and "--picture FILE" in out.splitlines()[-1] and not list(tmp_path.iterdir())
-    )
-
-
-def test_the_older_name_of_the_flag_still_draws(tmp_path, capsys):
-    main(parse_options(["--gpus", "2", "--output", str(tmp_path / "plan.svg"), *TOWERS]))
-    assert (
-        capsys.readouterr().out.splitlines()[-1] == str(tmp_path / "plan.svg")
-        and (tmp_path / "plan.svg").is_file()
-    )
+    assert "auto:" in out and "--picture FILE" in out.splitlines()[-1]
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_planned_without_a_file():
@@ -227,9 +217,10 @@ def test_the_hardware_is_as_asked():
         ),
         (
             ["--gpus", "8", "--picture", "plan.txt"],
-            "'plan.txt' is no figure; its name ends in .png",
+            "'plan.txt' is no figure; its name ends in .html",
         ),
-        (["--gpus", "8", "--picture", "nowhere/plan.png"], "there is no folder 'nowhere'"),
+        (["--gpus", "8", "--picture", "plan.png"], "give a name that ends in .html"),
+        (["--gpus", "8", "--picture", "nowhere/plan.html"], "there is no folder 'nowhere'"),
         (
             ["--gpus", "8", "--precision", "fp16", "--deepspeed_config", "a.json"],
             "--precision: a.json says it; give one of the two",

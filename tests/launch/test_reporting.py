@@ -1,30 +1,24 @@
-"""The report of a run, without a browser: what is read, what is drawn, what is missing, and what
-serves it."""
+"""The report of a run, without a browser: what is read, what is drawn, and what is missing."""
 
 import base64
 import json
 import math
 import re
 import sys
-import threading
-import urllib.error
-import urllib.request
 
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
-from engine.trace import WAIT, Span
 from launch.reporting.charts import MOST_POINTS, thin, trend
 from launch.reporting.page import MOST_BYTES, render_page
 from launch.reporting.reading import labels, read_folder, read_runs
 from launch.reporting.sections import build_sections
-from launch.reporting.serving import LOOPBACK, ReportServer
-from launch.reporting.timelines import IDLE, breakdown
+from launch.run.folder import RunFolder
+from launch.run.journal import Journal
 from launch.run.queries import query_rows
-from launch.tools.drawing import busy_s
-from launch.tools.report import run, write_at_end
+from launch.tools.report import run
 from models.metrics.retrieval import Relevance, first_answers, nearest
 
 RECORD = {
@@ -72,8 +66,8 @@ def test_several_runs_lie_over_one_another_and_only_options_that_differ_are_list
     folders = [make_run(tmp_path / name, seed=seed) for name, seed in (("a", 0), ("b", 7))]
     runs = read_runs(folders)
     loss = charts(runs)["loss"]
-    assert [trace.name for trace in loss.figure.data] == ["a", "b"]
-    assert loss.figure.data[0].line.color != loss.figure.data[1].line.color
+    shown = {trace.name: trace for trace in loss.figure.data if trace.showlegend is not False}
+    assert list(shown) == ["a", "b"] and shown["a"].line.color != shown["b"].line.color
     sections = {section.name: section for section in build_sections(runs)}
     (table,) = sections["differences"].parts
     assert table.header == ["option", "a", "b"] and table.rows == [["seed", "0", "7"]]
@@ -98,21 +92,6 @@ def test_a_trend_of_a_constant_is_the_constant_from_the_first_step_on():
     y[10] = np.nan
     found = trend(y)
     assert np.isnan(found[10]) and np.allclose(np.delete(found, 10), 3.0)
-
-
-def test_the_parts_of_a_step_add_up_and_compute_as_long_as_the_timeline_says():
-    spans = [
-        Span("LoadMicroBatch", 0, 0.0, 1.0),
-        Span("ForwardPass", 0, 1.0, 3.0),
-        Span("ComputeLoss", None, 3.0, 6.0),
-        Span(WAIT, None, 3.5, 5.5),
-        Span("BackwardPass", 0, 6.0, 9.0),
-    ]
-    parts = breakdown(spans, 12.0)
-    assert sum(parts.values()) == pytest.approx(12.0)
-    assert parts["forward"] == 2.0 and parts["loss"] == 1.0 and parts[IDLE] == 3.0
-    computing = parts["forward"] + parts["loss"] + parts["backward"]
-    assert computing == pytest.approx(busy_s(spans)) == 6.0
 
 
 def test_first_answers_of_all_ranks_add_up_to_those_of_one():
@@ -196,8 +175,7 @@ def test_the_tool_writes_beside_the_run_or_where_it_is_told(tmp_path, capsys):
         (["."], "holds no config.json of train.py"),
         (["a", "a"], "a run is given twice"),
         (["a", "--out", "no/where.html"], "--out no/where.html: give the name of a file"),
-        (["a", "--live", "70000"], "--live 70000: give a port"),
-        (["a", "--live", "0", "--out", "x"], "--live writes no file"),
+        (["a", "--live", "8000"], "--live: reports are not served any more; open RUN_DIR/report"),
     ],
 )
 def test_what_cannot_be_shown_is_one_line(tmp_path, monkeypatch, capsys, words, message):
@@ -215,49 +193,40 @@ def test_without_plotly_one_line_says_how_to_install_it_and_a_run_ends_well(
     monkeypatch.setitem(sys.modules, "plotly", None)
     assert run([str(folder)]) == 2
     assert "pip install 'plotly" in (err := capsys.readouterr().err) and err.count("\n") == 1
-    assert write_at_end(folder) is None and not (folder / "report.html").exists()
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert "report.html was not written" in line and "pip install" in line
+    journal = Journal(RunFolder(folder, first_rank=True), 0)
+    for step in range(3):
+        evaluate(journal, step, 0.5)
+    (line,) = [record.getMessage() for record in caplog.records]  # once, not at every evaluation
+    assert "report.html is not written" in line and "pip install" in line
+    journal.report()
+    assert not (folder / "report.html").exists()
 
 
-# -- while a run goes on
+def evaluate(journal, step, recall):
+    figures = {"image_to_text_R@1": recall, "image_to_text_R@5": 0.5, "image_to_text_R@10": 0.75}
+    journal.evaluation(step, 1.0, {"validation": figures}, {})
 
 
-@pytest.fixture
-def server(tmp_path):
-    with ReportServer([make_run(tmp_path / "a")], 0) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+def test_every_evaluation_writes_the_page_which_loads_itself_anew_until_the_run_ends(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("launch.run.journal.PAGE_SHARE", math.inf)  # however long it takes
+    folder = make_run(tmp_path / "a")
+    journal = Journal(RunFolder(folder, first_rank=True), 0)
+    for step, recall in ((0, 0.125), (10, 0.25), (20, 0.375)):
+        evaluate(journal, step, recall)
+        page = (folder / "report.html").read_text()
+        assert '<meta http-equiv="refresh"' in page and f"{100 * recall:.1f}" in page
+    assert "12.5 → 37.5" in page and "37.5 → " not in page
+    journal.report()
+    assert 'http-equiv="refresh"' not in (folder / "report.html").read_text()
 
 
-def ask(server, path, **headers):
-    request = urllib.request.Request(server.address + path, headers=headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return answer.read().decode()
-
-
-def test_a_new_step_is_in_the_next_update(server):
-    assert 'id="live"' in ask(server, "")
-    before = json.loads(ask(server, "update.json"))
-    assert "0.5 at step 10" in before["sections"]["loss"]
-    with (server.folders[0] / "metrics.jsonl").open("a") as lines:
-        lines.write(json.dumps(step_line(20)) + "\n")
-    after = json.loads(ask(server, "update.json"))
-    assert "0.25 at step 20" in after["sections"]["loss"] and "loss" in after["figures"]
-
-
-def test_only_this_machine_is_answered_under_its_own_name(server):
-    assert server.server_address[0] == LOOPBACK == "127.0.0.1"
-    with pytest.raises(urllib.error.HTTPError, match="403"):
-        ask(server, "update.json", Host="elsewhere.example")
-    with pytest.raises(urllib.error.HTTPError, match="404"):
-        ask(server, "config.json")
-
-
-def test_a_port_that_is_taken_is_one_line(server, capsys):
-    port = server.server_address[1]
-    assert run([str(server.folders[0]), "--live", str(port)]) == 2
-    assert f"--live {port}: the port is in use" in capsys.readouterr().err
+def test_the_page_takes_a_small_share_of_the_time_of_a_run(tmp_path, monkeypatch):
+    folder = make_run(tmp_path / "a")
+    journal = Journal(RunFolder(folder, first_rank=True), 0)
+    evaluate(journal, 0, 0.5)
+    written = (folder / "report.html").stat().st_mtime_ns
+    monkeypatch.setattr("time.monotonic", lambda: journal._page_due_s - 1e-3)
+    evaluate(journal, 1, 0.5)
+    assert (folder / "report.html").stat().st_mtime_ns == written

@@ -13,7 +13,7 @@ from launch.config.recipe_files import RECIPES, RecipeFile
 from launch.inference.querying import _searched
 from launch.inference.samples import held_out
 from launch.inference.trained import Trained, towers_of
-from launch.tools.timeline import prediction
+from launch.reporting.timelines import prediction
 
 TOWERS = {
     "image_tower": "resnet18:layers=1-1-1-1",

@@ -5,7 +5,6 @@ import io
 import logging
 import os
 import pty
-import shlex
 import subprocess
 import sys
 import warnings
@@ -17,12 +16,12 @@ from cost_models import BRANCHES, proportional
 from data.progress import progress_bar
 from engine.config.reading import check_config
 from engine.planning.planner import plan_run
+from launch.run.report import duration
 from launch.terminal import last_words
 from launch.terminal.bar import Progress
-from launch.terminal.first_screen import _predicted, _why, duration, folder_to_watch, print_screen
+from launch.terminal.first_screen import _predicted, _why, folder_to_watch, print_screen
 from launch.terminal.last_words import MOST_LINES, say_last, shortened
 from launch.terminal.quiet import UNNEEDED, VERBOSE, quiet_libraries, quiet_ranks
-from launch.tools.report import make_parser
 
 SCREEN = [("data", "demo: 12 samples"), ("why", "auto: two ways\n  " + "a long reason " * 12)]
 
@@ -226,8 +225,6 @@ def test_behind_the_launchers_words_the_message_comes_again():
     assert lines == [error, launcher, error]
 
 
-def test_the_command_that_watches_a_run_is_one_of_the_report():
+def test_the_first_screen_names_the_page_to_watch():
     folder, said = folder_to_watch(Path("runs/a run")).splitlines()
-    words = shlex.split(said.partition("python -m launch.tools.report ")[2])
-    arguments = make_parser().parse_args(words)
-    assert folder == "runs/a run" and arguments.run_dirs == [Path(folder)] and arguments.live
+    assert folder == "runs/a run" and "open runs/a run/report.html" in said

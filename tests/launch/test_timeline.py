@@ -1,5 +1,5 @@
-"""launch.tools.timeline: a run's traced step beside its prediction; what is missing is said in one
-line."""
+"""The timeline of a step: what is drawn is what was simulated or measured, in the report, by
+launch.tools.plan and by launch.tools.timeline, which says in one line what is missing."""
 
 import json
 from dataclasses import asdict
@@ -11,10 +11,23 @@ from engine.planning.costs import cost_model_from_json, cost_model_to_json
 from engine.planning.planner import BranchBatch
 from engine.planning.simulator import simulate
 from engine.topology import StageGraph, chain, fork, merged
-from engine.trace import Span
+from engine.trace import COMPUTE, WAIT, Span
+from launch.reporting.timelines import (
+    COMPUTING,
+    IDLE,
+    MOVED,
+    Timeline,
+    busy_s,
+    describe_graph,
+    idle_fraction,
+    measured_step,
+    predicted_step,
+    prediction,
+    seconds_by_label,
+    timeline_figure,
+)
 from launch.run.trace_file import TraceFile, read_trace
-from launch.tools.drawing import busy_s, predicted_timeline
-from launch.tools.timeline import choose_step, measured_tracks, prediction, run
+from launch.tools.timeline import choose_step, run
 
 COSTS = proportional(
     {"image": [0.004] * 6, "text": [0.003] * 4},
@@ -24,6 +37,13 @@ COSTS = proportional(
 CUTS = {"image": [range(0, 3), range(3, 6)], "text": [range(0, 4)]}
 GRAPH = fork(CUTS, {"image": 2, "text": 1})
 BATCHES = {"image": BranchBatch(2, 2, 4), "text": BranchBatch(1, 4, 4)}
+ALL_LEARN = {"image": [True] * 99, "text": [True] * 99}
+SPANS = [
+    Span("RecvActivation", 0, 0.0, 0.25),
+    Span("ForwardPass", 0, 0.25, 0.5),
+    Span("ComputeLoss", None, 0.5, 1.0),
+    Span(WAIT, None, 0.5, 0.75),
+]
 
 
 @pytest.fixture
@@ -31,15 +51,13 @@ def run_dir(tmp_path):
     """A run whose every instruction took 1.25 times as long as predicted."""
     record = {
         "stage_graph": GRAPH.record(),
-        "trainable": {"image": [True] * 99, "text": [True] * 99},
+        "trainable": ALL_LEARN,
         "batches": {branch: asdict(batch) for branch, batch in BATCHES.items()},
         "schedule": "batch_sync",
     }
     (tmp_path / "config.json").write_text(json.dumps(record))
     (tmp_path / "costs.json").write_text(json.dumps(cost_model_to_json(COSTS), allow_nan=False))
-    predicted = predicted_timeline(
-        "", GRAPH, simulate(GRAPH, BATCHES, "batch_sync", COSTS, timeline=True)
-    )
+    predicted = predicted_step(GRAPH, BATCHES, "batch_sync", COSTS, ALL_LEARN)
     slower = [
         [Span(s.name, s.micro_batch, 1.25 * s.start_s, 1.25 * s.end_s) for s in spans]
         for spans in predicted.tracks.values()
@@ -69,8 +87,8 @@ def test_predicted_above_measured(run_dir, capsys):
         and "Step 100" in out
     )
     assert (
-        out.splitlines()[-1] == str(run_dir / "timeline.png")
-        and (run_dir / "timeline.png").stat().st_size > 10_000
+        out.splitlines()[-1] == str(run_dir / "timeline.html")
+        and (run_dir / "timeline.html").stat().st_size > 10_000
     )
 
 
@@ -95,18 +113,10 @@ def test_the_prediction_is_of_the_runs_own_stages_batches_and_schedule(run_dir):
 
 def test_without_costs_only_what_was_measured_is_drawn_and_a_line_says_what_to_do(run_dir, capsys):
     (run_dir / "costs.json").unlink()
-    draw(run_dir, "--output", run_dir / "own.png")
+    draw(run_dir, "--output", run_dir / "own.html")
     out = capsys.readouterr().out
     (line,) = [line for line in out.splitlines() if "costs.json" in line]
-    assert '"layout": "auto"' in line and (run_dir / "own.png").is_file()
-
-
-def test_a_record_of_an_older_version_is_drawn_without_a_prediction(run_dir, capsys):
-    record = json.loads((run_dir / "config.json").read_text())
-    del record["schedule"]
-    (run_dir / "config.json").write_text(json.dumps(record))
-    draw(run_dir)
-    assert "names no schedule" in capsys.readouterr().out
+    assert '"layout": "auto"' in line and (run_dir / "own.html").is_file()
 
 
 @pytest.mark.parametrize(
@@ -138,17 +148,91 @@ def test_tracks_are_ranks_and_in_a_large_world_one_of_each_stage(run_dir):
     step, ranks = choose_step(run_dir / "trace.json", None)
     assert step == 100 and ranks == read_trace(run_dir / "trace.json")[100]
     stages = {stage.name: stage.ranks for stage in GRAPH.stages}
-    assert list(measured_tracks(stages, ranks)) == [
-        "image 0, rank 0",
-        "image 0, rank 1",
-        "image 1, rank 2",
-        "image 1, rank 3",
+    assert list(measured_step(step, stages, ranks).tracks) == [
+        *("image 0, rank 0", "image 0, rank 1", "image 1, rank 2", "image 1, rank 3"),
         "text 0, rank 4",
     ]
     large = {"image 0": range(512), "text 0": range(512, 1024)}
-    assert list(measured_tracks(large, dict.fromkeys(range(1024), ()))) == [
-        "image 0, rank 0",
-        "text 0, rank 512",
+    tracks = measured_step(step, large, dict.fromkeys(range(1024), ())).tracks
+    assert list(tracks) == ["image 0, rank 0", "text 0, rank 512"]
+
+
+GRAPHS = {
+    "batch_sync": fork(CUTS, {"image": 2, "text": 2}),
+    "replay": chain(CUTS, 3),
+    "per_micro_batch": GRAPH,
+}
+
+
+@pytest.mark.parametrize("schedule", GRAPHS)
+def test_a_track_per_stage_whose_idle_share_is_the_simulators(schedule):
+    graph = GRAPHS[schedule]
+    batches = {branch: BranchBatch(graph.tail(branch).replicas, 2, 4) for branch in CUTS}
+    simulation = simulate(graph, batches, schedule, COSTS)
+    predicted = predicted_step(graph, batches, schedule, COSTS, ALL_LEARN)
+    assert list(predicted.tracks) == [f"{stage.name} ×{stage.replicas}" for stage in graph.stages]
+    for spans, stage in zip(predicted.tracks.values(), simulation.stages):
+        assert busy_s(spans) == pytest.approx(stage.busy_s, rel=1e-9)
+        idle = idle_fraction(spans, predicted.step_s)
+        assert idle == pytest.approx(stage.idle_fraction, abs=1e-9)
+        around = [s for s in spans if s.name in ("ComputeLoss", "OptimizerStep")]
+        for wait in (span for span in spans if span.name == WAIT):
+            assert any(s.start_s <= wait.start_s <= wait.end_s <= s.end_s for s in around)
+
+
+def test_the_parts_of_a_step_add_up_and_compute_as_long_as_the_timeline_says():
+    spans = [
+        Span("LoadMicroBatch", 0, 0.0, 1.0),
+        Span(WAIT, None, 0.2, 0.4),  # is loading already
+        Span("ForwardPass", 0, 1.0, 3.0),
+        Span("ComputeLoss", None, 3.0, 6.0),
+        Span(WAIT, None, 3.5, 5.5),
+        Span("BackwardPass", 0, 6.0, 9.0),
+    ]
+    parts = seconds_by_label(spans, 12.0)
+    assert sum(parts.values()) == pytest.approx(12.0)
+    assert (parts[MOVED], parts["forward"], parts["loss"], parts[IDLE]) == (1.0, 2.0, 1.0, 3.0)
+    assert busy_s(SPANS) == 0.5 and idle_fraction(SPANS, 2.0) == 0.75
+
+
+def test_bars_have_their_colours_times_numbers_and_idle_shares():
+    steps = [Timeline("a", {"image 0": SPANS}, 2.0), Timeline("b", {"<b>": SPANS[:2]}, 1.0)]
+    figure = timeline_figure(steps)
+    bars = {(bar.name, bar.xaxis): bar for bar in figure.data}
+    forward = bars["forward", "x"]
+    assert (forward.base, forward.x, forward.text) == ((0.25,), (0.25,), ("0",))
+    assert forward.marker.color == COMPUTING["ForwardPass"][1] and forward.y == (
+        "image 0, 75% idle",
+    )
+    assert bars["forward", "x2"].y == ("&lt;b&gt;, 75% idle",)
+    titles = [annotation.text for annotation in figure.layout.annotations]
+    assert titles == ["a: 2 s a step", "b: 1 s a step"]
+    assert figure.layout.xaxis.range == figure.layout.xaxis2.range == (0, 2.0)  # one time axis
+    # each kind of instruction stands in the legend once
+    assert sum(bar.showlegend for bar in figure.data) == len({bar.name for bar in figure.data})
+
+
+def test_more_bars_than_can_be_seen_are_merged():
+    spans = [Span("ForwardPass", i, i / 1000, (i + 0.99) / 1000) for i in range(1000)]
+    (bar,) = timeline_figure([Timeline("", {"a": [*spans, Span("x", 0, 0, 0)]}, 1.0)], 100).data[1:]
+    assert len(bar.x) == 1 and bar.x[0] == pytest.approx(1.0, abs=1e-3)
+
+
+def test_every_computing_instruction_has_a_colour_of_its_own():
+    assert COMPUTING.keys() == set(COMPUTE)
+    assert len(dict(COMPUTING.values())) == len({c for _, c in COMPUTING.values()}) == len(COMPUTE)
+
+
+def test_titles_are_short():
+    graphs = [
+        GRAPHS["batch_sync"],
+        GRAPHS["replay"],
+        merged({"image": [range(6)], "text": [range(4)]}, 4),
+    ]
+    assert [describe_graph(graph) for graph in graphs] == [
+        "fork, image 2 × 2 | text 1 × 2 (stages × replicas)",
+        "chain, image 2 × 3 | text 1 × 3 (stages × replicas)",
+        "merged, 1 × 4 (stages × replicas)",
     ]
 
 

@@ -1,5 +1,5 @@
 "use strict";
-// Draws the figures of the page. `live` pages ask for new ones.
+// Draws the figures of the page.
 (() => {
   const byId = (name) => document.getElementById(name);
   const root = document.documentElement;
@@ -7,7 +7,7 @@
   const touch = matchMedia("(pointer: coarse)").matches;
   const CONFIG = { displaylogo: false, responsive: true, scrollZoom: false,
     modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"], displayModeBar: touch ? false : "hover" };
-  let figures = JSON.parse(byId("figures").textContent);
+  const figures = JSON.parse(byId("figures").textContent);
 
   function say(text) {
     byId("message").textContent = text;
@@ -87,52 +87,11 @@
     if (window.Plotly) draw();
   }
 
-  async function refresh() {
-    const began = performance.now();
-    try {
-      const answer = await fetch("update.json", { cache: "no-store" });
-      if (!answer.ok) throw new Error((await answer.json()).error || answer.statusText);
-      const update = await answer.json();
-      figures = update.figures;
-      byId("nav").innerHTML = update.nav;
-      for (const [name, html] of Object.entries(update.sections)) replaceSection(name, html);
-      for (const section of document.querySelectorAll("main > section")) {
-        if (!(section.id in update.sections)) section.remove();
-      }
-      await draw();
-      byId("live").textContent = "Live: " + new Date().toLocaleTimeString();
-    } catch (error) {
-      byId("live").textContent = "Not refreshed: " + error.message;
-    }
-    // a long run takes long to read: that must not slow it down
-    setTimeout(refresh, Math.max(3000, 10 * (performance.now() - began)));
-  }
-
-  // Charts that are drawn keep their element, and with it their zoom; open tables stay open.
-  function replaceSection(name, html) {
-    const holder = document.createElement("template");
-    holder.innerHTML = html;
-    const fresh = holder.content.firstElementChild, old = byId(name);
-    if (old && old.innerHTML === fresh.innerHTML) return;
-    for (const chart of fresh.querySelectorAll(".chart")) {
-      const drawn = byId(chart.id);
-      if (!drawn) continue;
-      drawn.setAttribute("aria-label", chart.getAttribute("aria-label"));
-      const open = drawn.closest("figure").querySelector("details").open;
-      chart.closest("figure").querySelector("details").open = open;
-      chart.replaceWith(drawn);
-    }
-    if (old) old.replaceWith(fresh); else byId("main").append(fresh);
-  }
-
   byId("theme").addEventListener("change", (event) => chooseTheme(event.target.value, true));
   darkSystem.addEventListener("change", () => window.Plotly && draw());
   document.addEventListener("keydown", move);
   let kept = "";
   try { kept = localStorage.getItem("wye-theme") || ""; } catch { /* likewise */ }
   chooseTheme(kept, false);
-  loadLibrary().then(draw).then(() => {
-    root.dataset.drawn = "true";
-    if (byId("live")) setTimeout(refresh, 3000);
-  }).catch((error) => say("The charts cannot be drawn: " + error.message + ". The tables have their numbers."));
+  loadLibrary().then(draw).then(() => { root.dataset.drawn = "true"; }).catch((error) => say("The charts cannot be drawn: " + error.message + ". The tables have their numbers."));
 })();
