@@ -142,7 +142,7 @@ class Journal:
             if ranks is not None:  # on the first rank
                 with only_shows("trace.json is not written"):
                     self.trace.add(step, engine.recorder.started_at_s, ranks)
-                self._track(lambda tracker: tracker.timeline(step))
+                self._track(lambda tracker: tracker.timeline(step, ranks))
 
     def finish(self, exit_code: int) -> None:
         """Nothing more will be tracked."""

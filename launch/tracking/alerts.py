@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from statistics import mean
 from typing import Any, NamedTuple
 
@@ -25,13 +25,13 @@ class Alert(NamedTuple):
 
 
 class Alarms:
-    """Each condition is told once when it begins, and again only when it had ended."""
+    """Each condition is reported once when it begins, and again only when it had ended."""
 
     def __init__(self) -> None:
         self._seen = 0
         self._lines: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
         self._first_idle: dict[str, float] = {}
-        self._ringing: set[str] = set()
+        self._ringing: set[str] = set()  # titles of alerts
 
     def after_step(self, line: Mapping[str, Any], not_finite: bool = False) -> list[Alert]:
         """`line`: of metrics.jsonl; `not_finite`: the step was skipped for its loss or its
@@ -39,62 +39,66 @@ class Alarms:
         self._seen += 1
         if self._seen > SKIPPED:
             self._lines.append(line)
-        begun = [*self._of_loss(line, not_finite), *self._of_samples(line)]
-        if len(self._lines) == WINDOW:
-            begun += [*self._of_stages(), *self._of_data()]
+        begun = []
+        for holds, alert in self._conditions(line, not_finite):
+            if holds and alert.title not in self._ringing:
+                begun.append(alert)
+            (self._ringing.add if holds else self._ringing.discard)(alert.title)
         return begun
 
-    def _rings(self, condition: str, is_so: bool) -> bool:
-        """Does the condition begin now?"""
-        begins = is_so and condition not in self._ringing
-        (self._ringing.add if is_so else self._ringing.discard)(condition)
-        return begins
-
-    def _of_loss(self, line: Mapping[str, Any], not_finite: bool) -> Iterator[Alert]:
-        is_so = not_finite or line["loss"] is None or not math.isfinite(line["loss"])
-        if self._rings("loss", is_so):
-            yield Alert(
-                "Loss or gradients not finite",
-                f"Step {line['step']} was skipped; bad_steps.jsonl lists its samples. "
+    def _conditions(
+        self, line: Mapping[str, Any], not_finite: bool
+    ) -> Iterator[tuple[bool, Alert]]:
+        """Whether each holds now, and what is reported when it begins."""
+        title, step = "Loss or gradients not finite", line["step"]
+        yield (
+            not_finite or line["loss"] is None or not math.isfinite(line["loss"]),
+            Alert(
+                title,
+                f"Step {step} was skipped; bad_steps.jsonl lists its samples. "
                 "The run ends after max_bad_steps such steps in a row.",
                 "ERROR",
-            )
-
-    def _of_samples(self, line: Mapping[str, Any]) -> Iterator[Alert]:
-        number = sum(line.get(key, 0) for key in UNREADABLE)
-        # once in a run: a broken sample comes again in every epoch
-        if number and self._rings("samples", True):
-            yield Alert(
-                "Samples that cannot be used",
-                f"{number:g} in step {line['step']}; bad_samples.jsonl lists them with the reason.",
+            ),
+        )
+        title, number = "Samples that cannot be used", sum(line.get(key, 0) for key in UNREADABLE)
+        yield (
+            # once in a run: a broken sample comes again in every epoch
+            number > 0 or title in self._ringing,
+            Alert(
+                title,
+                f"{number:g} in step {step}; bad_samples.jsonl lists them with the reason.",
                 "WARN",
-            )
-
-    def _of_stages(self) -> Iterator[Alert]:
+            ),
+        )
+        if len(self._lines) < WINDOW:
+            return
         for stage, idle in self._means("idle/").items():
             before = self._first_idle.setdefault(stage, idle)
-            if self._rings(f"idle/{stage}", idle > before + MORE_IDLE):
-                yield Alert(
+            yield (
+                idle > before + MORE_IDLE,
+                Alert(
                     f"Stage {stage} waits",
                     f"{idle:.0%} of the last {WINDOW} steps, after {before:.0%} at the beginning; "
                     "the timeline of a sampled step shows for whom.",
                     "WARN",
-                )
-
-    def _of_data(self) -> Iterator[Alert]:
-        step_s = mean(line["step_s"] for line in self._lines)
+                ),
+            )
+        step_s = mean(each["step_s"] for each in self._lines)
         for stage, wait_s in self._means("data_wait_s/").items():
-            if self._rings(f"data/{stage}", step_s > 0 and wait_s > DRY * step_s):
-                yield Alert(
+            share = wait_s / step_s if step_s > 0 else 0.0
+            yield (
+                share > DRY,
+                Alert(
                     f"Data for stage {stage} runs dry",
-                    f"It waited for micro-batches for {wait_s / step_s:.0%} of the last {WINDOW} "
-                    "steps; more --workers, --cache auto or a faster disk feed it.",
+                    f"It waited for micro-batches for {share:.0%} of the last {WINDOW} steps; "
+                    "more --workers, --cache auto or a faster disk feed it.",
                     "WARN",
-                )
+                ),
+            )
 
     def _means(self, prefix: str) -> dict[str, float]:
         """Over the window, by what follows the prefix."""
-        keys: Sequence[str] = [key for key in self._lines[-1] if key.startswith(prefix)]
+        keys = [key for key in self._lines[-1] if key.startswith(prefix)]
         return {
             key.removeprefix(prefix): mean(line.get(key, 0.0) for line in self._lines)
             for key in keys

@@ -3,6 +3,7 @@ with pictures of images and sounds, right and wrong marked."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from data.index.sources import Source
@@ -21,65 +22,53 @@ def table_of(direction: str, answers: Answers) -> Any:
     import wandb
 
     asks, _, answers_with = direction.partition("_to_")
-    source, samples, found = answers.source, answers.samples, answers.found[direction]
+    source, found = answers.source, answers.found[direction]
     number = found.shape[1]
-    heard = [_sound(source, asks, int(samples[query])) for query in answers.queries]
-    more = [HEARD] if any(sound is not None for sound in heard) else []
-    table = wandb.Table(columns=[*COLUMNS, *(str(k + 1) for k in range(number)), *more])
-    for query, own, sound in zip(answers.queries.tolist(), found.tolist(), heard):
-        # an answer is its row + 1; 0 stands where there are fewer candidates than answers
+    rows = []
+    for row, own in zip(answers.queries, found.tolist()):
+        query = int(answers.samples[row])
         right = [is_right > 0 for _, _, is_right in own]
-        place = str(right.index(True) + 1) if any(right) else f"after {number}"
-        cells = [
-            _cell(
-                source,
-                answers_with,
-                int(samples[int(row) - 1]),
-                f"{_mark(is_right > 0)} {alike:.2f}",
-            )
-            if row > 0
-            else None
-            for row, alike, is_right in own
-        ]
-        asked = _cell(source, asks, int(samples[query]), "")
-        table.add_data(asked, place, *cells, *([sound] if more else []))
-    return table
-
-
-def _mark(is_right: bool) -> str:
-    return "right" if is_right else "wrong"
+        cells = [_cell(source, asks, query, "")]
+        cells.append(str(right.index(True) + 1) if any(right) else f"after {number}")
+        for answer, similarity, is_right in own:
+            mark = f"{'right' if is_right > 0 else 'wrong'} {similarity:.2f}"
+            # an answer is its row + 1; 0 stands where there are fewer candidates than answers
+            sample = int(answers.samples[int(answer) - 1])
+            cells.append(_cell(source, answers_with, sample, mark) if answer > 0 else None)
+        rows.append([*cells, _sound(source, asks, query)])
+    heard = any(row[-1] is not None for row in rows)
+    columns = [*COLUMNS, *(str(k + 1) for k in range(number)), *([HEARD] if heard else [])]
+    return wandb.Table(columns, [row[: len(columns)] for row in rows])
 
 
 def _cell(source: Source, modality: str, sample: int, mark: str) -> Any:
     """A picture with its caption below it, or a text."""
+    import wandb
+
     words = f"{mark} {_text(source, sample)}".strip()
     if modality not in KINDS:
         return words
-    import wandb
-
-    try:
-        kind = KINDS[modality]
-        value = Encoded(modality, kind.read(source, sample))
-        picture = whole_picture(value)
-    except (OSError, ValueError, LookupError):  # the sample has none that can be read
-        return None
-    return wandb.Image(picture, caption=words)
+    picture = _made(whole_picture, source, modality, sample)
+    return None if picture is None else wandb.Image(picture, caption=words)
 
 
 def _sound(source: Source, modality: str, sample: int) -> Any:
     """A wandb.Audio of a short sound; None of what is no sound, is long or cannot be read."""
-    if modality not in KINDS:
-        return None
     import wandb
 
-    try:
-        heard = played(Encoded(modality, KINDS[modality].read(source, sample)))
-    except (OSError, ValueError, LookupError):
-        return None
+    heard = _made(played, source, modality, sample)
     if heard is None:
         return None
     sound = decode_audio(heard)
     return wandb.Audio(sound.samples, sound.rate, caption=_text(source, sample))
+
+
+def _made(make: Callable[[Encoded], Any], source: Source, modality: str, sample: int) -> Any:
+    """What `make` makes of a sample's value; None where there is none that can be read."""
+    try:
+        return make(Encoded(modality, KINDS[modality].read(source, sample)))
+    except (OSError, ValueError, LookupError):  # LookupError: also of a modality without pictures
+        return None
 
 
 def _text(source: Source, sample: int) -> str:

@@ -3,8 +3,11 @@
 import pytest
 from deepspeed.monitor.config import DeepSpeedMonitorConfig
 
+from launch.config.groups import TrackingOptions
 from launch.tracking import monitors
-from launch.tracking.monitors import BLOCKS, Monitors, split_monitors
+from launch.tracking.backend import Backend
+from launch.tracking.monitors import BLOCKS, split_monitors
+from launch.tracking.tracker import Tracker
 
 CONFIG = {"train_batch_size": 8, "optimizer": {"type": "AdamW"}}
 
@@ -30,23 +33,25 @@ def test_a_package_that_is_missing_is_named_with_what_installs_it(monkeypatch, b
 
 
 def test_a_monitor_that_fails_ends_alone(tmp_path, caplog):
-    class Full:
-        def write_events(self, events):
+    class Full(Backend):
+        def log(self, values, step, samples):
             raise OSError("no space left on device")
 
-    class Kept:
+    class Kept(Backend):
         def __init__(self):
-            self.events = []
+            self.lines = []
 
-        def write_events(self, events):
-            self.events += events
+        def log(self, values, step, samples):
+            self.lines.append((values, step))
 
-    both = Monitors(DeepSpeedMonitorConfig(), tmp_path, 0)
-    assert both.parts == []
-    both.tb_monitor, both.csv_monitor = Full(), Kept()
-    both.write_events([("loss/total", 2.0, 1)])
-    both.write_events([("loss/total", 1.0, 2)])
-    assert both.csv_monitor.events == [("loss/total", 2.0, 1), ("loss/total", 1.0, 2)]
+    tracker = Tracker(
+        TrackingOptions("disabled", None), DeepSpeedMonitorConfig(), tmp_path, {}, 0, plan=None
+    )
+    assert tracker.backends == {}
+    tracker.backends |= {"W&B": Full(), "CSV": (kept := Kept())}
+    for step in (1, 2):
+        tracker.evaluation(step, "validation", {"alignment": 0.5})
+    assert [step for _, step in kept.lines] == [1, 2] and tracker.backends == {"CSV": kept}
     assert [record.getMessage() for record in caplog.records] == [
-        "Full failed (OSError: no space left on device): its tracking ends, metrics.jsonl goes on"
+        "W&B failed (OSError: no space left on device): its tracking ends, metrics.jsonl goes on"
     ]
