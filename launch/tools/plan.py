@@ -15,9 +15,8 @@ import argparse
 import gc
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -32,10 +31,10 @@ if __name__ == "__main__":
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from common.options import OptionGroup, add_flags, at_least, number_where, option
 from common.output import outlive_output, run_program
-from data.modules import add_module_flag, import_modules
-from data.options import IMAGE_TEXT, branches_of
-from data.options import pairs as pairs_flag
+from data.modules import import_modules
+from data.options import branches_of
 from engine.config.reading import AUTO, BranchesBlock, read_config
 from engine.objective import scalars_of
 from engine.optimizer.locking import trainable_layers
@@ -45,8 +44,7 @@ from engine.planning.planner import GIB, Candidate, Search, describe_batch, sear
 from engine.schedule import SCHEDULES
 from engine.topology import LAYOUTS
 from launch.config.blocks import READERS, adapting
-from launch.config.groups import named_tower
-from launch.config.options import ROOT, default_of
+from launch.config.options import FLAGS, ROOT, default_of
 from launch.estimates import estimated_costs
 from launch.modalities import Vocabulary, refuse_pairs, tower_of
 from launch.objective import pairs_of
@@ -58,6 +56,7 @@ from models.towers.defaults import image_name, text_name
 from models.towers.fusion import FusionSizes
 
 SAMPLES_PER_GPU, MOST_SAMPLES = 1024, 32768  # of the default global batch
+not_negative = number_where(lambda value: value >= 0, "below 0")
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -73,19 +72,6 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         print(f"{self.prog}: error: {message} (see {self.prog} --help)", file=sys.stderr)
         sys.exit(2)
-
-
-def at_least(minimum: int, kind: type = int) -> Callable[[str], Any]:
-    """For argparse: a number not below `minimum`."""
-
-    def number(text: str) -> Any:
-        value = kind(text)
-        if not value >= minimum:
-            raise argparse.ArgumentTypeError(f"{value} is below {minimum}")
-        return value
-
-    number.__name__ = "whole number" if kind is int else "number"
-    return number
 
 
 def device(text: str) -> Device:
@@ -117,113 +103,114 @@ def page_path(text: str) -> Path:
     return figure_path(text, (".html",))
 
 
-def _flag(group: str, help: str, default: Any = None, **how: Any) -> Any:
-    """A field of `PlanOptions` that is a flag of this name in a group of --help. `how`: as of
-    `add_argument`."""
-    how |= {"help": help.replace("%d", str(default)), "default": default}
-    return field(metadata={"group": group, **how})
+N: dict[str, Any] = {"metavar": "N", "parse": at_least(1)}
 
 
-_hardware, _run = partial(_flag, "hardware"), partial(_flag, "how to run")
-_towers, _output = partial(_flag, "towers"), partial(_flag, "output")
+def _as_in_train(name: str, shown: str | None = None) -> Any:
+    """The option of train.py of that name; `shown`: its default in words."""
+    flag = FLAGS[name]
+    how: dict[str, Any] = {"choices": flag.choices, "action": flag.action, "shown": shown}
+    return option(default_of(name), flag.help, flag.metavar, flag.parse, **how)
 
 
-@dataclass(frozen=True)
-class PlanOptions:
-    """Everything the command line decides: each field is a flag."""
-
-    gpus: int = _hardware("in all; one rank on each", type=at_least(1), required=True, metavar="N")
-    gpus_per_node: int | None = _hardware(
-        "(default: the device's, 8)", type=at_least(1), metavar="N"
-    )
-    device: Device = _hardware(
+@dataclass(frozen=True, kw_only=True)
+class HardwareOptions(OptionGroup):
+    title = "hardware"
+    gpus: int = option(0, "in all; one rank on each", shown="none, it must be given", **N)
+    gpus_per_node: int | None = option(None, "ranks of a node", shown="the device's, 8", **N)
+    device: Device = option(
+        find_device("H100"),
         f"{', '.join(DEVICES)}, or flops=FLOP/S,memory=BYTES,bandwidth=BYTES/S"
-        "[,link=,network=,ranks_per_node=] (default: %d)",
-        "H100",
-        type=device,
-        metavar="NAME",
+        "[,link=,network=,ranks_per_node=]",
+        "NAME",
+        device,
+        shown="H100",
     )
-    memory: float | None = _hardware(
-        "that one rank may use (default: all of the device's)",
-        type=at_least(0, float),
-        metavar="GIB",
+    memory: float | None = option(
+        None, "that one rank may use", "GIB", not_negative, shown="all of the device's"
     )
-    deepspeed_config: Path | None = _run(
-        "the JSON file of the run (default: all is searched); flags replace its values",
-        type=Path,
-        metavar="FILE",
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(OptionGroup):
+    title = "how to run"
+    deepspeed_config: Path | None = option(
+        None,
+        "the JSON file of the run; flags replace its values",
+        "FILE",
+        Path,
+        name="deepspeed_config",
+        shown="all is searched",
     )
-    precision: str | None = _run(
-        "without --deepspeed_config, with ZeRO-1 (default: bf16)", choices=("bf16", "fp16", "fp32")
+    import_module: tuple[str, ...] | None = _as_in_train("import_module", shown="none")
+    precision: str | None = option(
+        None,
+        "without --deepspeed_config, with ZeRO-1",
+        choices=("bf16", "fp16", "fp32"),
+        shown="bf16",
     )
-    train_batch_size: int | None = _run(
-        f"samples per step on all GPUs (default: the file's, else {SAMPLES_PER_GPU} per GPU, at "
-        f"most {MOST_SAMPLES})",
-        type=at_least(2),
-        metavar="N",
+    train_batch_size: int | None = option(
+        None,
+        "samples per step on all GPUs",
+        "N",
+        at_least(2),
+        shown=f"the file's, else {SAMPLES_PER_GPU} per GPU, at most {MOST_SAMPLES}",
     )
-    micro_batch_size: int | None = _run(
-        "samples, of all branches (default: searched)", type=at_least(1), metavar="N"
+    micro_batch_size: int | None = option(None, "samples, of all branches", shown="searched", **N)
+    layout: str | None = option(
+        None, "only this one", choices=LAYOUTS, shown="the file's, else searched"
     )
-    layout: str | None = _run("only this one (default: the file's, else searched)", choices=LAYOUTS)
-    schedule: str | None = _run(
+    schedule: str | None = option(
+        None,
         f"only this one. {'; '.join(f'{name}: {s.description}' for name, s in SCHEDULES.items())}; "
-        "or one of --import-module (default: the file's, else "
-        f"{' and '.join(name for name, s in SCHEDULES.items() if s.chosen_by_auto)})",
-        metavar="NAME",
+        "or one of --import-module",
+        "NAME",
+        shown="the file's, else "
+        f"{' and '.join(name for name, s in SCHEDULES.items() if s.chosen_by_auto)}",
     )
-    activation_checkpoint_interval: int | None = _run(
-        "layers; 0: none (default: the file's, else 0)", type=at_least(0), metavar="N"
+    activation_checkpoint_interval: int | None = option(
+        None, "layers; 0: none", "N", at_least(0), shown="the file's, else 0"
     )
-    pairs: str = _towers(
-        "as in train.py (default: %d)", IMAGE_TEXT, type=pairs_flag, metavar="A:B,..."
+
+
+@dataclass(frozen=True, kw_only=True)
+class TowerOptions(OptionGroup):
+    title = "towers"
+    pairs: str = _as_in_train("pairs")
+    image_tower: str = _as_in_train("image_tower")
+    text_tower: str = _as_in_train("text_tower")
+    audio_tower: str = _as_in_train("audio_tower")
+    audio_seconds: float | None = _as_in_train("audio_seconds", shown="the tower's own")
+    tower: tuple[str, ...] = _as_in_train("tower", shown="the modality's own")
+    embed_dim: int = _as_in_train("embed_dim")
+    image_size: int = _as_in_train("image_size")
+    max_text_tokens: int = _as_in_train("max_text_tokens")
+    audio_size: int = _as_in_train("audio_size")
+    fusion: int = _as_in_train("fusion")
+    vocab_size: int | None = option(
+        None, "entries of the tokenizer", shown="the text tower's own", **N
     )
-    image_tower: str = _towers("(default: %d)", default_of("image_tower"), metavar="NAME")
-    text_tower: str = _towers("(default: %d)", default_of("text_tower"), metavar="NAME")
-    audio_tower: str = _towers("(default: %d)", default_of("audio_tower"), metavar="NAME")
-    audio_seconds: float | None = _towers(
-        "as in train.py (default: the tower's own)", type=float, metavar="S"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions(OptionGroup):
+    title = "output"
+    top: int = option(10, "rows of the table", **N)
+    picture: Path | None = option(
+        None,
+        "draw the timeline of the best way into a page, .html",
+        "FILE",
+        page_path,
+        shown="not drawn",
     )
-    tower: list[str] | None = _towers(
-        "as in train.py (default: the modality's own)",
-        action="append",
-        type=named_tower,
-        metavar="MODALITY=NAME",
-    )
-    embed_dim: int = _towers(
-        "width of the common space (default: %d)",
-        default_of("embed_dim"),
-        type=at_least(1),
-        metavar="N",
-    )
-    image_size: int = _towers(
-        "pixels a side (default: %d)", default_of("image_size"), type=at_least(1), metavar="N"
-    )
-    max_text_tokens: int = _towers(
-        "tokens of a text (default: %d)", default_of("max_text_tokens"), type=at_least(4), metavar="N"
-    )
-    audio_size: int = _towers(
-        "of the spectrogram for an image tower (default: %d)",
-        default_of("audio_size"),
-        type=at_least(8),
-        metavar="N",
-    )
-    vocab_size: int | None = _towers(
-        "entries of the tokenizer (default: the text tower's own)", type=at_least(1), metavar="N"
-    )
-    fusion: int = _towers(
-        "layers that match images and texts, as in train.py (default: %d)",
-        0,
-        type=at_least(0),
-        metavar="N",
-    )
-    top: int = _output("rows of the table (default: %d)", 10, type=at_least(1), metavar="N")
-    picture: Path | None = _output(
-        "draw the timeline of the best way into a page, .html (default: not drawn)",
-        type=page_path,
-        metavar="FILE",
-    )
-    import_module: list[str] | None = None
+
+
+GROUPS = (HardwareOptions, RunOptions, TowerOptions, OutputOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(OutputOptions, TowerOptions, RunOptions, HardwareOptions):
+    """Everything the command line decides."""
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -234,19 +221,15 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="Costs are estimated from counted operations and the device's data sheet; a run of "
         "train.py measures them.",
     )
-    flags = [(each.name, dict(each.metadata)) for each in fields(PlanOptions) if each.metadata]
-    groups = {how["group"]: parser.add_argument_group(how["group"]) for _, how in flags}
-    for name, how in flags:
-        # DeepSpeed's own flag is written with an underscore
-        flag = name if name == "deepspeed_config" else name.replace("_", "-")
-        groups[how.pop("group")].add_argument(f"--{flag}", **how)
-    add_module_flag(groups["how to run"])
+    add_flags(parser, GROUPS)
     return parser
 
 
 def parse_options(arguments: list[str] | None = None) -> PlanOptions:
     parser = make_parser()
     options = PlanOptions(**vars(parser.parse_args(arguments)))
+    if not options.gpus:
+        parser.error("the following arguments are required: --gpus")
     import_modules(options.import_module)
     if options.schedule not in (None, *SCHEDULES):
         parser.error(
@@ -254,7 +237,7 @@ def parse_options(arguments: list[str] | None = None) -> PlanOptions:
             f"{', '.join(SCHEDULES)})"
         )
     try:
-        refuse_pairs(options.pairs, options.tower or (), bool(options.fusion))
+        refuse_pairs(options.pairs, options.tower, bool(options.fusion))
     except ValueError as error:
         parser.error(str(error))
     if options.precision and options.deepspeed_config:

@@ -45,7 +45,7 @@ def test_a_monitor_that_fails_ends_alone(tmp_path, caplog):
             self.lines.append((values, step))
 
     tracker = Tracker(
-        TrackingOptions("disabled", None), DeepSpeedMonitorConfig(), tmp_path, {}, 0, plan=None
+        TrackingOptions(wandb="disabled"), DeepSpeedMonitorConfig(), tmp_path, {}, 0, plan=None
     )
     assert tracker.backends == {}
     tracker.backends |= {"W&B": Full(), "CSV": (kept := Kept())}
