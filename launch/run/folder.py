@@ -13,7 +13,7 @@ import platform
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -31,10 +31,7 @@ from common.files import (
     write_text,
 )
 from common.secrets import redacted
-from data.modalities.preprocessing import CLIP
-from data.options import IMAGE_TEXT
 from engine.checkpoint.layout import replace_text
-from engine.optimizer.bad_steps import BadStep
 from engine.planning.planner import RunPlan
 from engine.schedule import SCHEDULES
 from launch.config.blocks import SampleWeightsBlock
@@ -42,35 +39,18 @@ from launch.config.options import ROOT, free_options
 from launch.run.records import RUN_RECORD, read_run
 from models.towers.building import Tower
 
-# Of the JSON file: the size of the global batch, how it is split and computed. What that does to
-# the numbers is said when the run goes on.
-DEEPSPEED_FREE_TO_CHANGE = (
-    *(
-        "train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "pipeline",
-        "zero_optimization",
-    ),
-    *(
-        "fp16",
-        "bf16",
-        "data_types",
-        "communication_data_type",
-        "prescale_gradients",
-        "gradient_predivide_factor",
-    ),
-    *("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
-    *("steps_per_print", "memory_breakdown", "comms_logger"),
-    *("wandb", "tensorboard", "csv_monitor", "comet"),
+# Keys of the JSON file that may differ when a run goes on: the size of the global batch, how it is
+# split and computed. What that does to the numbers is said when the run goes on.
+DEEPSPEED_FREE_TO_CHANGE = tuple(
+    """
+    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps pipeline
+    zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer
+    fp16 bf16 data_types communication_data_type prescale_gradients gradient_predivide_factor
+    steps_per_print memory_breakdown comms_logger wandb tensorboard csv_monitor comet
+    """.split()
 )
-BRANCHES_SPLIT = (
-    "layout",
-    "stages",
-    "replicas",
-    "micro_batch_size",
-    "schedule",
-    "kept_micro_batches",
+BRANCHES_SPLIT = tuple(
+    "layout stages replicas micro_batch_size schedule kept_micro_batches".split()
 )
 BRANCHES_FREE_TO_CHANGE = ("max_bad_steps", "compile", "communication")
 PACKAGES = ("torch", "deepspeed", "transformers", "torchvision", "numpy", "pillow")
@@ -91,6 +71,17 @@ class RunFolder:
 
     def __init__(self, path: Path, first_rank: bool):
         self.path, self.first_rank = path, first_rank
+        self.checkpoints = path / "checkpoints"
+        # files that grow by lines, of steps and evaluations, of changes of the batches and of the
+        # weights of the losses, and of what was left out
+        self.metrics = path / "metrics.jsonl"
+        self.balance = path / "balance.jsonl"
+        self.loss_weights = path / "loss_weights.jsonl"
+        self.bad_steps = path / "bad_steps.jsonl"
+        self.bad_samples = path / "bad_samples.jsonl"
+        self.stop = path / "stop"  # who makes this file asks the run to end after its current step
+        self.done = path / "done"  # is there when all steps are done
+        self.costs = path / "costs.json"  # what the run was planned by, if it was measured
         if path.exists() and not path.is_dir():
             raise ValueError(f"--run-dir {path}: a file of this name exists; give a folder")
         if first_rank:
@@ -106,8 +97,7 @@ class RunFolder:
         """
         if not self.first_rank:
             return
-        growing = (self.metrics, self.balance, self.bad_steps, self.loss_weights, self.bad_samples)
-        for grows in growing:
+        for grows in (*self._of_steps, self.bad_samples):
             refuse_link(grows)  # before work is done that could not be recorded
         file = open_own(self.path / "lock")
         try:
@@ -132,44 +122,9 @@ class RunFolder:
         self._lock = file  # to close it, or any other file object of it, would release the lock
 
     @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def balance(self) -> Path:
-        """What the balance of the run was seen to do, a line per measurement."""
-        return self.path / "balance.jsonl"
-
-    @property
-    def bad_steps(self) -> Path:
-        return self.path / "bad_steps.jsonl"
-
-    @property
-    def bad_samples(self) -> Path:
-        return self.path / "bad_samples.jsonl"
-
-    @property
-    def loss_weights(self) -> Path:
-        """When the losses got other weights, and why, a line each."""
-        return self.path / "loss_weights.jsonl"
-
-    @property
-    def stop(self) -> Path:
-        """Whoever makes this file asks the run to end after its current step."""
-        return self.path / "stop"
-
-    @property
-    def done(self) -> Path:
-        """Is there when all steps are done."""
-        return self.path / "done"
-
-    @property
-    def costs(self) -> Path:
-        return self.path / "costs.json"
+    def _of_steps(self) -> tuple[Path, ...]:
+        """Files whose lines have the step that they are of."""
+        return self.metrics, self.balance, self.bad_steps, self.loss_weights
 
     def previous(self) -> dict[str, Any] | None:
         """The configuration of the run this folder already holds; None: it holds none. Errors:
@@ -192,13 +147,11 @@ class RunFolder:
                 f"--run-dir {self.path}: already holds a run, and --resume is never; give another "
                 "folder, or --resume auto"
             )
-        recorded = _completed(previous["training"])
-        before = {key: recorded.get(key) for key in training}
+        before = {key: previous["training"].get(key) for key in training}
         differences = list(_differences(before, redacted(json.loads(json.dumps(training)))))
         if differences:
-            shown = "\n".join(f"    {line}" for line in differences[:8]) + (
-                "\n    …" if len(differences) > 8 else ""
-            )
+            listed = [*differences[:8], *(["…"] if len(differences) > 8 else [])]
+            shown = "\n".join(f"    {line}" for line in listed)
             raise ValueError(
                 f"--run-dir {self.path}: already holds a run with another configuration; give "
                 f"another folder, or the same configuration:\n{shown}"
@@ -264,62 +217,50 @@ class RunFolder:
     def forget_after(self, step: int) -> None:
         """Drop what was logged of steps after `step`: the run goes on from there and measures them
         again."""
-        for file in (self.metrics, self.balance, self.bad_steps, self.loss_weights):
+        for file in self._of_steps:
             if self.first_rank and file.is_file():
                 lines = file.read_text(encoding="utf-8").splitlines()
-                kept = [line for line in lines if _step_of(line) <= step]
-                self._replace(file, "".join(line + "\n" for line in kept))
+                self._replace(file, _joined(line for line in lines if _step_of(line) <= step))
 
     def lacks(self, step: int, held_out: Set[str]) -> bool:
         """Was one of the sets `held_out` not evaluated after `step`? What there is of that
         evaluation is dropped then."""
-        lines = (
-            self.metrics.read_text(encoding="utf-8").splitlines() if self.metrics.is_file() else []
-        )
-        of_it = {
-            line: record["held_out"]
-            for line in lines
-            if (record := json.loads(line))["step"] == step and "held_out" in record
-        }
-        if held_out <= set(of_it.values()):
+        evaluated = self.evaluated(step)
+        if held_out <= evaluated.keys():
             return False
-        if of_it:
-            self._replace(self.metrics, "".join(line + "\n" for line in lines if line not in of_it))
+        if evaluated:
+            lines = self.metrics.read_text(encoding="utf-8").splitlines()
+            self._replace(
+                self.metrics, _joined(line for line in lines if not _evaluates(line, step))
+            )
         return True
 
     def evaluated(self, step: int) -> dict[str, dict[str, float]]:
         """What metrics.jsonl has of the evaluation after `step`, by held-out set; null as nan."""
         text = self.metrics.read_text(encoding="utf-8") if self.metrics.is_file() else ""
-        found = {}
-        for line in map(json.loads, text.splitlines()):
-            if line["step"] == step and "held_out" in line:
-                found[line["held_out"]] = {k: math.nan if v is None else v for k, v in line.items()}
-        return found
-
-    def log(self, values: Mapping[str, Any]) -> None:
-        """Append one line to metrics.jsonl; not-a-number and infinity, which JSON does not have,
-        become null."""
-        values = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in values.items()
+        found = [json.loads(line) for line in text.splitlines() if _evaluates(line, step)]
+        return {
+            line["held_out"]: {k: math.nan if v is None else v for k, v in line.items()}
+            for line in found
         }
-        self._append(self.metrics, values)
 
-    def log_measurement(self, values: Mapping[str, Any]) -> None:
-        """Append one line to balance.jsonl."""
-        self._append(self.balance, values)
+    def append(self, file: Path, values: Mapping[str, Any]) -> None:
+        """One line to one of the files that grow; not-a-number and infinity, which JSON does not
+        have, become null."""
+        if self.first_rank:
+            finite = {
+                key: None if isinstance(value, float) and not math.isfinite(value) else value
+                for key, value in values.items()
+            }
+            append_text(file, json.dumps(finite) + "\n")
 
-    def log_loss_weights(self, values: Mapping[str, Any]) -> None:
-        """Append one line to loss_weights.jsonl, unless it ends in that line: a run that goes on
-        decides once more what follows from the evaluation at which it begins."""
+    def append_loss_weights(self, values: Mapping[str, Any]) -> None:
+        """One line to loss_weights.jsonl, unless it ends in that line: a run that goes on decides
+        once more what follows from the evaluation at which it begins."""
         there = self.first_rank and self.loss_weights.is_file()
         written = self.loss_weights.read_text(encoding="utf-8").splitlines() if there else []
         if json.dumps(values) not in written[-1:]:
-            self._append(self.loss_weights, values)
-
-    def _append(self, path: Path, values: Mapping[str, Any]) -> None:
-        if self.first_rank:
-            append_text(path, json.dumps(values) + "\n")
+            self.append(self.loss_weights, values)
 
     def note_bad_sample(
         self, data: str, identity: str, where: str, reason: str, detail: str
@@ -335,23 +276,6 @@ class RunFolder:
         }
         append_text(self.bad_samples, json.dumps(redacted(record)) + "\n")
 
-    def note_bad_step(
-        self, step: int, loss: float, bad: BadStep, identity: Callable[[int], str]
-    ) -> None:
-        """Append a line to bad_steps.jsonl: the ids of the samples of a skipped step. `identity`:
-        of a sample, by its index."""
-        if self.first_rank:
-            record = {
-                "step": step,
-                "loss": loss if math.isfinite(loss) else None,
-                "not_finite": {
-                    branch: [identity(i) for i in indices]
-                    for branch, indices in bad.not_finite.items()
-                },
-                "samples": [identity(i) for i in bad.samples],
-            }
-            append_text(self.bad_steps, json.dumps(record) + "\n")
-
     def refuse_more_bad_steps(
         self, in_a_row: int, most: int, newest_checkpoint: Callable[[], Path | None]
     ) -> None:
@@ -359,11 +283,11 @@ class RunFolder:
         finite."""
         if in_a_row >= most:
             raise ValueError(
-                f'{in_a_row} steps in a row had a loss or gradients that are not finite, and "max_bad_steps" is {most}; '
-                "the last good checkpoint is "
+                f"{in_a_row} steps in a row had a loss or gradients that are not finite, and "
+                f'"max_bad_steps" is {most}; the last good checkpoint is '
                 f"{newest_checkpoint() or 'not there, none was saved'}. Lower the learning rate, "
-                "or mend the samples that "
-                f'{self.bad_steps} lists; to go on as it is, raise "max_bad_steps"'
+                f"or mend the samples that {self.bad_steps} lists; to go on as it is, raise "
+                '"max_bad_steps"'
             )
 
     def _replace(self, path: Path, text: str) -> None:
@@ -396,54 +320,22 @@ def training_identity(
     precision, and by what BatchNorm and dropout see, and by nothing else. Where the schedule has a
     loss per micro-batch the split decides the negatives, so it belongs to what is trained; `plan`
     is known later than the rest. `options`: the flags of train.py by name."""
-    schedule = SCHEDULES.get(
-        branches.get("schedule", "")
-    )  # None: "auto", which chooses none with a loss per micro-batch
+    # None: "auto", which chooses none with a loss per micro-batch
+    schedule = SCHEDULES.get(branches.get("schedule", ""))
     by_split = schedule is not None and schedule.loss_per_micro_batch
     branches = {**branches, "balance": _of_training(branches.get("balance"))}
-    if branches.get("sample_weights"):
-        branches = {
-            **branches,
-            "sample_weights": asdict(SampleWeightsBlock(**branches["sample_weights"])),
-        }
+    if weights := branches.get("sample_weights"):  # with its defaults, however it was written
+        branches = {**branches, "sample_weights": asdict(SampleWeightsBlock(**weights))}
     # these weights follow the evaluations, so what is trained depends on when they are
-    free = [
-        key
-        for key in free_options()
-        if key != "eval_every" or options["loss_weights"] != "alignment"
-    ]
+    by_evaluation = options["loss_weights"] == "alignment"
+    free = [key for key in free_options() if key != "eval_every" or not by_evaluation]
+    free_branches = [*BRANCHES_FREE_TO_CHANGE, *(() if by_split else BRANCHES_SPLIT)]
     known = {
         "options": _without(free, options),
         "deepspeed_config": _without(DEEPSPEED_FREE_TO_CHANGE, config),
-        "branches": _without(
-            BRANCHES_FREE_TO_CHANGE if by_split else (*BRANCHES_FREE_TO_CHANGE, *BRANCHES_SPLIT),
-            branches,
-        ),
+        "branches": _without(free_branches, branches),
     }
     return {**known, "stages": plan.describe()} if by_split and plan is not None else known
-
-
-def _completed(training: Mapping[str, Any]) -> dict[str, Any]:
-    """The identity of an earlier run, with the options that did not exist when it began, as they
-    are now written for what it did."""
-    options = training.get("options", {})
-    if "image_mean" not in options and "image_size" in options:
-        options = {**options, **CLIP.options(options["image_size"])}
-    added: dict[str, Any] = {"pairs": IMAGE_TEXT, "tower": [], "projection": "linear"}
-    added |= {"image_resize_mode": "shortest"}
-    added |= dict.fromkeys(
-        ("audio_tower", "audio_weights", "audio_seconds", "audio_size", "audio_augmentation")
-    )
-    added |= {"max_audio_seconds": None, "duplicates": "negatives"}
-    options = {**added, **options} if options else options
-    branches = training.get("branches", {})
-    if "balance" in branches:
-        branches = {**branches, "balance": _of_training(branches["balance"])}
-    weights = branches.get("sample_weights")
-    if weights:
-        weights = {"length": "characters", **weights}
-        branches = {**branches, "sample_weights": asdict(SampleWeightsBlock(**weights))}
-    return json.loads(json.dumps({**training, "options": options, "branches": branches}))
 
 
 def _of_training(balance: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
@@ -453,6 +345,10 @@ def _of_training(balance: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     return balance if balance.get("strategy") == "feed" or balance.get("window", 1) > 1 else None
 
 
+def _joined(lines: Iterable[str]) -> str:
+    return "".join(f"{line}\n" for line in lines)
+
+
 def _step_of(line: str) -> float:
     """Of a line that a run wrote; infinity where the machine went down before it was on the
     disk."""
@@ -460,6 +356,11 @@ def _step_of(line: str) -> float:
         return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
         return math.inf
+
+
+def _evaluates(line: str, step: int) -> bool:
+    """Is the line of metrics.jsonl one of the evaluation after `step`?"""
+    return '"held_out"' in line and _step_of(line) == step
 
 
 def _without(keys: Sequence[str], record: Mapping[str, Any]) -> dict[str, Any]:

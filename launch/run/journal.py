@@ -86,21 +86,21 @@ class Journal:
 
     def step(self, line: Mapping[str, Any], metrics: StepMetrics, samples: int) -> None:
         """metrics.jsonl, and the trackers. `samples`: of all steps so far."""
-        self.folder.log(line)
+        self.folder.append(self.folder.metrics, line)
         self._track(lambda tracker: tracker.step(line, metrics, samples))
 
     def measurement(self, step: int, seen: Mapping[str, Any] | None) -> None:
         """balance.jsonl, and the reasons of what was moved. None: there was no measurement."""
         if seen is None:
             return
-        self.folder.log_measurement(seen)
+        self.folder.append(self.folder.balance, seen)
         for reason in filter(None, (seen["reason"], seen.get("mix", {}).get("reason"))):
             self._decision(step, reason)
 
     def loss_weights(self, step: int, reason: str | None, now: LossWeights) -> None:
         """loss_weights.jsonl, where there is a reason for other weights."""
         if reason:
-            self.folder.log_loss_weights({"step": step, **now.weights(), "reason": reason})
+            self.folder.append_loss_weights({"step": step, **now.weights(), "reason": reason})
             self._decision(step, reason)
 
     def _decision(self, step: int, reason: str) -> None:
@@ -113,7 +113,13 @@ class Journal:
     ) -> None:
         """bad_steps.jsonl: the samples of a step that was skipped. `identity`: of a sample, by its
         index."""
-        self.folder.note_bad_step(step, loss, bad, identity)
+        record = {
+            "step": step,
+            "loss": loss,
+            "not_finite": {b: list(map(identity, own)) for b, own in bad.not_finite.items()},
+            "samples": list(map(identity, bad.samples)),
+        }
+        self.folder.append(self.folder.bad_steps, record)
 
     def evaluation(
         self,
@@ -127,7 +133,8 @@ class Journal:
         self._evaluations[step] = {}
         for name, values in found.items():
             self._evaluations[step] |= {f"{name}/{key}": value for key, value in values.items()}
-            self.folder.log({"step": step, "epoch": epoch, "held_out": name, **values})
+            line = {"step": step, "epoch": epoch, "held_out": name, **values}
+            self.folder.append(self.folder.metrics, line)
             self._track(partial(Tracker.evaluation, step=step, held_out=name, values=values))
         if self.folder.first_rank and any(answers.values()):
             write_queries(self.folder.path, step, answers)

@@ -212,7 +212,7 @@ def test_evaluating_a_strangers_run_writes_in_it_alone(trap, victim):
     with pytest.raises(OSError, match="is a link"):
         folder.note_bad_sample("data", "id; touch ~/owned", "where", "unreadable", "")
     with pytest.raises(OSError, match="link"):
-        folder.log({"loss": 1.0})
+        folder.append(folder.metrics, {"loss": 1.0})
 
 
 def test_an_export_removes_no_folder_that_it_did_not_make(tmp_path):

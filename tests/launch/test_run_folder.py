@@ -28,6 +28,7 @@ from launch.run.folder import (
     choose_folder,
     training_identity,
 )
+from launch.run.journal import Journal
 from models.towers.building import build_towers
 
 CONFIG = {"train_batch_size": 48, "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}
@@ -205,16 +206,17 @@ def test_what_was_evaluated_after_a_step_comes_back(tmp_path):
     folder = RunFolder(tmp_path / "a run", first_rank=True)
     assert folder.evaluated(0) == {}
     for step in (0, 5):
-        folder.log({"step": step, "loss": 1.0})
-        folder.log(
+        folder.append(folder.metrics, {"step": step, "loss": 1.0})
+        folder.append(
+            folder.metrics,
             {
                 "step": step,
                 "held_out": "family",
                 "alignment": step + 0.1 + 0.2,
                 "effective_rank/image": math.nan,
-            }
+            },
         )
-        folder.log({"step": step, "held_out": "ema/family", "alignment": 7.0})
+        folder.append(folder.metrics, {"step": step, "held_out": "ema/family", "alignment": 7.0})
     found = folder.evaluated(5)
     assert list(found) == ["family", "ema/family"] and found["family"]["alignment"] == 5 + 0.1 + 0.2
     assert math.isnan(found["family"]["effective_rank/image"])
@@ -224,7 +226,7 @@ def test_a_change_of_loss_weights_that_is_decided_once_more_is_listed_once(tmp_p
     folder = RunFolder(tmp_path / "a run", first_rank=True)
     lines = [{"step": step, "contrastive": 0.1 * step, "reason": "why"} for step in (1, 2, 2, 3, 2)]
     for line in lines:
-        folder.log_loss_weights(line)
+        folder.append_loss_weights(line)
     assert [json.loads(line)["step"] for line in folder.loss_weights.read_text().splitlines()] == [
         1,
         2,
@@ -287,7 +289,6 @@ def test_a_difference_in_the_branches_block_counts(folder):
 
 
 def test_how_a_global_batch_is_dealt_may_change_and_what_it_takes_in_may_not(folder):
-    """Also where the run began with nothing said, which then meant that nothing was dealt."""
     feed = {"strategy": "feed", "captions_per_image": [1, 2]}
     for balance in (None, {"strategy": "off"}, {"strategy": "deal", "min_size": 4}):
         folder.refuse_other_run(*identity(block={**BLOCK, "balance": balance}))
@@ -296,39 +297,21 @@ def test_how_a_global_batch_is_dealt_may_change_and_what_it_takes_in_may_not(fol
             folder.refuse_other_run(*identity(block={**BLOCK, "balance": balance}))
 
 
-def test_lengths_in_another_unit_make_another_run(folder):
-    """A run from before the unit was a choice weighed by characters; it goes on when its JSON says
-    so."""
+def test_weights_of_samples_are_compared_with_their_defaults(tmp_path, decided):
     weighed = {**BLOCK, "sample_weights": {"use": "loss", "image": 0.3, "text": 0.7}}
-    previous = folder.previous()
-    previous["training"]["branches"]["sample_weights"] = weighed["sample_weights"]
-    (folder.path / "config.json").write_text(json.dumps(previous))
+    folder = RunFolder(tmp_path / "a run", first_rank=True)
+    folder.write_config(*record_of(block=weighed), *decided)
+    weighed["sample_weights"]["length"] = "tokens"
+    folder.refuse_other_run(*identity(block=weighed))
+    weighed["sample_weights"]["length"] = "characters"
     with pytest.raises(
-        ValueError, match='branches.sample_weights.length: there "characters", here "tokens"'
+        ValueError, match='branches.sample_weights.length: there "tokens", here "characters"'
     ):
         folder.refuse_other_run(*identity(block=weighed))
-    weighed["sample_weights"]["length"] = "characters"
-    folder.refuse_other_run(*identity(block=weighed))
 
 
 def test_how_many_bad_steps_may_follow_each_other_is_free_to_change(folder):
     folder.refuse_other_run(*identity(block={**BLOCK, "max_bad_steps": 50}))
-
-
-def test_a_run_of_the_time_before_there_were_roots_goes_on_without_them(tmp_path, decided):
-    (tmp_path / "images").mkdir()
-    folder = RunFolder(tmp_path / "a run", first_rank=True)
-    folder.write_config(*record_of("--data", "jsonl:pairs.jsonl"), *decided)
-    file = folder.path / "config.json"
-    record = json.loads(file.read_text(encoding="utf-8"))
-    for options in (record["training"]["options"], record["options"]):
-        del options["data_root"]
-    file.write_text(json.dumps(record), encoding="utf-8")
-    folder.refuse_other_run(*identity("--data", "jsonl:pairs.jsonl"))
-    with pytest.raises(ValueError, match=r'options.data_root: there null, here \[".*/images"\]'):
-        folder.refuse_other_run(
-            *identity("--data", "jsonl:pairs.jsonl", "--data-root", str(tmp_path / "images"))
-        )
 
 
 def test_other_roots_make_another_run(tmp_path, decided):
@@ -390,13 +373,13 @@ def test_a_file_in_its_place(tmp_path):
 
 def test_forget_after_drops_later_and_torn_lines(folder):
     for step in (0, 1, 2, 2, 3, 4):
-        folder.log({"step": step, "loss": step / 2})
+        folder.append(folder.metrics, {"step": step, "loss": step / 2})
     with folder.metrics.open("a") as file:
         file.write('{"step": 2, "lo')  # the machine went down while this was written
     folder.forget_after(2)
     lines = folder.metrics.read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 2]
-    folder.log({"step": 3, "loss": 1.0})
+    folder.append(folder.metrics, {"step": 3, "loss": 1.0})
     assert [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()] == [
         0,
         1,
@@ -409,10 +392,10 @@ def test_forget_after_drops_later_and_torn_lines(folder):
 
 
 def test_bad_steps_are_listed_with_the_ids_of_their_samples(folder):
+    journal = Journal(folder, trace_every=0)
     for step in (3, 7):
-        folder.note_bad_step(
-            step, float("nan"), BadStep((5, 6), {"image": (6,), "text": ()}), lambda i: f"id {i}"
-        )
+        bad = BadStep((5, 6), {"image": (6,), "text": ()})
+        journal.bad_step(step, math.nan, bad, lambda i: f"id {i}")
     folder.forget_after(3)
     assert json.loads(folder.bad_steps.read_text()) == {
         "step": 3,
@@ -421,16 +404,9 @@ def test_bad_steps_are_listed_with_the_ids_of_their_samples(folder):
         "samples": ["id 5", "id 6"],
     }
     folder.refuse_more_bad_steps(2, 3, pytest.fail)
-    with pytest.raises(
-        ValueError,
-        match='3 steps in a row .* "max_bad_steps" is 3; the last good checkpoint is not there, none was saved.',
-    ):
-        folder.refuse_more_bad_steps(3, 3, lambda: None)
-    with pytest.raises(
-        ValueError,
-        match="the last good checkpoint is .*step-00000002. Lower the learning rate.*bad_steps.jsonl",
-    ):
-        folder.refuse_more_bad_steps(4, 3, lambda: folder.checkpoints / "step-00000002")
+    for saved, named in ((None, "not there, none was saved"), (folder.checkpoints, "checkpoints")):
+        with pytest.raises(ValueError, match=f'"max_bad_steps" is 3; the last .* is .*{named}'):
+            folder.refuse_more_bad_steps(3, 3, lambda: saved)
 
 
 def test_forget_after_without_metrics(folder):
@@ -442,15 +418,17 @@ def test_only_the_first_rank_writes(tmp_path, decided):
     folder = RunFolder(tmp_path / "a run", first_rank=False)
     assert not folder.path.exists()
     first = RunFolder(tmp_path / "a run", first_rank=True)
-    first.log({"step": 1})
-    folder.log({"step": 2})
+    first.append(first.metrics, {"step": 1})
+    folder.append(folder.metrics, {"step": 2})
     folder.write_config(*record_of(), *decided)
     folder.forget_after(0)
     assert first.metrics.read_text() == '{"step": 1}\n' and folder.previous() is None
 
 
 def test_every_line_of_the_metrics_is_json(folder):
-    folder.log({"step": 1, "loss": float("nan"), "grad_norm/image": float("inf")})
+    folder.append(
+        folder.metrics, {"step": 1, "loss": float("nan"), "grad_norm/image": float("inf")}
+    )
     json.loads(folder.metrics.read_text(), parse_constant=pytest.fail)
 
 
@@ -489,7 +467,7 @@ def test_an_evaluation_that_was_not_made_to_its_end(folder):
         {"step": 4, "held_out": "a"},
         {"step": 3, "held_out": "b"},
     ):
-        run.log(line)
+        run.append(run.metrics, line)
     assert not run.lacks(4, {"a"}) and len(run.metrics.read_text().splitlines()) == 3
     assert run.lacks(4, {"a", "b"})  # and its first half is dropped
     assert [json.loads(line) for line in run.metrics.read_text().splitlines()] == [
