@@ -142,7 +142,7 @@ def check_queries(run_dir):
     picture = Image.open(io.BytesIO(base64.b64decode(sound["audio_picture"])))
     assert picture.size == (180, 120) and np.asarray(picture).std() > 20
     assert decode_audio(base64.b64decode(sound["audio_sound"])).rate == 16_000
-    assert "picture" in record["samples"][asked["answers"][0]["sample"]]
+    assert "image_picture" in record["samples"][asked["answers"][0]["sample"]]
     page = (run_dir / "report.html").read_text()
     assert "audio → image" in page and "<audio controls" in page
     assert len(page) < 5_000_000

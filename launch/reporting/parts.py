@@ -47,10 +47,13 @@ class Facts:
 
 @dataclass(frozen=True)
 class Gallery:
-    """Queries of a held-out set, each with its answers: see `launch/run/queries.py`."""
+    """Queries of a held-out set with their answers, see `launch/run/queries.py`: by direction, such
+    as `image → text`, the modality of the queries, that of the answers, and the queries. `samples`:
+    by the names that queries and answers have."""
 
     title: str
-    rows: Sequence[Mapping[str, Any]]
+    asked: Mapping[str, tuple[str, str, Sequence[Mapping[str, Any]]]]
+    samples: Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)

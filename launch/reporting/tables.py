@@ -96,13 +96,12 @@ def queries(run: RunData, share: float) -> list[Any]:
         if picture_bytes > share * MOST_PICTURE_BYTES:
             parts.append("Further queries are left out, so that the page stays small.")
             break
-        rows = [
-            _asked(direction, query, samples)
-            for direction, asked in record.items()
+        asked = {
+            direction.replace("_to_", " → "): (*direction.split("_to_"), rows)
+            for direction, rows in record.items()
             if direction != "samples"
-            for query in asked
-        ]
-        parts.append(Gallery(f"{name}, after step {run.queries['step']:,}", rows))
+        }
+        parts.append(Gallery(f"{name}, after step {run.queries['step']:,}", asked, samples))
     return parts
 
 
@@ -174,35 +173,3 @@ def _heard(record: Mapping[str, Any], most: float) -> dict[str, dict[str, Any]]:
         else:
             samples[name] = {k: v for k, v in samples[name].items() if not k.endswith("_sound")}
     return samples
-
-
-def _asked(direction: str, query: Mapping[str, Any], samples: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of a gallery."""
-    asks, _, answers_with = direction.partition("_to_")
-    answers = [
-        {
-            **_shown(samples[answer["sample"]], answers_with),
-            "right": answer["right"],
-            "similarity": f"{answer['similarity']:.2f}",
-        }
-        for answer in query["answers"]
-    ]
-    return {
-        "direction": f"{asks} → {answers_with}",
-        **_shown(samples[query["query"]], asks),
-        "answers": answers,
-        "found": next((i for i, answer in enumerate(answers, 1) if answer["right"]), None),
-    }
-
-
-def _shown(sample: Mapping[str, Any], modality: str) -> dict[str, Any]:
-    """A text alone, or a picture with its caption; of a short sound what can be heard, too."""
-    key = "picture" if modality == "image" else f"{modality}_picture"
-    return {
-        "text": sample["text"],
-        "id": sample["id"],
-        "picture": sample.get(key),
-        "sound": sample.get(f"{modality}_sound"),
-        "has_picture": key in sample,
-        "modality": modality,
-    }

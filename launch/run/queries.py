@@ -85,25 +85,27 @@ def read_queries(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
 
 
 def _record(of_set: Sequence[Answers]) -> dict[str, Any]:
+    """By direction the queries with their answers and the place of the first right one, and the
+    samples that are shown."""
     directions: dict[str, list[dict[str, Any]]] = {}
     shown: dict[str, set[str]] = {}  # sample -> the modalities that are looked at
-    for answers in of_set:
-        for direction, found in answers.found.items():
-            rows = directions[direction] = [
-                {"query": str(answers.samples[row]), "answers": _answers_of(answers.samples, own)}
-                for row, own in zip(answers.queries.tolist(), found.tolist())
-            ]
-            asked, answered = direction.split("_to_")
-            for query in rows:
-                shown.setdefault(query["query"], set()).add(asked)
-                for answer in query["answers"]:
-                    shown.setdefault(answer["sample"], set()).add(answered)
+    for of_pair in of_set:
+        for direction, found in of_pair.found.items():
+            asks, answers_with = direction.split("_to_")
+            directions[direction] = []
+            for row, own in zip(of_pair.queries.tolist(), found.tolist()):
+                query, answers = str(of_pair.samples[row]), _answers(of_pair.samples, own)
+                place = next((i for i, each in enumerate(answers, 1) if each["right"]), None)
+                directions[direction].append({"query": query, "place": place, "answers": answers})
+                shown.setdefault(query, set()).add(asks)
+                for answer in answers:
+                    shown.setdefault(answer["sample"], set()).add(answers_with)
     source = of_set[0].source  # of all of a held-out set
     samples = {each: _sample(source, int(each), sorted(shown[each])) for each in sorted(shown)}
     return {**directions, "samples": samples}
 
 
-def _answers_of(samples: np.ndarray, found: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
+def _answers(samples: np.ndarray, found: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
     # an answer is its row + 1; 0 stands where there are fewer candidates than answers
     return [
         {
@@ -116,29 +118,24 @@ def _answers_of(samples: np.ndarray, found: Sequence[Sequence[float]]) -> list[d
     ]
 
 
-def _sample(source: Source, i: int, shown: Sequence[str]) -> dict[str, Any]:
+def _sample(source: Source, i: int, modalities: Sequence[str]) -> dict[str, Any]:
+    """Its id and text, and by `<modality>_picture` and `<modality>_sound` in base64 a small JPEG
+    and an MP3 of a short sound; None where the sample cannot be read."""
     captions = source.captions(i)
     sample: dict[str, Any] = {
         "id": source.identity(i),
         "text": captions[0][:MOST_LETTERS] if captions else "",
     }
-    for modality in shown:
-        if modality in KINDS:
-            sample |= _seen_and_heard(source, modality, i)
+    for modality in (each for each in modalities if each in KINDS):
+        file = io.BytesIO()
+        sample[f"{modality}_picture"] = None
+        try:
+            value = Encoded(modality, KINDS[modality].read(source, i))
+            small_picture(value).save(file, "JPEG", quality=JPEG_QUALITY)
+            sound = played(value)
+        except Exception:  # BadSample, or whatever a format of the user's own raises
+            continue
+        sample[f"{modality}_picture"] = base64.b64encode(file.getvalue()).decode()
+        if sound:
+            sample[f"{modality}_sound"] = base64.b64encode(sound).decode()
     return sample
-
-
-def _seen_and_heard(source: Source, modality: str, i: int) -> dict[str, str | None]:
-    """In base64 a small JPEG, and of a short sound an MP3 file; None where the sample cannot be
-    read. Those of an image are called `picture`, those of others `audio_picture` and
-    `audio_sound`."""
-    key = "picture" if modality == "image" else f"{modality}_picture"
-    file = io.BytesIO()
-    try:
-        value = Encoded(modality, KINDS[modality].read(source, i))
-        small_picture(value).save(file, "JPEG", quality=JPEG_QUALITY)
-        sound = played(value)
-    except Exception:  # BadSample, or whatever a format of the user's own raises
-        return {key: None}
-    found: dict[str, str | None] = {key: base64.b64encode(file.getvalue()).decode()}
-    return found | ({f"{modality}_sound": base64.b64encode(sound).decode()} if sound else {})

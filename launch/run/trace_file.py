@@ -42,9 +42,7 @@ class TraceFile:
         any clock that goes on)."""
         self._samples[step] = [
             {
-                "name": span.name
-                if span.micro_batch is None
-                else f"{span.name} {span.micro_batch}",
+                "name": " ".join(filter(None, (span.name, _number(span.micro_batch)))),
                 "cat": "wait" if span.name == WAIT else "instruction",
                 "ph": "X",
                 "ts": round(1e6 * (started_at_s + span.start_s), 3),
@@ -56,36 +54,32 @@ class TraceFile:
             for rank, (_, spans) in enumerate(ranks)
             for span in spans
         ]
-        for old in sorted(self._samples)[:-MAX_SAMPLES]:
-            del self._samples[old]
+        self._samples = dict(sorted(self._samples.items())[-MAX_SAMPLES:])
         tracks = [
             {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": name}}
             for rank, (name, _) in enumerate(ranks)
         ]
-        text = json.dumps(
-            {
-                "displayTimeUnit": "ms",
-                "traceEvents": tracks
-                + [e for s in sorted(self._samples) for e in self._samples[s]],
-            }
-        )
-        replace_text(self.path, text)
+        events = [*tracks, *(event for own in self._samples.values() for event in own)]
+        replace_text(self.path, json.dumps({"displayTimeUnit": "ms", "traceEvents": events}))
 
 
 def read_trace(path: Path) -> dict[int, dict[int, list[Span]]]:
     """step -> rank -> spans, with seconds from the beginning of the step."""
-    events = [event for event in read_json(path)["traceEvents"] if event["ph"] == "X"]
+    by_step: dict[int, list[dict[str, Any]]] = {}
+    for event in read_json(path)["traceEvents"]:
+        if event["ph"] == "X":
+            by_step.setdefault(event["args"]["step"], []).append(event)
     steps: dict[int, dict[int, list[Span]]] = {}
-    for step in sorted({event["args"]["step"] for event in events}):
-        own = [event for event in events if event["args"]["step"] == step]
+    for step, own in sorted(by_step.items()):
+        ranks = steps[step] = {}
         origin = min(event["ts"] for event in own)
         for event in own:
-            start_s = (event["ts"] - origin) / 1e6
-            span = Span(
-                event["args"]["instruction"],
-                event["args"]["micro_batch"],
-                start_s,
-                start_s + event["dur"] / 1e6,
-            )
-            steps.setdefault(step, {}).setdefault(event["tid"], []).append(span)
+            start_s, args = (event["ts"] - origin) / 1e6, event["args"]
+            end_s = start_s + event["dur"] / 1e6
+            span = Span(args["instruction"], args["micro_batch"], start_s, end_s)
+            ranks.setdefault(event["tid"], []).append(span)
     return steps
+
+
+def _number(micro_batch: int | None) -> str:
+    return "" if micro_batch is None else str(micro_batch)

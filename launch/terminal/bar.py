@@ -18,8 +18,7 @@ class Progress(Bar):
     """Of a run of which `step` of `total_steps` steps are done. Warnings come above it."""
 
     def __init__(self, step: int, total_steps: int, first_rank: bool):
-        self._idle: dict[str, float] = {}
-        self._data: dict[str, float] = {}
+        self._shares: dict[str, float] = {}  # of a step, smoothed, by key of a line
         super().__init__(
             desc="training",
             total=total_steps,
@@ -52,24 +51,22 @@ class Progress(Bar):
 
     def _waits_for(self, line: Mapping[str, float]) -> str:
         """The stage whose ranks are idle least, or its data; empty where all are equally busy."""
-        self._smooth(self._idle, line, "idle/", 1.0)
-        self._smooth(self._data, line, "data_wait_s/", line["step_s"])
-        held_up = max(self._data, key=self._data.__getitem__, default=None)
-        if held_up is not None and self._data[held_up] > DATA_SHARE:
+        for prefix, whole in (("idle/", 1.0), ("data_wait_s/", line["step_s"])):
+            for key in (key for key in line if key.startswith(prefix)):
+                share = line[key] / whole
+                before = self._shares.get(key, share)
+                self._shares[key] = SMOOTHING * before + (1 - SMOOTHING) * share
+        waits, idle = self._of("data_wait_s/"), self._of("idle/")
+        held_up = max(waits, key=waits.__getitem__, default="")
+        if held_up and waits[held_up] > DATA_SHARE:
             return f"data of {held_up}"
-        if len(self._idle) < 2:
-            return ""
-        busiest = min(self._idle, key=self._idle.__getitem__)
-        waits = max(self._idle.values()) - self._idle[busiest] > EQUAL
-        return busiest if waits else ""
+        busiest = min(idle, key=idle.__getitem__, default="")
+        return busiest if busiest and max(idle.values()) - idle[busiest] > EQUAL else ""
 
-    def _smooth(
-        self, shares: dict[str, float], line: Mapping[str, float], prefix: str, whole: float
-    ) -> None:
-        for key, value in line.items():
-            if key.startswith(prefix):
-                name, share = key.removeprefix(prefix), value / whole
-                shares[name] = SMOOTHING * shares.get(name, share) + (1 - SMOOTHING) * share
+    def _of(self, prefix: str) -> dict[str, float]:
+        """The shares of each stage."""
+        own = self._shares.items()
+        return {key.removeprefix(prefix): share for key, share in own if key.startswith(prefix)}
 
     @staticmethod
     def _show_warning(message, category, filename, lineno, file=None, line=None) -> None:
