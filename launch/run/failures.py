@@ -29,10 +29,8 @@ LOST_CONNECTION_WAIT_S = 10.0
 # Exit status of what a second start would meet again, and of what it may not.
 BAD_INPUT, FAILED = 2, 1
 # What a wrong name of a file is answered with, by Python's class or by number.
-WRONG_NAME = (
-    *(FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError),
-    PermissionError,
-)
+WRONG_NAME: tuple[type[OSError], ...] = (FileNotFoundError, FileExistsError, NotADirectoryError)
+WRONG_NAME += (IsADirectoryError, PermissionError)
 WRONG_NAME_ERRNOS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
 NOT_ON_THE_HUB = (401, 403, 404)  # of HTTP
 
@@ -65,31 +63,29 @@ def report_and_exit(program: str, error: BaseException, run: Run) -> NoReturn:
     if run.watchdog is not None:
         run.watchdog.linger()
     elif not first:
-        time.sleep(
-            LOST_CONNECTION_WAIT_S
-        )  # the launcher ends all when one ends: leave the first the time to speak
-    os._exit(status)  # not sys.exit: the collectives of other ranks must not hold this one
+        # the launcher ends all when one ends: leave the first the time to speak
+        time.sleep(LOST_CONNECTION_WAIT_S)
+    # not sys.exit: the collectives of other ranks must not hold this one
+    os._exit(status)
 
 
 def _status(error: BaseException, folder: RunFolder | None) -> int:
+    """The exit status, which says whether the same start may succeed later."""
     if isinstance(error, OutOfMemory):
         return BAD_INPUT if error.repeats else FAILED
-    wrong = isinstance(error, ValueError) or (_is_wrong_name(error) and not _has_trained(folder))
+    # a run that has trained had the right names: a file system may be gone for a while
+    has_trained = folder is not None and (folder.checkpoints / LATEST).exists()
+    wrong = isinstance(error, ValueError) or (_is_wrong_name(error) and not has_trained)
     return BAD_INPUT if wrong else FAILED
 
 
 def _is_wrong_name(error: BaseException) -> bool:
-    """Of a file, or of a model on the hub: a download that failed is raised from its error, and
-    may succeed later."""
+    """Is it the name of a file, or of a model on the hub? A download that failed is raised from its
+    error, and may succeed later."""
     if not (isinstance(error, WRONG_NAME) or getattr(error, "errno", None) in WRONG_NAME_ERRNOS):
         return False
     answer = getattr(getattr(error.__cause__, "response", None), "status_code", None)
     return error.__cause__ is None or answer in NOT_ON_THE_HUB
-
-
-def _has_trained(folder: RunFolder | None) -> bool:
-    """Then the same names were right before: a file system may be gone for a while."""
-    return folder is not None and (folder.checkpoints / LATEST).exists()
 
 
 def _explain(error: BaseException, details: str) -> str:
@@ -103,9 +99,8 @@ def _agree(
     """What to say, the exit status, and whether this rank says it. A lost connection is the echo of
     a failure elsewhere: look for that."""
     if not isinstance(error, EXPLAINED):
-        cause, other_status = watchdog.cause_elsewhere(
-            LOST_CONNECTION_WAIT_S if _from_a_collective(error) else 0.0
-        )
+        wait_s = LOST_CONNECTION_WAIT_S if _from_a_collective(error) else 0.0
+        cause, other_status = watchdog.cause_elsewhere(wait_s)
         if other_status is not None:
             return message, other_status, False
         message = cause or message
