@@ -198,7 +198,7 @@ def test_the_timeline_of_a_run_predicts_it_where_the_module_is_found(
     assert predicted is None and "--trust-run" in reason
     modules.import_named(argparse.Namespace(import_module=None, trust_run=True))
     predicted, reason = prediction(tmp_path, record)
-    assert NAME in predicted.title and reason is None
+    assert NAME in predicted.how and reason is None
     predicted, reason = prediction(
         tmp_path, record | {"options": {"import_module": ["examples.nowhere"]}}
     )

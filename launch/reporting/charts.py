@@ -96,7 +96,7 @@ def new_figure(x_title: str, y_title: str) -> go.Figure:
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
         hovermode="x unified",
-        legend={"orientation": "h", "yanchor": "bottom", "y": 1.02, "x": 0, "xanchor": "left"},
+        legend={"orientation": "h", "yanchor": "bottom", "y": 1.02, "traceorder": "normal"},
     )
     title = {"standoff": 8}
     figure.update_xaxes(title={"text": x_title, **title}, automargin=True, zeroline=False)

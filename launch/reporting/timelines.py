@@ -50,7 +50,7 @@ COLOURS = {
 }
 MOST_RANKS = 16  # of a timeline; beyond that the first replica of each stage stands for the others
 MOST_BARS = 3000  # of a figure; beyond that neighbours of one kind are merged
-TRACK_PIXELS = 34
+TRACK_PIXELS = 38
 NARROW = {"narrow": 170}  # pixels more on a phone, where the legend is a column
 
 Spans = Sequence[Span]
@@ -58,16 +58,18 @@ Spans = Sequence[Span]
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step, from 0 to `step_s` seconds; `tracks` from top to bottom."""
+    """One step, from 0 to `step_s` seconds; `tracks` from top to bottom. `how`: the layout, the
+    schedule and the device that it is predicted for."""
 
     title: str
     tracks: Mapping[str, Spans]
     step_s: float
+    how: str = ""
 
     @property
     def heading(self) -> str:
         """The title with the duration of the step."""
-        return f"{self.title}: {duration(self.step_s)} a step"
+        return "; ".join(filter(None, (f"{self.title}: {duration(self.step_s)} a step", self.how)))
 
 
 def label_of(instruction: str) -> str:
@@ -138,7 +140,7 @@ def predicted_step(
     how = f"{describe_graph(graph)}, {describe_schedule(schedule, batches)}, {costs.machine.name}"
     names = [f"{stage.name} ×{stage.replicas}" for stage in graph.stages]
     tracks = dict(zip(names, _simulated_spans(graph, simulation)))
-    return Timeline(f"Predicted, {how}", tracks, simulation.step_s)
+    return Timeline("Predicted", tracks, simulation.step_s, how)
 
 
 def prediction(run_dir: Path, record: Mapping[str, Any]) -> tuple[Timeline | None, str | None]:
@@ -213,7 +215,6 @@ def timeline_figure(timelines: Sequence[Timeline], most_bars: int = MOST_BARS) -
         margin={"l": 12, "r": 12, "t": 30, "b": 12},
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
-        uirevision="kept",
         barmode="overlay",
         bargap=0.2,
         hovermode="closest",
@@ -279,7 +280,7 @@ def _bars_by_label(timeline: Timeline, most: int) -> dict[str, list[tuple[str, S
     gap_s = timeline.step_s / most * len(timeline.tracks) if crowded else -1.0
     found: dict[str, list[tuple[str, Span]]] = {label: [] for label in (MOVED, *COLOURS)}
     for name, spans in timeline.tracks.items():
-        track = escaped(f"{name}, {idle_fraction(spans, timeline.step_s):.0%} idle")
+        track = f"{escaped(name)}<br>{idle_fraction(spans, timeline.step_s):.0%} idle"
         for label in found:
             own = [span for span in spans if label_of(span.name) == label]
             found[label] += [(track, span) for span in _merged(own, gap_s)]

@@ -202,9 +202,9 @@ def test_bars_have_their_colours_times_numbers_and_idle_shares():
     forward = bars["forward", "x"]
     assert (forward.base, forward.x, forward.text) == ((0.25,), (0.25,), ("0",))
     assert forward.marker.color == COMPUTING["ForwardPass"][1] and forward.y == (
-        "image 0, 75% idle",
+        "image 0<br>75% idle",
     )
-    assert bars["forward", "x2"].y == ("&lt;b&gt;, 75% idle",)
+    assert bars["forward", "x2"].y == ("&lt;b&gt;<br>75% idle",)
     titles = [annotation.text for annotation in figure.layout.annotations]
     assert titles == ["a: 2 s a step", "b: 1 s a step"]
     assert figure.layout.xaxis.range == figure.layout.xaxis2.range == (0, 2.0)  # one time axis
