@@ -11,45 +11,37 @@ from typing import Any
 
 from models.metrics.retrieval import FIGURES
 
-# Key of a step's line -> name. A key that ends in a slash stands for all keys that begin with it.
+# Key of a step's line -> name. What follows a slash in the key follows in the name:
+# `grad_norm/image` is `clipping/grad_norm/image`.
 NAMES = {
     "loss": "loss/total",
     "contrastive_loss": "loss/contrastive",
-    "contrastive_loss/": "loss/contrastive/",
     "matching_loss": "loss/matching",
-    "matching_loss/": "loss/matching/",
     "matching_accuracy": "loss/matching_accuracy",
-    "matching_accuracy/": "loss/matching_accuracy/",
     "epoch": "data/epoch",
-    "epochs/": "data/epochs/",
+    "epochs": "data/epochs",
     "left_out_samples": "data/left_out_samples",
-    "left_out_samples/": "data/left_out_samples/",
     "duplicate_samples": "data/duplicate_samples",
-    "duplicate_samples/": "data/duplicate_samples/",
     "truncated_texts": "data/truncated_texts",
     "unreadable_pictures": "data/unreadable_pictures",
     "lr": "optimizer/lr",
-    "lr/": "optimizer/lr/",
     "logit_scale_exp": "optimizer/logit_scale_exp",
-    "logit_scale_exp/": "optimizer/logit_scale_exp/",
     "logit_bias": "optimizer/logit_bias",
-    "logit_bias/": "optimizer/logit_bias/",
     "loss_scale": "optimizer/loss_scale",
     "step_applied": "optimizer/step_applied",
     "skipped_steps": "optimizer/skipped_steps",
-    "grad_norm/": "clipping/grad_norm/",
-    "clip_coefficient/": "clipping/coefficient/",
-    "clipped_share/": "clipping/share/",
+    "grad_norm": "clipping/grad_norm",
+    "clip_coefficient": "clipping/coefficient",
+    "clipped_share": "clipping/share",
     "samples_per_s": "throughput/samples_per_s",
     "images_per_s": "throughput/image/samples_per_s",
     "sounds_per_s": "throughput/audio/samples_per_s",
     "text_tokens_per_s": "throughput/text/tokens_per_s",
     "step_s": "throughput/step_s",
     "sent_bytes": "throughput/sent_bytes",
-    "busy_s/": "busy_s/",
-    "data_wait_s/": "data_wait/",
+    "data_wait_s": "data_wait",
     "peak_memory_bytes": "memory/most_bytes",
-    "padding_share/": "padding/",
+    "padding_share": "padding",
     "text_tokens": "padding/text_tokens",
     "padded_text_tokens": "padding/padded_text_tokens",
     "audio_seconds": "padding/audio_seconds",
@@ -58,14 +50,13 @@ NAMES = {
     "kept_patches": "balance/kept_patches",
     "image_size": "balance/image_size",
 }
-PREFIXES = tuple(key for key in NAMES if key.endswith("/"))
 SCALARS = ("logit_scale_exp", "logit_bias")
 BY_RANK = "peak_memory_bytes/"  # of a line, and of few ranks only; `rank_names` has it of all
 
 
 def step_names(line: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a step's line by the names of their panels, without `step`. A key that the
-    table lacks, such as `idle/<stage>` or `loss/<set>`, is a name already."""
+    table lacks, such as `idle/<stage>`, is a name already."""
     return {
         _renamed(key): _number(value)
         for key, value in line.items()
@@ -74,13 +65,12 @@ def step_names(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _renamed(key: str) -> str:
-    if key in NAMES:
-        return NAMES[key]
+    first, slash, rest = key.partition("/")
     for scalar in SCALARS:  # `audio_text_logit_scale_exp` is of one of several pairs
         if key.endswith(f"_{scalar}"):
             return f"{NAMES[scalar]}/{key.removesuffix(f'_{scalar}')}"
-    prefix = next((prefix for prefix in PREFIXES if key.startswith(prefix)), "")
-    return NAMES[prefix] + key[len(prefix) :] if prefix else key
+    # the loss of a data set, `loss/<set>`, is a name already
+    return key if key.startswith("loss/") else NAMES.get(first, first) + slash + rest
 
 
 def rank_names(
