@@ -137,16 +137,12 @@ def folder_to_watch(folder: Path) -> str:
 
 
 def _data(data: PreparedData) -> str:
-    held_out = ", ".join(f"{name} {len(h.subset):,}" for name, h in data.held_out.items())
+    held_out = [f"{name} {len(h.subset):,}" for name, h in data.held_out.items()]
+    said = f"{data.source.spec}: {len(data.train):,} samples to train on; held out: "
+    said += (", ".join(held_out) or "none") + _left_out(data.source)
     others = {h.source.spec: _left_out(h.source) for h in data.held_out.values()}
     others.pop(data.source.spec, None)
-    return "".join(
-        [
-            f"{data.source.spec}: {len(data.train):,} samples to train on; "
-            f"held out: {held_out or 'none'}{_left_out(data.source)}",
-            *(f"; of {spec}{left_out}" for spec, left_out in others.items() if left_out),
-        ]
-    )
+    return said + "".join(f"; of {spec}{left_out}" for spec, left_out in others.items() if left_out)
 
 
 def _weights(options: Options) -> dict[str, str]:
@@ -165,11 +161,8 @@ def _published(options: Options, towers: Sequence[Tower]) -> str:
     asked = [tower for tower in towers if tower.branch in {*OWN_FLAGS} - {*_weights(options)}]
     known = {tower.branch: published_weights(tower) for tower in asked}
     flags = [f"--{branch}-weights {where}" for branch, where in known.items() if where]
-    return (
-        f"to start from published weights instead of random ones: {' '.join(flags)}"
-        if flags
-        else ""
-    )
+    words = "to start from published weights instead of random ones"
+    return f"{words}: {' '.join(flags)}" if flags else ""
 
 
 def _repeated(data: PreparedData, options: Options) -> list[str]:
@@ -195,15 +188,10 @@ def _left_out(source: Source) -> str:
     reasons, unused = count_bad(source), source.unused()
     bad = sum(count_unusable(source).values())
     in_part = sum(reasons.values()) - bad
-    return "".join(
-        [
-            f"; {bad:,} cannot be used" if bad else "",
-            f"; {in_part:,} are used in part" if in_part else "",
-            _counted(reasons),
-            "; no part of a sample" if unused else "",
-            _counted({what: number for what, (number, _) in unused.items()}),
-        ]
-    )
+    said = f"; {bad:,} cannot be used" if bad else ""
+    said += f"; {in_part:,} are used in part" if in_part else ""
+    said += _counted(reasons) + ("; no part of a sample" if unused else "")
+    return said + _counted({what: number for what, (number, _) in unused.items()})
 
 
 def _counted(numbers: Mapping[str, int]) -> str:
@@ -218,16 +206,12 @@ def _towers(options: Options, towers: Sequence[Tower], plan: RunPlan) -> str:
     """A line for each, and one for what is learned between them."""
     weights, lines = _weights(options), []
     for tower in towers:
-        learn = plan.trainable.get(tower.branch)
-        locked = (
-            f"; {learn.count(False)} of {len(learn)} layers locked"
-            if learn and not all(learn)
-            else ""
-        )
-        origin = weights.get(tower.branch)
+        origin, learn = weights.get(tower.branch), plan.trainable.get(tower.branch, ())
+        frozen = sum(not learns for learns in learn)
         lines.append(
             f"{tower.branch} {tower.name}, {tower.num_parameters / 1e6:,.1f} M parameters, "
-            f"weights: {f'from {origin}' if origin else 'random'}{locked}"
+            f"weights: {f'from {origin}' if origin else 'random'}"
+            + (f"; {frozen} of {len(learn)} layers locked" if frozen else "")
         )
     return "\n".join([*lines, f"{options.loss} between embeddings of {options.embed_dim}"])
 
@@ -265,11 +249,8 @@ def _predicted(plan: RunPlan, total_steps: int) -> str:
             f"at most {peak:.2f} GiB a rank; no time, because the layers were not measured "
             '("layout": "auto" measures them)'
         )
-    basis = (
-        "from layers measured here"
-        if machine.measured
-        else f"from counted operations on {machine.name}, nothing was measured"
-    )
+    basis = f"from counted operations on {machine.name}, nothing was measured"
+    basis = "from layers measured here" if machine.measured else basis
     return (
         f"{duration(step_s)} a step, {duration(step_s * total_steps)} for {total_steps:,} steps "
         f"without evaluations, at most {peak:.2f} GiB a rank ({basis})"
