@@ -33,44 +33,36 @@ from models.metrics.retrieval import RECALL_AT
 
 MOST_MARKS = 20  # decisions that are drawn in a chart
 
+LOSS, WEIGHT, SCALE = Axis("loss"), Axis("weight"), Axis("logit_scale_exp")
+RATE = Axis("learning rate", "{:.3g}".format, "~e")
+RECALL = Axis("recall", "{:.1%}".format, "~p", from_zero=True)
+GEOMETRIC = Axis("value", "{:.3f}".format)
 SHARE = Axis("share of the step", "{:.1%}".format, ".0%", from_zero=True)
 SECONDS = Axis("seconds", duration, from_zero=True)
-PER_SECOND = Axis("samples/s", "{:,.1f}".format, from_zero=True)
-CLIPPED = Axis("share of steps", "{:.1%}".format, ".0%", from_zero=True)
+SAMPLES = Axis("samples/s", "{:,.1f}".format, from_zero=True)
+TOKENS = Axis("tokens/s", "{:,.0f}".format, from_zero=True)
 PADDING = Axis("padding share", "{:.2%}".format, "~p", from_zero=True)
-LOSS, RECALL = Axis("loss"), Axis("recall", "{:.1%}".format, "~p", from_zero=True)
+RATIO = Axis("predicted ÷ measured", "{:.2f}".format)
+GIB = Axis("GiB", "{:.2f} GiB".format, from_zero=True)
+NORM = Axis("norm before clipping", "{:.3g}".format, log=True)
+CLIPPED = Axis("norm after ÷ before", "{:.3f}".format, range=[0, 1.05])
+SHARE_OF_STEPS = Axis("share of steps", "{:.1%}".format, ".0%", from_zero=True)
+FP16, STEPS = Axis("loss scale", log=True), Axis("steps")
+
+OBJECTIVE = {"contrastive loss": "contrastive_loss", "contrastive *": "contrastive_loss/*"}
+OBJECTIVE |= {"matching loss": "matching_loss", "matching *": "matching_loss/*"}
+SCALARS = {"*logit_scale_exp": "*logit_scale_exp", "*logit_bias": "*logit_bias"}
 
 LOSSES = (
     Lines("loss", "Loss", LOSS, {"loss": "loss"}, smooth=True, wide=True),
-    Lines(
-        "loss-parts",
-        "Losses of the objective",
-        LOSS,
-        {
-            "contrastive loss": "contrastive_loss",
-            "contrastive *": "contrastive_loss/*",
-            "matching loss": "matching_loss",
-            "matching *": "matching_loss/*",
-        },
-        smooth=True,
-    ),
+    Lines("loss-parts", "Losses of the objective", LOSS, OBJECTIVE, smooth=True),
     Lines("loss-sets", "Loss by data set", LOSS, {"*": "loss/*"}, smooth=True),
-    Lines("loss-weights", "Weights of the losses", Axis("weight"), {"*": "loss_weight/*"}),
-    Lines(
-        "rate",
-        "Learning rate",
-        Axis("learning rate", "{:.3g}".format, "~e"),
-        {"schedule": "lr", "*": "lr/*"},
-    ),
-    Lines(
-        "scalars",
-        "Learned scale of the similarities",
-        Axis("logit_scale_exp"),
-        {"*logit_scale_exp": "*logit_scale_exp", "*logit_bias": "*logit_bias"},
-    ),
+    Lines("loss-weights", "Weights of the losses", WEIGHT, {"*": "loss_weight/*"}),
+    Lines("rate", "Learning rate", RATE, {"schedule": "lr", "*": "lr/*"}),
+    Lines("scalars", "Learned scale of the similarities", SCALE, SCALARS),
 )
 TIMES = (
-    Lines("throughput", "Throughput", PER_SECOND, {"samples/s": "samples_per_s"}, smooth=True),
+    Lines("throughput", "Throughput", SAMPLES, {"samples/s": "samples_per_s"}, smooth=True),
     Lines("idle", "Idle time by stage", SHARE, {"*": "idle/*"}, smooth=True),
     Lines("busy", "Computing time of a step by stage", SECONDS, {"*": "busy_s/*"}, smooth=True),
     Lines("data-wait", "Time spent waiting for data", SECONDS, {"*": "data_wait_s/*"}, smooth=True),
@@ -78,58 +70,31 @@ TIMES = (
 BALANCE = (
     Lines("padding", "Padding of texts and sounds", PADDING, {"*": "padding_share/*"}),
     Lines(
-        "tokens",
-        "Text tokens per second",
-        Axis("tokens/s", "{:,.0f}".format, from_zero=True),
-        {"tokens/s": "text_tokens_per_s"},
-        smooth=True,
+        "tokens", "Text tokens per second", TOKENS, {"tokens/s": "text_tokens_per_s"}, smooth=True
     ),
 )
 PREDICTED = Lines(
     "predicted",
     "Predicted ÷ measured time of a branch",
-    Axis("predicted ÷ measured", "{:.2f}".format),
+    RATIO,
     {"*": "ratio/*"},
     note="Measured every balance.interval steps.",
 )
 MEMORY = Lines(
     "memory",
     "Peak memory by rank",
-    Axis("GiB", "{:.2f} GiB".format, from_zero=True),
+    GIB,
     {"rank that held most": "peak_memory_bytes", "rank *": "peak_memory_bytes/rank *"},
     scale=1 / 2**30,
     note="The most that a rank has held so far: tensors on a GPU; on a CPU the whole process.",
 )
+CLIPPED_SHARE = "Share of steps that were clipped so far"
 GRADIENTS = (
-    Lines(
-        "norms",
-        "Gradient norms",
-        Axis("norm before clipping", "{:.3g}".format, log=True),
-        {"*": "grad_norm/*"},
-        smooth=True,
-    ),
-    Lines(
-        "clipping",
-        "Clipping",
-        Axis("norm after ÷ before", "{:.3f}".format, range=[0, 1.05]),
-        {"*": "clip_coefficient/*"},
-        if_moves=True,
-    ),
-    Lines(
-        "clipped",
-        "Share of steps that were clipped so far",
-        CLIPPED,
-        {"*": "clipped_share/*"},
-        if_moves=True,
-    ),
-    Lines("loss-scale", "Loss scale (fp16)", Axis("loss scale", log=True), {"scale": "loss_scale"}),
-    Lines(
-        "skipped",
-        "Skipped steps so far",
-        Axis("steps"),
-        {"skipped": "skipped_steps"},
-        if_moves=True,
-    ),
+    Lines("norms", "Gradient norms", NORM, {"*": "grad_norm/*"}, smooth=True),
+    Lines("clipping", "Clipping", CLIPPED, {"*": "clip_coefficient/*"}, if_moves=True),
+    Lines("clipped", CLIPPED_SHARE, SHARE_OF_STEPS, {"*": "clipped_share/*"}, if_moves=True),
+    Lines("loss-scale", "Loss scale (fp16)", FP16, {"scale": "loss_scale"}),
+    Lines("skipped", "Skipped steps so far", STEPS, {"skipped": "skipped_steps"}, if_moves=True),
 )
 GEOMETRY = ("alignment", "modality_gap", "cosine_pairs", "cosine_others")
 GEOMETRY_NOTE = (
@@ -240,7 +205,7 @@ def _held_out_charts(runs: Runs) -> list[Chart]:
             chart = Lines(
                 f"geometry-{i}-{j}",
                 f"{name}: how embeddings lie to each other{of_pair}",
-                Axis("value", "{:.3f}".format),
+                GEOMETRIC,
                 {key.replace("_", " "): key + pair for key in GEOMETRY},
                 note=GEOMETRY_NOTE,
             )
