@@ -1,4 +1,5 @@
-"""Tables in the terminal, above the progress bar."""
+"""What is shown to a person: tables in the terminal, above the progress bar, the rows that the report
+shares with them, and durations in words."""
 
 from __future__ import annotations
 
