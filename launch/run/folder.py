@@ -92,8 +92,8 @@ class RunFolder:
         process live. Errors: ValueError where another one writes there.
 
         The system releases the lock however the process ends, and no child inherits it (POSIX
-        record locks). Where the file system has none, a run of this machine is told by its process,
-        and one of another machine is not seen.
+        record locks). Where the file system has none, a run of this machine is found by its
+        process, and one of another machine is not seen.
         """
         if not self.first_rank:
             return
@@ -107,8 +107,8 @@ class RunFolder:
             holder = file.read().strip()
             if error.errno in (errno.EACCES, errno.EAGAIN) or _is_alive(holder):
                 raise ValueError(
-                    f"--run-dir {self.path}: another run writes there ({holder or 'just started'}); "
-                    f"give another folder, or end that run first (touch {self.stop})"
+                    f"--run-dir {self.path}: another run writes there "
+                    f"({holder or 'just started'}); give another folder, or end that run first (touch {self.stop})"
                 ) from error
             logging.getLogger("wye").warning(
                 "--run-dir %s: its file system has no locks (%s); start no second run there from "

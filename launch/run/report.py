@@ -1,5 +1,5 @@
-"""What is shown to a person: tables in the terminal, above the progress bar, the rows that the report
-shares with them, and durations in words."""
+"""What is shown to a person: tables in the terminal, above the progress bar, the rows that the
+report shares with them, and durations in words."""
 
 from __future__ import annotations
 

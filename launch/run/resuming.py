@@ -91,7 +91,10 @@ def change_of_size(order: GlobalOrder, step: int, total_steps: int) -> str | Non
     visited = order.samples_before(step) - order.samples_before(order.first_step(begun))
     left = order.epoch_samples - visited
     if order.epoch(step) == begun:
-        where = f"{visited:,} samples of epoch {begun + 1} are behind it, the {left:,} that are left follow in their order"
+        where = (
+            f"{visited:,} samples of epoch {begun + 1} are behind it, the {left:,} that are left "
+            "follow in their order"
+        )
     else:
         where = f"epoch {begun + 2} begins" + (
             f", the {left:,} samples left of the one before do not fill a batch" if left else ""

@@ -45,6 +45,6 @@ def quiet_libraries() -> None:
 
 
 def quiet_ranks(rank: int) -> None:
-    """What all ranks find, such as tensors that pretrained weights lack, is said by the first."""
+    """Leave to the first rank what all find, such as tensors that pretrained weights lack."""
     if rank > 0 and not os.environ.get(VERBOSE):
         logging.getLogger("models").setLevel(logging.ERROR)

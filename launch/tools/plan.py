@@ -310,14 +310,17 @@ def cost_model(
 
 def plan_table(search: Search, batch_size: int, top: int) -> Table:
     """The fastest candidates, `search.best` marked; where that is not among them it comes last."""
+    best = search.best.graph
     table = Table(
-        title=f"{search.best.graph.world_size} GPUs, {batch_size} samples a step: predicted, fastest first. → is the choice",
+        title=f"{best.world_size} GPUs, {batch_size} samples a step: predicted, fastest first. "
+        "→ is the choice",
         title_justify="left",
         box=SIMPLE_HEAD,
         padding=0,
         pad_edge=False,
         caption="stages, replicas, micro-batches (samples × number): "
-        f"{' + '.join(search.best.graph.branches)}, or the same for all; keeps: micro-batches that need no second forward; idle: part of all rank-time; GiB: of the rank with most",
+        f"{' + '.join(best.branches)}, or the same for all; keeps: micro-batches that need no "
+        "second forward; idle: part of all rank-time; GiB: of the rank with most",
         caption_justify="left",
     )
     for name in ("", "layout", "stages", "replicas", "micro-batches", "schedule"):

@@ -22,8 +22,8 @@ from launch.tools.plan import OneLineParser
 
 COMPARISON = "comparison.html"
 NO_SERVER = (
-    "--live: reports are not served any more; open RUN_DIR/report.html, which a run writes at every "
-    "evaluation and which refreshes itself while the run goes on"
+    "--live: reports are not served any more; open RUN_DIR/report.html, which a run writes at "
+    "every evaluation and which refreshes itself while the run goes on"
 )
 
 

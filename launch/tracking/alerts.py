@@ -1,5 +1,5 @@
-"""What a person who is not looking should be told of a run. Plain Python over the lines of
-metrics.jsonl; W&B sends what is found here by mail or to a chat."""
+"""Conditions of a run that a person should know of. Plain Python over the lines of metrics.jsonl;
+W&B sends what is found here by mail or to a chat."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def log_export(trained: Trained, run_dir: Path, export: Path, averaged: bool) ->
     """Adds all files of the export to the run, as a new version with the aliases `latest`,
     `step-N` and, for the moving average of the weights, `ema`. A run that was not tracked gets its
     W&B run now. Without a login or a network it is recorded offline; a failure is one warning."""
-    # asked for by name, so online unless the user has told W&B's client something else
+    # asked for by name, so online unless W&B's own settings say otherwise
     mode, _ = choose_mode("auto", WandbConfig(enabled=True))
     aliases = ["latest", f"step-{trained.step}", *(["ema"] if averaged else [])]
     with only_shows("the export is not in W&B"):
