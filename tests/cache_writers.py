@@ -1,4 +1,4 @@
-"""What the tests of the image cache run in processes of their own."""
+"""What the tests of the cache run in processes of their own."""
 
 import numpy as np
 
@@ -25,5 +25,4 @@ def write_items(cache: SampleCache, numbers) -> None:
 
 def write_for_ever(cache: SampleCache) -> None:
     for n in range(10**9):
-        cache.write(items([n % 50]), turn_s=LIMIT_S)
-        cache.write(items([50 + n]), turn_s=LIMIT_S)
+        cache.write(items([n]), turn_s=LIMIT_S)

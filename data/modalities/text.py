@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.batching.draws import caption_numbers
 from data.index.keys import caption_key
-from data.modalities.modality import Loaded, Memory, Modality
+from data.modalities.modality import Loaded, Modality
 from data.modalities.tokenizer import batch_tokens_counted
 
 if TYPE_CHECKING:
@@ -65,16 +65,10 @@ class TextModality(Modality):
         length_multiple: int = 1,
         languages: Languages | None = None,
     ) -> None:
-        self.tokenizer, self.max_text_tokens, self.length_multiple = (
-            tokenizer,
-            max_text_tokens,
-            length_multiple,
-        )
-        self.languages = languages
+        self.tokenizer, self.max_text_tokens = tokenizer, max_text_tokens
+        self.length_multiple, self.languages = length_multiple, languages
 
-    def load(
-        self, source: Source, request: MicroBatchRequest, seed: int, memory: Memory | None = None
-    ) -> Loaded:
+    def load(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
         index, position, number = request.texts()  # [t] each
         texts, absent = [], []
         for i, k in zip(index.tolist(), number.tolist()):
@@ -105,7 +99,6 @@ class TextModality(Modality):
             index=index,
             weight=request.text_weight(),
             key=np.array([caption_key(text) for text in texts], np.int64),
-            bad=[],
             absent=absent,
             counts=counts,
         )

@@ -9,12 +9,11 @@ Two phases, so that a cache can stand between them and change nothing:
        always the same in evaluation
 
 `stacked` then makes one tensor of the images of a micro-batch, and `normalise` its values, where the
-tower computes. H, W: the tower's input; h, w: a stored image. Chance comes from a numpy Generator that the caller seeds for each
-sample.
+tower computes. H, W: the tower's input; h, w: a stored image. Chance comes from a numpy Generator
+that the caller seeds for each sample.
 """
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -26,20 +25,19 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
 from data.modalities.decoding import decode_bytes, upright_8bit
+from data.modalities.memory import empty
 from data.modalities.preprocessing import CLIP, Preprocessing
 
-# of phase A: raise it whenever `Stored` gives other pixels, so that caches do not answer with old
-# ones
+# of phase A: to be raised when `Stored` gives other pixels, or caches answer with old ones
 VERSION = "1"
 WHITE = 255
-LIGHTEST_DARK = (
-    176  # random backgrounds have channels of 176..255: light enough for the outlines of emoji
-)
+# random backgrounds have channels of 176..255: light enough for the outlines of emoji
+LIGHTEST_DARK = 176
 CROP_AREA, CROP_RATIO = (0.8, 1.0), (0.9, 1.1)
 COLOUR_JITTER = 0.2  # where it is asked for
 # Images more than KEPT times as large as needed are shrunk to SHRUNK times: the smallest crop,
-# sqrt(0.8) of a side, is then
-# still 1.03 times as large as what it becomes, so no detail that the tower could see is lost.
+# sqrt(0.8) of a side, is then still 1.03 times as large as what it becomes, so no detail that the
+# tower could see is lost.
 KEPT, SHRUNK = 1.25, 1.15
 
 Size = tuple[int, int]  # H, W
@@ -81,6 +79,10 @@ class Stored:
         resampling = "" if self.interpolation == "bicubic" else f":{self.interpolation}"
         return f"{VERSION}:{self.size[0]}x{self.size[1]}{resampling}"
 
+    def key(self, content_hash: bytes) -> bytes:
+        """In a cache, of the image with this hash of its encoded bytes."""
+        return content_hash + self.name.encode()
+
 
 @dataclass(frozen=True)
 class TrainTransform:
@@ -105,12 +107,10 @@ class TrainTransform:
         return _stored(self.size, self.preprocessing)
 
     def __call__(self, image: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-        drawn = generator.random(
-            10
-        )  # all at once, and always all: what one option draws never shifts another
-        colour = tuple(
-            LIGHTEST_DARK + int(part * (WHITE + 1 - LIGHTEST_DARK)) for part in drawn[:3]
-        )
+        # all at once, and always all: what one option draws never shifts another
+        drawn = generator.random(10)
+        spread = WHITE + 1 - LIGHTEST_DARK
+        colour = tuple(LIGHTEST_DARK + int(part * spread) for part in drawn[:3])
         image = _on_background(image, (WHITE, WHITE, WHITE) if self.white else colour)
         top, left, height, width = _crop_box(image.shape[:2], self.size, *drawn[3:7])
         crop = np.array(image[top : top + height, left : left + width])
@@ -119,11 +119,10 @@ class TrainTransform:
             image = np.ascontiguousarray(image[:, ::-1])
         if self.colour_jitter:
             brightness, contrast = (1 + self.colour_jitter * (2 * part - 1) for part in drawn[8:10])
-            channels_first = torch.from_numpy(image).permute(2, 0, 1)  # [3, H, W]
-            channels_first = functional.adjust_contrast(
-                functional.adjust_brightness(channels_first, brightness), contrast
-            )
-            image = np.ascontiguousarray(channels_first.permute(1, 2, 0).numpy())
+            pixels = torch.from_numpy(image).permute(2, 0, 1)  # [3, H, W]
+            pixels = functional.adjust_brightness(pixels, brightness)
+            pixels = functional.adjust_contrast(pixels, contrast)
+            image = np.ascontiguousarray(pixels.permute(1, 2, 0).numpy())
         return image
 
 
@@ -163,9 +162,9 @@ class EvalTransform:
     @property
     def stored(self) -> Stored:
         shared = _stored(self.size, self.preprocessing)
-        return (
-            StoredWhole(shared.size, shared.interpolation, transform=self) if self.whole else shared
-        )
+        if not self.whole:
+            return shared
+        return StoredWhole(shared.size, shared.interpolation, transform=self)
 
     def __call__(
         self, image: np.ndarray, generator: np.random.Generator | None = None
@@ -227,17 +226,15 @@ def eval_transform(image_size: int | Size, preprocessing: Preprocessing = CLIP) 
     return EvalTransform(_checked(image_size), preprocessing)
 
 
-def stacked(images: Sequence[np.ndarray], out: Tensor | None = None) -> Tensor:
-    """uint8 [H, W, 3] each -> uint8 [b, 3, H, W], channels-last. `out`: memory to write to, flat,
-    of as many values.
+def stacked(images: Sequence[np.ndarray]) -> Tensor:
+    """uint8 [H, W, 3] each -> uint8 [b, 3, H, W], channels-last.
 
     Convolutions follow the memory format of their input, and are faster on channels-last on CPU and
     GPU alike.
     """
-    shape = (len(images), *images[0].shape)
-    out = torch.empty(math.prod(shape), dtype=torch.uint8) if out is None else out
-    np.stack(images, out=out.numpy().reshape(shape))
-    return out.view(shape).permute(0, 3, 1, 2)
+    out = empty((len(images), *images[0].shape), torch.uint8)
+    np.stack(images, out=out.numpy())
+    return out.permute(0, 3, 1, 2)
 
 
 def normalise(
@@ -312,13 +309,10 @@ def _on_background(image: np.ndarray, colour: tuple[int, ...]) -> np.ndarray:
 
 def _resized(image: np.ndarray, size: Size, interpolation: str) -> np.ndarray:
     """uint8 [h, w, 3], contiguous -> uint8 [H, W, 3], contiguous; antialiased."""
-    channels_first = torch.from_numpy(image).permute(
-        2, 0, 1
-    )  # [3, h, w], channels-last in memory: its fast path
-    resized = functional.resize(
-        channels_first, list(size), InterpolationMode(interpolation), antialias=True
-    )
-    return np.ascontiguousarray(resized.permute(1, 2, 0).numpy())
+    # [3, h, w], channels-last in memory: its fast path
+    pixels = torch.from_numpy(image).permute(2, 0, 1)
+    pixels = functional.resize(pixels, list(size), InterpolationMode(interpolation), antialias=True)
+    return np.ascontiguousarray(pixels.permute(1, 2, 0).numpy())
 
 
 def _checked(image_size: int | Size) -> Size:

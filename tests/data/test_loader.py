@@ -3,25 +3,26 @@
 import itertools
 import os
 import signal
-import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from dying_source import NamesItsReaders
-from number_modality import Numbers
+from number_modality import Long, Numbers
 from plain_requests import plain_requests
 
 from data.batching.feed import FeedRates
 from data.batching.sampler import GlobalOrder, MicroBatchRequest, TextRows, evaluation_requests
-from data.cache import SampleCache, key_of
+from data.cache import SampleCache
 from data.index.sources import open_source
-from data.loader import MicroBatchDataset, _obituary, micro_batches, resolve_workers
+from data.loader import MicroBatchDataset, _lost, micro_batches, resolve_workers
+from data.modalities import memory
 from data.modalities.image import GREY, ImageModality
 from data.modalities.modality import ValueModality
 from data.modalities.text import TextModality
 from data.modalities.transforms import eval_transform, train_transform
+from data.processes import start_method
 
 BOTH = frozenset({"image", "text"})
 ORDER = GlobalOrder(num_samples=40, global_batch_size=12, seed=1)
@@ -304,9 +305,14 @@ def test_truncated_texts_are_counted(demo, tokenizer):
         )
 
 
+def large_images(demo, *more):
+    """Micro-batches that travel in shared memory."""
+    return MicroBatchDataset(demo, [ImageModality(train_transform(96), eval_transform(96)), *more])
+
+
 def test_micro_batches_that_are_kept_are_never_written_to_again(demo):
-    dataset = make(demo, {"image"})
-    requests = list(plain_requests(ORDER, SUBSET, 0, 1, 6, 0, 4))
+    dataset = large_images(demo)
+    requests = [request(*range(n, n + 3)) for n in range(24)]
     kept = list(micro_batches(dataset, iter(requests), 2))  # all 24 at once
     fleeting = micro_batches(dataset, iter(requests), 2)
     rows = [next(fleeting)["pixel_values"][1] for _ in requests]  # a view of each is all that stays
@@ -320,24 +326,22 @@ def test_micro_batches_that_are_kept_are_never_written_to_again(demo):
 def test_workers_use_their_memory_again(demo):
     requests = [request(*range(n, n + 8)) for n in range(0, 240, 8)]
     places = set()
-    for batch in micro_batches(make(demo, {"image"}), iter(requests), 1):
+    for batch in micro_batches(large_images(demo), iter(requests), 1):
         places.add(batch["pixel_values"].data_ptr())
         del batch
     assert len(places) <= 5  # two ready, one being made, one handed out, one on its way; not 30
+    assert not memory._received  # when the loader has ended
     sizes = [request(*range(n)) for n in (1, 2, 4, 8, 16, 3, 9)]  # larger and larger ones
-    for asked, batch in zip(sizes, micro_batches(make(demo, {"image"}), iter(sizes), 1)):
-        assert torch.equal(batch["pixel_values"], make(demo, {"image"})[asked]["pixel_values"])
+    for asked, batch in zip(sizes, micro_batches(large_images(demo), iter(sizes), 1)):
+        assert torch.equal(batch["pixel_values"], large_images(demo)[asked]["pixel_values"])
 
 
-@pytest.mark.parametrize("branches", [set(), {"image"}])
-def test_another_modality_comes_from_a_worker_alone_and_beside_images(demo, branches):
-    images = make(demo, {"image"}).modalities if branches else ()
-    dataset = MicroBatchDataset(demo, [*images, Numbers()])
-    for asked, batch in zip((asks := [request(3, 1, 4)]), micro_batches(dataset, iter(asks), 1)):
+def test_another_modality_comes_from_a_worker_alone_and_beside_images(demo):
+    asked = request(3, 1, 4)
+    for dataset in (MicroBatchDataset(demo, [Numbers()]), large_images(demo, Numbers(), Long())):
+        (batch,) = micro_batches(dataset, [asked], 1)
+        assert_equal(batch, dataset[asked])
         assert batch["numbers"].tolist() == [[3.0], [1.0], [4.0]]
-        if branches:
-            alone = make(demo, branches)[asked]["pixel_values"]
-            assert torch.equal(batch["pixel_values"], alone)
 
 
 def test_killed_workers_are_one_clear_error(demo, tmp_path):
@@ -362,30 +366,40 @@ def test_killed_workers_are_one_clear_error(demo, tmp_path):
         and "--workers" in message
     )
     assert any(str(pid) in message for pid in killed)
-    of_its_own = _obituary([(0, 17, 1)], 2, "rank 3")
-    assert "its own exit with status 1" in of_its_own and "memory" not in of_its_own
+    of_its_own = start_method().Process(target=os._exit, args=(1,))
+    of_its_own.start()
+    message = _lost([of_its_own], "")
+    assert "its own exit with status 1" in message and "memory" not in message
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_cached_images_are_equal_bit_for_bit(emoji_set, tmp_path, workers):
-    source = open_source(f"jsonl:{emoji_set(12)}")
+    file = emoji_set(12)
+    source = open_source(f"jsonl:{file}")
     asked = [request(*range(12), epoch=e) for e in (0, 1)] + [request(*range(12), training=False)]
-    plain = make(source, {"image"})
-    keys = [key_of(source.content_hash(i), train_transform(16).stored) for i in range(12)]
+    expected = [make(source, {"image"})[each] for each in asked]
+    keys = [train_transform(16).stored.key(source.content_hash(i)) for i in range(12)]
     for _ in range(2):  # filling, then filled
-        cached = make(source, {"image"})
-        cached.modalities[0].cache = SampleCache(tmp_path / "cache")
-        loaded = micro_batches(cached, itertools.cycle(asked), workers)
-        for a, b in zip(micro_batches(plain, iter(asked)), loaded):
+        cached, cache = make(source, {"image"}), SampleCache(tmp_path / "cache")
+        cached.modalities[0].cache = cache
+        for a, b in zip(expected, micro_batches(cached, asked, workers), strict=True):
             assert_equal(a, b)
-        deadline = time.monotonic() + 120
-        while not all(
-            map(cached.modalities[0].cache.has, keys)
-        ):  # in the background, of a worker that may not end before
-            assert time.monotonic() < deadline, "nothing is written"
-            time.sleep(0.02)
-        loaded.close()
-        cached.modalities[0].cache.close()
+        cache.close()  # as a worker does when it ends
+        assert all(map(cache.has, keys))
+        cache.close()
+
+
+def test_a_file_that_has_changed_is_not_cached_under_its_old_hash(emoji_set, tmp_path):
+    file = emoji_set(3)
+    dataset = make(open_source(f"jsonl:{file}"), {"image"})
+    cache = dataset.modalities[0].cache = SampleCache(tmp_path / "cache")
+    folder = file.parent / "images of emoji"
+    (folder / "0.png").write_bytes((folder / "1.png").read_bytes())
+    assert dataset[request(0, 1)]["image_index"].tolist() == [-1, 1]
+    cache.close()
+    stored = train_transform(16).stored
+    assert [cache.has(stored.key(dataset.source.content_hash(i))) for i in (0, 1)] == [False, True]
+    cache.close()
 
 
 def test_evaluation_without_a_share(demo):

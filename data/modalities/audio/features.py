@@ -31,10 +31,9 @@ AXES = {
 }
 SIGNAL_TO_NOISE_DB = (5.0, 30.0)  # mixed in so loud
 MASKS = 2  # of time and of frequency
-MASKED_BINS = (
-    27 / 80
-)  # at most, of all mel bins (Park et al. 2019, LibriSpeech double: F = 27 of 80)
-MASKED_FRAMES = 0.1  # at most, of all frames: LD's T = 100 frames, of about 1,000
+# at most, of all mel bins and of all frames (Park et al. 2019, LibriSpeech double: F = 27 of 80
+# bins, T = 100 of about 1,000 frames)
+MASKED_BINS, MASKED_FRAMES = 27 / 80, 0.1
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ class AudioFeatures:
         for."""
         if "spec" in self._asked(generator):
             spectrogram = masked(spectrogram, AXES[self.extractor], generator)
-        return torch.from_numpy(np.ascontiguousarray(spectrogram))
+        return torch.from_numpy(np.array(spectrogram))  # its own: what a cache gives is read-only
 
     def is_fixed(self, generator: np.random.Generator | None, cut: bool) -> bool:
         """Does chance leave the spectrogram alone? `cut`: of a sound longer than a clip."""
