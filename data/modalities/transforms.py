@@ -15,7 +15,7 @@ that the caller seeds for each sample.
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -128,21 +128,21 @@ class TrainTransform:
 
 @dataclass(frozen=True)
 class StoredWhole(Stored):
-    """Phase A of evaluation, for `transform`: the file is decoded at its full size, and resized once,
-    from there to what the centre is cropped of. Always uint8 [h, w, 3]."""
+    """Phase A of evaluation: the file is decoded at its full size, and resized once, from there to
+    what the centre is cropped of. Always uint8 [h, w, 3]."""
 
-    transform: "EvalTransform" = field(kw_only=True)
+    resize_mode: str = "shortest"
 
     def __call__(self, data: bytes) -> np.ndarray:
         return self.of(decode_bytes(data))
 
     def of(self, image: Image.Image) -> np.ndarray:
-        return self.transform.resized(np.array(upright_8bit(image)))
+        image = np.array(upright_8bit(image))
+        return _resized_to_crop(image, self.size, self.interpolation, self.resize_mode)
 
     @property
     def name(self) -> str:
-        mode = self.transform.preprocessing.resize_mode
-        return f"whole:{super().name}:{mode}"
+        return f"whole:{super().name}:{self.resize_mode}"
 
 
 @dataclass(frozen=True)
@@ -164,31 +164,16 @@ class EvalTransform:
         shared = _stored(self.size, self.preprocessing)
         if not self.whole:
             return shared
-        return StoredWhole(shared.size, shared.interpolation, transform=self)
+        return StoredWhole(shared.size, shared.interpolation, self.preprocessing.resize_mode)
 
     def __call__(
         self, image: np.ndarray, generator: np.random.Generator | None = None
     ) -> np.ndarray:
-        (height, width), image = self.size, self.resized(image)
+        (height, width), given = self.size, self.preprocessing
+        least = given.resized(self.size)
+        image = _resized_to_crop(image, least, given.interpolation, given.resize_mode)
         top, left = (round((a - b) / 2) for a, b in zip(image.shape[:2], self.size))
         return np.ascontiguousarray(image[top : top + height, left : left + width])
-
-    def resized(self, image: np.ndarray) -> np.ndarray:
-        """uint8 [h, w, 3 or 4] -> that of which the centre is cropped, uint8 [h, w, 3]; one that was
-        resized already stays as it is."""
-        image = _on_background(image, (WHITE, WHITE, WHITE))
-        h, w = image.shape[:2]
-        least_h, least_w = self.preprocessing.resized(self.size)
-        # One side becomes the least that is asked for, the other follows in proportion and is cut
-        # off, not rounded.
-        shorter_h = least_h * w >= least_w * h
-        size = (least_h, least_h * w // h) if shorter_h else (least_w * h // w, least_w)
-        if self.preprocessing.resize_mode == "squash":
-            size = least_h, least_w
-        # By Pillow, as OpenCLIP and torchvision's presets resize files: torch rounds some of the
-        # values to the next one.
-        resampling = Image.Resampling[self.preprocessing.interpolation.upper()]
-        return np.array(Image.fromarray(image).resize(size[::-1], resampling))
 
 
 ImageTransform = TrainTransform | EvalTransform
@@ -313,6 +298,24 @@ def _resized(image: np.ndarray, size: Size, interpolation: str) -> np.ndarray:
     pixels = torch.from_numpy(image).permute(2, 0, 1)
     pixels = functional.resize(pixels, list(size), InterpolationMode(interpolation), antialias=True)
     return np.ascontiguousarray(pixels.permute(1, 2, 0).numpy())
+
+
+def _resized_to_crop(
+    image: np.ndarray, least: Size, interpolation: str, resize_mode: str
+) -> np.ndarray:
+    """uint8 [h, w, 3 or 4] -> that of which the centre is cropped, uint8 [h, w, 3]; one that was
+    resized already stays as it is."""
+    image = _on_background(image, (WHITE, WHITE, WHITE))
+    h, w = image.shape[:2]
+    # one side becomes the least that is asked for; the other follows in proportion, rounded down
+    shorter_h = least[0] * w >= least[1] * h
+    size = (least[0], least[0] * w // h) if shorter_h else (least[1] * h // w, least[1])
+    if resize_mode == "squash":
+        size = least
+    # By Pillow, as OpenCLIP and torchvision's presets resize files: torch rounds some of the
+    # values to the next one.
+    resampling = Image.Resampling[interpolation.upper()]
+    return np.array(Image.fromarray(image).resize(size[::-1], resampling))
 
 
 def _checked(image_size: int | Size) -> Size:
