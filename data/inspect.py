@@ -1,4 +1,4 @@
-"""What is in a data set: counts, sizes, lengths, bad samples, and a sheet of images and
+"""A look into a data set: counts, sizes, lengths, bad samples, and a sheet of images and
 spectrograms with their captions.
 
     python -m data.inspect demo

@@ -1,5 +1,5 @@
-"""From requests to tensors: a data set whose items are whole micro-batches, and the workers that
-make them.
+"""The loader: a data set whose items are whole micro-batches, and the workers that make them from
+requests.
 
 n: rows of a modality in the micro-batch.
 """
@@ -36,7 +36,7 @@ SEEN_S = 2.0  # within which a process that ended is seen to be gone
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What there is to say about one micro-batch.
+    """A report about one micro-batch.
 
     `bad`: (index, reason, detail) of what cannot be read. `counts`: of all modalities, by name.
     `num_decoded`: values that may turn out bad while they are loaded, with those that did.
@@ -93,13 +93,13 @@ class MicroBatchDataset(Dataset):
             num_decoded += len(loaded.index) if modality.decodes else 0
         return micro_batch, LoadReport(bad, counts, num_decoded)
 
-    def outline(self, request: MicroBatchRequest) -> dict[str, Tensor]:
+    def meta_batch(self, request: MicroBatchRequest) -> dict[str, Tensor]:
         """The micro-batch on the meta device: its names, dtypes and shapes. No image is decoded."""
         return {
             name: tensor.to("meta")
             for modality in self.modalities
             for name, tensor in _tensors(
-                modality.name, modality.outline(self.source, request, self.seed)
+                modality.name, modality.meta_batch(self.source, request, self.seed)
             ).items()
         }
 
@@ -128,7 +128,7 @@ def micro_batches(
 ) -> Generator[dict[str, Tensor] | list[dict[str, Tensor]], None, None]:
     """The micro-batches of `requests`, in their order, made in this process (workers 0) or ahead of
     time in others, where each worker keeps two ready. A list of requests gives the list of their
-    outlines.
+    meta batches.
 
     `on_load` is called here, before a micro-batch is handed out. `name`: whose loader this is, for
     messages, for example "rank 3". What a worker raises is raised here, with the same type and
@@ -177,8 +177,8 @@ def micro_batches(
 
 
 def resolve_workers(asked: str | int, ranks_on_node: int, cpu_count: int, on_gpu: bool) -> int:
-    """How many loader processes one rank starts: `asked` where it is a number, else what the
-    machine has to spare.
+    """The number of loader processes of one rank: `asked` where it is a number, else what the machine
+    has to spare.
 
     "auto" with a GPU: the cores beside each rank's own, 1 to 16. Without: towers compute on the
     cores, so at most 2, and 0 (load in the rank itself) when no rank has a core to spare. Errors:
@@ -201,11 +201,11 @@ class _Failure:
 
 
 class _WorkerTraceback(Exception):
-    """Shown as the cause of an error that a worker raised."""
+    """The cause of an error that a worker raised, with the worker's traceback."""
 
 
 class _Items(Dataset):
-    """(micro-batch, its report), (outlines, None) or (None, _Failure): DataLoader would wrap the
+    """(micro-batch, its report), (meta batches, None) or (None, _Failure): DataLoader would wrap the
     message of an error in a traceback of the worker."""
 
     def __init__(self, dataset: MicroBatchDataset) -> None:
@@ -214,7 +214,7 @@ class _Items(Dataset):
     def __getitem__(self, request: MicroBatchRequest | list[MicroBatchRequest]) -> Any:
         try:
             if isinstance(request, list):
-                return [self.dataset.outline(each) for each in request], None
+                return [self.dataset.meta_batch(each) for each in request], None
             micro_batch, report = self.dataset.load(request)
             return memory.sendable(micro_batch), report
         except (ValueError, OSError) as error:  # what data/ raises; these survive the way
@@ -222,8 +222,8 @@ class _Items(Dataset):
 
 
 def _lost(workers: Sequence[multiprocessing.process.BaseProcess], message: str) -> str:
-    """Which of the workers have ended, how, and what to do; "" if none has. `message`: DataLoader's,
-    which names some."""
+    """A text that says which workers have ended, how, and what to do; "" if none has. `message`:
+    DataLoader's, which names some."""
     if workers:
         # a connection may end a moment before the process that held it is seen to be gone
         wait([worker.sentinel for worker in workers], timeout=SEEN_S)

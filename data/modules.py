@@ -43,14 +43,14 @@ def add_trust_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def import_named(arguments: argparse.Namespace) -> None:
-    """What the flags of `add_trust_flags` say. Errors: as `import_modules`."""
+    """Import and trust what the flags of `add_trust_flags` say. Errors: as `import_modules`."""
     import_modules(arguments.import_module)
     if arguments.trust_run:
         _named.add(TRUST_ALL)
 
 
 def modules_of_specs(specs: Iterable[str | None]) -> list[str]:
-    """Those that data specs `python:MODULE:NAME` call."""
+    """The modules that data specs `python:MODULE:NAME` call."""
     parts = [(spec or "").split(":") for spec in specs]
     return [part[1] for part in parts if part[0] == "python" and len(part) > 1]
 

@@ -1,4 +1,4 @@
-"""From the command line's words to what the loaders need: source, splits, tokenizer."""
+"""Preparation of a run's data: source, splits and tokenizer, made of the command line's options."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _tokenizer(
 
 @dataclass(frozen=True, eq=False)
 class Division:
-    """Which samples are trained on, which are held out, and how many were left out of training
+    """The samples that are trained on, those that are held out, and how many were left out of training
     because they would be both."""
 
     train: np.ndarray
@@ -251,7 +251,7 @@ def write_bad_samples(file: Path, sources: Sequence[Source]) -> None:
 
 
 def _made_of(options: DataOptions, sources: Sequence[Source]) -> dict[str, Any]:
-    """What a division depends on, as JSON gives it back."""
+    """The options and sizes that a division depends on, as JSON gives them back."""
     asked = {name: value for name, value in vars(options).items() if name not in NOT_OF_SAMPLES}
     sizes = [[len(source), len(source.usable())] for source in sources]
     return {"options": redacted(json.loads(json.dumps(asked))), "sizes": sizes}

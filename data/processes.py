@@ -1,4 +1,4 @@
-"""How the processes of data/ start and end. Those that load, fill the cache and build an index share
+"""Start and end of the processes of data/. Those that load, fill the cache and build an index share
 one fork server."""
 
 import contextlib
@@ -41,8 +41,8 @@ def start_early() -> None:
 
 
 def end_with_parent() -> None:
-    """In a worker, once: from now on it ends at once when the process that asked for it is gone,
-    however that ended, and on signals, which its fork server ignores.
+    """Make this worker end at once when the process that asked for it is gone, however that ended,
+    and on signals, which its fork server ignores.
 
     Else it would stay for ever: its parent by number is the fork server, and that waits for the
     last of its workers.
@@ -83,8 +83,8 @@ def ending_after(seconds: float, message: Callable[[], str]) -> Iterator[None]:
 
 
 def outlast_signals() -> None:
-    """In a worker, once: what asks all processes of a run to end lets it load on for `GRACE_S`, so
-    that its rank can finish the step."""
+    """Let this worker load on for `GRACE_S` when all processes of a run are asked to end, so that its
+    rank can finish the step."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _end_later)

@@ -72,7 +72,8 @@ class SampleCache:
         return SampleCache, (self.folder, self.limit_bytes)
 
     def fetch(self, key: bytes, make: Callable[[], np.ndarray]) -> np.ndarray:
-        """What is stored, else what `make` returns, which is stored. Errors: those of `make`."""
+        """Return the stored array, else store and return what `make` returns. Errors: those of
+        `make`."""
         value = self.get(key)
         if value is None:
             value = make()
@@ -80,7 +81,7 @@ class SampleCache:
         return value
 
     def get(self, key: bytes) -> np.ndarray | None:
-        """A stored array, which is read-only; None where there is none."""
+        """Return a stored array, which is read-only, or None."""
         row = self._run("SELECT dtype, shape, content FROM samples WHERE key = ?", key)
         if row is None:
             return None

@@ -20,8 +20,7 @@ from data.options import add_pairs_flags, compared
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m data.cache",
-        description="Fill the cache of decoded images before training.",
+        prog="python -m data.cache", description="Fill the cache of decoded images before training."
     )
     parser.add_argument("spec", metavar="SPEC", help="the data set, as --data of train.py")
     add_root_flag(parser, "SPEC")

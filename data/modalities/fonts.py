@@ -1,4 +1,4 @@
-"""Which fonts of this machine have the characters of some texts, and texts in lines: for what
+"""Fonts of this machine that have the characters of some texts, and texts in lines: for what
 matplotlib draws.
 
 One font rarely has all scripts. `fonts_for` takes matplotlib's own first and adds fonts of its list
@@ -121,8 +121,7 @@ def _has_shape(character: str) -> bool:
 
 
 def columns_of(text: str) -> int:
-    """How wide a text is, in Latin letters: wide characters, such as those of Chinese, count
-    two."""
+    """The width of a text in Latin letters: wide characters, such as those of Chinese, count two."""
     return sum(1 + is_wide(c) for c in text)
 
 

@@ -69,7 +69,7 @@ class ImageModality(Modality):
             counts={"unreadable_pictures": len(loaded.bad)},
         )
 
-    def outline(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
+    def meta_batch(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
         size = self._transform(request).size
         shape = (len(request.index), 3, *size)
         tensors = {"pixel_values": torch.empty(shape, dtype=torch.uint8, device="meta")}

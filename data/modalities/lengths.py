@@ -1,4 +1,4 @@
-"""How many tokens the captions of the training samples have, counted once and then memory-mapped.
+"""Token counts of the captions of the training samples, counted once and then memory-mapped.
 
 N: training samples, T: their captions, all in a row.
 """
@@ -60,8 +60,8 @@ def token_counts(
     folder: Path,
     progress: bool = False,
 ) -> TokenCounts:
-    """Those in `folder`, counted there first where they are not. The special tokens count too;
-    longer texts count `max_text_tokens`."""
+    """Token counts from `folder`, where they are written the first time. The special tokens count
+    too; longer texts count `max_text_tokens`."""
     made_of = {
         "samples": len(subset),
         "max_text_tokens": max_text_tokens,

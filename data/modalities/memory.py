@@ -64,7 +64,7 @@ def share_from_now_on() -> None:
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """As `torch.empty`; in a worker, memory that reaches the other process without a copy."""
+    """Like `torch.empty`; in a worker, memory that reaches the other process without a copy."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if _blocks is None or num_bytes < SMALL_BYTES:
         return torch.empty(shape, dtype=dtype)
@@ -72,7 +72,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def sendable(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What a worker puts into its message in place of tensors; elsewhere the tensors themselves."""
+    """Replace tensors by what a worker puts into its message; elsewhere return them as they are."""
     if _blocks is None:
         return dict(tensors)
     return {name: _Sent(tensor, _blocks) for name, tensor in tensors.items()}

@@ -1,5 +1,4 @@
-"""What turns samples into the tensors of a branch: one class per modality, one file each in this
-folder.
+"""Modalities: classes that turn samples into the tensors of a branch, one file each in this folder.
 
 b: samples of a micro-batch, n: rows that a modality makes of them (b, or several per sample).
 """
@@ -58,9 +57,9 @@ class Modality(ABC):
     travels to the loader's processes."""
 
     name: str
-    """Of the modality and its branch."""
+    """The name of the modality and its branch."""
     count_names: tuple[str, ...] = ()
-    """What `Loaded.counts` counts, for metrics."""
+    """The names in `Loaded.counts`, for metrics."""
     decodes = True
     """Whether a value may turn out bad while it is loaded; the others were read whole when the
     index was made."""
@@ -70,9 +69,9 @@ class Modality(ABC):
         """The rows of the request's samples, in their order. Large tensors are best made by
         `data.modalities.memory.empty`."""
 
-    def outline(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
-        """What `load` returns, with tensors of the same shapes and dtypes and of any values. To be
-        overridden where that is known without reading the samples."""
+    def meta_batch(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
+        """Like `load`, with tensors of the same shapes and dtypes and of any values. To be overridden
+        where these are known without reading the samples."""
         return self.load(source, request, seed)
 
 
@@ -113,7 +112,7 @@ class ValueModality(Modality):
             loaded.tensors[name] = torch.stack([row[name] for row in rows], out=out)
         return loaded
 
-    def outline(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
+    def meta_batch(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
         tensors = {
             name: row.to("meta").expand(len(request.index), *row.shape)
             for name, row in self.blank().items()
@@ -129,8 +128,8 @@ def read_values(
     read: Callable[[int, np.random.Generator], Value],
     blank: Callable[[], Value],
 ) -> tuple[list[Value], Loaded]:
-    """What `read` makes of each sample of the request, with stand-ins for those that it raises
-    Absent or BadSample for; and these samples, as `Loaded` has them, without tensors."""
+    """Call `read` for each sample of the request. Returns what it made, with stand-ins for samples for
+    which it raised Absent or BadSample; and a `Loaded` that lists these, still without tensors."""
     values: list[Value | None] = []
     loaded = Loaded.of(request, {})
     for i in request.index.tolist():
@@ -147,8 +146,8 @@ def read_values(
 
 
 def shown(values: list[Value | None], blank: Callable[[], Value]) -> list[Value]:
-    """With another value of the list in the place of each None, by turns; with `blank` where there
-    is no other.
+    """Put another value of the list in the place of each None, by turns; `blank` where there is no
+    other.
 
     A stand-in that is a real value leaves the statistics of batch normalisation near what they
     were.

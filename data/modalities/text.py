@@ -6,7 +6,7 @@ b: samples of a micro-batch, t: its texts, c: captions that each sample shows, L
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -72,18 +72,17 @@ class TextModality(Modality):
         index, position, number = request.texts()  # [t] each
         texts, absent = [], []
         for i, k in zip(index.tolist(), number.tolist()):
-            captions = source.captions(i)
-            if not captions:
+            captions = source.captions(i) or [""]
+            if not captions[0]:
                 absent.append(i)
-            shown = (
-                caption_numbers(seed, request.epoch, i, len(captions), k + 1)[k]
-                if request.training and captions
-                else 0
-            )
-            texts.append(captions[shown] if captions else "")
+            which = 0
+            if request.training:
+                which = caption_numbers(seed, request.epoch, i, len(captions), k + 1)[k]
+            texts.append(captions[which])
+        # [t, L]
         tokens, num_truncated = batch_tokens_counted(
             self.tokenizer, texts, self.max_text_tokens, self.length_multiple
-        )  # [t, L]
+        )
         if self.languages is not None:
             given = [source.language(i) for i in index.tolist()]
             tokens["language_ids"] = self.languages.ids(given)
@@ -93,12 +92,6 @@ class TextModality(Modality):
             "text_tokens": int(mask.sum()),
             "padded_text_tokens": mask.numel(),
         }
-        return Loaded(
-            tensors=tokens,
-            position=position,
-            index=index,
-            weight=request.text_weight(),
-            key=np.array([caption_key(text) for text in texts], np.int64),
-            absent=absent,
-            counts=counts,
-        )
+        key = np.array([caption_key(text) for text in texts], np.int64)
+        rows = Loaded(tokens, position, index, request.text_weight(), key)
+        return replace(rows, absent=absent, counts=counts)

@@ -71,7 +71,7 @@ def load_tokenizer(
 
 
 def has_vocabulary(folder: Path) -> bool:
-    """Does a folder hold a tokenizer's vocabulary, in one of transformers' forms?"""
+    """Whether a folder holds a tokenizer's vocabulary, in one of transformers' forms."""
     return any(any(folder.glob(name)) for name in VOCABULARIES)
 
 
@@ -83,7 +83,7 @@ def refuse_no_vocabulary(where: str) -> None:
 
 
 def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
-    """How many rows an embedding table needs: the highest id + 1. Vocabularies may have gaps."""
+    """The number of rows of an embedding table: the highest id + 1. Vocabularies may have gaps."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
@@ -106,8 +106,8 @@ def refuse_unknown_words(
 
 
 def length_multiple(device_type: str) -> int:
-    """What the length of a micro-batch's texts is rounded up to: 8 on a GPU, where odd sizes are
-    slower than some padding; 1 on a CPU."""
+    """The multiple to which the length of a micro-batch's texts is rounded up: 8 on a GPU, where odd
+    sizes are slower than some padding; 1 on a CPU."""
     return TENSOR_CORE_MULTIPLE if device_type == "cuda" else 1
 
 
@@ -153,7 +153,7 @@ def batch_tokens_counted(
 def token_lengths(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_text_tokens: int
 ) -> list[int]:
-    """How many tokens `batch_tokens` makes of each text."""
+    """The number of tokens that `batch_tokens` makes of each text."""
     return [max(1, len(t)) for t in _cut(tokenizer, texts, max_text_tokens)["input_ids"]]
 
 
@@ -167,8 +167,8 @@ def _cut(
 def tokenized(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **options: Any
 ) -> BatchEncoding:
-    """What the tokenizer makes of texts. Errors: ValueError, which names the tokenizer, where one of
-    its patterns gives up on a text. Where it takes over `TOKENIZE_LIMIT_S` of processor time, the
+    """Call the tokenizer. Errors: ValueError, which names the tokenizer, where one of its patterns
+    gives up on a text. Where it takes over `TOKENIZE_LIMIT_S` of processor time, the
     process ends with the same message: nothing else ends the call."""
 
     def says(what: str) -> str:

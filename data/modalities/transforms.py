@@ -1,4 +1,4 @@
-"""From encoded images to what an image tower reads: [b, 3, H, W], channels-last,
+"""Transforms of encoded images to what an image tower reads: [b, 3, H, W], channels-last,
 normalised as its weights expect.
 
 Two phases, so that a cache can stand between them and change nothing:
@@ -74,13 +74,13 @@ class Stored:
 
     @property
     def name(self) -> str:
-        """Equal for two that give the same pixels for the same bytes. The mean and standard
+        """A name, equal for two that give the same pixels for the same bytes. The mean and standard
         deviation are applied to what is stored, so they are not part of it."""
         resampling = "" if self.interpolation == "bicubic" else f":{self.interpolation}"
         return f"{VERSION}:{self.size[0]}x{self.size[1]}{resampling}"
 
     def key(self, content_hash: bytes) -> bytes:
-        """In a cache, of the image with this hash of its encoded bytes."""
+        """The key in a cache of the image with this hash of its encoded bytes."""
         return content_hash + self.name.encode()
 
 
@@ -186,15 +186,15 @@ def train_transform(
     preprocessing: Preprocessing = CLIP,
     white: bool = False,
 ) -> TrainTransform:
-    """For square towers or a size (H, W), pixels. Errors: ValueError for a size below 1 pixel."""
+    """A transform for square towers or a size (H, W), pixels. Errors: ValueError for a size below 1."""
     return TrainTransform(_checked(image_size), colour_jitter, flip, preprocessing, white)
 
 
 def augmented(
     image_size: int | Size, words: Sequence[str], preprocessing: Preprocessing = CLIP
 ) -> ImageTransform:
-    """What training does to images: `words` of train.py's --augmentation; without any, what
-    evaluation does, to the images of a cache. Flips are of half of them."""
+    """The transform of training: `words` of train.py's --augmentation; without any, what evaluation
+    does, to the images of a cache. Half of the images are flipped where flips are asked for."""
     if not words:
         return replace(eval_transform(image_size, preprocessing), whole=False)
     return train_transform(
@@ -207,7 +207,7 @@ def augmented(
 
 
 def eval_transform(image_size: int | Size, preprocessing: Preprocessing = CLIP) -> EvalTransform:
-    """For square towers or a size (H, W), pixels. Errors: ValueError for a size below 1 pixel."""
+    """A transform for square towers or a size (H, W), pixels. Errors: ValueError for a size below 1."""
     return EvalTransform(_checked(image_size), preprocessing)
 
 
@@ -248,7 +248,8 @@ def normalise(
 def _scale_and_shift(
     preprocessing: Preprocessing, width: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Of a row of an image, [3 W] each: a broadcast over 3 channels would be a loop of 3 steps."""
+    """Scale and shift of a row of an image, [3 W] each: a broadcast over 3 channels would be a loop of
+    3 steps."""
     mean, std = preprocessing.mean, preprocessing.std
     scale = [1 / (255 * s) for s in std]
     shift = [-m / s for m, s in zip(mean, std)]
@@ -260,7 +261,7 @@ def _scale_and_shift(
 
 
 def _stored(size: Size, preprocessing: Preprocessing) -> Stored:
-    """Of training: large enough for evaluation's resizing, too."""
+    """Phase A of training: large enough for evaluation's resizing, too."""
     return Stored(preprocessing.resized(size), preprocessing.interpolation)
 
 

@@ -154,9 +154,8 @@ def test_augmentation_is_a_pure_function_of_seed_epoch_and_index(demo):
     first = dataset[request(5, 6, 7)]["pixel_values"]
     torch.manual_seed(99)
     dataset[request(50, epoch=3)]
-    assert torch.equal(
-        dataset[request(7, 5)]["pixel_values"], first[[2, 0]]
-    )  # other company, other order
+    # other company, other order
+    assert torch.equal(dataset[request(7, 5)]["pixel_values"], first[[2, 0]])
     assert not torch.equal(dataset[request(5, epoch=1)]["pixel_values"][0], first[0])
     assert not torch.equal(make(demo, {"image"}, seed=1)[request(5)]["pixel_values"][0], first[0])
     assert torch.equal(make(demo, {"image"})[request(5)]["pixel_values"][0], first[0])
@@ -224,8 +223,8 @@ def test_workers_change_nothing(demo, tokenizer):
     assert len(here) == len(there) == len(requests) == 11
     for a, b, asked in zip(here, there, requests):
         assert_equal(a, b)
-        outline = dataset.outline(asked)["pixel_values"]
-        assert (outline.dtype, outline.shape) == (torch.uint8, a["pixel_values"].shape)
+        meta = dataset.meta_batch(asked)["pixel_values"]
+        assert (meta.dtype, meta.shape) == (torch.uint8, a["pixel_values"].shape)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -277,9 +276,8 @@ def test_an_image_that_cannot_be_read_gives_its_place_to_another_and_is_reported
         [(1, "unreadable")],
         [(4, "unreadable"), (2, "missing-file")],
     ]
-    assert (
-        reports[0].bad[0][2].startswith(f"{file}:2: the image has changed since")
-    )  # where, and what
+    # where, and what
+    assert reports[0].bad[0][2].startswith(f"{file}:2: the image has changed since")
     assert [report.num_decoded for report in reports] == [4, 2, 1, 2] and all(
         report.wait_s > 0 for report in reports
     )
@@ -288,9 +286,8 @@ def test_an_image_that_cannot_be_read_gives_its_place_to_another_and_is_reported
 def test_truncated_texts_are_counted(demo, tokenizer):
     texts = [demo.captions(i)[0] for i in range(300, 340)]
     whole = [len(tokenizer(text)["input_ids"]) for text in texts]
-    limits = sorted(set(whole))[
-        :-1
-    ]  # each is the exact length of some text, which then does not count
+    # each is the exact length of some text, which then does not count
+    limits = sorted(set(whole))[:-1]
     assert len(limits) >= 2
     for limit in limits:
         dataset, reports = MicroBatchDataset(demo, [TextModality(tokenizer, limit)]), []
@@ -504,10 +501,11 @@ def test_kept_patches_are_a_share_of_the_grid_drawn_for_each_sample_and_epoch(de
     )
     assert not torch.equal(drawn[0], drawn[1]) and "kept_patches" not in kept(1.0, 1)
     smaller = kept(0.5, 1, size=24)
+    # of 9
     assert smaller["pixel_values"].shape == (5, 3, 24, 24) and smaller["kept_patches"].shape == (
         5,
         4,
-    )  # of 9
+    )
     assert kept(0.5, 1, size=24, training=False)["pixel_values"].shape == (5, 3, 32, 32)
 
 
@@ -521,7 +519,7 @@ def test_buckets_shrink_with_the_image_size(demo):
     assert dataset[asked]["pixel_values"].shape == (2, 3, 32, 48)
 
 
-# -- outlines
+# -- meta batches
 
 
 class Tones(ValueModality):
@@ -559,19 +557,19 @@ def shapes(micro_batch):
 
 
 @pytest.mark.parametrize("asked", OUTLINED.values(), ids=OUTLINED)
-def test_an_outline_has_the_shapes_of_the_micro_batch_and_no_image_is_read_for_it(
+def test_a_meta_batch_has_the_shapes_of_the_micro_batch_and_no_image_is_read_for_it(
     demo, tokenizer, asked
 ):
     images = ImageModality(train_transform(32), eval_transform(32), side_multiple=8, patch_size=8)
     modalities = [images, TextModality(tokenizer, 32, length_multiple=4)]
-    outline = MicroBatchDataset(NoImages(demo), modalities).outline(asked)
-    assert shapes(outline) == shapes(MicroBatchDataset(demo, modalities)[asked])
-    assert {tensor.device.type for tensor in outline.values()} == {"meta"}
+    meta = MicroBatchDataset(NoImages(demo), modalities).meta_batch(asked)
+    assert shapes(meta) == shapes(MicroBatchDataset(demo, modalities)[asked])
+    assert {tensor.device.type for tensor in meta.values()} == {"meta"}
 
 
-def test_the_outline_of_values_is_that_of_a_blank_one(demo):
-    outline = MicroBatchDataset(demo, [Tones()]).outline(ASKED)
-    assert shapes(outline) == [
+def test_the_meta_batch_of_values_is_that_of_a_blank_one(demo):
+    meta = MicroBatchDataset(demo, [Tones()]).meta_batch(ASKED)
+    assert shapes(meta) == [
         ("samples", torch.float32, (3, 7, 2)),
         ("rate", torch.int64, (3,)),
         ("tone_position", torch.int64, (3,)),
@@ -581,7 +579,7 @@ def test_the_outline_of_values_is_that_of_a_blank_one(demo):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_list_of_requests_gives_the_list_of_their_outlines(demo, tokenizer, workers):
+def test_a_list_of_requests_gives_the_list_of_their_meta_batches(demo, tokenizer, workers):
     asked, dataset = [request(0, 1), request(2, 3, 4)], make(demo, BOTH, tokenizer)
-    outlines, *loaded = micro_batches(dataset, iter([asked, *asked]), workers, pin_memory=False)
-    assert list(map(shapes, outlines)) == list(map(shapes, loaded)) and len(loaded) == 2
+    meta, *loaded = micro_batches(dataset, iter([asked, *asked]), workers, pin_memory=False)
+    assert list(map(shapes, meta)) == list(map(shapes, loaded)) and len(loaded) == 2

@@ -125,7 +125,7 @@ def _one_channel(blocks: Iterator[np.ndarray], rate: int) -> np.ndarray:
 
 
 def _by_libsndfile(data: bytes, strict: bool) -> Sound | None:
-    """None where it is not installed or does not know the format."""
+    """Decode by libsndfile; None where it is not installed or does not know the format."""
     library = _library("soundfile")
     if library is None:
         return None
@@ -166,7 +166,7 @@ def _refuse_header(data: bytes) -> None:
 
 
 def _blocks(file: Any) -> Iterator[np.ndarray]:
-    """At most one block more than is allowed, whatever the header says."""
+    """Yield at most one block more than is allowed, whatever the header says."""
     for _ in range(math.ceil(SECONDS_LIMIT * file.samplerate / BLOCK) + 1):
         block = file.read(BLOCK, dtype="float32", always_2d=True)
         if len(block):

@@ -1,5 +1,5 @@
-"""From samples to what a tower reads: a clip of a fixed length, and its log-mel spectrogram by
-transformers' feature extractors.
+"""Features of a sound, as a tower reads them: a clip of a fixed length, and its log-mel spectrogram
+by transformers' feature extractors.
 
 n samples at the extractor's rate, T frames, F mel bins.
 """
@@ -57,7 +57,7 @@ class AudioFeatures:
 
     @property
     def rate(self) -> int:
-        """Hz."""
+        """The rate of the samples, Hz."""
         return self._made.sampling_rate
 
     def __call__(self, samples: np.ndarray, generator: np.random.Generator | None) -> Tensor:
@@ -73,20 +73,19 @@ class AudioFeatures:
         return with_noise(clip, generator) if "noise" in asked else clip
 
     def finished(self, spectrogram: np.ndarray, generator: np.random.Generator | None) -> Tensor:
-        """What the tower reads of what `spectrogram` gave: with SpecAugment where that is asked
-        for."""
+        """Make of a spectrogram what the tower reads: with SpecAugment where that is asked for."""
         if "spec" in self._asked(generator):
             spectrogram = masked(spectrogram, AXES[self.extractor], generator)
         return torch.from_numpy(np.array(spectrogram))  # its own: what a cache gives is read-only
 
     def is_fixed(self, generator: np.random.Generator | None, cut: bool) -> bool:
-        """Does chance leave the spectrogram alone? `cut`: of a sound longer than a clip."""
+        """Whether chance leaves the spectrogram alone. `cut`: of a sound longer than a clip."""
         asked = self._asked(generator)
         return "noise" not in asked and not (cut and "crop" in asked)
 
     @cached_property
     def name(self) -> str:
-        """Equal for two that make equal spectrograms of equal clips."""
+        """A name, equal for two that make equal spectrograms of equal clips."""
         settings = (self.extractor, sorted(self.values.items()), self.num_samples)
         # AST's extractor uses torchaudio where that is installed, and gives other numbers with it
         library = (transformers.__version__, is_speech_available())
