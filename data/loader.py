@@ -177,8 +177,8 @@ def micro_batches(
 
 
 def resolve_workers(asked: str | int, ranks_on_node: int, cpu_count: int, on_gpu: bool) -> int:
-    """The number of loader processes of one rank: `asked` where it is a number, else what the machine
-    has to spare.
+    """The number of loader processes of one rank: `asked` where it is a number, else what the
+    machine has to spare.
 
     "auto" with a GPU: the cores beside each rank's own, 1 to 16. Without: towers compute on the
     cores, so at most 2, and 0 (load in the rank itself) when no rank has a core to spare. Errors:
@@ -205,8 +205,8 @@ class _WorkerTraceback(Exception):
 
 
 class _Items(Dataset):
-    """(micro-batch, its report), (meta batches, None) or (None, _Failure): DataLoader would wrap the
-    message of an error in a traceback of the worker."""
+    """(micro-batch, its report), (meta batches, None) or (None, _Failure): DataLoader would wrap
+    the message of an error in a traceback of the worker."""
 
     def __init__(self, dataset: MicroBatchDataset) -> None:
         self.dataset = dataset

@@ -151,8 +151,8 @@ def _tokenizer(
 
 @dataclass(frozen=True, eq=False)
 class Division:
-    """The samples that are trained on, those that are held out, and how many were left out of training
-    because they would be both."""
+    """The samples that are trained on, those that are held out, and how many were left out of
+    training because they would be both."""
 
     train: np.ndarray
     held_out: Mapping[str, np.ndarray]

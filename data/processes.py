@@ -83,8 +83,8 @@ def ending_after(seconds: float, message: Callable[[], str]) -> Iterator[None]:
 
 
 def outlast_signals() -> None:
-    """Let this worker load on for `GRACE_S` when all processes of a run are asked to end, so that its
-    rank can finish the step."""
+    """Let this worker load on for `GRACE_S` when all processes of a run are asked to end, so that
+    its rank can finish the step."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _end_later)

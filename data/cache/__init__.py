@@ -144,8 +144,8 @@ class SampleCache:
         return self._opened() is not None
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Store what is waiting, if this process gets its turn in time, and close the file. The next
-        use opens it again."""
+        """Store what is waiting, if this process gets its turn in time, and close the file. The
+        next use opens it again."""
         if self._waiting:
             self._store_waiting(timeout_s)
         if self._connection is not None:

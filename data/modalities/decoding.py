@@ -147,8 +147,8 @@ def pixel_key(image: Image.Image) -> str:
 
 
 def _opened(data: bytes) -> Image.Image:
-    """Open by the plugin whose signature the bytes bear. `Image.open` would first check Pillow's own
-    limits of size."""
+    """Open by the plugin whose signature the bytes bear. `Image.open` would first check Pillow's
+    own limits of size."""
     prefix = data[:16]
     for name in FORMATS:
         opens, accepts = Image.OPEN[name]

@@ -121,7 +121,8 @@ def _has_shape(character: str) -> bool:
 
 
 def columns_of(text: str) -> int:
-    """The width of a text in Latin letters: wide characters, such as those of Chinese, count two."""
+    """The width of a text in Latin letters: wide characters, such as those of Chinese, count
+    two."""
     return sum(1 + is_wide(c) for c in text)
 
 

@@ -31,9 +31,9 @@ class Loaded:
 
     `tensors`: what enters the branch, each [n, ...]. `position` [n], `index` [n] int64: of each row
     its place in the global batch and its sample in the source. `weight` [n] int64 millionths: what
-    each row counts in the loss; None: all the same. `key` [n] int64: equal for rows whose values are
-    equal; None: all differ. `bad`: (index, reason, detail) of samples that could not be read, and
-    `absent`: samples that do not have this modality; stand-ins have their places in `tensors`.
+    each row counts in the loss; None: all the same. `key` [n] int64: equal for rows whose values
+    are equal; None: all differ. `bad`: (index, reason, detail) of samples that could not be read,
+    and `absent`: samples that do not have this modality; stand-ins have their places in `tensors`.
     `counts`: of `Modality.count_names`.
     """
 
@@ -70,8 +70,8 @@ class Modality(ABC):
         `data.modalities.memory.empty`."""
 
     def meta_batch(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
-        """Like `load`, with tensors of the same shapes and dtypes and of any values. To be overridden
-        where these are known without reading the samples."""
+        """Like `load`, with tensors of the same shapes and dtypes and of any values. To be
+        overridden where these are known without reading the samples."""
         return self.load(source, request, seed)
 
 
@@ -128,8 +128,9 @@ def read_values(
     read: Callable[[int, np.random.Generator], Value],
     blank: Callable[[], Value],
 ) -> tuple[list[Value], Loaded]:
-    """Call `read` for each sample of the request. Returns what it made, with stand-ins for samples for
-    which it raised Absent or BadSample; and a `Loaded` that lists these, still without tensors."""
+    """Call `read` for each sample of the request. Returns what it made, with stand-ins for samples
+    for which it raised Absent or BadSample; and a `Loaded` that lists these, still without
+    tensors."""
     values: list[Value | None] = []
     loaded = Loaded.of(request, {})
     for i in request.index.tolist():

@@ -76,8 +76,8 @@ class Preprocessing:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Preprocessing:
-        """Read train.py's options by name, as config.json and wye.json keep them. CLIP's are used where
-        they are missing."""
+        """Read train.py's options by name, as config.json and wye.json keep them. CLIP's are used
+        where they are missing."""
         if "image_mean" not in options:
             return cls()
         crop_pct = options["image_size"] / options["image_resize"]

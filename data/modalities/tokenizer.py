@@ -106,8 +106,8 @@ def refuse_unknown_words(
 
 
 def length_multiple(device_type: str) -> int:
-    """The multiple to which the length of a micro-batch's texts is rounded up: 8 on a GPU, where odd
-    sizes are slower than some padding; 1 on a CPU."""
+    """The multiple to which the length of a micro-batch's texts is rounded up: 8 on a GPU, where
+    odd sizes are slower than some padding; 1 on a CPU."""
     return TENSOR_CORE_MULTIPLE if device_type == "cuda" else 1
 
 
@@ -240,9 +240,10 @@ def _loaded(where: str) -> PreTrainedTokenizerBase:
 
 def _no_vocabulary(where: str) -> ValueError:
     return ValueError(
-        f"tokenizer '{where}' has no vocabulary that its type can read ({', '.join(VOCABULARIES)}), "
-        "so it would make the same tokens of all texts. Copy the model's tokenizer there, or give "
-        "train.py --tokenizer, a folder with tokenizer.json or a Hugging Face id"
+        f"tokenizer '{where}' has no vocabulary that its type can read "
+        f"({', '.join(VOCABULARIES)}), so it would make the same tokens of all texts. Copy the "
+        "model's tokenizer there, or give train.py --tokenizer, a folder with tokenizer.json or a "
+        "Hugging Face id"
     )
 
 

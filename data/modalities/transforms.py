@@ -8,9 +8,9 @@ Two phases, so that a cache can stand between them and change nothing:
     B  `TrainTransform`, `EvalTransform`: that image -> uint8 [H, W, 3], at random in training,
        always the same in evaluation
 
-`stacked` then makes one tensor of the images of a micro-batch, and `normalise` its values, where the
-tower computes. H, W: the tower's input; h, w: a stored image. Chance comes from a numpy Generator
-that the caller seeds for each sample.
+`stacked` then makes one tensor of the images of a micro-batch, and `normalise` its values, where
+the tower computes. H, W: the tower's input; h, w: a stored image. Chance comes from a numpy
+Generator that the caller seeds for each sample.
 """
 
 import functools
@@ -186,7 +186,8 @@ def train_transform(
     preprocessing: Preprocessing = CLIP,
     white: bool = False,
 ) -> TrainTransform:
-    """A transform for square towers or a size (H, W), pixels. Errors: ValueError for a size below 1."""
+    """A transform for square towers or a size (H, W), pixels. Errors: ValueError for a size below
+    1."""
     return TrainTransform(_checked(image_size), colour_jitter, flip, preprocessing, white)
 
 
@@ -207,7 +208,8 @@ def augmented(
 
 
 def eval_transform(image_size: int | Size, preprocessing: Preprocessing = CLIP) -> EvalTransform:
-    """A transform for square towers or a size (H, W), pixels. Errors: ValueError for a size below 1."""
+    """A transform for square towers or a size (H, W), pixels. Errors: ValueError for a size below
+    1."""
     return EvalTransform(_checked(image_size), preprocessing)
 
 
@@ -236,8 +238,8 @@ def normalise(
     scale, shift = _scale_and_shift(preprocessing, pixels.shape[3], pixels.device)
     rows = channels_last.reshape(-1, len(scale))  # [b H, 3 W]
     out = torch.empty(rows.shape, dtype=dtype, device=pixels.device)
-    # on a CPU image by image: in between, the values stay in its cache, and no further memory of the
-    # size of a micro-batch is touched
+    # on a CPU image by image: in between, the values stay in its cache, and no further memory of
+    # the size of a micro-batch is touched
     step = pixels.shape[2] if pixels.device.type == "cpu" else len(rows)
     for part, made in zip(rows.split(step), out.split(step)):
         torch.addcmul(shift, part, scale, out=made)
@@ -248,8 +250,8 @@ def normalise(
 def _scale_and_shift(
     preprocessing: Preprocessing, width: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Scale and shift of a row of an image, [3 W] each: a broadcast over 3 channels would be a loop of
-    3 steps."""
+    """Scale and shift of a row of an image, [3 W] each: a broadcast over 3 channels would be a loop
+    of 3 steps."""
     mean, std = preprocessing.mean, preprocessing.std
     scale = [1 / (255 * s) for s in std]
     shift = [-m / s for m, s in zip(mean, std)]

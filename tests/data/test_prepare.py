@@ -161,7 +161,9 @@ def test_too_many_bad_samples_end_the_run_with_the_table_of_reasons(emoji_set, f
         ValueError,
         match="(?s)3 of 27 samples cannot be used, 11.1%.*2  invalid-row .*1  missing-file .*:25: invalid-row",
     ):
-        prepare_data(DataOptions(data=(spec,), val_fraction=0.25, max_bad_fraction=0.1), None, folder)
+        prepare_data(
+            DataOptions(data=(spec,), val_fraction=0.25, max_bad_fraction=0.1), None, folder
+        )
 
 
 def test_what_is_no_part_of_a_sample_refuses_no_run_and_is_recorded(emoji_set, folder):
@@ -197,7 +199,9 @@ def test_several_data_sets_with_weights(emoji_set, folder):
     assert shared.parts == ((24, 12 / 24), (6, 18 / 6)) and np.array_equal(
         shared.train, prepared.train
     )
-    split = prepare_data(DataOptions(data=specs, val_fraction=0.2), None, make(folder.parent / "split"))
+    split = prepare_data(
+        DataOptions(data=specs, val_fraction=0.2), None, make(folder.parent / "split")
+    )
     held = split.held_out["validation"].subset.tolist()
     # the same image in both sets is on one side
     assert {i for i in held if i < 6} == {i - 24 for i in held if i >= 24}

@@ -1,8 +1,8 @@
 """Sounds as they come out of files: decode safely, mix to one channel, bring to a rate.
 
-Bytes are read by content, never by name: by libsndfile (`soundfile`) where it knows the format, else
-by FFmpeg (`av`). Neither says of every format that a file was cut off, so what a header promises is
-compared with what is there.
+Bytes are read by content, never by name: by libsndfile (`soundfile`) where it knows the format,
+else by FFmpeg (`av`). Neither says of every format that a file was cut off, so what a header
+promises is compared with what is there.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ MASKED_BINS, MASKED_FRAMES = 27 / 80, 0.1
 
 @dataclass(frozen=True)
 class AudioFeatures:
-    """`values`: the arguments of the feature extractor, a class of transformers; `num_samples`: of a
-    clip, at `rate` Hz. A longer sound is cut to that; a shorter one is repeated or padded as the
+    """`values`: the arguments of the feature extractor, a class of transformers; `num_samples`: of
+    a clip, at `rate` Hz. A longer sound is cut to that; a shorter one is repeated or padded as the
     extractor says (CLAP: whole repetitions, then zeros)."""
 
     extractor: str
