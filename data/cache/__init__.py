@@ -101,30 +101,34 @@ class SampleCache:
             return
         self._waiting[key] = value
         self._waiting_bytes += value.nbytes
-        if self._waiting_bytes >= BATCH_BYTES:
-            self._store_waiting()
+        if self._waiting_bytes >= BATCH_BYTES and not self.store():
+            # another process is writing
+            if self._waiting_bytes > WAITING_BYTES:
+                self._forget_waiting()
 
-    def write(self, items: Sequence[tuple[bytes, np.ndarray]], turn_s: float = 0.0) -> bool:
-        """Store arrays at once. Returns False if they could not be stored: the cache is full or
+    def store(self, turn_s: float = 0.0) -> bool:
+        """Store what was put so far. Returns False if it could not be stored: the cache is full or
         broken, or another process wrote for longer than `turn_s`."""
-        connection = self._opened()
-        if connection is None or self.is_full:
-            return False
+        connection = self._opened() if self._waiting else None
+        if connection is None:
+            return not self.is_full and not self.is_broken
         rows = [
             (key, value.dtype.str, "x".join(map(str, value.shape)), np.ascontiguousarray(value))
-            for key, value in items
+            for key, value in self._waiting.items()
         ]
         try:
             connection.execute(f"PRAGMA busy_timeout = {round(1000 * turn_s)}")
             with connection:  # commits, or rolls back
                 connection.execute("BEGIN IMMEDIATE")
-                if self.used_bytes() + sum(value.nbytes for _, value in items) > self.limit_bytes:
+                used = self.used_bytes()
+                if used + self._waiting_bytes > self.limit_bytes:
                     self._stop_writing(
-                        f"holds {self.used_bytes() / GIB:.1f} GiB and would pass its limit of "
+                        f"holds {used / GIB:.1f} GiB and would pass its limit of "
                         f"{self.limit_bytes / GIB:.1f} GiB"
                     )
                     return False
                 connection.executemany("INSERT OR IGNORE INTO samples VALUES (?, ?, ?, ?)", rows)
+            self._forget_waiting()
             return True
         except sqlite3.OperationalError as error:
             if "locked" not in str(error):  # a full disk, no permission
@@ -146,15 +150,13 @@ class SampleCache:
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Store what is waiting, if this process gets its turn in time, and close the file. The
         next use opens it again."""
-        if self._waiting:
-            self._store_waiting(timeout_s)
+        self.store(timeout_s)
         if self._connection is not None:
             self._connection.close()
         self._connection = None
 
-    def _store_waiting(self, turn_s: float = 0.0) -> None:
-        if self.write(list(self._waiting.items()), turn_s) or self._waiting_bytes > WAITING_BYTES:
-            self._waiting, self._waiting_bytes = {}, 0
+    def _forget_waiting(self) -> None:
+        self._waiting, self._waiting_bytes = {}, 0
 
     def _run(self, statement: str, *values: bytes) -> Any:
         """The first row of the answer, or None."""
@@ -183,14 +185,16 @@ class SampleCache:
                 f"cannot be used ({error}); images and sounds are decoded instead. If the file is "
                 "broken, delete the folder"
             )
-        self.is_broken, self._connection, self._waiting = True, None, {}
+        self.is_broken, self._connection = True, None
+        self._forget_waiting()
 
     def _stop_writing(self, why: str) -> None:
         if not self.is_full:
             self._warn(
                 f"{why}; what it lacks is decoded each time. Give it more room, or another folder"
             )
-        self.is_full, self._waiting = True, {}
+        self.is_full = True
+        self._forget_waiting()
 
     def _warn(self, what: str) -> None:
         warnings.warn(f"cache {self.folder}: {what}", RuntimeWarning, stacklevel=2)
@@ -282,18 +286,18 @@ def _fill(
 ) -> tuple[Counter[str], list[str]]:
     if cache.is_full or not cache.is_open():
         return Counter(refused=len(chunk)), []
-    done, examples, images = Counter[str](), [], []
+    done, examples = Counter[str](), []
     for i in chunk.tolist():
         key = stored.key(source.content_hash(i))
         if cache.has(key):
             done["present"] += 1
             continue
         try:
-            images.append((key, stored(source.image_bytes(i))))
+            cache.put(key, stored(source.image_bytes(i)))
+            done["stored"] += 1
         except BadSample as error:
             done[error.reason] += 1
             examples.append(f"{source.where(i)}: {error}")
-    if images:
-        written = cache.write(images, turn_s=FILL_S)
-        done["stored" if written else "refused"] = len(images)
+    if not cache.store(FILL_S):
+        done["refused"] = done.pop("stored", 0)
     return done, examples

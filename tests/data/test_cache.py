@@ -10,7 +10,7 @@ import warnings
 
 import numpy as np
 import pytest
-from cache_writers import LIMIT_S, items, sample_image, write_for_ever, write_items
+from cache_writers import LIMIT_S, items, sample_image, write, write_for_ever, write_items
 
 from data.cache import BATCH_BYTES, FILE, WAITING_BYTES, SampleCache, fill, open_cache
 from data.cache.__main__ import main
@@ -91,7 +91,7 @@ def test_a_writer_that_is_killed_leaves_a_whole_cache(cache):
             time.sleep(0.02)
         os.kill(writer.pid, signal.SIGKILL)
         writer.join()
-        assert cache.write(items([10**9 + start]), turn_s=LIMIT_S)  # its turn is over
+        assert write(cache, items([10**9 + start]), LIMIT_S)  # its turn is over
         for key, value in items(range(50)):
             assert np.array_equal(cache.get(key), value)
 
@@ -101,7 +101,7 @@ def test_a_writer_that_stands_still_keeps_nobody_waiting(cache):
     assert cache.is_open()
     other = sqlite3.connect(cache.folder / FILE, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
-    assert not cache.write(items([1]), turn_s=0.1)
+    assert not write(cache, items([1]), 0.1)
     large = np.zeros(BATCH_BYTES, np.uint8)
     cache.put(b"large", large)
     assert cache.get(b"large") is None
@@ -118,7 +118,7 @@ def test_a_writer_that_stands_still_keeps_nobody_waiting(cache):
 def test_a_full_cache_says_so_once_and_goes_on_answering(tmp_path):
     cache = SampleCache(tmp_path / "images", limit_bytes=400_000)
     with pytest.warns(RuntimeWarning, match="would pass its limit.*decoded each time") as warned:
-        kept = [cache.write([item]) for item in items(range(100))]
+        kept = [write(cache, [item]) for item in items(range(100))]
     assert len(warned) == 1 and 10 < sum(kept) < 100 and kept == sorted(kept, reverse=True)
     for n, (key, value) in enumerate(items(range(100))):
         found = cache.get(key)
@@ -183,7 +183,7 @@ def test_closing_and_opening_again_finds_nothing_wrong(cache):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for n in range(12):
-            cache.write([(b"key %d" % n, sample_image(n, size=20 + 9 * n)), *items([100, 101])])
+            write(cache, [(b"key %d" % n, sample_image(n, size=20 + 9 * n)), *items([100, 101])])
             cache.close()
             assert np.array_equal(cache.get(b"key %d" % n), sample_image(n, size=20 + 9 * n))
 

@@ -30,11 +30,12 @@ SUBSET = np.arange(300, 340)
 
 
 def make(source, modalities=BOTH, tokenizer=None, seed=0):
-    made = {
-        "image": ImageModality(train_transform(16), eval_transform(16)),
-        "text": TextModality(tokenizer, 32),
-    }
-    return MicroBatchDataset(source, [made[name] for name in sorted(modalities)], seed)
+    made = []
+    if "image" in modalities:
+        made.append(ImageModality(train_transform(16), eval_transform(16)))
+    if "text" in modalities:
+        made.append(TextModality(tokenizer, 32))
+    return MicroBatchDataset(source, made, seed)
 
 
 def request(*indices, epoch=0, training=True):
@@ -46,17 +47,19 @@ def assert_equal(a, b):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-class NoImages:
-    """The demo, with images that must not be asked for."""
+class Without:
+    """A source of which one of these must not be asked for: image_bytes, captions."""
 
-    def __init__(self, source):
-        self.spec, self.captions, self.source = source.spec, source.captions, source
+    def __init__(self, source, what):
+        self.source, self.what = source, what
 
     def __len__(self):
         return len(self.source)
 
-    def image_bytes(self, i):
-        raise AssertionError("decoded")
+    def __getattr__(self, name):
+        if name == self.what:
+            raise RuntimeError(f"asked for {name}")
+        return getattr(self.source, name)
 
 
 class StillCaption:
@@ -72,20 +75,6 @@ class StillCaption:
 
     def captions(self, i):
         return [self.text]
-
-
-class NoTexts:
-    """The demo, with captions that must not be asked for."""
-
-    def __init__(self, source):
-        self.spec, self.image_bytes, self.source = source.spec, source.image_bytes, source
-        self.content_hash = source.content_hash
-
-    def __len__(self):
-        return len(self.source)
-
-    def captions(self, i):
-        raise AssertionError("read a caption")
 
 
 def test_both_modalities(demo, tokenizer):
@@ -124,29 +113,21 @@ def test_equal_images_and_captions_have_equal_keys(demo, tmp_path, tokenizer):
     assert text[0] == text[2] and len(set(text)) == 3
 
 
-def test_text_only_never_decodes(demo, tokenizer):
-    dataset = MicroBatchDataset(NoImages(demo), [TextModality(tokenizer, 32)])
-    assert set(dataset[request(1, 2)]) == {
-        "input_ids",
-        "attention_mask",
-        "text_position",
-        "text_index",
-        "text_key",
-    }
-    with pytest.raises(AssertionError, match="decoded"):
-        make(NoImages(demo), BOTH, tokenizer)[request(1, 2)]
-
-
-def test_image_only_never_reads_a_caption_and_needs_no_tokenizer(demo, tokenizer):
-    dataset = make(NoTexts(demo), {"image"})
-    assert set(dataset[request(1, 2)]) == {
-        "pixel_values",
-        "image_position",
-        "image_index",
-        "image_key",
-    }
-    with pytest.raises(AssertionError, match="read a caption"):
-        make(NoTexts(demo), BOTH, tokenizer)[request(1, 2)]
+@pytest.mark.parametrize(
+    ("branch", "names", "never"),
+    [
+        ("image", ["pixel_values"], "captions"),
+        ("text", ["input_ids", "attention_mask"], "image_bytes"),
+    ],
+)
+def test_a_branch_reads_its_own_modality_only(demo, tokenizer, branch, names, never):
+    """And images need no tokenizer."""
+    source = Without(demo, never)
+    dataset = make(source, {branch}, tokenizer if branch == "text" else None)
+    labels = [f"{branch}_{label}" for label in ("position", "index", "key")]
+    assert set(dataset[request(1, 2)]) == {*names, *labels}
+    with pytest.raises(RuntimeError, match=f"asked for {never}"):
+        make(source, BOTH, tokenizer)[request(1, 2)]
 
 
 def test_augmentation_is_a_pure_function_of_seed_epoch_and_index(demo):
@@ -562,7 +543,7 @@ def test_a_meta_batch_has_the_shapes_of_the_micro_batch_and_no_image_is_read_for
 ):
     images = ImageModality(train_transform(32), eval_transform(32), side_multiple=8, patch_size=8)
     modalities = [images, TextModality(tokenizer, 32, length_multiple=4)]
-    meta = MicroBatchDataset(NoImages(demo), modalities).meta_batch(asked)
+    meta = MicroBatchDataset(Without(demo, "image_bytes"), modalities).meta_batch(asked)
     assert shapes(meta) == shapes(MicroBatchDataset(demo, modalities)[asked])
     assert {tensor.device.type for tensor in meta.values()} == {"meta"}
 
