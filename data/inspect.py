@@ -1,4 +1,4 @@
-"""What is in a data set: counts, sizes, lengths, bad samples, and a sheet of images and
+"""A look into a data set: counts, sizes, lengths, bad samples, and a sheet of images and
 spectrograms with their captions.
 
     python -m data.inspect demo
@@ -10,12 +10,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
-from matplotlib import colormaps
-from PIL import Image, ImageDraw, ImageFont, ImageOps
+from matplotlib import colormaps, rc_context
+from matplotlib.figure import Figure
+from PIL import Image, ImageOps
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -27,18 +27,14 @@ from data.index.roots import add_root_flag, given_roots, with_roots
 from data.index.sources import IndexedSource, Source, open_source
 from data.modalities.audio.decoding import decode_audio
 from data.modalities.decoding import decode_bytes, upright_8bit
-from data.modalities.fonts import Font, Fonts, fonts_for, wrapped
+from data.modalities.fonts import columns_of, fonts_for, wrapped
 from data.modules import import_modules
 from data.options import add_pairs_flags, compared
 from data.prepare import bad_values, count_bad
 
-TILE, CAPTION_LINES, LINE, GAP, LETTER_SIZE = (
-    160,
-    3,
-    15,
-    10,
-    11,
-)  # pixels, but for the number of lines
+TILE = 160  # pixels a side
+DOTS_PER_INCH, CELL_INCHES = 100, (1.8, 2.3)
+CAPTION_LINES, LETTERS, LETTER_POINTS = 3, 26, 7.5
 BAR = 30  # characters
 COLOURS = "magma"  # of spectrograms, as evaluate.py draws them
 SEVERAL = {"image": "images", "audio": "sounds"}
@@ -122,36 +118,33 @@ def report(source: IndexedSource, most_bad: int = 10) -> list[Table]:
 
 def contact_sheet(
     source: Source, count: int = 24, seed: int = 0, columns: int = 6
-) -> tuple[Image.Image, str | None]:
+) -> tuple[Figure, str | None]:
     """`count` usable samples drawn at random, each with its first caption below, cut after three
     lines; and what to say of characters that no font has."""
     usable = source.usable()
-    drawn = np.sort(
-        np.random.default_rng(seed).choice(usable, min(count, len(usable)), replace=False)
-    )
-    rows = -(-len(drawn) // columns)
-    height = TILE + CAPTION_LINES * LINE + GAP
-    sheet = Image.new("RGB", (columns * (TILE + GAP) + GAP, rows * (height + GAP) + GAP), "white")
-    captions = [(source.captions(i) or [""])[0] for i in drawn.tolist()]
-    draw, fonts = ImageDraw.Draw(sheet), fonts_for(captions)
-    for place, (i, caption) in enumerate(zip(drawn.tolist(), captions)):
-        left, top = GAP + place % columns * (TILE + GAP), GAP + place // columns * (height + GAP)
-        draw.rectangle((left - 1, top - 1, left + TILE, top + TILE), outline="lightgrey")
-        try:
-            image = _tile(source, i)
-            sheet.paste(
-                image,
-                (left + (TILE - image.width) // 2, top + (TILE - image.height) // 2),
-                image,
+    drawn = np.random.default_rng(seed).choice(usable, min(count, len(usable)), replace=False)
+    captions = {i: (source.captions(i) or [""])[0] for i in sorted(drawn.tolist())}
+    fonts = fonts_for(captions.values())
+    rows = -(-len(captions) // columns)
+    sheet = Figure((columns * CELL_INCHES[0], rows * CELL_INCHES[1]), DOTS_PER_INCH)
+    sheet.subplots_adjust(left=0.02, right=0.98, bottom=0, top=1 - 0.02 / rows, hspace=0)
+    cells = sheet.subplots(rows, columns, squeeze=False).ravel()
+    for cell in cells:
+        cell.set(xticks=[], yticks=[], box_aspect=1, adjustable="datalim", visible=False)
+    with rc_context({"font.family": fonts.families, "font.size": LETTER_POINTS}):
+        for cell, (i, caption) in zip(cells, captions.items()):
+            cell.set(visible=True)
+            try:
+                cell.imshow(np.asarray(_tile(source, i)), aspect="equal")
+            except Absent:
+                cell.text(0.03, 0.9, "no image, no sound", color="grey")
+            except BadSample as problem:  # of what only a full decoding shows
+                cell.text(0.03, 0.9, problem.reason, color="red")
+            lines = wrapped(
+                fonts.drawable(caption), CAPTION_LINES, lambda line: columns_of(line) <= LETTERS
             )
-        except Absent:
-            _draw_line(draw, (left + 4, top + 4), "no image, no sound", fonts, "grey")
-        except BadSample as problem:  # of what only a full decoding shows
-            _draw_line(draw, (left + 4, top + 4), problem.reason, fonts, "red")
-        for number, line in enumerate(
-            wrapped(caption, CAPTION_LINES, lambda text: _width(draw, text, fonts) <= TILE)
-        ):
-            _draw_line(draw, (left, top + TILE + 2 + number * LINE), line, fonts)
+            below = cell.transAxes
+            cell.text(0, -0.02, "\n".join(lines), va="top", parse_math=False, transform=below)
     return sheet, fonts.notice()
 
 
@@ -167,14 +160,11 @@ def _tile(source: Source, i: int) -> Image.Image:
         if not has_sound:
             raise
         shown, sides = [], (TILE, TILE)
-    if not has_sound:
-        return shown[0]
-    shown.append(_spectrogram(source.value("audio", i)).resize(sides))
+    if has_sound:
+        shown.append(_spectrogram(source.value("audio", i)).resize(sides))
     tile = Image.new("RGBA", (TILE, sum(image.height for image in shown)))
-    top = 0
-    for image in shown:
-        tile.paste(image, ((TILE - image.width) // 2, top))
-        top += image.height
+    for n, image in enumerate(shown):
+        tile.paste(image, ((TILE - image.width) // 2, n * shown[0].height))
     return tile
 
 
@@ -186,30 +176,6 @@ def _spectrogram(sound: bytes) -> Image.Image:
     low, high = float(decibels.min()), float(decibels.max())
     levels = (decibels - low) / max(high - low, 1e-6)
     return Image.fromarray(colormaps[COLOURS](levels, bytes=True))
-
-
-def _draw_line(
-    draw: ImageDraw.ImageDraw,
-    place: tuple[float, float],
-    line: str,
-    fonts: Fonts,
-    fill: str = "black",
-) -> None:
-    """On one base line, whatever the fonts. `place`: left, top."""
-    left, top = place
-    baseline = top + _at_size(fonts.fonts[0]).getmetrics()[0]
-    for text, font in fonts.runs(line):
-        draw.text((left, baseline), text, fill=fill, font=_at_size(font), anchor="ls")
-        left += draw.textlength(text, font=_at_size(font))
-
-
-def _width(draw: ImageDraw.ImageDraw, line: str, fonts: Fonts) -> float:
-    return sum(draw.textlength(text, font=_at_size(font)) for text, font in fonts.runs(line))
-
-
-@lru_cache(maxsize=64)
-def _at_size(font: Font) -> ImageFont.FreeTypeFont:
-    return ImageFont.truetype(font.path, LETTER_SIZE, index=font.index)
 
 
 def _number(value: float) -> str:
@@ -276,11 +242,11 @@ def _inspect(arguments: Sequence[str] | None) -> None:
     if options.count > 0:
         sheet, notice = contact_sheet(source, options.count, options.seed)
         make_folder(options.sheet.parent)
-        kind = Image.registered_extensions().get(options.sheet.suffix.lower())
-        if kind is None:
+        kind = options.sheet.suffix.lower()[1:]
+        if kind not in sheet.canvas.get_supported_filetypes():
             raise ValueError(f"--sheet {options.sheet}: end its name in that of a picture, as .png")
         with replacing(options.sheet) as beside:
-            sheet.save(beside, kind)
+            sheet.savefig(beside, format=kind)
         if notice:
             print(notice)
         print(options.sheet)

@@ -1,5 +1,5 @@
-"""From requests to tensors: a data set whose items are whole micro-batches, and the workers that
-make them.
+"""The loader: a data set whose items are whole micro-batches, and the workers that make them from
+requests.
 
 n: rows of a modality in the micro-batch.
 """
@@ -11,7 +11,6 @@ import re
 import signal
 import time
 import traceback
-import uuid
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,8 +24,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from data.batching.sampler import MicroBatchRequest
 from data.index.sources import Source
-from data.modalities import shared_pixels
-from data.modalities.modality import Loaded, Memory, Modality
+from data.modalities import memory
+from data.modalities.modality import Loaded, Modality
 from data.processes import end_with_parent, outlast_signals, start_method
 
 MAX_WORKERS_GPU, MAX_WORKERS_CPU = 16, 2
@@ -37,14 +36,17 @@ SEEN_S = 2.0  # within which a process that ended is seen to be gone
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What there is to say about one micro-batch."""
+    """A report about one micro-batch.
 
-    bad: list[tuple[int, str, str]] = field(
-        default_factory=list
-    )  # (index, reason, detail) of what cannot be read
-    counts: Mapping[str, float] = field(default_factory=dict)  # of all modalities, by name
-    num_decoded: int = 0  # values that may turn out bad while they are loaded, with those that did
-    wait_s: float = 0.0  # how long the caller of `micro_batches` waited for it
+    `bad`: (index, reason, detail) of what cannot be read. `counts`: of all modalities, by name.
+    `num_decoded`: values that may turn out bad while they are loaded, with those that did.
+    `wait_s`: how long the caller of `micro_batches` waited for it.
+    """
+
+    bad: list[tuple[int, str, str]] = field(default_factory=list)
+    counts: Mapping[str, float] = field(default_factory=dict)
+    num_decoded: int = 0
+    wait_s: float = 0.0
 
 
 class MicroBatchDataset(Dataset):
@@ -53,8 +55,9 @@ class MicroBatchDataset(Dataset):
 
     It holds the tensors of each modality, and of each modality NAME int64 [n]: NAME_position, the
     row's place in the global batch, NAME_index, its sample in the source, and NAME_key, equal where
-    values are equal; where the request has weights also NAME_weight, millionths that each row counts in the loss. Only what the modalities
-    ask for is done: without the images nothing is decoded, without the texts nothing is tokenized.
+    values are equal; where the request has weights also NAME_weight, millionths that each row
+    counts in the loss. Only what the modalities ask for is done: without the images nothing is
+    decoded, without the texts nothing is tokenized.
 
     A sample that lacks the modality, or whose value cannot be read, shows a stand-in, and its index
     is -1 - index, so that the loss leaves the row out.
@@ -70,18 +73,12 @@ class MicroBatchDataset(Dataset):
     def __getitem__(self, request: MicroBatchRequest) -> dict[str, Tensor]:
         return self.load(request)[0]
 
-    def load(
-        self, request: MicroBatchRequest, memory: Memory | None = None
-    ) -> tuple[dict[str, Tensor], LoadReport]:
-        """The micro-batch and its report. `memory`: gives so many bytes of memory for
-        pixels."""
-        asked = [
-            *request.index.tolist(),
-            *(() if request.dealt_texts is None else request.dealt_texts.index.tolist()),
-        ]
-        if min(asked) < 0 or max(asked) >= len(self.source):
+    def load(self, request: MicroBatchRequest) -> tuple[dict[str, Tensor], LoadReport]:
+        """The micro-batch and its report."""
+        asked = np.concatenate([request.index, request.texts()[0]])
+        if asked.min() < 0 or asked.max() >= len(self.source):
             raise ValueError(
-                f"samples {min(asked)}..{max(asked)} asked for; {self.source.spec} has "
+                f"samples {asked.min()}..{asked.max()} asked for; {self.source.spec} has "
                 f"0..{len(self.source) - 1}"
             )
         micro_batch: dict[str, Tensor] = {}
@@ -89,27 +86,26 @@ class MicroBatchDataset(Dataset):
         counts: dict[str, float] = {}
         num_decoded = 0
         for modality in self.modalities:
-            shared = memory if modality.in_shared_memory else None
-            loaded = modality.load(self.source, request, self.seed, shared)
+            loaded = modality.load(self.source, request, self.seed)
             micro_batch |= _tensors(modality.name, loaded)
             bad += loaded.bad
             counts |= loaded.counts
             num_decoded += len(loaded.index) if modality.decodes else 0
         return micro_batch, LoadReport(bad, counts, num_decoded)
 
-    def outline(self, request: MicroBatchRequest) -> dict[str, Tensor]:
+    def meta_batch(self, request: MicroBatchRequest) -> dict[str, Tensor]:
         """The micro-batch on the meta device: its names, dtypes and shapes. No image is decoded."""
         return {
             name: tensor.to("meta")
             for modality in self.modalities
             for name, tensor in _tensors(
-                modality.name, modality.outline(self.source, request, self.seed)
+                modality.name, modality.meta_batch(self.source, request, self.seed)
             ).items()
         }
 
 
 def _tensors(name: str, loaded: Loaded) -> dict[str, Tensor]:
-    """Of a modality, as they enter the stage."""
+    """The tensors of a modality, as they enter the stage."""
     index, missing = loaded.index, [*loaded.absent, *(i for i, _, _ in loaded.bad)]
     if missing:
         index = np.where(np.isin(index, missing), -1 - index, index)
@@ -127,38 +123,61 @@ def micro_batches(
     requests: Iterable[MicroBatchRequest | list[MicroBatchRequest]],
     workers: int = 0,
     pin_memory: bool = False,
-    prefetch: int = 2,
     on_load: Callable[[LoadReport], None] | None = None,
     name: str = "",
 ) -> Generator[dict[str, Tensor] | list[dict[str, Tensor]], None, None]:
     """The micro-batches of `requests`, in their order, made in this process (workers 0) or ahead of
-    time in others. A list of requests gives the list of their outlines.
+    time in others, where each worker keeps two ready. A list of requests gives the list of their
+    meta batches.
 
-    `prefetch`: micro-batches that each worker keeps ready. `on_load` is called here, before a
-    micro-batch is handed out. `name`: whose loader this is, for messages, for example "rank 3".
-    What a worker raises is raised here, with the same type and message, when its micro-batch is
-    due. Errors: ValueError, OSError; ChildProcessError when a worker was killed, at most a few
-    seconds later.
+    `on_load` is called here, before a micro-batch is handed out. `name`: whose loader this is, for
+    messages, for example "rank 3". What a worker raises is raised here, with the same type and
+    message, when its micro-batch is due. Errors: ValueError, OSError; ChildProcessError when a
+    worker was killed, at most a few seconds later.
     """
-    token = uuid.uuid4().hex
     loader = DataLoader(
-        _Carrier(dataset, token if workers > 0 else None),
+        _Items(dataset),
         sampler=requests,
         batch_size=None,  # a request is a whole micro-batch
         num_workers=workers,
         pin_memory=pin_memory,
-        prefetch_factor=prefetch if workers > 0 else None,
-        persistent_workers=workers > 0,
         worker_init_fn=_start_worker if workers > 0 else None,
         multiprocessing_context=start_method() if workers > 0 else None,
         # its own: making a loader must not move the model's random state
         generator=torch.Generator(),
     )
-    return _unpacked(loader, token, on_load, name)
+    others = multiprocessing.active_children()
+    iterator = iter(loader)
+    processes = [child for child in multiprocessing.active_children() if child not in others]
+    try:
+        while True:
+            start = time.perf_counter()
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            except (RuntimeError, EOFError, OSError) as error:
+                # of the way between the processes: others come as _Failure
+                lost = _lost(processes, str(error))
+                if not lost:
+                    raise
+                of = f" of {name}" if name else ""
+                raise ChildProcessError(f"the loader{of} lost {lost}") from error
+            loaded, report = item
+            if isinstance(report, _Failure):
+                raise report.error from _WorkerTraceback(report.where)
+            if report is not None and on_load is not None:
+                on_load(replace(report, wait_s=time.perf_counter() - start))
+            del item  # or it would keep the micro-batch before alive while the next one is made
+            yield loaded
+            del loaded
+    finally:
+        del iterator
+        memory.forget([process.pid or 0 for process in processes])
 
 
 def resolve_workers(asked: str | int, ranks_on_node: int, cpu_count: int, on_gpu: bool) -> int:
-    """How many loader processes one rank starts: `asked` where it is a number, else what the
+    """The number of loader processes of one rank: `asked` where it is a number, else what the
     machine has to spare.
 
     "auto" with a GPU: the cores beside each rank's own, 1 to 16. Without: towers compute on the
@@ -176,162 +195,66 @@ def resolve_workers(asked: str | int, ranks_on_node: int, cpu_count: int, on_gpu
 
 
 @dataclass(frozen=True)
-class _Outlines:
-    of: list[dict[str, Tensor]]
-
-
-@dataclass(frozen=True)
 class _Failure:
     error: Exception
     where: str
 
 
 class _WorkerTraceback(Exception):
-    """Shown as the cause of an error that a worker raised."""
+    """The cause of an error that a worker raised, with the worker's traceback."""
 
 
-class _ByValue:
-    """A small tensor that travels inside the message; each other one costs a connection to the
-    worker, to hand over its memory."""
+class _Items(Dataset):
+    """(micro-batch, its report), (meta batches, None) or (None, _Failure): DataLoader would wrap
+    the message of an error in a traceback of the worker."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-    def __reduce__(self):
-        return torch.from_numpy, (self.tensor.numpy(),)
-
-
-class _Carrier(Dataset):
-    """Hands over micro-batches with their reports, and errors as items: DataLoader would wrap the
-    message in a traceback of the worker."""
-
-    def __init__(self, dataset: MicroBatchDataset, token: str | None) -> None:
+    def __init__(self, dataset: MicroBatchDataset) -> None:
         self.dataset = dataset
-        self.token = token  # of a loader with workers
-        self.blocks: shared_pixels.Blocks | None = None  # of this worker
 
     def __getitem__(self, request: MicroBatchRequest | list[MicroBatchRequest]) -> Any:
         try:
             if isinstance(request, list):
-                return _Outlines([self.dataset.outline(each) for each in request])
-            if self.token is None:
-                return self.dataset.load(request)
-            return self._packed(request, self.token)
-        except (
-            ValueError,
-            OSError,
-        ) as error:  # what data/ raises; these survive the way between processes
-            return _Failure(error, traceback.format_exc())
-
-    def _packed(self, request: MicroBatchRequest, token: str) -> tuple[dict[str, Any], LoadReport]:
-        if self.blocks is None:
-            self.blocks = shared_pixels.Blocks(token)
-        blocks = self.blocks
-        taken: list[shared_pixels.SharedPixels] = []
-
-        def memory(num_bytes: int) -> Tensor:
-            taken.append(blocks.take(num_bytes))
-            return taken[0].out
-
-        micro_batch, report = self.dataset.load(request, memory)
-        packed: dict[str, Any] = {}  # in their order: an outline has the same
-        for name, tensor in micro_batch.items():
-            if name == "pixel_values":
-                b, _, height, width = tensor.shape
-                packed[name] = replace(taken[0], shape=(b, height, width))
-            else:
-                packed[name] = _ByValue(tensor)
-        return packed, report
+                return [self.dataset.meta_batch(each) for each in request], None
+            micro_batch, report = self.dataset.load(request)
+            return memory.sendable(micro_batch), report
+        except (ValueError, OSError) as error:  # what data/ raises; these survive the way
+            return None, _Failure(error, traceback.format_exc())
 
 
-def _unpacked(
-    loader: DataLoader, token: str, on_load: Callable[[LoadReport], None] | None, name: str
-) -> Generator[dict[str, Tensor] | list[dict[str, Tensor]], None, None]:
-    others = multiprocessing.active_children()
-    iterator = iter(loader)
-    workers = [child for child in multiprocessing.active_children() if child not in others]
-    try:
-        while True:
-            start = time.perf_counter()
-            try:
-                item = next(iterator)
-            except StopIteration:
-                return
-            except (
-                RuntimeError,
-                EOFError,
-                OSError,
-            ) as error:  # of the way between the processes: others come as _Failure
-                # a connection may end a moment before the process that held it is seen to be gone
-                if workers:
-                    wait([worker.sentinel for worker in workers], timeout=SEEN_S)
-                dead = _dead(workers, str(error))
-                if not dead:
-                    raise
-                raise ChildProcessError(_obituary(dead, len(workers), name)) from error
-            if isinstance(item, _Failure):
-                raise item.error from _WorkerTraceback(item.where)
-            if isinstance(item, _Outlines):
-                yield item.of
-                continue
-            micro_batch, report = item
-            if on_load is not None:
-                on_load(replace(report, wait_s=time.perf_counter() - start))
-            del item  # or it would keep the micro-batch before alive while the next one is made
-            yield micro_batch
-            del micro_batch
-    finally:
-        del iterator
-        shared_pixels.forget(token)
-
-
-def _dead(
-    workers: list[multiprocessing.process.BaseProcess], message: str
-) -> list[tuple[int, int | None, int | None]]:
-    """(number, process id, exit code) of the workers that are gone, and of those that `message`
-    says are."""
-    named = {
-        int(pid)
-        for pids in re.findall(r"DataLoader worker \(pids?(?:\(s\))? ([\d, ]+)\)", message)
-        for pid in pids.split(",")
-    }
-    return [
-        (n, worker.pid, worker.exitcode)
-        for n, worker in enumerate(workers)
-        if worker.pid in named or worker.exitcode is not None
-    ]
-
-
-def _obituary(dead: list[tuple[int, int | None, int | None]], workers: int, name: str) -> str:
-    of = f" of {name}" if name else ""
-    fates = ", ".join(
-        f"worker {number} of {workers} (process {pid}) {_fate(code)}" for number, pid, code in dead
+def _lost(workers: Sequence[multiprocessing.process.BaseProcess], message: str) -> str:
+    """A text that says which workers have ended, how, and what to do; "" if none has. `message`:
+    DataLoader's, which names some."""
+    if workers:
+        # a connection may end a moment before the process that held it is seen to be gone
+        wait([worker.sentinel for worker in workers], timeout=SEEN_S)
+    found = re.search(r"DataLoader worker \(pids?(?:\(s\))? ([\d, ]+)\)", message)
+    named = set(map(int, found[1].split(","))) if found else set()
+    fates, killed = [], False
+    for number, worker in enumerate(workers):
+        code = worker.exitcode
+        if code is None and worker.pid not in named:
+            continue
+        fate = "without a word" if code is None else f"to its own exit with status {code}"
+        if code is not None and code < 0:
+            known = -code in map(int, signal.Signals)
+            fate = f"to {signal.Signals(-code).name}" if known else f"to signal {-code}"
+        killed |= code in ENDED_BY_SYSTEM
+        fates.append(f"worker {number} of {len(workers)} (process {worker.pid}) {fate}")
+    if not fates:
+        return ""
+    cause = (
+        ". Most often the machine ran out of memory and the system killed it: see dmesg, and in a "
+        "container its memory limit and the size of /dev/shm. Give fewer --workers, smaller "
+        "micro-batches, or the machine more memory"
     )
-    lost = f"the loader{of} lost {fates}"
-    if not any(code in ENDED_BY_SYSTEM for _, _, code in dead):
-        return f"{lost}; what it printed stands above"
-    return (
-        f"{lost}. Most often the machine ran out of memory and the system killed it: see dmesg, "
-        "and in a container its memory limit and the size of /dev/shm. Give fewer --workers, "
-        "smaller micro-batches, or the machine more memory"
-    )
-
-
-def _fate(code: int | None) -> str:
-    if code is not None and code < 0:
-        return (
-            f"to {signal.Signals(-code).name}"
-            if -code in map(int, signal.Signals)
-            else f"to signal {-code}"
-        )
-    return "without a word" if code is None else f"to its own exit with status {code}"
+    return ", ".join(fates) + (cause if killed else "; what it printed stands above")
 
 
 def _start_worker(worker: int) -> None:
     end_with_parent()
     outlast_signals()
-    warnings.filterwarnings(
-        "ignore", module="PIL"
-    )  # remarks on odd files: what cannot be read is reported as such
+    memory.share_from_now_on()
+    # remarks on odd files: what cannot be read is reported as such
+    warnings.filterwarnings("ignore", module="PIL")
     torch.set_num_threads(1)  # the cores are shared out by resolve_workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -43,14 +43,14 @@ def add_trust_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def import_named(arguments: argparse.Namespace) -> None:
-    """What the flags of `add_trust_flags` say. Errors: as `import_modules`."""
+    """Import and trust what the flags of `add_trust_flags` say. Errors: as `import_modules`."""
     import_modules(arguments.import_module)
     if arguments.trust_run:
         _named.add(TRUST_ALL)
 
 
 def modules_of_specs(specs: Iterable[str | None]) -> list[str]:
-    """Those that data specs `python:MODULE:NAME` call."""
+    """The modules that data specs `python:MODULE:NAME` call."""
     parts = [(spec or "").split(":") for spec in specs]
     return [part[1] for part in parts if part[0] == "python" and len(part) > 1]
 
@@ -69,7 +69,7 @@ def import_recorded(names: Sequence[str] | None, where: object, others: Sequence
             "importing one runs it as a program. If you trust whoever made this, add "
             f"--import-module {','.join(every)}, or --trust-run for all that it names"
         )
-    _import(names)
+    import_modules(names)
 
 
 def import_modules(names: Sequence[str] | None) -> None:
@@ -78,11 +78,6 @@ def import_modules(names: Sequence[str] | None) -> None:
     The current folder is searched last, so that nothing in it hides a module of the environment.
     Raises ValueError for a module that cannot be imported, whatever its code raised.
     """
-    _import(names)
-    _named.update(names or ())
-
-
-def _import(names: Sequence[str] | None) -> None:
     if names and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     for name in names or ():
@@ -90,22 +85,19 @@ def _import(names: Sequence[str] | None) -> None:
             importlib.import_module(name)
         except Exception as error:
             raise ValueError(f"--import-module {name}: {_why(name, error)}") from error
+    _named.update(names or ())
 
 
 def _why(name: str, error: Exception) -> str:
-    if (
-        isinstance(error, ModuleNotFoundError)
-        and error.name
-        and f"{name}.".startswith(f"{error.name}.")
-    ):
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing and f"{name}.".startswith(f"{missing}."):
         return (
-            f"there is no module {error.name!r} in the environment or in {os.getcwd()}; give the "
+            f"there is no module {missing!r} in the environment or in {os.getcwd()}; give the "
             "name of one that is there, or start in the folder that holds it"
         )
     file, line, *_ = traceback.extract_tb(error.__traceback__)[-1]
-    where = (
-        "" if isinstance(error, SyntaxError) else f" (line {line} of {file})"
-    )  # a SyntaxError names its own
+    # a SyntaxError names its own
+    where = "" if isinstance(error, SyntaxError) else f" (line {line} of {file})"
     what = f"{type(error).__name__}: {error}{where}"
     return f"importing it failed with {what}; mend the module, or leave it out"
 

@@ -1,4 +1,4 @@
-"""From the command line's words to what the loaders need: source, splits, tokenizer."""
+"""Preparation of a run's data: source, splits and tokenizer, made of the command line's options."""
 
 from __future__ import annotations
 
@@ -23,15 +23,12 @@ from data.index.roots import with_roots
 from data.index.sources import Source, open_source
 from data.index.splits import split_source
 from data.modalities.tokenizer import load_tokenizer, refuse_unknown_words
-from data.options import IMAGE_TEXT, DataOptions
+from data.options import DataOptions
 
 TRAIN = "train"
 SAMPLES_TRIED = 1000  # with a tokenizer that is given
-OF_THE_ORDER = (
-    "data_weights",
-    "data_temperature",
-    "data_floors",
-)  # say how often a sample comes, not which ones there are
+# options that do not say which samples there are, but how often they come and how many may be bad
+NOT_OF_SAMPLES = ("data_weights", "data_temperature", "data_floors", "max_bad_fraction")
 
 
 @dataclass(frozen=True)
@@ -107,60 +104,55 @@ def prepare_data(
         "max_audio_seconds": options.max_audio_seconds,
         "pairs": options.compared(),
     }
-    source = open_sources(
-        [with_roots(spec, options.data_root) for spec in options.data], **building
-    )
-    refuse_too_many_bad(source, options.max_bad_fraction)
-    validation = (
-        open_source(with_roots(options.val_data, options.data_root), **building)
-        if options.val_data is not None
-        else None
-    )
-    if validation is not None:
-        refuse_too_many_bad(validation, options.max_bad_fraction)
-    kept = _Kept(folder / "samples", options, source, validation)
-    found = kept.read()
-    if found is None:
-        write_bad_samples(
-            folder / "bad_samples.jsonl", [source, *([validation] if validation else [])]
-        )
-        found = kept.write(_divide(options, source, validation))
-    held_out = {
-        name: HeldOut(source if validation is None else validation, subset)
-        for name, subset in found.held_out.items()
-    }
+    specs = [with_roots(spec, options.data_root) for spec in options.data]
+    sources: list[Source] = [open_sources(specs, **building)]
+    if options.val_data is not None:
+        sources.append(open_source(with_roots(options.val_data, options.data_root), **building))
+    for each in sources:
+        refuse_too_many_bad(each, options.max_bad_fraction)
+    source, validation = sources[0], sources[1] if options.val_data is not None else None
+    samples, made_of = folder / "samples", _made_of(options, sources)
+    division = _read_division(samples, made_of)
+    if division is None:
+        write_bad_samples(folder / "bad_samples.jsonl", sources)
+        _write_division(samples, made_of, _divide(options, source, validation))
+        division = _read_division(samples, made_of)
+        assert division is not None
+    held_out = {name: HeldOut(sources[-1], subset) for name, subset in division.held_out.items()}
     parts: Parts = ()
     if isinstance(source, Mixture):
-        asked = source.parts(found.train, options.data_weights or (1.0,) * len(options.data))
+        asked = source.parts(division.train, options.data_weights or (1.0,) * len(options.data))
         parts = mixed(asked, options.data_temperature, options.data_floors)
-    words = folder / "tokenizer"
-    if not any("text" in pair for pair in options.compared()):
-        made = None
-    elif tokenizer is None and words.is_dir():
-        made = load_tokenizer(str(words))
-    else:
-        apart = 1 if tokenizer is None else 1 + len(found.train) // SAMPLES_TRIED
-        captions = (text for i in found.train[::apart] for text in source.captions(int(i)))
-        if tokenizer is None:
-            made = load_tokenizer(None, captions, words)
-        else:
-            made = load_tokenizer(tokenizer)
-            refuse_unknown_words(tokenizer, made, captions)
     return PreparedData(
         source=source,
-        train=found.train,
+        train=division.train,
         held_out=held_out,
-        tokenizer=made,
+        tokenizer=_tokenizer(options, tokenizer, folder / "tokenizer", source, division.train),
         parts=parts,
-        leaks=found.leaks,
+        leaks=division.leaks,
         length_multiple=length_multiple,
     )
 
 
+def _tokenizer(
+    options: DataOptions, where: str | None, kept: Path, source: Source, train: np.ndarray
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer at `where`, else the one that is kept or trained into the folder `kept`."""
+    if not any("text" in pair for pair in options.compared()):
+        return None
+    if where is None:
+        captions = (text for i in train for text in source.captions(int(i)))
+        return load_tokenizer(str(kept)) if kept.is_dir() else load_tokenizer(None, captions, kept)
+    tokenizer = load_tokenizer(where)
+    tried = train[:: 1 + len(train) // SAMPLES_TRIED]
+    refuse_unknown_words(where, tokenizer, (t for i in tried for t in source.captions(int(i))))
+    return tokenizer
+
+
 @dataclass(frozen=True, eq=False)
 class Division:
-    """Which samples are trained on, which are held out, and how many were left out of training
-    because they would be both."""
+    """The samples that are trained on, those that are held out, and how many were left out of
+    training because they would be both."""
 
     train: np.ndarray
     held_out: Mapping[str, np.ndarray]
@@ -176,22 +168,17 @@ def _divide(options: DataOptions, source: Source, validation: Source | None) -> 
         train, held_out = source.usable(), {"validation": validation.usable()}
         found = find_leaks(source, train, validation, held_out["validation"], options.leak_bits)
         if found and options.on_leak == "refuse":
-            description = describe_leaks(source, validation, validation.spec, found)
             raise ValueError(
-                f"{description}\nmeasured on them, retrieval would look better than it is: remove "
-                "them, or leave them out with --on-leak drop"
+                f"{describe_leaks(source, validation, validation.spec, found)}\nmeasured on them, "
+                "retrieval would look better than it is: remove them, or leave them out with "
+                "--on-leak drop"
             )
         leaks = count_leaks(found)
-        if found:
-            train = np.setdiff1d(
-                train, np.concatenate([leak.train for leak in found]), assume_unique=True
-            )
+        leaked = [leak.train for leak in found]
+        train = np.setdiff1d(train, np.concatenate(leaked), True) if leaked else train
     if options.limit_samples is not None and options.limit_samples < len(train):
-        train = np.sort(
-            np.random.default_rng([options.seed, LIMIT]).choice(
-                train, options.limit_samples, replace=False
-            )
-        )
+        generator = np.random.default_rng([options.seed, LIMIT])
+        train = np.sort(generator.choice(train, options.limit_samples, replace=False))
     return Division(train, held_out, leaks)
 
 
@@ -218,12 +205,10 @@ def bad_values(source: Source) -> Iterator[tuple[str, str, str, str]]:
 def refuse_too_many_bad(source: Source, max_bad_fraction: float) -> None:
     """Raises ValueError with the table of reasons when more than this part of the samples is
     bad."""
-    counts = count_bad(source)
-    if sum(counts.values()) > max_bad_fraction * len(source):
+    counts = Counter(count_bad(source))
+    if counts.total() > max_bad_fraction * len(source):
         raise ValueError(
-            bad_table(
-                source.spec, Counter(counts), len(source), max_bad_fraction, first_bad(source)
-            )
+            bad_table(source.spec, counts, len(source), max_bad_fraction, first_bad(source))
         )
 
 
@@ -235,10 +220,8 @@ def first_bad(source: Source, most: int = 5) -> Iterator[str]:
 def bad_table(
     spec: str, counts: Counter, total: int, max_bad_fraction: float, examples: Iterator[str]
 ) -> str:
-    number = sum(counts.values())
-    rows = [
-        f"    {count:>8,}  {reason:<16} {REASONS[reason]}" for reason, count in counts.most_common()
-    ]
+    number = counts.total()
+    rows = [f"    {n:>8,}  {reason:<16} {REASONS[reason]}" for reason, n in counts.most_common()]
     return "\n".join(
         [
             f"{spec}: {number:,} of {total:,} samples cannot be used, {number / total:.1%}, more "
@@ -256,79 +239,52 @@ def write_bad_samples(file: Path, sources: Sequence[Source]) -> None:
     if not any(count_bad(source) for source in sources):
         remove(file, file.parent)
         return
+    names = ("id", "where", "reason", "detail")
     with replacing(file) as beside, beside.open("w", encoding="utf-8") as lines:
         for source in sources:
-            for identity, where, reason, detail in bad_values(source):
-                record = {
-                    "data": source.spec,
-                    "id": identity,
-                    "where": where,
-                    "reason": reason,
-                    "detail": detail,
-                }
+            for values in bad_values(source):
+                record = {"data": source.spec, **dict(zip(names, values))}
                 lines.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
 # -- what is kept in the run's folder
 
 
-class _Kept:
-    """Who is trained on and who held out, as arrays that every process maps: a folder that appears
-    whole."""
+def _made_of(options: DataOptions, sources: Sequence[Source]) -> dict[str, Any]:
+    """The options and sizes that a division depends on, as JSON gives them back."""
+    asked = {name: value for name, value in vars(options).items() if name not in NOT_OF_SAMPLES}
+    sizes = [[len(source), len(source.usable())] for source in sources]
+    return {"options": redacted(json.loads(json.dumps(asked))), "sizes": sizes}
 
-    def __init__(
-        self, folder: Path, options: DataOptions, source: Source, validation: Source | None
-    ) -> None:
-        self.folder = folder
-        asked = {
-            name: value
-            for name, value in vars(options).items()
-            if name not in (*OF_THE_ORDER, "max_bad_fraction")
-        }
-        if options.pairs == IMAGE_TEXT:
-            del asked["pairs"]  # as runs before there was a choice recorded it
-        if options.max_audio_seconds is None:
-            del asked["max_audio_seconds"]
-        self.made_of = redacted(json.loads(json.dumps(asked)))
-        self.sizes = [[len(s), len(s.usable())] for s in (source, validation) if s is not None]
 
-    def read(self) -> Division | None:
-        try:
-            record = read_json(self.folder / "made_of.json")
-        except FileNotFoundError:
-            return None
-        options = record["options"]  # what is not there was not asked for
-        changed = [
-            name for name in options | self.made_of if options.get(name) != self.made_of.get(name)
-        ]
-        if changed:
-            raise ValueError(
-                f"{self.folder}: holds other samples than are asked for ({', '.join(changed)} "
-                f"changed: there { {name: options.get(name) for name in changed} }); give another "
-                "--run-dir"
-            )
-        if record["sizes"] != self.sizes:
-            raise ValueError(
-                f"{self.folder}: made of {record['sizes']} samples (all, usable), but now there "
-                f"are {self.sizes}; the data changed under the run: give another --run-dir, or the "
-                "data of before"
-            )
-        arrays = {
-            name: np.load(self.folder / f"{name}.npy", mmap_mode="r")
-            for name in (TRAIN, *record["held_out"])
-        }
-        train = arrays.pop(TRAIN)
-        return Division(train, arrays, record["leaks"])
+def _read_division(folder: Path, made_of: Mapping[str, Any]) -> Division | None:
+    """The division that `_write_division` kept, as arrays that every process maps; None where there
+    is none. Raises ValueError for that of other options or data."""
+    try:
+        record = read_json(folder / "made_of.json")
+    except FileNotFoundError:
+        return None
+    there, asked = record["options"], made_of["options"]
+    changed = [name for name in there | asked if there.get(name) != asked.get(name)]
+    if changed:
+        raise ValueError(
+            f"{folder}: holds other samples than are asked for ({', '.join(changed)} changed: "
+            f"there { {name: there.get(name) for name in changed} }); give another --run-dir"
+        )
+    if record["sizes"] != made_of["sizes"]:
+        raise ValueError(
+            f"{folder}: made of {record['sizes']} samples (all, usable), but now there are "
+            f"{made_of['sizes']}; the data changed under the run: give another --run-dir, or the "
+            "data of before"
+        )
+    names = (TRAIN, *record["held_out"])
+    train, *held_out = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in names)
+    return Division(train, dict(zip(record["held_out"], held_out)), record["leaks"])
 
-    def write(self, division: Division) -> Division:
-        record = {
-            "options": self.made_of,
-            "sizes": self.sizes,
-            "held_out": list(division.held_out),
-            "leaks": dict(division.leaks),
-        }
-        with replacing_folder(self.folder) as beside:
-            for name, subset in {TRAIN: division.train, **division.held_out}.items():
-                np.save(beside / f"{name}.npy", subset)
-            write_text(beside / "made_of.json", json.dumps(record, ensure_ascii=False))
-        return self.read() or division
+
+def _write_division(folder: Path, made_of: Mapping[str, Any], division: Division) -> None:
+    record = {**made_of, "held_out": list(division.held_out), "leaks": dict(division.leaks)}
+    with replacing_folder(folder) as beside:
+        for name, subset in {TRAIN: division.train, **division.held_out}.items():
+            np.save(beside / f"{name}.npy", subset)
+        write_text(beside / "made_of.json", json.dumps(record, ensure_ascii=False))

@@ -1,5 +1,5 @@
-"""How the processes of data/ start and end: those that load, those that fill the cache and those that
-build an index share one fork server."""
+"""Start and end of the processes of data/. Those that load, fill the cache and build an index share
+one fork server."""
 
 import contextlib
 import multiprocessing
@@ -11,13 +11,12 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import FrameType
 
 from common.output import shown
 
 GRACE_S = 20.0  # of the 30 that DeepSpeed's launcher leaves between asking and killing
-WATCH_S = 1.0  # between two looks at the calls that have a limit
+WATCH_S = 1.0  # between two looks at a call that has a limit
 
 
 def start_method() -> multiprocessing.context.BaseContext:
@@ -29,8 +28,7 @@ def start_method() -> multiprocessing.context.BaseContext:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    # Imported once by the server instead of once by each worker; "__main__" is Python's own
-    # default.
+    # imported once by the server, not once by each worker; "__main__" is Python's own default
     context.set_forkserver_preload(["data.fork_server", "__main__", "data.loader"])
     return context
 
@@ -43,8 +41,8 @@ def start_early() -> None:
 
 
 def end_with_parent() -> None:
-    """In a worker, once: from now on it ends at once when the process that asked for it is gone,
-    however that ended, and on signals, which its fork server ignores.
+    """Make this worker end at once when the process that asked for it is gone, however that ended,
+    and on signals, which its fork server ignores.
 
     Else it would stay for ever: its parent by number is the fork server, and that waits for the
     last of its workers.
@@ -67,44 +65,26 @@ def _wait_and_end(sentinel: int) -> None:
 def ending_after(seconds: float, message: Callable[[], str]) -> Iterator[None]:
     """End this process with an error when the block takes more processor time than this: for calls
     into a library that lets other threads run, and that nothing ends but the end of the process."""
-    global _watcher
-    if _watcher is None or not _watcher.is_alive():
-        _watcher = threading.Thread(target=_watch, name="ending-after", daemon=True)
-        _watcher.start()
-    call = _Call(seconds, message, time.monotonic(), time.process_time())
-    _watched.append(call)
+    is_over = threading.Event()
+
+    def watch() -> None:
+        clock, processor = time.monotonic(), time.process_time()
+        while not is_over.wait(WATCH_S):
+            # other threads take processor time too, and a busy machine takes time
+            if min(time.monotonic() - clock, time.process_time() - processor) > seconds:
+                os.write(2, f"error: {shown(message())}\n".encode(errors="backslashreplace"))
+                os._exit(2)
+
+    threading.Thread(target=watch, name="ending-after", daemon=True).start()
     try:
         yield
     finally:
-        _watched.remove(call)
-
-
-@dataclass(frozen=True, eq=False)
-class _Call:
-    limit_s: float
-    message: Callable[[], str]
-    clock: float
-    processor: float
-
-
-_watched: list[_Call] = []
-_watcher: threading.Thread | None = None
-
-
-def _watch() -> None:
-    while True:
-        time.sleep(WATCH_S)
-        clock, processor = time.monotonic(), time.process_time()
-        for call in list(_watched):
-            # other threads take processor time too, and a busy machine takes time
-            if min(clock - call.clock, processor - call.processor) > call.limit_s:
-                os.write(2, f"error: {shown(call.message())}\n".encode(errors="backslashreplace"))
-                os._exit(2)
+        is_over.set()
 
 
 def outlast_signals() -> None:
-    """In a worker, once: what asks all processes of a run to end lets it load on for `GRACE_S`, so
-    that its rank can finish the step."""
+    """Let this worker load on for `GRACE_S` when all processes of a run are asked to end, so that
+    its rank can finish the step."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _end_later)

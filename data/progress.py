@@ -34,7 +34,7 @@ class Bar(tqdm):
         return write_line
 
     def moveto(self, n: int) -> None:
-        """To the line of another bar, which a log file has no way to."""
+        """Move to the line of another bar, which a log file has no way to."""
         if self.fp.isatty():
             super().moveto(n)
 

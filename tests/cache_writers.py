@@ -1,4 +1,4 @@
-"""What the tests of the image cache run in processes of their own."""
+"""What the tests of the cache run in processes of their own."""
 
 import numpy as np
 
@@ -17,13 +17,18 @@ def items(numbers) -> list[tuple[bytes, np.ndarray]]:
     return [(b"key %d" % n, sample_image(n)) for n in numbers]
 
 
+def write(cache: SampleCache, items: list[tuple[bytes, np.ndarray]], turn_s: float = 0.0) -> bool:
+    for key, value in items:
+        cache.put(key, value)
+    return cache.store(turn_s)
+
+
 def write_items(cache: SampleCache, numbers) -> None:
     for item in items(numbers):
-        assert cache.write([item], turn_s=LIMIT_S)
+        assert write(cache, [item], LIMIT_S)
     cache.close()
 
 
 def write_for_ever(cache: SampleCache) -> None:
     for n in range(10**9):
-        cache.write(items([n % 50]), turn_s=LIMIT_S)
-        cache.write(items([50 + n]), turn_s=LIMIT_S)
+        write(cache, items([n]), LIMIT_S)

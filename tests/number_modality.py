@@ -1,4 +1,4 @@
-"""A modality of one's own, which a loader's worker can import."""
+"""Modalities of one's own, which a loader's worker can import."""
 
 import numpy as np
 import torch
@@ -7,12 +7,11 @@ from data.modalities.modality import Loaded, ValueModality
 
 
 class Numbers(ValueModality):
-    """A modality of one's own beside the images."""
+    """A small tensor that is made by hand."""
 
     name = "number"
 
-    def load(self, source, request, seed, memory=None):
-        assert memory is None  # that of the pixels
+    def load(self, source, request, seed):
         values = torch.from_numpy(request.index.astype(np.float32))
         return Loaded({"numbers": values[:, None]}, request.position, request.index)
 
@@ -20,3 +19,16 @@ class Numbers(ValueModality):
         raise NotImplementedError
 
     blank = encode
+
+
+class Long(Numbers):
+    """Values that travel in shared memory, too."""
+
+    name = "long"
+    load = ValueModality.load
+
+    def row(self, source, i, generator):
+        return {"values": torch.full((9, 9_000), i / 7), "count": torch.tensor(i)}
+
+    def blank(self):
+        return self.row(None, 0, None)

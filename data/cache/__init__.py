@@ -1,45 +1,37 @@
-"""Decoded images and sounds, kept on disk in LMDB, shared by all processes of a machine: of images
-what phase A of the transforms gives, of sounds what `data/modalities/audio/modality.py` says.
+"""Decoded images and sounds on disk, in one SQLite file that all processes of a machine share.
 
-    python -m data.cache SPEC --image-size N --workers N [--cache DIR] [--limit GB]      fill it beforehand; can be broken off and called again
+    python -m data.cache SPEC --image-size N --workers N [--cache DIR] [--limit GB]
 
-Without that it fills in the first epoch: a miss is decoded as ever and handed to a thread that
-writes by the batch. The key is the hash of the encoded image or sound with the name of what was made
-of it, so a changed file, another size or rate, or another version of the code never finds old
-values. A value is a header with a CRC-32 and the raw array (`data/cache/packing.py`); one that does
-not fit its header is a miss.
+fills it with images before training, and goes on where it was broken off. Without that it fills in
+the first epoch: what is not there is decoded as ever, and stored a few at a time. A key is the hash
+of the encoded image or sound and the name of what was made of it, so a changed file, another size
+or another version of the code never finds old values.
 
-A cache never stops a run: whatever fails here is reported once, and files are decoded. Nor does it
-keep one waiting: writers take turns by a lock file, and one that does not get its turn in time
-drops what it has. Nothing is flushed to disk after a write (LMDB's sync is off): a process may die
-at any moment without harm, but after a power failure the file may be broken; then delete the
-folder. The folder must lie on a local disk, as LMDB's locks do not work over a network.
+Any number of processes read while one writes. A process that finds another one writing keeps what
+it has for later, and drops it when it is too much. A cache never stops a run: whatever fails here
+is reported once, and files are decoded. A process may be killed and power may fail at any moment
+(SQLite's write-ahead log). The folder must lie on a local disk, as that log does not work over a
+network.
 
 Captions are not kept: they are tokenized faster than they could be fetched.
 """
 
-import hashlib
-import os
-import queue
-import threading
-import time
+from __future__ import annotations
+
+import sqlite3
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
-from functools import lru_cache
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
-import lmdb
 import numpy as np
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
 from common.files import make_folder, refuse_link
-from data.cache.packing import ARRAY_HEADER, packed, unpacked
 from data.formats.specs import cache_folder
 from data.index.bad_samples import BadSample
 from data.index.sources import Source
@@ -49,87 +41,163 @@ from data.progress import progress_bar
 
 GIB = 1 << 30
 DEFAULT_LIMIT = 50 * GIB
-ADDRESSES = (
-    1 << 40
-)  # of address space, neither of memory nor of disk: large, so that processes with different limits agree
-MAX_READERS = 4096
-QUEUE_BYTES = 64 << 20  # waiting to be written, per process
-BATCH_BYTES = 16 << 20  # written in one transaction
-BATCH_S = 0.5  # how long a batch waits to grow
-TURN_S = 5.0  # how long a writer waits for its turn
-CLOSE_S = 2.0  # how long a process that ends waits for what is still to be written
-CHUNK = 32  # images that a filling worker decodes at a time
+FILE = "samples.sqlite"
+PAGE_BYTES = 16 << 10  # reads images of 150 KB at 3 GB/s, and wastes half a page of each
+READ_S = 10.0  # how long a reader waits for another process that repairs the file
+BATCH_BYTES = 4 << 20  # stored at a time
+WAITING_BYTES = 64 << 20  # kept at most while another process writes
+CLOSE_S = 2.0  # how long a process that ends waits for its turn to store the rest
+FILL_S = 60.0  # how long a worker that fills it waits for its turn
+CHUNK = 64  # images that a filling worker decodes at a time
 
 
 def default_folder() -> Path:
-    return (
-        cache_folder() / "pictures"
-    )  # the name of earlier versions, so that their caches are found
+    return cache_folder() / "samples"
 
 
-@dataclass(frozen=True)
 class SampleCache:
-    """Decoded images and sounds by key, in `folder`, up to `limit_bytes`. Small to pickle; each
+    """Decoded images and sounds by key, in `folder`, up to `limit_bytes`. Small to pickle: each
     process opens the file when it first needs it."""
 
-    folder: Path
-    limit_bytes: int = DEFAULT_LIMIT
+    def __init__(self, folder: Path, limit_bytes: int = DEFAULT_LIMIT) -> None:
+        if limit_bytes < 1:
+            raise ValueError(f"limit of the cache: {limit_bytes} bytes; at least 1 is needed")
+        self.folder, self.limit_bytes = folder, limit_bytes
+        self.is_broken = self.is_full = False
+        self._connection: sqlite3.Connection | None = None
+        self._waiting: dict[bytes, np.ndarray] = {}
+        self._waiting_bytes = 0
 
-    def __post_init__(self) -> None:
-        if self.limit_bytes < 1:
-            raise ValueError(f"limit of the cache: {self.limit_bytes} bytes; at least 1 is needed")
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SampleCache, (self.folder, self.limit_bytes)
 
-    def image(self, content_hash: bytes, stored: Stored, read: Callable[[], bytes]) -> np.ndarray:
-        """What `stored` makes of the bytes that `read` gives; from the cache if it is there.
-        Errors: those of `read` and BadSample."""
-        key = key_of(content_hash, stored)
-        image = self.get(key)
-        if image is None:
-            data = read()
-            image = stored(data)
-            # The source's hash may be of an older state of the file.
-            if hashlib.blake2b(data, digest_size=len(content_hash)).digest() == content_hash:
-                self.put(key, image)
-        return image
+    def fetch(self, key: bytes, make: Callable[[], np.ndarray]) -> np.ndarray:
+        """Return the stored array, else store and return what `make` returns. Errors: those of
+        `make`."""
+        value = self.get(key)
+        if value is None:
+            value = make()
+            self.put(key, value)
+        return value
 
     def get(self, key: bytes) -> np.ndarray | None:
-        """uint8 [h, w, 3 or 4] of an image, float32 of a sound, the caller's own; None where there is
-        none, or none that is whole."""
-        return _file(self).get(key)
-
-    def put(self, key: bytes, value: np.ndarray) -> None:
-        """Soon, in the background; dropped when too much is waiting or the limit is reached.
-        `value` must not be changed afterwards."""
-        _file(self).put(key, value)
-
-    def write(self, images: Sequence[tuple[bytes, np.ndarray]], turn_s: float = TURN_S) -> bool:
-        """At once, in one transaction. False if they could not be written: full, broken, or no turn
-        within `turn_s`."""
-        return _file(self).write(images, turn_s)
+        """Return a stored array, which is read-only, or None."""
+        row = self._run("SELECT dtype, shape, content FROM samples WHERE key = ?", key)
+        if row is None:
+            return None
+        try:
+            dtype, shape, content = row
+            return np.frombuffer(content, dtype).reshape([int(n) for n in shape.split("x")])
+        except (ValueError, TypeError, AttributeError) as error:
+            self._give_up(error)
+            return None
 
     def has(self, key: bytes) -> bool:
-        return _file(self).get(key, only_check=True) is not None
+        return self._run("SELECT 1 FROM samples WHERE key = ?", key) is not None
 
-    def is_open(self) -> bool:
-        """Opens it. False, with a warning, if it cannot be used."""
-        return _file(self).is_open()
+    def put(self, key: bytes, value: np.ndarray) -> None:
+        """Store an array with the next ones, by the batch. It must not be changed afterwards."""
+        if self.is_full or self.is_broken:
+            return
+        self._waiting[key] = value
+        self._waiting_bytes += value.nbytes
+        if self._waiting_bytes >= BATCH_BYTES and not self.store():
+            # another process is writing
+            if self._waiting_bytes > WAITING_BYTES:
+                self._forget_waiting()
 
-    def is_full(self) -> bool:
-        return _file(self).refuses_writes
+    def store(self, turn_s: float = 0.0) -> bool:
+        """Store what was put so far. Returns False if it could not be stored: the cache is full or
+        broken, or another process wrote for longer than `turn_s`."""
+        connection = self._opened() if self._waiting else None
+        if connection is None:
+            return not self.is_full and not self.is_broken
+        rows = [
+            (key, value.dtype.str, "x".join(map(str, value.shape)), np.ascontiguousarray(value))
+            for key, value in self._waiting.items()
+        ]
+        try:
+            connection.execute(f"PRAGMA busy_timeout = {round(1000 * turn_s)}")
+            with connection:  # commits, or rolls back
+                connection.execute("BEGIN IMMEDIATE")
+                used = self.used_bytes()
+                if used + self._waiting_bytes > self.limit_bytes:
+                    self._stop_writing(
+                        f"holds {used / GIB:.1f} GiB and would pass its limit of "
+                        f"{self.limit_bytes / GIB:.1f} GiB"
+                    )
+                    return False
+                connection.executemany("INSERT OR IGNORE INTO samples VALUES (?, ?, ?, ?)", rows)
+            self._forget_waiting()
+            return True
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error):  # a full disk, no permission
+                self._stop_writing(f"cannot be written ({error})")
+        except sqlite3.Error as error:
+            self._give_up(error)
+        finally:
+            connection.execute(f"PRAGMA busy_timeout = {round(1000 * READ_S)}")
+        return False
 
     def used_bytes(self) -> int:
-        return _file(self).used_bytes()
+        pages = self._run("PRAGMA page_count")
+        return pages[0] * PAGE_BYTES if pages else 0
+
+    def is_open(self) -> bool:
+        """Open the file. Returns False, with a warning, if it cannot be used."""
+        return self._opened() is not None
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Write what is waiting, for as long as `timeout_s`, and close the file in this process;
-        the next use opens it again."""
-        file = _FILES.pop(_place(self), None)
-        if file is not None:
-            file.close(timeout_s)
+        """Store what is waiting, if this process gets its turn in time, and close the file. The
+        next use opens it again."""
+        self.store(timeout_s)
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
 
+    def _forget_waiting(self) -> None:
+        self._waiting, self._waiting_bytes = {}, 0
 
-def key_of(content_hash: bytes, stored: Stored) -> bytes:
-    return content_hash + stored.name.encode()
+    def _run(self, statement: str, *values: bytes) -> Any:
+        """The first row of the answer, or None."""
+        connection = self._opened()
+        if connection is None:
+            return None
+        try:
+            return connection.execute(statement, values).fetchone()
+        except sqlite3.Error as error:
+            self._give_up(error)
+            return None
+
+    def _opened(self) -> sqlite3.Connection | None:
+        if self._connection is None and not self.is_broken:
+            try:
+                self._connection = _open(self.folder)
+                # Loader workers run these when they end, but not the functions of atexit.
+                Finalize(None, self.close, exitpriority=10)
+            except (sqlite3.Error, OSError) as error:
+                self._give_up(error)
+        return self._connection
+
+    def _give_up(self, error: Exception) -> None:
+        if not self.is_broken:
+            self._warn(
+                f"cannot be used ({error}); images and sounds are decoded instead. If the file is "
+                "broken, delete the folder"
+            )
+        self.is_broken, self._connection = True, None
+        self._forget_waiting()
+
+    def _stop_writing(self, why: str) -> None:
+        if not self.is_full:
+            self._warn(
+                f"{why}; what it lacks is decoded each time. Give it more room, or another folder"
+            )
+        self.is_full = True
+        self._forget_waiting()
+
+    def _warn(self, what: str) -> None:
+        warnings.warn(f"cache {self.folder}: {what}", RuntimeWarning, stacklevel=2)
 
 
 def open_cache(folder: Path | None = None, limit_bytes: int = DEFAULT_LIMIT) -> SampleCache | None:
@@ -139,289 +207,68 @@ def open_cache(folder: Path | None = None, limit_bytes: int = DEFAULT_LIMIT) -> 
     return cache if cache.is_open() else None
 
 
-class _File:
-    """The open file of one process. All errors end in `_give_up`, which warns once."""
-
-    def __init__(self, cache: SampleCache) -> None:
-        self.folder, self.limit_bytes = cache.folder, cache.limit_bytes
-        self.environment: lmdb.Environment | None = None
-        self.is_broken = self.refuses_writes = False
-        self._opening, self._counting = threading.Lock(), threading.Lock()
-        self._waiting: queue.SimpleQueue[tuple[bytes, np.ndarray] | None] = queue.SimpleQueue()
-        self._waiting_bytes = 0
-        self._writer: threading.Thread | None = None
-
-    def is_open(self) -> bool:
-        return self._opened() is not None
-
-    def get(self, key: bytes, only_check: bool = False) -> np.ndarray | None:
-        environment = self._opened()
-        if environment is None:
-            return None
-        try:
-            with environment.begin(buffers=True) as transaction:
-                value = transaction.get(key)
-                return None if value is None else unpacked(value, copy=not only_check)
-        except (lmdb.Error, OSError) as error:
-            self._give_up(error)
-            return None
-
-    def put(self, key: bytes, image: np.ndarray) -> None:
-        if (
-            self.refuses_writes
-            or self.is_broken
-            or self._waiting_bytes + image.nbytes > QUEUE_BYTES
-        ):
-            return
-        with self._counting:
-            self._waiting_bytes += image.nbytes
-            if self._writer is None:
-                self._writer = threading.Thread(
-                    target=self._write_what_waits, name="image-cache", daemon=True
-                )
-                self._writer.start()
-        self._waiting.put((key, image))
-
-    def write(self, images: Sequence[tuple[bytes, np.ndarray]], turn_s: float) -> bool:
-        environment = self._opened()
-        if environment is None or self.refuses_writes:
-            return False
-        try:
-            # A lock of our own before LMDB's, which can only be waited for without limit.
-            with FileLock(self.folder / "writer.lock", timeout=turn_s, thread_local=False):
-                if self.used_bytes() + sum(map(_bytes_on_disk, images)) > self.limit_bytes:
-                    self._stop_writing(
-                        f"holds {self.used_bytes() / GIB:.1f} GiB and would pass its limit of "
-                        f"{self.limit_bytes / GIB:.1f} GiB"
-                    )
-                    return False
-                with environment.begin(write=True) as transaction:
-                    for key, image in images:
-                        value = packed(image)
-                        if transaction.get(key) != value:  # another process was quicker
-                            transaction.put(key, value)
-            return True
-        except Timeout:
-            return False
-        except (
-            lmdb.CorruptedError,
-            lmdb.PageNotFoundError,
-            lmdb.InvalidError,
-            lmdb.PanicError,
-        ) as error:
-            self._give_up(error)
-        except (lmdb.Error, OSError) as error:  # full disk, no permission
-            self._stop_writing(f"cannot be written ({error})")
-        return False
-
-    def used_bytes(self) -> int:
-        environment = self._opened()
-        return _extent(environment) if environment is not None else 0
-
-    def close(self, timeout_s: float) -> None:
-        if self._writer is not None:
-            self._waiting.put(None)
-            self._writer.join(timeout_s)
-            if (
-                self._writer.is_alive()
-            ):  # it holds the environment; the end of the process ends both
-                return
-        if self.environment is not None:
-            self.environment.close()
-        self.environment, self.is_broken = None, True
-
-    def _write_what_waits(self) -> None:
-        ended = False
-        while not ended:
-            batch, size, deadline = [], 0, None
-            while size < BATCH_BYTES:
-                try:
-                    item = self._waiting.get(
-                        timeout=None if deadline is None else max(0.0, deadline - time.monotonic())
-                    )
-                except queue.Empty:
-                    break
-                if item is None:
-                    ended = True
-                    break
-                batch.append(item)
-                size += item[1].nbytes
-                deadline = deadline or time.monotonic() + BATCH_S
-            if batch:
-                self.write(batch, TURN_S)
-                with self._counting:
-                    self._waiting_bytes -= size
-
-    def _opened(self) -> lmdb.Environment | None:
-        if self.environment is not None or self.is_broken:
-            return self.environment
-        with self._opening:
-            if self.environment is None and not self.is_broken:
-                try:
-                    self.environment = _open(self.folder, self.limit_bytes)
-                except (lmdb.Error, OSError) as error:
-                    self._give_up(error)
-        return self.environment
-
-    def _give_up(self, error: Exception) -> None:
-        if not self.is_broken:
-            self._warn(
-                f"cannot be used ({error}); images and sounds are decoded instead. If the file is "
-                "broken, delete the folder"
-            )
-        self.is_broken, self.environment = True, None  # not closed: another thread may be reading
-
-    def _stop_writing(self, why: str) -> None:
-        if not self.refuses_writes:
-            self._warn(
-                f"{why}; what it lacks is decoded each time. Give it more room, or another folder"
-            )
-        self.refuses_writes = True
-
-    def _warn(self, what: str) -> None:
-        warnings.warn(f"cache {self.folder}: {what}", RuntimeWarning, stacklevel=2)
-
-
-_FILES: dict[tuple[int, str], _File] = {}  # LMDB allows a process to open a file once
-_OPENING = threading.Lock()
-
-
-def _place(cache: SampleCache) -> tuple[int, str]:
-    return os.getpid(), _real_path(cache.folder)
-
-
-@lru_cache  # looked up for every image
-def _real_path(folder: Path) -> str:
-    return os.path.realpath(folder)
-
-
-def _file(cache: SampleCache) -> _File:
-    place = _place(cache)
-    file = _FILES.get(place)
-    if file is None:
-        with _OPENING:
-            if not _FILES:
-                # Loader workers run multiprocessing's finalizers when they end, but not those of
-                # atexit; a main process runs both.
-                Finalize(None, _close_all, exitpriority=10)
-            file = _FILES.setdefault(place, _File(cache))
-    return file
-
-
-def _close_all() -> None:
-    deadline = time.monotonic() + CLOSE_S
-    for place in [place for place in _FILES if place[0] == os.getpid()]:
-        _FILES.pop(place).close(max(0.0, deadline - time.monotonic()))
-
-
-def _open(folder: Path, limit_bytes: int) -> lmdb.Environment:
+def _open(folder: Path) -> sqlite3.Connection:
     make_folder(folder)
-    for name in ("data.mdb", "lock.mdb"):
+    for name in (FILE, f"{FILE}-wal", f"{FILE}-shm", "lock"):
         refuse_link(folder / name)
-    environment = lmdb.open(
-        str(folder),
-        map_size=max(ADDRESSES, limit_bytes),
-        sync=False,
-        metasync=False,
-        writemap=False,  # with it, a full disk would kill the process that writes
-        meminit=True,  # no stray memory of this process in the file
-        readahead=True,  # a value is read whole, and spans many pages
-        max_readers=MAX_READERS,
-        max_spare_txns=1,
-    )
-    environment.reader_check()  # gives back the places of readers that were killed
-    extent = _extent(environment)  # before the size: a writer extends the file before it says so
-    size = (folder / "data.mdb").stat().st_size
-    if size < extent:
-        environment.close()
-        raise OSError(
-            f"data.mdb has {size:,} bytes of {extent:,}"
-        )  # to read what is missing would kill the process
-    return environment
-
-
-def _extent(environment: lmdb.Environment) -> int:
-    return (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
-
-
-def _bytes_on_disk(item: tuple[bytes, np.ndarray]) -> int:
-    return -(-(item[1].nbytes + ARRAY_HEADER.size + 64) // 4096) * 4096  # 64: its entry in the tree
-
-
-# Filling it beforehand
-
-
-@dataclass
-class Filled:
-    """What filling did, in images."""
-
-    stored: int = 0
-    present: int = 0
-    refused: int = 0
-    bad: Counter[str] = field(default_factory=Counter)  # by reason
-    examples: list[str] = field(default_factory=list)  # of bad ones, a few
-
-    def __iadd__(self, other: "Filled") -> "Filled":
-        self.stored, self.present, self.refused = (
-            self.stored + other.stored,
-            self.present + other.present,
-            self.refused + other.refused,
+    with FileLock(folder / "lock", timeout=READ_S):  # two that make the file at once would fail
+        connection = sqlite3.connect(
+            folder / FILE, READ_S, isolation_level=None, check_same_thread=False
         )
-        self.bad += other.bad
-        self.examples = (self.examples + other.examples)[:5]
-        return self
+        connection.execute(f"PRAGMA page_size = {PAGE_BYTES}")
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        connection.execute("PRAGMA trusted_schema = OFF")
+        connection.execute(
+            "CREATE TABLE IF NOT EXISTS samples"
+            "(key BLOB PRIMARY KEY, dtype TEXT, shape TEXT, content BLOB)"
+        )
+    return connection
+
+
+# -- filling it beforehand
 
 
 def fill(
     source: Source, stored: Stored, cache: SampleCache, workers: int = 0, progress: bool = False
-) -> Filled:
-    """Put every usable image of `source` into `cache`, in `workers` processes (0: here); those
-    that are there are skipped.
+) -> tuple[Counter[str], list[str]]:
+    """Put every usable image of `source` into `cache`, in `workers` processes (0: here).
 
-    Stops at the limit. Errors: ValueError, ChildProcessError when a worker dies.
+    Returns how many images are "stored" now, were "present", were "refused" by a cache that is full
+    or broken, or are bad, by their reason; and a few examples of bad ones. Errors: ValueError,
+    ChildProcessError when a worker dies.
     """
     indices = source.usable()
     indices = indices[~source.lacking("image")[indices]]
     chunks = [indices[start : start + CHUNK] for start in range(0, len(indices), CHUNK)]
-    total = Filled()
+    total: Counter[str] = Counter()
+    examples: list[str] = []
     with progress_bar(None, "filling the cache", "image", len(indices), shown=progress) as bar:
-        for done, size in _filled_chunks(chunks, source, stored, cache, workers):
+        for done, bad in _filled(chunks, (source, stored, cache), workers):
+            bar.update(done.total())
             total += done
-            bar.update(size)
-    return total
+            examples += bad[: 5 - len(examples)]
+    return total, examples
 
 
-def _filled_chunks(
-    chunks: Sequence[np.ndarray], source: Source, stored: Stored, cache: SampleCache, workers: int
-) -> Iterator[tuple[Filled, int]]:
+_Filling = tuple[Source, Stored, SampleCache]
+_FILLING: _Filling  # of a worker process
+
+
+def _filled(
+    chunks: Sequence[np.ndarray], what: _Filling, workers: int
+) -> Iterator[tuple[Counter[str], list[str]]]:
     if workers == 0:
-        yield from ((_fill(source, stored, cache, chunk), len(chunk)) for chunk in chunks)
+        yield from (_fill(*what, chunk) for chunk in chunks)
         return
-    with ProcessPoolExecutor(
-        workers, start_method(), _start_filling, (source, stored, cache)
-    ) as pool:
-        pending: dict[Future, int] = {}
-        left = iter(chunks)
+    with ProcessPoolExecutor(workers, start_method(), _start_filling, what) as pool:
         try:
-            while True:
-                for chunk in _up_to(left, 4 * workers - len(pending)):
-                    pending[pool.submit(_fill_here, chunk)] = len(chunk)
-                if not pending:
-                    return
-                for future in wait(pending, return_when=FIRST_COMPLETED).done:
-                    yield future.result(), pending.pop(future)
+            yield from pool.map(_fill_here, chunks)
         except BrokenProcessPool as error:
             raise ChildProcessError(
                 "a process that fills the image cache ended without a message; where dmesg says "
                 "that memory ran out, give fewer --workers. What is stored stays"
             ) from error
-
-
-def _up_to(items: Iterator, number: int) -> Iterable:
-    return [item for _, item in zip(range(number), items)]
-
-
-_FILLING: tuple[Source, Stored, SampleCache]  # of a worker process
 
 
 def _start_filling(*what: Any) -> None:
@@ -430,29 +277,27 @@ def _start_filling(*what: Any) -> None:
     _FILLING = what
 
 
-def _fill_here(chunk: np.ndarray) -> Filled:
+def _fill_here(chunk: np.ndarray) -> tuple[Counter[str], list[str]]:
     return _fill(*_FILLING, chunk)
 
 
-def _fill(source: Source, stored: Stored, cache: SampleCache, chunk: np.ndarray) -> Filled:
-    done, images = Filled(), []
-    if cache.is_full() or not cache.is_open():
-        done.refused = len(chunk)
-        return done
+def _fill(
+    source: Source, stored: Stored, cache: SampleCache, chunk: np.ndarray
+) -> tuple[Counter[str], list[str]]:
+    if cache.is_full or not cache.is_open():
+        return Counter(refused=len(chunk)), []
+    done, examples = Counter[str](), []
     for i in chunk.tolist():
+        key = stored.key(source.content_hash(i))
+        if cache.has(key):
+            done["present"] += 1
+            continue
         try:
-            key = key_of(source.content_hash(i), stored)
-            if cache.has(key):
-                done.present += 1
-                continue
-            data = source.image_bytes(i)
-            images.append(
-                (key_of(hashlib.blake2b(data, digest_size=16).digest(), stored), stored(data))
-            )
+            cache.put(key, stored(source.image_bytes(i)))
+            done["stored"] += 1
         except BadSample as error:
-            done.bad[error.reason] += 1
-            done.examples.append(f"{source.where(i)}: {error}")
-    if images:
-        written = cache.write(images, turn_s=60.0)
-        done.stored, done.refused = (len(images), 0) if written else (0, len(images))
-    return done
+            done[error.reason] += 1
+            examples.append(f"{source.where(i)}: {error}")
+    if not cache.store(FILL_S):
+        done["refused"] = done.pop("stored", 0)
+    return done, examples

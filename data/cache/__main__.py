@@ -20,8 +20,7 @@ from data.options import add_pairs_flags, compared
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m data.cache",
-        description="Fill the cache of decoded images before training.",
+        prog="python -m data.cache", description="Fill the cache of decoded images before training."
     )
     parser.add_argument("spec", metavar="SPEC", help="the data set, as --data of train.py")
     add_root_flag(parser, "SPEC")
@@ -82,25 +81,25 @@ def main(words: Sequence[str] | None = None) -> int:
     cache = open_cache(arguments.cache, int(arguments.limit * GIB))
     if cache is None:
         return 2
-    done = fill(
+    done, examples = fill(
         source,
         train_transform(arguments.image_size, preprocessing=preprocessing).stored,
         cache,
         arguments.workers,
         progress=True,
     )
+    stored, present, refused = (done.pop(name, 0) for name in ("stored", "present", "refused"))
     print(
-        f"{cache.folder}: {done.stored:,} images stored, {done.present:,} were there, "
-        f"{sum(done.bad.values()):,} unreadable, {done.refused:,} not stored; "
-        f"{cache.used_bytes() / GIB:.2f} GiB of {arguments.limit:g}, "
-        f"{time.monotonic() - start:.1f} s"
+        f"{cache.folder}: {stored:,} images stored, {present:,} were there, {done.total():,} "
+        f"unreadable, {refused:,} not stored; {cache.used_bytes() / GIB:.2f} GiB of "
+        f"{arguments.limit:g}, {time.monotonic() - start:.1f} s"
     )
-    for reason, number in done.bad.most_common():
+    for reason, number in done.most_common():
         print(f"  {reason}: {number:,}")
-    for example in done.examples:
+    for example in examples:
         print(f"  for example {plain(example)}")
-    cache.close(60.0)
-    return 0 if not done.refused else 1
+    cache.close()
+    return 0 if not refused else 1
 
 
 if __name__ == "__main__":

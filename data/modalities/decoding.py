@@ -13,8 +13,10 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+
+# the seven plugins register themselves in Image.OPEN
 from PIL import (
-    BmpImagePlugin,  # noqa: F401  these seven register themselves in Image.OPEN
+    BmpImagePlugin,  # noqa: F401
     ExifTags,
     GifImagePlugin,  # noqa: F401
     Image,
@@ -29,13 +31,8 @@ from data.index.bad_samples import PIXEL_LIMIT, Allowance, BadSample, check_size
 
 # What Pillow opens beside these is rare in data sets, and some of it (EPS, for one) runs programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-TRUNCATED = (
-    "truncated",
-    "unexpected end",
-    "not enough image data",
-    "no more images",
-    "only got",
-)  # in decoders' messages
+# words of decoders' messages
+TRUNCATED = ("truncated", "unexpected end", "not enough image data", "no more images", "only got")
 UPRIGHT = {  # EXIF orientation -> what makes it upright
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -91,9 +88,8 @@ def read_image_size(data: bytes) -> tuple[int, int]:
         image = _opened(data)
         # Pillow decodes a PNG to look for EXIF behind its pixels, so there only what lies before
         # them counts.
-        turned = (image.format != "PNG" or "exif" in image.info) and _orientation(
-            image
-        ) in SIDES_SWAPPED
+        has_exif = image.format != "PNG" or "exif" in image.info
+        turned = has_exif and _orientation(image) in SIDES_SWAPPED
     width, height = image.size
     check_size(width, height)
     return (height, width) if turned else (width, height)
@@ -116,21 +112,18 @@ def upright_8bit(image: Image.Image) -> Image.Image:
 def _upright_8bit(image: Image.Image) -> Image.Image:
     orientation = _orientation(image)
     if orientation in UPRIGHT:
+        transparency = {k: v for k, v in image.info.items() if k == "transparency"}
         image = image.transpose(UPRIGHT[orientation])
-        image.info = {
-            name: value for name, value in image.info.items() if name == "transparency"
-        }  # so that it is not turned again
+        image.info = transparency  # alone, so that it is not turned again
     if image.mode in ("RGB", "RGBA") and "transparency" not in image.info:
         return image
-    if image.mode == "I" or image.mode.startswith(
-        "I;16"
-    ):  # "I": how Pillow before 11 opened a 16-bit PNG
+    # "I": how Pillow before 11 opened a 16-bit PNG
+    if image.mode == "I" or image.mode.startswith("I;16"):
         image = _from_16bit(np.asarray(image).clip(0, 65535), image.info.get("transparency"))
     elif image.mode == "F":
         values = np.nan_to_num(np.asarray(image))
-        image = Image.fromarray(
-            (values * (255.0 if values.max() <= 1.0 else 1.0)).clip(0, 255).astype(np.uint8)
-        )
+        scale = 255.0 if values.max() <= 1.0 else 1.0
+        image = Image.fromarray((values * scale).clip(0, 255).astype(np.uint8))
     elif image.mode == "La":
         image = image.convert("LA")  # the only mode that Pillow converts it to
     transparent = image.mode in ("LA", "PA", "RGBA", "RGBa") or "transparency" in image.info
@@ -146,26 +139,22 @@ def pixel_key(image: Image.Image) -> str:
         opaque = pixels[..., 3:]
         # The colour beneath a fully transparent pixel cannot be seen; a fully opaque image is an
         # RGB image.
-        pixels = (
-            pixels[..., :3]
-            if opaque.min() == 255
-            else np.where(opaque > 0, pixels, 0).astype(np.uint8)
-        )
+        visible = np.where(opaque > 0, pixels, 0).astype(np.uint8)
+        pixels = pixels[..., :3] if opaque.min() == 255 else visible
     digest = hashlib.blake2b(np.ascontiguousarray(pixels).tobytes(), digest_size=16)
     digest.update(repr(pixels.shape).encode())
     return digest.hexdigest()
 
 
 def _opened(data: bytes) -> Image.Image:
-    """By the plugin whose signature the bytes bear. `Image.open` would first check Pillow's own
-    limits of size."""
+    """Open by the plugin whose signature the bytes bear. `Image.open` would first check Pillow's
+    own limits of size."""
     prefix = data[:16]
     for name in FORMATS:
         opens, accepts = Image.OPEN[name]
         accepted = accepts is not None and accepts(prefix)
-        if accepted and not isinstance(
-            accepted, str
-        ):  # a text says what is missing here to read it
+        # a text says what is missing here to read it
+        if accepted and not isinstance(accepted, str):
             if name == "TIFF":
                 _refuse_many_strips(data)
             return opens(_File(data), "")
@@ -223,20 +212,17 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _reason_for(data: bytes) -> Callable[[Exception], str]:
+    # WebP's decoder does not say
+    is_short = data[:4] == b"RIFF" and int.from_bytes(data[4:8], "little") + 8 > len(data)
+
     def reason(error: Exception) -> str:
         if isinstance(error, (Image.DecompressionBombError, Image.DecompressionBombWarning)):
             return "too-many-pixels"
-        return "truncated-image" if _is_truncated(data, error) else "unreadable"
+        says_so = any(words in str(error).lower() for words in TRUNCATED)
+        is_truncated = is_short or says_so or isinstance(error, EOFError)
+        return "truncated-image" if is_truncated else "unreadable"
 
     return reason
-
-
-def _is_truncated(data: bytes, error: Exception) -> bool:
-    if isinstance(error, EOFError) or any(words in str(error).lower() for words in TRUNCATED):
-        return True
-    return data[:4] == b"RIFF" and int.from_bytes(data[4:8], "little") + 8 > len(
-        data
-    )  # WebP's decoder does not say
 
 
 def _from_16bit(values: np.ndarray, transparent: int | None) -> Image.Image:

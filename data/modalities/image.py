@@ -12,11 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.batching.draws import AUGMENTATION, patch_numbers
+from data.batching.draws import patch_numbers
 from data.batching.feed import kept_number, scaled_size
-from data.index.bad_samples import Absent, BadSample
 from data.index.keys import keys_of
-from data.modalities.modality import Loaded, Memory, Modality, shown
+from data.modalities.modality import Loaded, Modality, read_values
 from data.modalities.transforms import ImageTransform, stacked
 
 if TYPE_CHECKING:
@@ -37,8 +36,7 @@ class ImageModality(Modality):
     """
 
     name = "image"
-    count_names = ("unreadable_pictures",)  # a metric: its name stays as earlier runs wrote it
-    in_shared_memory = True
+    count_names = ("unreadable_pictures",)
 
     def __init__(
         self,
@@ -48,40 +46,30 @@ class ImageModality(Modality):
         side_multiple: int = 1,
         patch_size: int | None = None,
     ) -> None:
-        self.transform_train, self.transform_eval, self.cache = (
-            transform_train,
-            transform_eval,
-            cache,
-        )
-        self.side_multiple, self.patch_size = side_multiple, patch_size
+        self.transform_train, self.transform_eval = transform_train, transform_eval
+        self.cache, self.side_multiple, self.patch_size = cache, side_multiple, patch_size
 
-    def load(
-        self, source: Source, request: MicroBatchRequest, seed: int, memory: Memory | None = None
-    ) -> Loaded:
+    def load(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
         transform = self._transform(request)
-        images: list[np.ndarray | None] = []
-        bad, absent = [], []
-        for i in request.index.tolist():
-            # a transform of evaluation draws nothing
-            generator = np.random.default_rng([seed, request.epoch, i, AUGMENTATION])
-            try:
-                images.append(transform(self._stored(source, transform, i), generator))
-            except Absent:
-                images.append(None)
-                absent.append(i)
-            except BadSample as error:
-                images.append(None)
-                bad.append((i, error.reason, f"{source.where(i)}: {error.detail}"))
-        # b times uint8 [H, W, 3]
-        pixels = shown(images, lambda: np.full((*transform.size, 3), GREY, np.uint8))
-        out = memory(sum(image.size for image in pixels)) if memory else None
-        tensors = {"pixel_values": stacked(pixels, out)}
-        tensors |= self._kept_patches(request, seed, transform.size)
-        counts = {"unreadable_pictures": len(bad)}
-        key = keys_of(map(source.content_hash, request.index.tolist()))
-        return Loaded.of(request, tensors, bad=bad, absent=absent, counts=counts, key=key)
 
-    def outline(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
+        def read(i: int, generator: np.random.Generator) -> np.ndarray:
+            return transform(self._stored(source, transform, i), generator)
+
+        def blank() -> np.ndarray:
+            return np.full((*transform.size, 3), GREY, np.uint8)
+
+        images, loaded = read_values(self.name, source, request, seed, read, blank)
+        return replace(
+            loaded,
+            tensors={
+                "pixel_values": stacked(images),
+                **self._kept_patches(request, seed, transform.size),
+            },
+            key=keys_of(map(source.content_hash, request.index.tolist())),
+            counts={"unreadable_pictures": len(loaded.bad)},
+        )
+
+    def meta_batch(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
         size = self._transform(request).size
         shape = (len(request.index), 3, *size)
         tensors = {"pixel_values": torch.empty(shape, dtype=torch.uint8, device="meta")}
@@ -98,12 +86,13 @@ class ImageModality(Modality):
         return replace(transform, size=size)
 
     def _stored(self, source: Source, transform: ImageTransform, i: int) -> np.ndarray:
-        """The image before augmentation."""
+        """The image before augmentation. The source knows the bytes by their hash, so what is
+        stored under it is made of them."""
+        stored = transform.stored
         if self.cache is None:
-            return transform.stored(source.image_bytes(i))
-        return self.cache.image(
-            source.content_hash(i), transform.stored, lambda: source.image_bytes(i)
-        )
+            return stored(source.image_bytes(i))
+        key = stored.key(source.content_hash(i))
+        return self.cache.fetch(key, lambda: stored(source.image_bytes(i)))
 
     def _kept_patches(
         self, request: MicroBatchRequest, seed: int, size: tuple[int, int]

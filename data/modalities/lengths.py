@@ -1,4 +1,4 @@
-"""How many tokens the captions of the training samples have, counted once and then memory-mapped.
+"""Token counts of the captions of the training samples, counted once and then memory-mapped.
 
 N: training samples, T: their captions, all in a row.
 """
@@ -6,7 +6,6 @@ N: training samples, T: their captions, all in a row.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from common.files import read_json, replacing_folder, write_text
 from data.batching.draws import caption_numbers
 from data.index.sources import Source
-from data.modalities.tokenizer import tokenized
+from data.modalities.tokenizer import token_lengths
 from data.progress import progress_bar
 
 TEXTS_AT_ONCE = 1000
@@ -44,9 +43,8 @@ class TokenCounts:
         number = self.starts[visited + 1] - first
         shown = np.zeros((len(visited), captions_per_image), np.int64)
         for k in np.flatnonzero(number > 1).tolist():
-            shown[k] = caption_numbers(
-                seed, epoch, int(indices[k]), int(number[k]), captions_per_image
-            )
+            sample, captions = int(indices[k]), int(number[k])
+            shown[k] = caption_numbers(seed, epoch, sample, captions, captions_per_image)
         return self.counts[first[:, None] + shown].astype(np.int64)
 
     def longest(self) -> np.ndarray:
@@ -62,8 +60,8 @@ def token_counts(
     folder: Path,
     progress: bool = False,
 ) -> TokenCounts:
-    """Those in `folder`, counted there first where they are not. The special tokens count too;
-    longer texts count `max_text_tokens`."""
+    """Token counts from `folder`, where they are written the first time. The special tokens count
+    too; longer texts count `max_text_tokens`."""
     made_of = {
         "samples": len(subset),
         "max_text_tokens": max_text_tokens,
@@ -88,33 +86,15 @@ def _count(
     max_text_tokens: int,
     progress: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
-    # a sample without a text shows an empty one, which no pair compares
-    numbers = np.maximum(source.column("num_captions")[subset], 1).astype(np.int64)
-    starts = np.concatenate([[0], np.cumsum(numbers)])
-    counts = np.empty(starts[-1], np.uint16)
-    filled, waiting = 0, []
-    for i in progress_bar(subset, "counting tokens", "sample", shown=progress):
-        waiting += source.captions(int(i)) or [""]
-        while len(waiting) >= TEXTS_AT_ONCE:
-            counts[filled : filled + TEXTS_AT_ONCE] = _lengths(
-                tokenizer, waiting[:TEXTS_AT_ONCE], max_text_tokens
-            )
-            filled, waiting = filled + TEXTS_AT_ONCE, waiting[TEXTS_AT_ONCE:]
-    counts[filled:] = _lengths(tokenizer, waiting, max_text_tokens)
-    return counts, starts
-
-
-def _lengths(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_text_tokens: int
-) -> list[int]:
-    if not texts:
-        return []
-    encoded = tokenized(
-        tokenizer,
-        texts,
-        truncation=True,
-        max_length=max_text_tokens,
-        padding=False,
-        return_attention_mask=False,
-    )["input_ids"]
-    return [max(1, len(tokens)) for tokens in encoded]  # as batch_tokens has them
+    counts: list[np.ndarray] = []
+    numbers, waiting = np.empty(len(subset), np.int64), []
+    for k, i in enumerate(progress_bar(subset, "counting tokens", "sample", shown=progress)):
+        # a sample without a text shows an empty one, which no pair compares
+        captions = source.captions(int(i)) or [""]
+        numbers[k] = len(captions)
+        waiting += captions
+        if len(waiting) >= TEXTS_AT_ONCE or k + 1 == len(subset):
+            lengths = token_lengths(tokenizer, waiting, max_text_tokens)
+            counts.append(np.array(lengths, np.uint16))
+            waiting = []
+    return np.concatenate(counts), np.concatenate([[0], np.cumsum(numbers)])

@@ -1,5 +1,4 @@
-"""What turns samples into the tensors of a branch: one class per modality, one file each in this
-folder.
+"""Modalities: classes that turn samples into the tensors of a branch, one file each in this folder.
 
 b: samples of a micro-batch, n: rows that a modality makes of them (b, or several per sample).
 """
@@ -7,10 +6,9 @@ b: samples of a micro-batch, n: rows that a modality makes of them (b, or severa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,13 +16,13 @@ from torch import Tensor
 
 from data.batching.draws import AUGMENTATION
 from data.index.bad_samples import Absent, BadSample
+from data.modalities.memory import empty
 
 if TYPE_CHECKING:
     from data.batching.sampler import MicroBatchRequest
     from data.index.sources import Source
 
-Memory = Callable[[int], Tensor]
-"""Gives so many bytes of memory, uint8, which reach the training process without a copy."""
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,9 +31,10 @@ class Loaded:
 
     `tensors`: what enters the branch, each [n, ...]. `position` [n], `index` [n] int64: of each row
     its place in the global batch and its sample in the source. `weight` [n] int64 millionths: what
-    each row counts in the loss; None: all the same. `key` [n] int64: equal for rows whose values are
-    equal; None: all differ. `bad`: (index, reason, detail) of samples that
-    could not be read; a stand-in has their place in `tensors`. `counts`: of `Modality.count_names`.
+    each row counts in the loss; None: all the same. `key` [n] int64: equal for rows whose values
+    are equal; None: all differ. `bad`: (index, reason, detail) of samples that could not be read,
+    and `absent`: samples that do not have this modality; stand-ins have their places in `tensors`.
+    `counts`: of `Modality.count_names`.
     """
 
     tensors: dict[str, Tensor]
@@ -44,22 +43,13 @@ class Loaded:
     weight: np.ndarray | None = None
     key: np.ndarray | None = None
     bad: list[tuple[int, str, str]] = field(default_factory=list)
-    absent: list[int] = field(default_factory=list)  # samples that do not have this modality
+    absent: list[int] = field(default_factory=list)
     counts: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls,
-        request: MicroBatchRequest,
-        tensors: dict[str, Tensor],
-        bad: Sequence[tuple[int, str, str]] = (),
-        absent: Sequence[int] = (),
-        counts: Mapping[str, float] = MappingProxyType({}),
-        key: np.ndarray | None = None,
-    ) -> Loaded:
+    def of(cls, request: MicroBatchRequest, tensors: dict[str, Tensor]) -> Loaded:
         """One row for each sample of the request."""
-        rows = cls(tensors, request.position, request.index, request.weight, key)
-        return replace(rows, bad=list(bad), absent=list(absent), counts=dict(counts))
+        return cls(tensors, request.position, request.index, request.weight)
 
 
 class Modality(ABC):
@@ -67,26 +57,21 @@ class Modality(ABC):
     travels to the loader's processes."""
 
     name: str
-    """Of the modality and its branch."""
+    """The name of the modality and its branch."""
     count_names: tuple[str, ...] = ()
-    """What `Loaded.counts` counts, for metrics."""
+    """The names in `Loaded.counts`, for metrics."""
     decodes = True
     """Whether a value may turn out bad while it is loaded; the others were read whole when the
     index was made."""
 
-    in_shared_memory = False
-    """Whether `load` writes its `pixel_values` into `memory`."""
-
     @abstractmethod
-    def load(
-        self, source: Source, request: MicroBatchRequest, seed: int, memory: Memory | None = None
-    ) -> Loaded:
-        """The rows of the request's samples, in their order. `memory`: see `in_shared_memory`; None
-        for all others."""
+    def load(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
+        """The rows of the request's samples, in their order. Large tensors are best made by
+        `data.modalities.memory.empty`."""
 
-    def outline(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
-        """What `load` returns, with tensors of the same shapes and dtypes and of any values. To be
-        overridden where that is known without reading the samples."""
+    def meta_batch(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
+        """Like `load`, with tensors of the same shapes and dtypes and of any values. To be
+        overridden where these are known without reading the samples."""
         return self.load(source, request, seed)
 
 
@@ -117,30 +102,17 @@ class ValueModality(Modality):
         """Tensors shaped as those of `encode`, for a sample without a value in a micro-batch that
         has no other to show."""
 
-    def load(
-        self, source: Source, request: MicroBatchRequest, seed: int, memory: Memory | None = None
-    ) -> Loaded:
-        encoded: list[dict[str, Tensor] | None] = []
-        bad, absent = [], []
-        for i in request.index.tolist():
-            generator = (
-                np.random.default_rng([seed, request.epoch, i, AUGMENTATION])
-                if request.training
-                else None
-            )
-            try:
-                encoded.append(self.row(source, i, generator))
-            except Absent:
-                encoded.append(None)
-                absent.append(i)
-            except BadSample as error:
-                encoded.append(None)
-                bad.append((i, error.reason, f"{source.where(i, self.name)}: {error.detail}"))
-        rows = shown(encoded, self.blank)
-        tensors = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-        return Loaded.of(request, tensors, bad=bad, absent=absent)
+    def load(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
+        def read(i: int, generator: np.random.Generator) -> dict[str, Tensor]:
+            return self.row(source, i, generator if request.training else None)
 
-    def outline(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
+        rows, loaded = read_values(self.name, source, request, seed, read, self.blank)
+        for name, first in rows[0].items():
+            out = empty((len(rows), *first.shape), first.dtype)
+            loaded.tensors[name] = torch.stack([row[name] for row in rows], out=out)
+        return loaded
+
+    def meta_batch(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
         tensors = {
             name: row.to("meta").expand(len(request.index), *row.shape)
             for name, row in self.blank().items()
@@ -148,15 +120,39 @@ class ValueModality(Modality):
         return Loaded.of(request, tensors)
 
 
-def shown(values: list[Any], blank: Callable[[], Any]) -> list[Any]:
-    """With another value of the list in the place of each None, by turns; with `blank` where there
-    is no other.
+def read_values(
+    modality: str,
+    source: Source,
+    request: MicroBatchRequest,
+    seed: int,
+    read: Callable[[int, np.random.Generator], Value],
+    blank: Callable[[], Value],
+) -> tuple[list[Value], Loaded]:
+    """Call `read` for each sample of the request. Returns what it made, with stand-ins for samples
+    for which it raised Absent or BadSample; and a `Loaded` that lists these, still without
+    tensors."""
+    values: list[Value | None] = []
+    loaded = Loaded.of(request, {})
+    for i in request.index.tolist():
+        generator = np.random.default_rng([seed, request.epoch, i, AUGMENTATION])
+        try:
+            values.append(read(i, generator))
+        except Absent:
+            values.append(None)
+            loaded.absent.append(i)
+        except BadSample as error:
+            values.append(None)
+            loaded.bad.append((i, error.reason, f"{source.where(i, modality)}: {error.detail}"))
+    return shown(values, blank), loaded
+
+
+def shown(values: list[Value | None], blank: Callable[[], Value]) -> list[Value]:
+    """Put another value of the list in the place of each None, by turns; `blank` where there is no
+    other.
 
     A stand-in that is a real value leaves the statistics of batch normalisation near what they
     were.
     """
-    if all(value is not None for value in values):
-        return values
     readable = [value for value in values if value is not None] or [blank()]
     before = np.cumsum([value is not None for value in values])  # readable ones up to here
     return [

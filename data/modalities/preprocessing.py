@@ -1,5 +1,4 @@
-"""How images become the numbers that an image tower was trained on: size, resampling, mean and
-standard deviation.
+"""Preprocessing of images for an image tower: size, resampling, mean and standard deviation.
 
 A pretrained tower that is given other pixels than in its training still runs, but its features are
 wrong. Training and evaluation therefore take these values from the weights
@@ -30,7 +29,7 @@ RESIZE_MODES = ("shortest", "squash")
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """What is done to an image besides augmentation. Checked when made; the defaults are CLIP's.
+    """The processing of an image besides augmentation. Checked when made; the defaults are CLIP's.
 
     `mean`, `std`: of channel values from 0 to 1, subtracted and divided by. `interpolation`: of
     every resizing. `crop_pct`: the tower's input ÷ what the shorter side is resized to before the
@@ -77,8 +76,8 @@ class Preprocessing:
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any]) -> Preprocessing:
-        """Of train.py's options by name, as config.json and wye.json keep them. Where they are
-        missing, CLIP's were used."""
+        """Read train.py's options by name, as config.json and wye.json keep them. CLIP's are used
+        where they are missing."""
         if "image_mean" not in options:
             return cls()
         crop_pct = options["image_size"] / options["image_resize"]

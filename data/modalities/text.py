@@ -6,7 +6,7 @@ b: samples of a micro-batch, t: its texts, c: captions that each sample shows, L
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from data.batching.draws import caption_numbers
 from data.index.keys import caption_key
-from data.modalities.modality import Loaded, Memory, Modality
+from data.modalities.modality import Loaded, Modality
 from data.modalities.tokenizer import batch_tokens_counted
 
 if TYPE_CHECKING:
@@ -65,31 +65,24 @@ class TextModality(Modality):
         length_multiple: int = 1,
         languages: Languages | None = None,
     ) -> None:
-        self.tokenizer, self.max_text_tokens, self.length_multiple = (
-            tokenizer,
-            max_text_tokens,
-            length_multiple,
-        )
-        self.languages = languages
+        self.tokenizer, self.max_text_tokens = tokenizer, max_text_tokens
+        self.length_multiple, self.languages = length_multiple, languages
 
-    def load(
-        self, source: Source, request: MicroBatchRequest, seed: int, memory: Memory | None = None
-    ) -> Loaded:
+    def load(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
         index, position, number = request.texts()  # [t] each
         texts, absent = [], []
         for i, k in zip(index.tolist(), number.tolist()):
-            captions = source.captions(i)
-            if not captions:
+            captions = source.captions(i) or [""]
+            if not captions[0]:
                 absent.append(i)
-            shown = (
-                caption_numbers(seed, request.epoch, i, len(captions), k + 1)[k]
-                if request.training and captions
-                else 0
-            )
-            texts.append(captions[shown] if captions else "")
+            which = 0
+            if request.training:
+                which = caption_numbers(seed, request.epoch, i, len(captions), k + 1)[k]
+            texts.append(captions[which])
+        # [t, L]
         tokens, num_truncated = batch_tokens_counted(
             self.tokenizer, texts, self.max_text_tokens, self.length_multiple
-        )  # [t, L]
+        )
         if self.languages is not None:
             given = [source.language(i) for i in index.tolist()]
             tokens["language_ids"] = self.languages.ids(given)
@@ -99,13 +92,6 @@ class TextModality(Modality):
             "text_tokens": int(mask.sum()),
             "padded_text_tokens": mask.numel(),
         }
-        return Loaded(
-            tensors=tokens,
-            position=position,
-            index=index,
-            weight=request.text_weight(),
-            key=np.array([caption_key(text) for text in texts], np.int64),
-            bad=[],
-            absent=absent,
-            counts=counts,
-        )
+        key = np.array([caption_key(text) for text in texts], np.int64)
+        rows = Loaded(tokens, position, index, request.text_weight(), key)
+        return replace(rows, absent=absent, counts=counts)

@@ -33,15 +33,13 @@ from data.processes import ending_after
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # in this order: [PAD] is 0
 CONTINUES = "##"
-HUB_FILES = (  # that a tokenizer is made of
-    *("config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*"),
-    *("merges.txt", "*.model", "chat_template*"),
-)
+# the files of a repository that a tokenizer is made of
+HUB_FILES = "config.json tokenizer* special_tokens_map.json added_tokens.json vocab* merges.txt"
+HUB_FILES += " *.model chat_template*"
 VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")  # one of them, in a folder
 TOKENIZE_LIMIT_S = 60.0  # of one call, for up to 1,000 texts; usual ones take a tenth of a second
-TENSOR_CORE_MULTIPLE = (
-    8  # sides of half-precision products that tensor cores take without padding of their own
-)
+# sides of half-precision products that tensor cores take without padding of their own
+TENSOR_CORE_MULTIPLE = 8
 
 
 def load_tokenizer(
@@ -73,7 +71,7 @@ def load_tokenizer(
 
 
 def has_vocabulary(folder: Path) -> bool:
-    """Does a folder hold a tokenizer's vocabulary, in one of transformers' forms?"""
+    """Whether a folder holds a tokenizer's vocabulary, in one of transformers' forms."""
     return any(any(folder.glob(name)) for name in VOCABULARIES)
 
 
@@ -85,7 +83,7 @@ def refuse_no_vocabulary(where: str) -> None:
 
 
 def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
-    """How many rows an embedding table needs: the highest id + 1. Vocabularies may have gaps."""
+    """The number of rows of an embedding table: the highest id + 1. Vocabularies may have gaps."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
@@ -98,13 +96,8 @@ def refuse_unknown_words(
     if len(texts) < 2:
         return
     special = set(tokenizer.all_special_ids)  # the one for unknown words is among them
-    known = {
-        tuple(token for token in tokens if token not in special)
-        for tokens in tokenized(tokenizer, texts, add_special_tokens=False, verbose=False)[
-            "input_ids"
-        ]
-    }
-    if len(known) == 1:
+    encoded = tokenized(tokenizer, texts, add_special_tokens=False, verbose=False)["input_ids"]
+    if len({tuple(t for t in tokens if t not in special) for tokens in encoded}) == 1:
         raise ValueError(
             f"tokenizer '{where}' makes the same tokens of {len(texts):,} different captions, such "
             f"as {texts[0]!r} and {texts[1]!r}: it does not know their words. Give --tokenizer and "
@@ -113,8 +106,8 @@ def refuse_unknown_words(
 
 
 def length_multiple(device_type: str) -> int:
-    """What the length of a micro-batch's texts is rounded up to: 8 on a GPU, where odd sizes are
-    slower than some padding; 1 on a CPU."""
+    """The multiple to which the length of a micro-batch's texts is rounded up: 8 on a GPU, where
+    odd sizes are slower than some padding; 1 on a CPU."""
     return TENSOR_CORE_MULTIPLE if device_type == "cuda" else 1
 
 
@@ -141,22 +134,14 @@ def batch_tokens_counted(
     multiple: int = 1,
 ) -> tuple[dict[str, torch.Tensor], int]:
     """(`batch_tokens`, how many of the texts were cut)."""
-    encoded = tokenized(
-        tokenizer,
-        texts,
-        truncation=True,
-        max_length=max_text_tokens,
-        padding=False,
-        return_attention_mask=False,
-    )
+    encoded = _cut(tokenizer, texts, max_text_tokens)
     rows = [tokens or [tokenizer.pad_token_id] for tokens in encoded["input_ids"]]
     lengths = np.fromiter(map(len, rows), np.int64, len(texts))  # [B]
     length = min(-(-int(lengths.max()) // multiple) * multiple, max_text_tokens)
     kept = np.arange(length) < lengths[:, None]  # [B, L]
     input_ids = np.full(kept.shape, tokenizer.pad_token_id, np.int64)
-    input_ids[kept] = np.fromiter(
-        chain.from_iterable(rows), np.int64, int(lengths.sum())
-    )  # row by row, as `kept` counts
+    # row by row, as `kept` counts
+    input_ids[kept] = np.fromiter(chain.from_iterable(rows), np.int64, int(lengths.sum()))
     tensors = {
         "input_ids": torch.from_numpy(input_ids),
         "attention_mask": torch.from_numpy(kept.astype(np.int64)),
@@ -165,11 +150,25 @@ def batch_tokens_counted(
     return tensors, sum(_is_cut(tokenizer, encoded, int(row), texts) for row in full)
 
 
+def token_lengths(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_text_tokens: int
+) -> list[int]:
+    """The number of tokens that `batch_tokens` makes of each text."""
+    return [max(1, len(t)) for t in _cut(tokenizer, texts, max_text_tokens)["input_ids"]]
+
+
+def _cut(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_text_tokens: int
+) -> BatchEncoding:
+    options = {"padding": False, "return_attention_mask": False, "max_length": max_text_tokens}
+    return tokenized(tokenizer, texts, truncation=True, **options)
+
+
 def tokenized(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], **options: Any
 ) -> BatchEncoding:
-    """What the tokenizer makes of texts. Errors: ValueError, which names the tokenizer, where one of
-    its patterns gives up on a text. Where it takes over `TOKENIZE_LIMIT_S` of processor time, the
+    """Call the tokenizer. Errors: ValueError, which names the tokenizer, where one of its patterns
+    gives up on a text. Where it takes over `TOKENIZE_LIMIT_S` of processor time, the
     process ends with the same message: nothing else ends the call."""
 
     def says(what: str) -> str:
@@ -210,14 +209,16 @@ def _loaded(where: str) -> PreTrainedTokenizerBase:
             tokenizer = open_clip_tokenizer(where)
         else:
             # asks the hub once; AutoTokenizer asks for each file, and waits a minute for a network
-            place = where if folder.is_dir() else snapshot_download(where, allow_patterns=HUB_FILES)
+            place = (
+                where
+                if folder.is_dir()
+                else snapshot_download(where, allow_patterns=HUB_FILES.split())
+            )
             tokenizer = AutoTokenizer.from_pretrained(place, use_fast=True, trust_remote_code=False)
     except Exception as error:  # of many kinds, TypeError and plain ones among them
-        what = (
-            "holds no tokenizer that transformers can load"
-            if folder.is_dir()
-            else "is no folder here and cannot be had from the hub"
-        )
+        what = "is no folder here and cannot be had from the hub"
+        if folder.is_dir():
+            what = "holds no tokenizer that transformers can load"
         raise ValueError(
             f"tokenizer '{where}' {what}; give a folder with tokenizer.json, or a Hugging Face id "
             f"({error})"
@@ -232,24 +233,23 @@ def _loaded(where: str) -> PreTrainedTokenizerBase:
                 f"tokenizer '{where}' has neither a padding nor an end token; add \"pad_token\" to "
                 "its tokenizer_config.json"
             )
-        tokenizer.pad_token = (
-            tokenizer.eos_token
-        )  # as GPT-2 is commonly padded; attention_mask hides it
+        # as GPT-2 is commonly padded; attention_mask hides it
+        tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
 def _no_vocabulary(where: str) -> ValueError:
     return ValueError(
-        f"tokenizer '{where}' has no vocabulary that its type can read ({', '.join(VOCABULARIES)}), "
-        "so it would make the same tokens of all texts. Copy the model's tokenizer there, or give "
-        "train.py --tokenizer, a folder with tokenizer.json or a Hugging Face id"
+        f"tokenizer '{where}' has no vocabulary that its type can read "
+        f"({', '.join(VOCABULARIES)}), so it would make the same tokens of all texts. Copy the "
+        "model's tokenizer there, or give train.py --tokenizer, a folder with tokenizer.json or a "
+        "Hugging Face id"
     )
 
 
 def _trained(captions: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
     # Accents stay: BERT's stripping would also take apart Hangul, kana with voicing marks and
-    # Arabic vowel signs.
-    # NFC first, so that composed and decomposed spellings are one.
+    # Arabic vowel signs. NFC first, so that composed and decomposed spellings are one.
     normalizer = normalizers.Sequence(
         [normalizers.NFC(), normalizers.BertNormalizer(lowercase=True, strip_accents=False)]
     )
@@ -265,8 +265,7 @@ def _trained(captions: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
             "tokenizer"
         )
     # The trainer numbers characters in the order of a hash map and breaks ties by number, so two
-    # runs would differ.
-    # Declared beforehand they have fixed numbers, and training is deterministic.
+    # runs would differ. Declared beforehand they have fixed numbers, and training is deterministic.
     starts = sorted({char for word in words for char in word})
     continuations = sorted({CONTINUES + char for word in words for char in word[1:]})
     raw = Tokenizer(models.WordPiece(unk_token="[UNK]"))
@@ -278,12 +277,8 @@ def _trained(captions: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     raw.train_from_iterator(captions, trainer)
-    return _wrapped(raw.get_vocab(), normalizer, splitter)
-
-
-def _wrapped(vocabulary: dict[str, int], normalizer, splitter) -> PreTrainedTokenizerFast:
-    """A fresh tokenizer on the trained vocabulary, in which only the five BERT tokens are
-    special."""
+    # a fresh one on the trained vocabulary, in which only the five BERT tokens are special
+    vocabulary = raw.get_vocab()
     tokenizer = Tokenizer(
         models.WordPiece(vocabulary, unk_token="[UNK]", continuing_subword_prefix=CONTINUES)
     )
@@ -292,7 +287,5 @@ def _wrapped(vocabulary: dict[str, int], normalizer, splitter) -> PreTrainedToke
     tokenizer.post_processor = processors.BertProcessing(
         ("[SEP]", vocabulary["[SEP]"]), ("[CLS]", vocabulary["[CLS]"])
     )
-    names = dict(
-        zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL_TOKENS)
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+    names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **dict(zip(names, SPECIAL_TOKENS)))

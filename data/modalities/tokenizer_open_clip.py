@@ -85,14 +85,14 @@ def clip_vocabulary() -> tuple[Mapping[str, int], list[tuple[str, str]]]:
 
 
 def is_clips(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Does it make CLIP's tokens?"""
+    """Whether a tokenizer makes CLIP's tokens."""
     return len(tokenizer) == len(clip_vocabulary()[0]) and tokenizer.get_vocab() == dict(
         clip_vocabulary()[0]
     )
 
 
 def _normalizers(clean: str) -> list[normalizers.Normalizer]:
-    """What OpenCLIP's `get_clean_fn` does."""
+    """The normalizers that do what OpenCLIP's `get_clean_fn` does."""
     spaces = [normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
     if clean == "whitespace":
         return spaces

@@ -1,4 +1,4 @@
-"""From encoded images to what an image tower reads: [b, 3, H, W], channels-last,
+"""Transforms of encoded images to what an image tower reads: [b, 3, H, W], channels-last,
 normalised as its weights expect.
 
 Two phases, so that a cache can stand between them and change nothing:
@@ -8,15 +8,14 @@ Two phases, so that a cache can stand between them and change nothing:
     B  `TrainTransform`, `EvalTransform`: that image -> uint8 [H, W, 3], at random in training,
        always the same in evaluation
 
-`stacked` then makes one tensor of the images of a micro-batch, and `normalise` its values, where the
-tower computes. H, W: the tower's input; h, w: a stored image. Chance comes from a numpy Generator that the caller seeds for each
-sample.
+`stacked` then makes one tensor of the images of a micro-batch, and `normalise` its values, where
+the tower computes. H, W: the tower's input; h, w: a stored image. Chance comes from a numpy
+Generator that the caller seeds for each sample.
 """
 
 import functools
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -26,20 +25,19 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
 from data.modalities.decoding import decode_bytes, upright_8bit
+from data.modalities.memory import empty
 from data.modalities.preprocessing import CLIP, Preprocessing
 
-# of phase A: raise it whenever `Stored` gives other pixels, so that caches do not answer with old
-# ones
+# of phase A: to be raised when `Stored` gives other pixels, or caches answer with old ones
 VERSION = "1"
 WHITE = 255
-LIGHTEST_DARK = (
-    176  # random backgrounds have channels of 176..255: light enough for the outlines of emoji
-)
+# random backgrounds have channels of 176..255: light enough for the outlines of emoji
+LIGHTEST_DARK = 176
 CROP_AREA, CROP_RATIO = (0.8, 1.0), (0.9, 1.1)
 COLOUR_JITTER = 0.2  # where it is asked for
 # Images more than KEPT times as large as needed are shrunk to SHRUNK times: the smallest crop,
-# sqrt(0.8) of a side, is then
-# still 1.03 times as large as what it becomes, so no detail that the tower could see is lost.
+# sqrt(0.8) of a side, is then still 1.03 times as large as what it becomes, so no detail that the
+# tower could see is lost.
 KEPT, SHRUNK = 1.25, 1.15
 
 Size = tuple[int, int]  # H, W
@@ -76,10 +74,14 @@ class Stored:
 
     @property
     def name(self) -> str:
-        """Equal for two that give the same pixels for the same bytes. The mean and standard
+        """A name, equal for two that give the same pixels for the same bytes. The mean and standard
         deviation are applied to what is stored, so they are not part of it."""
         resampling = "" if self.interpolation == "bicubic" else f":{self.interpolation}"
         return f"{VERSION}:{self.size[0]}x{self.size[1]}{resampling}"
+
+    def key(self, content_hash: bytes) -> bytes:
+        """The key in a cache of the image with this hash of its encoded bytes."""
+        return content_hash + self.name.encode()
 
 
 @dataclass(frozen=True)
@@ -105,12 +107,10 @@ class TrainTransform:
         return _stored(self.size, self.preprocessing)
 
     def __call__(self, image: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-        drawn = generator.random(
-            10
-        )  # all at once, and always all: what one option draws never shifts another
-        colour = tuple(
-            LIGHTEST_DARK + int(part * (WHITE + 1 - LIGHTEST_DARK)) for part in drawn[:3]
-        )
+        # all at once, and always all: what one option draws never shifts another
+        drawn = generator.random(10)
+        spread = WHITE + 1 - LIGHTEST_DARK
+        colour = tuple(LIGHTEST_DARK + int(part * spread) for part in drawn[:3])
         image = _on_background(image, (WHITE, WHITE, WHITE) if self.white else colour)
         top, left, height, width = _crop_box(image.shape[:2], self.size, *drawn[3:7])
         crop = np.array(image[top : top + height, left : left + width])
@@ -119,31 +119,30 @@ class TrainTransform:
             image = np.ascontiguousarray(image[:, ::-1])
         if self.colour_jitter:
             brightness, contrast = (1 + self.colour_jitter * (2 * part - 1) for part in drawn[8:10])
-            channels_first = torch.from_numpy(image).permute(2, 0, 1)  # [3, H, W]
-            channels_first = functional.adjust_contrast(
-                functional.adjust_brightness(channels_first, brightness), contrast
-            )
-            image = np.ascontiguousarray(channels_first.permute(1, 2, 0).numpy())
+            pixels = torch.from_numpy(image).permute(2, 0, 1)  # [3, H, W]
+            pixels = functional.adjust_brightness(pixels, brightness)
+            pixels = functional.adjust_contrast(pixels, contrast)
+            image = np.ascontiguousarray(pixels.permute(1, 2, 0).numpy())
         return image
 
 
 @dataclass(frozen=True)
 class StoredWhole(Stored):
-    """Phase A of evaluation, for `transform`: the file is decoded at its full size, and resized once,
-    from there to what the centre is cropped of. Always uint8 [h, w, 3]."""
+    """Phase A of evaluation: the file is decoded at its full size, and resized once, from there to
+    what the centre is cropped of. Always uint8 [h, w, 3]."""
 
-    transform: "EvalTransform" = field(kw_only=True)
+    resize_mode: str = "shortest"
 
     def __call__(self, data: bytes) -> np.ndarray:
         return self.of(decode_bytes(data))
 
     def of(self, image: Image.Image) -> np.ndarray:
-        return self.transform.resized(np.array(upright_8bit(image)))
+        image = np.array(upright_8bit(image))
+        return _resized_to_crop(image, self.size, self.interpolation, self.resize_mode)
 
     @property
     def name(self) -> str:
-        mode = self.transform.preprocessing.resize_mode
-        return f"whole:{super().name}:{mode}"
+        return f"whole:{super().name}:{self.resize_mode}"
 
 
 @dataclass(frozen=True)
@@ -163,33 +162,18 @@ class EvalTransform:
     @property
     def stored(self) -> Stored:
         shared = _stored(self.size, self.preprocessing)
-        return (
-            StoredWhole(shared.size, shared.interpolation, transform=self) if self.whole else shared
-        )
+        if not self.whole:
+            return shared
+        return StoredWhole(shared.size, shared.interpolation, self.preprocessing.resize_mode)
 
     def __call__(
         self, image: np.ndarray, generator: np.random.Generator | None = None
     ) -> np.ndarray:
-        (height, width), image = self.size, self.resized(image)
+        (height, width), given = self.size, self.preprocessing
+        least = given.resized(self.size)
+        image = _resized_to_crop(image, least, given.interpolation, given.resize_mode)
         top, left = (round((a - b) / 2) for a, b in zip(image.shape[:2], self.size))
         return np.ascontiguousarray(image[top : top + height, left : left + width])
-
-    def resized(self, image: np.ndarray) -> np.ndarray:
-        """uint8 [h, w, 3 or 4] -> that of which the centre is cropped, uint8 [h, w, 3]; one that was
-        resized already stays as it is."""
-        image = _on_background(image, (WHITE, WHITE, WHITE))
-        h, w = image.shape[:2]
-        least_h, least_w = self.preprocessing.resized(self.size)
-        # One side becomes the least that is asked for, the other follows in proportion and is cut
-        # off, not rounded.
-        shorter_h = least_h * w >= least_w * h
-        size = (least_h, least_h * w // h) if shorter_h else (least_w * h // w, least_w)
-        if self.preprocessing.resize_mode == "squash":
-            size = least_h, least_w
-        # By Pillow, as OpenCLIP and torchvision's presets resize files: torch rounds some of the
-        # values to the next one.
-        resampling = Image.Resampling[self.preprocessing.interpolation.upper()]
-        return np.array(Image.fromarray(image).resize(size[::-1], resampling))
 
 
 ImageTransform = TrainTransform | EvalTransform
@@ -202,15 +186,16 @@ def train_transform(
     preprocessing: Preprocessing = CLIP,
     white: bool = False,
 ) -> TrainTransform:
-    """For square towers or a size (H, W), pixels. Errors: ValueError for a size below 1 pixel."""
+    """A transform for square towers or a size (H, W), pixels. Errors: ValueError for a size below
+    1."""
     return TrainTransform(_checked(image_size), colour_jitter, flip, preprocessing, white)
 
 
 def augmented(
     image_size: int | Size, words: Sequence[str], preprocessing: Preprocessing = CLIP
 ) -> ImageTransform:
-    """What training does to images: `words` of train.py's --augmentation; without any, what
-    evaluation does, to the images of a cache. Flips are of half of them."""
+    """The transform of training: `words` of train.py's --augmentation; without any, what evaluation
+    does, to the images of a cache. Half of the images are flipped where flips are asked for."""
     if not words:
         return replace(eval_transform(image_size, preprocessing), whole=False)
     return train_transform(
@@ -223,21 +208,20 @@ def augmented(
 
 
 def eval_transform(image_size: int | Size, preprocessing: Preprocessing = CLIP) -> EvalTransform:
-    """For square towers or a size (H, W), pixels. Errors: ValueError for a size below 1 pixel."""
+    """A transform for square towers or a size (H, W), pixels. Errors: ValueError for a size below
+    1."""
     return EvalTransform(_checked(image_size), preprocessing)
 
 
-def stacked(images: Sequence[np.ndarray], out: Tensor | None = None) -> Tensor:
-    """uint8 [H, W, 3] each -> uint8 [b, 3, H, W], channels-last. `out`: memory to write to, flat,
-    of as many values.
+def stacked(images: Sequence[np.ndarray]) -> Tensor:
+    """uint8 [H, W, 3] each -> uint8 [b, 3, H, W], channels-last.
 
     Convolutions follow the memory format of their input, and are faster on channels-last on CPU and
     GPU alike.
     """
-    shape = (len(images), *images[0].shape)
-    out = torch.empty(math.prod(shape), dtype=torch.uint8) if out is None else out
-    np.stack(images, out=out.numpy().reshape(shape))
-    return out.view(shape).permute(0, 3, 1, 2)
+    out = empty((len(images), *images[0].shape), torch.uint8)
+    np.stack(images, out=out.numpy())
+    return out.permute(0, 3, 1, 2)
 
 
 def normalise(
@@ -254,8 +238,8 @@ def normalise(
     scale, shift = _scale_and_shift(preprocessing, pixels.shape[3], pixels.device)
     rows = channels_last.reshape(-1, len(scale))  # [b H, 3 W]
     out = torch.empty(rows.shape, dtype=dtype, device=pixels.device)
-    # on a CPU image by image: in between, the values stay in its cache, and no further memory of the
-    # size of a micro-batch is touched
+    # on a CPU image by image: in between, the values stay in its cache, and no further memory of
+    # the size of a micro-batch is touched
     step = pixels.shape[2] if pixels.device.type == "cpu" else len(rows)
     for part, made in zip(rows.split(step), out.split(step)):
         torch.addcmul(shift, part, scale, out=made)
@@ -266,7 +250,8 @@ def normalise(
 def _scale_and_shift(
     preprocessing: Preprocessing, width: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Of a row of an image, [3 W] each: a broadcast over 3 channels would be a loop of 3 steps."""
+    """Scale and shift of a row of an image, [3 W] each: a broadcast over 3 channels would be a loop
+    of 3 steps."""
     mean, std = preprocessing.mean, preprocessing.std
     scale = [1 / (255 * s) for s in std]
     shift = [-m / s for m, s in zip(mean, std)]
@@ -278,7 +263,7 @@ def _scale_and_shift(
 
 
 def _stored(size: Size, preprocessing: Preprocessing) -> Stored:
-    """Of training: large enough for evaluation's resizing, too."""
+    """Phase A of training: large enough for evaluation's resizing, too."""
     return Stored(preprocessing.resized(size), preprocessing.interpolation)
 
 
@@ -312,13 +297,28 @@ def _on_background(image: np.ndarray, colour: tuple[int, ...]) -> np.ndarray:
 
 def _resized(image: np.ndarray, size: Size, interpolation: str) -> np.ndarray:
     """uint8 [h, w, 3], contiguous -> uint8 [H, W, 3], contiguous; antialiased."""
-    channels_first = torch.from_numpy(image).permute(
-        2, 0, 1
-    )  # [3, h, w], channels-last in memory: its fast path
-    resized = functional.resize(
-        channels_first, list(size), InterpolationMode(interpolation), antialias=True
-    )
-    return np.ascontiguousarray(resized.permute(1, 2, 0).numpy())
+    # [3, h, w], channels-last in memory: its fast path
+    pixels = torch.from_numpy(image).permute(2, 0, 1)
+    pixels = functional.resize(pixels, list(size), InterpolationMode(interpolation), antialias=True)
+    return np.ascontiguousarray(pixels.permute(1, 2, 0).numpy())
+
+
+def _resized_to_crop(
+    image: np.ndarray, least: Size, interpolation: str, resize_mode: str
+) -> np.ndarray:
+    """uint8 [h, w, 3 or 4] -> that of which the centre is cropped, uint8 [h, w, 3]; one that was
+    resized already stays as it is."""
+    image = _on_background(image, (WHITE, WHITE, WHITE))
+    h, w = image.shape[:2]
+    # one side becomes the least that is asked for; the other follows in proportion, rounded down
+    shorter_h = least[0] * w >= least[1] * h
+    size = (least[0], least[0] * w // h) if shorter_h else (least[1] * h // w, least[1])
+    if resize_mode == "squash":
+        size = least
+    # By Pillow, as OpenCLIP and torchvision's presets resize files: torch rounds some of the
+    # values to the next one.
+    resampling = Image.Resampling[interpolation.upper()]
+    return np.array(Image.fromarray(image).resize(size[::-1], resampling))
 
 
 def _checked(image_size: int | Size) -> Size:

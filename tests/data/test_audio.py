@@ -247,9 +247,9 @@ def test_training_augments_by_the_seed_alone(tmp_path):
         dataset = MicroBatchDataset(source, [AudioModality(features)], seed=5)
         place = np.arange(len(index))
         request = MicroBatchRequest(0, epoch, index[rows], place[rows], training=training)
-        outline = dataset.outline(request)["input_features"]
+        meta = dataset.meta_batch(request)["input_features"]
         made = dataset[request]["input_features"]
-        assert outline.shape == made.shape and outline.dtype == made.dtype == torch.float32
+        assert meta.shape == made.shape and meta.dtype == made.dtype == torch.float32
         return made
 
     plain = load((), training=False)

@@ -92,9 +92,7 @@ def test_a_dictionary_of_parquet_is_not_multiplied_in_memory(tmp_path):
     write_parquet(tmp_path / "a.parquet", image=good, text=["one", "two"])
     # 12 GB of images, and as much of texts, within a few kilobytes
     write_parquet(
-        tmp_path / "b.parquet",
-        image=repeated(padded_image(64 * MB), 200),
-        text=["a text"] * 200,
+        tmp_path / "b.parquet", image=repeated(padded_image(64 * MB), 200), text=["a text"] * 200
     )
     texts = pa.ListArray.from_arrays(pa.array([0, 200], pa.int32()), repeated("x" * (64 * MB), 200))
     write_parquet(tmp_path / "c.parquet", image=pa.array([encoded_image(3)]), text=texts)

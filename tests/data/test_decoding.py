@@ -10,13 +10,7 @@ import pytest
 from PIL import Image, ImageSequence
 
 from data.index.bad_samples import BadSample
-from data.modalities.decoding import (
-    FORMATS,
-    decode_bytes,
-    pixel_key,
-    read_image_size,
-    upright_8bit,
-)
+from data.modalities.decoding import FORMATS, decode_bytes, pixel_key, read_image_size, upright_8bit
 from data.modalities.transforms import eval_transform, train_transform
 
 RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
@@ -131,9 +125,8 @@ def test_size_is_refused_from_the_header_alone(size, why):
 
 
 def test_the_limit_of_pixels_is_our_own_and_pillow_s_stays_as_it_is(monkeypatch):
-    monkeypatch.setattr(
-        Image, "MAX_IMAGE_PIXELS", 50
-    )  # Pillow alone would warn above 50 pixels and refuse above 100
+    # Pillow alone would warn above 50 pixels and refuse above 100
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 50)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert decode_bytes(encoded(NOISE, "JPEG")).size == NOISE.size

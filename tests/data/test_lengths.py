@@ -35,7 +35,6 @@ def test_they_are_counted_once(emoji_set, tokenizer, tmp_path, monkeypatch):
     again = token_counts(source, source.usable(), tokenizer, 16, tmp_path / "counts")
     assert np.array_equal(first.counts, again.counts) and isinstance(again.counts, np.memmap)
     monkeypatch.undo()
-    fewer = token_counts(
-        source, source.usable()[:5], tokenizer, 16, tmp_path / "counts"
-    )  # of other samples: anew
+    # of other samples: anew
+    fewer = token_counts(source, source.usable()[:5], tokenizer, 16, tmp_path / "counts")
     assert fewer.counts.tolist() == first.counts[:5].tolist()

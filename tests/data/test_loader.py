@@ -3,25 +3,26 @@
 import itertools
 import os
 import signal
-import time
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from dying_source import NamesItsReaders
-from number_modality import Numbers
+from number_modality import Long, Numbers
 from plain_requests import plain_requests
 
 from data.batching.feed import FeedRates
 from data.batching.sampler import GlobalOrder, MicroBatchRequest, TextRows, evaluation_requests
-from data.cache import SampleCache, key_of
+from data.cache import SampleCache
 from data.index.sources import open_source
-from data.loader import MicroBatchDataset, _obituary, micro_batches, resolve_workers
+from data.loader import MicroBatchDataset, _lost, micro_batches, resolve_workers
+from data.modalities import memory
 from data.modalities.image import GREY, ImageModality
 from data.modalities.modality import ValueModality
 from data.modalities.text import TextModality
 from data.modalities.transforms import eval_transform, train_transform
+from data.processes import start_method
 
 BOTH = frozenset({"image", "text"})
 ORDER = GlobalOrder(num_samples=40, global_batch_size=12, seed=1)
@@ -29,11 +30,12 @@ SUBSET = np.arange(300, 340)
 
 
 def make(source, modalities=BOTH, tokenizer=None, seed=0):
-    made = {
-        "image": ImageModality(train_transform(16), eval_transform(16)),
-        "text": TextModality(tokenizer, 32),
-    }
-    return MicroBatchDataset(source, [made[name] for name in sorted(modalities)], seed)
+    made = []
+    if "image" in modalities:
+        made.append(ImageModality(train_transform(16), eval_transform(16)))
+    if "text" in modalities:
+        made.append(TextModality(tokenizer, 32))
+    return MicroBatchDataset(source, made, seed)
 
 
 def request(*indices, epoch=0, training=True):
@@ -45,17 +47,19 @@ def assert_equal(a, b):
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-class NoImages:
-    """The demo, with images that must not be asked for."""
+class Without:
+    """A source of which one of these must not be asked for: image_bytes, captions."""
 
-    def __init__(self, source):
-        self.spec, self.captions, self.source = source.spec, source.captions, source
+    def __init__(self, source, what):
+        self.source, self.what = source, what
 
     def __len__(self):
         return len(self.source)
 
-    def image_bytes(self, i):
-        raise AssertionError("decoded")
+    def __getattr__(self, name):
+        if name == self.what:
+            raise RuntimeError(f"asked for {name}")
+        return getattr(self.source, name)
 
 
 class StillCaption:
@@ -71,20 +75,6 @@ class StillCaption:
 
     def captions(self, i):
         return [self.text]
-
-
-class NoTexts:
-    """The demo, with captions that must not be asked for."""
-
-    def __init__(self, source):
-        self.spec, self.image_bytes, self.source = source.spec, source.image_bytes, source
-        self.content_hash = source.content_hash
-
-    def __len__(self):
-        return len(self.source)
-
-    def captions(self, i):
-        raise AssertionError("read a caption")
 
 
 def test_both_modalities(demo, tokenizer):
@@ -123,29 +113,21 @@ def test_equal_images_and_captions_have_equal_keys(demo, tmp_path, tokenizer):
     assert text[0] == text[2] and len(set(text)) == 3
 
 
-def test_text_only_never_decodes(demo, tokenizer):
-    dataset = MicroBatchDataset(NoImages(demo), [TextModality(tokenizer, 32)])
-    assert set(dataset[request(1, 2)]) == {
-        "input_ids",
-        "attention_mask",
-        "text_position",
-        "text_index",
-        "text_key",
-    }
-    with pytest.raises(AssertionError, match="decoded"):
-        make(NoImages(demo), BOTH, tokenizer)[request(1, 2)]
-
-
-def test_image_only_never_reads_a_caption_and_needs_no_tokenizer(demo, tokenizer):
-    dataset = make(NoTexts(demo), {"image"})
-    assert set(dataset[request(1, 2)]) == {
-        "pixel_values",
-        "image_position",
-        "image_index",
-        "image_key",
-    }
-    with pytest.raises(AssertionError, match="read a caption"):
-        make(NoTexts(demo), BOTH, tokenizer)[request(1, 2)]
+@pytest.mark.parametrize(
+    ("branch", "names", "never"),
+    [
+        ("image", ["pixel_values"], "captions"),
+        ("text", ["input_ids", "attention_mask"], "image_bytes"),
+    ],
+)
+def test_a_branch_reads_its_own_modality_only(demo, tokenizer, branch, names, never):
+    """And images need no tokenizer."""
+    source = Without(demo, never)
+    dataset = make(source, {branch}, tokenizer if branch == "text" else None)
+    labels = [f"{branch}_{label}" for label in ("position", "index", "key")]
+    assert set(dataset[request(1, 2)]) == {*names, *labels}
+    with pytest.raises(RuntimeError, match=f"asked for {never}"):
+        make(source, BOTH, tokenizer)[request(1, 2)]
 
 
 def test_augmentation_is_a_pure_function_of_seed_epoch_and_index(demo):
@@ -153,9 +135,8 @@ def test_augmentation_is_a_pure_function_of_seed_epoch_and_index(demo):
     first = dataset[request(5, 6, 7)]["pixel_values"]
     torch.manual_seed(99)
     dataset[request(50, epoch=3)]
-    assert torch.equal(
-        dataset[request(7, 5)]["pixel_values"], first[[2, 0]]
-    )  # other company, other order
+    # other company, other order
+    assert torch.equal(dataset[request(7, 5)]["pixel_values"], first[[2, 0]])
     assert not torch.equal(dataset[request(5, epoch=1)]["pixel_values"][0], first[0])
     assert not torch.equal(make(demo, {"image"}, seed=1)[request(5)]["pixel_values"][0], first[0])
     assert torch.equal(make(demo, {"image"})[request(5)]["pixel_values"][0], first[0])
@@ -223,8 +204,8 @@ def test_workers_change_nothing(demo, tokenizer):
     assert len(here) == len(there) == len(requests) == 11
     for a, b, asked in zip(here, there, requests):
         assert_equal(a, b)
-        outline = dataset.outline(asked)["pixel_values"]
-        assert (outline.dtype, outline.shape) == (torch.uint8, a["pixel_values"].shape)
+        meta = dataset.meta_batch(asked)["pixel_values"]
+        assert (meta.dtype, meta.shape) == (torch.uint8, a["pixel_values"].shape)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -276,9 +257,8 @@ def test_an_image_that_cannot_be_read_gives_its_place_to_another_and_is_reported
         [(1, "unreadable")],
         [(4, "unreadable"), (2, "missing-file")],
     ]
-    assert (
-        reports[0].bad[0][2].startswith(f"{file}:2: the image has changed since")
-    )  # where, and what
+    # where, and what
+    assert reports[0].bad[0][2].startswith(f"{file}:2: the image has changed since")
     assert [report.num_decoded for report in reports] == [4, 2, 1, 2] and all(
         report.wait_s > 0 for report in reports
     )
@@ -287,9 +267,8 @@ def test_an_image_that_cannot_be_read_gives_its_place_to_another_and_is_reported
 def test_truncated_texts_are_counted(demo, tokenizer):
     texts = [demo.captions(i)[0] for i in range(300, 340)]
     whole = [len(tokenizer(text)["input_ids"]) for text in texts]
-    limits = sorted(set(whole))[
-        :-1
-    ]  # each is the exact length of some text, which then does not count
+    # each is the exact length of some text, which then does not count
+    limits = sorted(set(whole))[:-1]
     assert len(limits) >= 2
     for limit in limits:
         dataset, reports = MicroBatchDataset(demo, [TextModality(tokenizer, limit)]), []
@@ -304,9 +283,14 @@ def test_truncated_texts_are_counted(demo, tokenizer):
         )
 
 
+def large_images(demo, *more):
+    """Micro-batches that travel in shared memory."""
+    return MicroBatchDataset(demo, [ImageModality(train_transform(96), eval_transform(96)), *more])
+
+
 def test_micro_batches_that_are_kept_are_never_written_to_again(demo):
-    dataset = make(demo, {"image"})
-    requests = list(plain_requests(ORDER, SUBSET, 0, 1, 6, 0, 4))
+    dataset = large_images(demo)
+    requests = [request(*range(n, n + 3)) for n in range(24)]
     kept = list(micro_batches(dataset, iter(requests), 2))  # all 24 at once
     fleeting = micro_batches(dataset, iter(requests), 2)
     rows = [next(fleeting)["pixel_values"][1] for _ in requests]  # a view of each is all that stays
@@ -320,24 +304,22 @@ def test_micro_batches_that_are_kept_are_never_written_to_again(demo):
 def test_workers_use_their_memory_again(demo):
     requests = [request(*range(n, n + 8)) for n in range(0, 240, 8)]
     places = set()
-    for batch in micro_batches(make(demo, {"image"}), iter(requests), 1):
+    for batch in micro_batches(large_images(demo), iter(requests), 1):
         places.add(batch["pixel_values"].data_ptr())
         del batch
     assert len(places) <= 5  # two ready, one being made, one handed out, one on its way; not 30
+    assert not memory._received  # when the loader has ended
     sizes = [request(*range(n)) for n in (1, 2, 4, 8, 16, 3, 9)]  # larger and larger ones
-    for asked, batch in zip(sizes, micro_batches(make(demo, {"image"}), iter(sizes), 1)):
-        assert torch.equal(batch["pixel_values"], make(demo, {"image"})[asked]["pixel_values"])
+    for asked, batch in zip(sizes, micro_batches(large_images(demo), iter(sizes), 1)):
+        assert torch.equal(batch["pixel_values"], large_images(demo)[asked]["pixel_values"])
 
 
-@pytest.mark.parametrize("branches", [set(), {"image"}])
-def test_another_modality_comes_from_a_worker_alone_and_beside_images(demo, branches):
-    images = make(demo, {"image"}).modalities if branches else ()
-    dataset = MicroBatchDataset(demo, [*images, Numbers()])
-    for asked, batch in zip((asks := [request(3, 1, 4)]), micro_batches(dataset, iter(asks), 1)):
+def test_another_modality_comes_from_a_worker_alone_and_beside_images(demo):
+    asked = request(3, 1, 4)
+    for dataset in (MicroBatchDataset(demo, [Numbers()]), large_images(demo, Numbers(), Long())):
+        (batch,) = micro_batches(dataset, [asked], 1)
+        assert_equal(batch, dataset[asked])
         assert batch["numbers"].tolist() == [[3.0], [1.0], [4.0]]
-        if branches:
-            alone = make(demo, branches)[asked]["pixel_values"]
-            assert torch.equal(batch["pixel_values"], alone)
 
 
 def test_killed_workers_are_one_clear_error(demo, tmp_path):
@@ -362,30 +344,40 @@ def test_killed_workers_are_one_clear_error(demo, tmp_path):
         and "--workers" in message
     )
     assert any(str(pid) in message for pid in killed)
-    of_its_own = _obituary([(0, 17, 1)], 2, "rank 3")
-    assert "its own exit with status 1" in of_its_own and "memory" not in of_its_own
+    of_its_own = start_method().Process(target=os._exit, args=(1,))
+    of_its_own.start()
+    message = _lost([of_its_own], "")
+    assert "its own exit with status 1" in message and "memory" not in message
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_cached_images_are_equal_bit_for_bit(emoji_set, tmp_path, workers):
-    source = open_source(f"jsonl:{emoji_set(12)}")
+    file = emoji_set(12)
+    source = open_source(f"jsonl:{file}")
     asked = [request(*range(12), epoch=e) for e in (0, 1)] + [request(*range(12), training=False)]
-    plain = make(source, {"image"})
-    keys = [key_of(source.content_hash(i), train_transform(16).stored) for i in range(12)]
+    expected = [make(source, {"image"})[each] for each in asked]
+    keys = [train_transform(16).stored.key(source.content_hash(i)) for i in range(12)]
     for _ in range(2):  # filling, then filled
-        cached = make(source, {"image"})
-        cached.modalities[0].cache = SampleCache(tmp_path / "cache")
-        loaded = micro_batches(cached, itertools.cycle(asked), workers)
-        for a, b in zip(micro_batches(plain, iter(asked)), loaded):
+        cached, cache = make(source, {"image"}), SampleCache(tmp_path / "cache")
+        cached.modalities[0].cache = cache
+        for a, b in zip(expected, micro_batches(cached, asked, workers), strict=True):
             assert_equal(a, b)
-        deadline = time.monotonic() + 120
-        while not all(
-            map(cached.modalities[0].cache.has, keys)
-        ):  # in the background, of a worker that may not end before
-            assert time.monotonic() < deadline, "nothing is written"
-            time.sleep(0.02)
-        loaded.close()
-        cached.modalities[0].cache.close()
+        cache.close()  # as a worker does when it ends
+        assert all(map(cache.has, keys))
+        cache.close()
+
+
+def test_a_file_that_has_changed_is_not_cached_under_its_old_hash(emoji_set, tmp_path):
+    file = emoji_set(3)
+    dataset = make(open_source(f"jsonl:{file}"), {"image"})
+    cache = dataset.modalities[0].cache = SampleCache(tmp_path / "cache")
+    folder = file.parent / "images of emoji"
+    (folder / "0.png").write_bytes((folder / "1.png").read_bytes())
+    assert dataset[request(0, 1)]["image_index"].tolist() == [-1, 1]
+    cache.close()
+    stored = train_transform(16).stored
+    assert [cache.has(stored.key(dataset.source.content_hash(i))) for i in (0, 1)] == [False, True]
+    cache.close()
 
 
 def test_evaluation_without_a_share(demo):
@@ -490,10 +482,11 @@ def test_kept_patches_are_a_share_of_the_grid_drawn_for_each_sample_and_epoch(de
     )
     assert not torch.equal(drawn[0], drawn[1]) and "kept_patches" not in kept(1.0, 1)
     smaller = kept(0.5, 1, size=24)
+    # of 9
     assert smaller["pixel_values"].shape == (5, 3, 24, 24) and smaller["kept_patches"].shape == (
         5,
         4,
-    )  # of 9
+    )
     assert kept(0.5, 1, size=24, training=False)["pixel_values"].shape == (5, 3, 32, 32)
 
 
@@ -507,7 +500,7 @@ def test_buckets_shrink_with_the_image_size(demo):
     assert dataset[asked]["pixel_values"].shape == (2, 3, 32, 48)
 
 
-# -- outlines
+# -- meta batches
 
 
 class Tones(ValueModality):
@@ -545,19 +538,19 @@ def shapes(micro_batch):
 
 
 @pytest.mark.parametrize("asked", OUTLINED.values(), ids=OUTLINED)
-def test_an_outline_has_the_shapes_of_the_micro_batch_and_no_image_is_read_for_it(
+def test_a_meta_batch_has_the_shapes_of_the_micro_batch_and_no_image_is_read_for_it(
     demo, tokenizer, asked
 ):
     images = ImageModality(train_transform(32), eval_transform(32), side_multiple=8, patch_size=8)
     modalities = [images, TextModality(tokenizer, 32, length_multiple=4)]
-    outline = MicroBatchDataset(NoImages(demo), modalities).outline(asked)
-    assert shapes(outline) == shapes(MicroBatchDataset(demo, modalities)[asked])
-    assert {tensor.device.type for tensor in outline.values()} == {"meta"}
+    meta = MicroBatchDataset(Without(demo, "image_bytes"), modalities).meta_batch(asked)
+    assert shapes(meta) == shapes(MicroBatchDataset(demo, modalities)[asked])
+    assert {tensor.device.type for tensor in meta.values()} == {"meta"}
 
 
-def test_the_outline_of_values_is_that_of_a_blank_one(demo):
-    outline = MicroBatchDataset(demo, [Tones()]).outline(ASKED)
-    assert shapes(outline) == [
+def test_the_meta_batch_of_values_is_that_of_a_blank_one(demo):
+    meta = MicroBatchDataset(demo, [Tones()]).meta_batch(ASKED)
+    assert shapes(meta) == [
         ("samples", torch.float32, (3, 7, 2)),
         ("rate", torch.int64, (3,)),
         ("tone_position", torch.int64, (3,)),
@@ -567,7 +560,7 @@ def test_the_outline_of_values_is_that_of_a_blank_one(demo):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_list_of_requests_gives_the_list_of_their_outlines(demo, tokenizer, workers):
+def test_a_list_of_requests_gives_the_list_of_their_meta_batches(demo, tokenizer, workers):
     asked, dataset = [request(0, 1), request(2, 3, 4)], make(demo, BOTH, tokenizer)
-    outlines, *loaded = micro_batches(dataset, iter([asked, *asked]), workers, pin_memory=False)
-    assert list(map(shapes, outlines)) == list(map(shapes, loaded)) and len(loaded) == 2
+    meta, *loaded = micro_batches(dataset, iter([asked, *asked]), workers, pin_memory=False)
+    assert list(map(shapes, meta)) == list(map(shapes, loaded)) and len(loaded) == 2

@@ -161,7 +161,9 @@ def test_too_many_bad_samples_end_the_run_with_the_table_of_reasons(emoji_set, f
         ValueError,
         match="(?s)3 of 27 samples cannot be used, 11.1%.*2  invalid-row .*1  missing-file .*:25: invalid-row",
     ):
-        prepare_data(DataOptions(data=(spec,), val_fraction=0.25, max_bad_fraction=0.1), None, folder)
+        prepare_data(
+            DataOptions(data=(spec,), val_fraction=0.25, max_bad_fraction=0.1), None, folder
+        )
 
 
 def test_what_is_no_part_of_a_sample_refuses_no_run_and_is_recorded(emoji_set, folder):
@@ -188,19 +190,21 @@ def test_several_data_sets_with_weights(emoji_set, folder):
         DataOptions(data=specs, data_weights=(1, 2.5), val_fraction=0.0), None, folder
     )
     assert prepared.parts == ((24, 1.0), (6, 2.5)) and len(prepared.train) == 30
+    # of the same samples
     shared = prepare_data(
         DataOptions(data=specs, val_fraction=0.0, data_temperature=1e9, data_floors=(0, 0.6)),
         None,
         folder,
-    )  # of the same samples
+    )
     assert shared.parts == ((24, 12 / 24), (6, 18 / 6)) and np.array_equal(
         shared.train, prepared.train
     )
-    split = prepare_data(DataOptions(data=specs, val_fraction=0.2), None, make(folder.parent / "split"))
+    split = prepare_data(
+        DataOptions(data=specs, val_fraction=0.2), None, make(folder.parent / "split")
+    )
     held = split.held_out["validation"].subset.tolist()
-    assert {i for i in held if i < 6} == {
-        i - 24 for i in held if i >= 24
-    }  # the same image in both sets is on one side
+    # the same image in both sets is on one side
+    assert {i for i in held if i < 6} == {i - 24 for i in held if i >= 24}
     assert sum(count for count, _ in split.parts) == len(split.train)
 
 

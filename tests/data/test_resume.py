@@ -139,9 +139,10 @@ def test_killed_fifty_times_every_sample_comes_once_per_epoch_and_looks_the_same
     versions = {}
     for _, _, index, what in trained:
         versions.setdefault(index, set()).add(what)
+    # a draw each epoch
     assert np.mean([len(different) for different in versions.values()]) > (
         EPOCHS - 0.5 if branch == "image" else 2
-    )  # a draw each epoch
+    )
 
 
 def test_both_branches_load_the_same_samples_at_the_same_positions_whatever_their_counts():

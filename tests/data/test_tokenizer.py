@@ -63,9 +63,8 @@ def test_scripts_are_not_taken_apart():
     assert tokenizer.tokenize("여자") == ["여자"]
     assert tokenizer.tokenize("がくせい") == ["がくせい"]
     assert "[UNK]" not in tokenizer.tokenize("زنِ هنرمند")
-    assert tokenizer.tokenize("\u304b\u3099くせい") == [
-        "がくせい"
-    ]  # the voicing mark as a character of its own
+    # the voicing mark as a character of its own
+    assert tokenizer.tokenize("\u304b\u3099くせい") == ["がくせい"]
 
 
 def test_saved_folder_loads_again(tokenizer, tmp_path, demo):

@@ -51,9 +51,8 @@ def smooth(width, height):
 
 
 def grey_16bit():
-    return Image.fromarray(
-        np.full((8, 8), 32800, dtype=np.uint16)
-    )  # about half of 65535; its lower byte is 32
+    # about half of 65535; its lower byte is 32
+    return Image.fromarray(np.full((8, 8), 32800, dtype=np.uint16))
 
 
 def palette_with_transparency():
@@ -100,10 +99,8 @@ def test_normalise_is_torchvision_s_arithmetic():
     images = [
         np.random.default_rng(n).integers(0, 256, (5, 7, 3)).astype(np.uint8) for n in range(3)
     ]
-    given = torch.full((3 * 5 * 7 * 3,), 99, dtype=torch.uint8)
-    pixels = stacked(images, given)
-    assert pixels.shape == (3, 3, 5, 7) and pixels.data_ptr() == given.data_ptr()
-    assert torch.equal(pixels, stacked(images))
+    pixels = stacked(images)
+    assert pixels.shape == (3, 3, 5, 7)
     assert torch.equal(pixels[1], torch.from_numpy(images[1]).permute(2, 0, 1))
     values = normalise(pixels)
     assert values.shape == (3, 3, 5, 7) and values.is_contiguous(memory_format=torch.channels_last)
@@ -113,9 +110,8 @@ def test_normalise_is_torchvision_s_arithmetic():
         )
         for p in images
     ]
-    assert torch.allclose(
-        values, torch.stack(expected), atol=1e-5
-    )  # one multiplication and one addition instead of four steps
+    # one multiplication and one addition instead of four steps
+    assert torch.allclose(values, torch.stack(expected), atol=1e-5)
     # whatever the images came together with, and in whatever order the bytes lie
     assert torch.equal(values[1:2], normalise(stacked(images[1:2])))
     assert torch.equal(values, normalise(pixels.contiguous()))
@@ -183,10 +179,8 @@ def test_any_image_fills_any_target(shape, size):
 
 def test_training_crops_80_to_100_percent_anywhere_in_the_image():
     ramp = np.zeros((120, 160, 3), np.uint8)
-    ramp[..., 0], ramp[..., 1] = (
-        np.arange(160)[None, :],
-        np.arange(120)[:, None],
-    )  # a pixel's colour says where it was
+    # a pixel's colour says where it was
+    ramp[..., 0], ramp[..., 1] = (np.arange(160)[None, :], np.arange(120)[:, None])
     transform, lefts, areas, shapes = train_transform(60), [], [], []
     for seed in range(300):
         crop = transform(ramp, np.random.default_rng(seed)).astype(float)
@@ -197,9 +191,8 @@ def test_training_crops_80_to_100_percent_anywhere_in_the_image():
         lefts.append(crop[30, 30, 0] - width / 2)
         areas.append(width * height / 120**2)
         shapes.append(width / height)
-    assert (
-        0.75 < min(areas) < 0.84 and 0.93 < max(areas) < 1.05
-    )  # of the largest square; colours round
+    # of the largest square; colours round
+    assert 0.75 < min(areas) < 0.84 and 0.93 < max(areas) < 1.05
     assert 0.86 < min(shapes) < 0.93 and 1.07 < max(shapes) < 1.14
     assert min(lefts) < 5 and max(lefts) > 40  # a 4:3 image is not always cropped in its middle
 
@@ -303,9 +296,8 @@ def test_stored_has_four_channels_only_where_something_is_transparent():
     clear.paste((255, 0, 0, 0), (0, 0, 150, 300))
     stored = Stored((64, 64))(encoded(clear, "PNG"))
     assert stored.shape[2] == 4
-    assert (
-        stored[stored[..., 3] > 0][:, 0].max() < 20
-    )  # the invisible red does not seep into the green
+    # the invisible red does not seep into the green
+    assert stored[stored[..., 3] > 0][:, 0].max() < 20
     assert KEPT * 64 < 300
 
 
@@ -326,10 +318,11 @@ def test_stored_is_the_same_for_the_same_bytes_and_named_by_its_size(demo):
         for changed in (CLIP, larger, bilinear)
     }
     assert len(names) == 3 and train_transform(32, preprocessing=larger).stored == Stored((36, 36))
+    # applied later
     assert (
         train_transform(32, preprocessing=Preprocessing(*NORMALIZATIONS["imagenet"])).stored.name
         in names
-    )  # applied later
+    )
 
 
 @pytest.mark.parametrize("transform", [train_transform, eval_transform])

@@ -1,8 +1,8 @@
 """Sounds as they come out of files: decode safely, mix to one channel, bring to a rate.
 
-Bytes are read by content, never by name: by libsndfile (`soundfile`) where it knows the format, else
-by FFmpeg (`av`). Neither says of every format that a file was cut off, so what a header promises is
-compared with what is there.
+Bytes are read by content, never by name: by libsndfile (`soundfile`) where it knows the format,
+else by FFmpeg (`av`). Neither says of every format that a file was cut off, so what a header
+promises is compared with what is there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -125,7 +125,7 @@ def _one_channel(blocks: Iterator[np.ndarray], rate: int) -> np.ndarray:
 
 
 def _by_libsndfile(data: bytes, strict: bool) -> Sound | None:
-    """None where it is not installed or does not know the format."""
+    """Decode by libsndfile; None where it is not installed or does not know the format."""
     library = _library("soundfile")
     if library is None:
         return None
@@ -166,7 +166,7 @@ def _refuse_header(data: bytes) -> None:
 
 
 def _blocks(file: Any) -> Iterator[np.ndarray]:
-    """At most one block more than is allowed, whatever the header says."""
+    """Yield at most one block more than is allowed, whatever the header says."""
     for _ in range(math.ceil(SECONDS_LIMIT * file.samplerate / BLOCK) + 1):
         block = file.read(BLOCK, dtype="float32", always_2d=True)
         if len(block):
@@ -178,10 +178,10 @@ def _blocks(file: Any) -> Iterator[np.ndarray]:
 def _is_cut_off(data: bytes) -> bool:
     """WAV, AIFF and Ogg: libsndfile takes what is there for all."""
     if data[:4] in (b"RIFF", b"FORM"):
-        is_riff = data[:4] == b"RIFF"
+        order: Literal["little", "big"] = "little" if data[:4] == b"RIFF" else "big"
         at = 12
         while at + 8 <= len(data):  # one chunk after the other: a name, a size, as many bytes
-            size = int.from_bytes(data[at + 4 : at + 8], "little" if is_riff else "big")
+            size = int.from_bytes(data[at + 4 : at + 8], order)
             if data[at : at + 4] in (b"data", b"SSND"):
                 return size != UNKNOWN_SIZE and at + 8 + size > len(data)
             at += 8 + size + size % 2
@@ -199,7 +199,7 @@ def _is_cut_off(data: bytes) -> bool:
 
 
 def _by_ffmpeg(data: bytes) -> Sound:
-    library = _library("av")
+    library, begins = _library("av"), f"{len(data):,} bytes that begin with {data[:8]!r}"
     if library is None:
         if _library("soundfile") is None:
             raise ImportError(
@@ -207,19 +207,15 @@ def _by_ffmpeg(data: bytes) -> Sound:
             )
         raise BadSample(
             "not-audio",
-            f"{len(data):,} bytes that begin with {data[:8]!r}, which libsndfile does not know; for "
-            f"FFmpeg's formats: {INSTALL}",
+            f"{begins}, which libsndfile does not know; for FFmpeg's formats: {INSTALL}",
         )
     try:
         # titles that are no UTF-8 end nothing; from PyAV 19 on by itself
         old = int(library.__version__.split(".")[0]) < 19
-        container = library.open(
-            io.BytesIO(data), **({"metadata_errors": "replace"} if old else {})
-        )
+        options = {"metadata_errors": "replace"} if old else {}
+        container = library.open(io.BytesIO(data), **options)
     except library.FFmpegError as error:
-        raise BadSample(
-            "not-audio", f"{len(data):,} bytes that begin with {data[:8]!r}: {error.strerror}"
-        ) from error
+        raise BadSample("not-audio", f"{begins}: {error.strerror}") from error
     with container:
         if not container.streams.audio:
             is_image = container.format.name.endswith("_pipe") or "image2" in container.format.name

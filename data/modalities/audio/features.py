@@ -1,5 +1,5 @@
-"""From samples to what a tower reads: a clip of a fixed length, and its log-mel spectrogram by
-transformers' feature extractors.
+"""Features of a sound, as a tower reads them: a clip of a fixed length, and its log-mel spectrogram
+by transformers' feature extractors.
 
 n samples at the extractor's rate, T frames, F mel bins.
 """
@@ -31,16 +31,15 @@ AXES = {
 }
 SIGNAL_TO_NOISE_DB = (5.0, 30.0)  # mixed in so loud
 MASKS = 2  # of time and of frequency
-MASKED_BINS = (
-    27 / 80
-)  # at most, of all mel bins (Park et al. 2019, LibriSpeech double: F = 27 of 80)
-MASKED_FRAMES = 0.1  # at most, of all frames: LD's T = 100 frames, of about 1,000
+# at most, of all mel bins and of all frames (Park et al. 2019, LibriSpeech double: F = 27 of 80
+# bins, T = 100 of about 1,000 frames)
+MASKED_BINS, MASKED_FRAMES = 27 / 80, 0.1
 
 
 @dataclass(frozen=True)
 class AudioFeatures:
-    """`values`: the arguments of the feature extractor, a class of transformers; `num_samples`: of a
-    clip, at `rate` Hz. A longer sound is cut to that; a shorter one is repeated or padded as the
+    """`values`: the arguments of the feature extractor, a class of transformers; `num_samples`: of
+    a clip, at `rate` Hz. A longer sound is cut to that; a shorter one is repeated or padded as the
     extractor says (CLAP: whole repetitions, then zeros)."""
 
     extractor: str
@@ -58,7 +57,7 @@ class AudioFeatures:
 
     @property
     def rate(self) -> int:
-        """Hz."""
+        """The rate of the samples, Hz."""
         return self._made.sampling_rate
 
     def __call__(self, samples: np.ndarray, generator: np.random.Generator | None) -> Tensor:
@@ -74,20 +73,19 @@ class AudioFeatures:
         return with_noise(clip, generator) if "noise" in asked else clip
 
     def finished(self, spectrogram: np.ndarray, generator: np.random.Generator | None) -> Tensor:
-        """What the tower reads of what `spectrogram` gave: with SpecAugment where that is asked
-        for."""
+        """Make of a spectrogram what the tower reads: with SpecAugment where that is asked for."""
         if "spec" in self._asked(generator):
             spectrogram = masked(spectrogram, AXES[self.extractor], generator)
-        return torch.from_numpy(np.ascontiguousarray(spectrogram))
+        return torch.from_numpy(np.array(spectrogram))  # its own: what a cache gives is read-only
 
     def is_fixed(self, generator: np.random.Generator | None, cut: bool) -> bool:
-        """Does chance leave the spectrogram alone? `cut`: of a sound longer than a clip."""
+        """Whether chance leaves the spectrogram alone. `cut`: of a sound longer than a clip."""
         asked = self._asked(generator)
         return "noise" not in asked and not (cut and "crop" in asked)
 
     @cached_property
     def name(self) -> str:
-        """Equal for two that make equal spectrograms of equal clips."""
+        """A name, equal for two that make equal spectrograms of equal clips."""
         settings = (self.extractor, sorted(self.values.items()), self.num_samples)
         # AST's extractor uses torchaudio where that is installed, and gives other numbers with it
         library = (transformers.__version__, is_speech_available())

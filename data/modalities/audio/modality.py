@@ -11,7 +11,7 @@ from torch import Tensor
 from data.index.keys import keys_of
 from data.modalities.audio.decoding import decode_audio, resampled
 from data.modalities.audio.features import AudioFeatures
-from data.modalities.modality import Loaded, Memory, ValueModality
+from data.modalities.modality import Loaded, ValueModality
 
 if TYPE_CHECKING:
     from data.batching.sampler import MicroBatchRequest
@@ -38,11 +38,9 @@ class AudioModality(ValueModality):
     def __init__(self, features: AudioFeatures, cache: SampleCache | None = None) -> None:
         self.features, self.cache = features, cache
 
-    def load(
-        self, source: Source, request: MicroBatchRequest, seed: int, memory: Memory | None = None
-    ) -> Loaded:
+    def load(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
         key = keys_of(map(source.audio_hash, request.index.tolist()))
-        loaded = replace(super().load(source, request, seed, memory), key=key)
+        loaded = replace(super().load(source, request, seed), key=key)
         if not request.training:  # nothing is counted of it, and a source may have no index
             return loaded
         seconds = source.column("audio_seconds")[request.index]  # 0 without a sound
@@ -74,19 +72,19 @@ class AudioModality(ValueModality):
         self, cache: SampleCache, source: Source, i: int, generator: np.random.Generator | None
     ) -> np.ndarray:
         features, content = self.features, source.audio_hash(i)
-        of_cut = {cut: content + f"{features.name}:{cut:d}".encode() for cut in (False, True)}
-        for cut, key in of_cut.items():
-            if features.is_fixed(generator, cut):
-                found = cache.get(key)
-                if found is not None:
-                    return found
+        # of a sound that is longer than a clip, and of one that is not
+        keys = {cut: content + f"{features.name}:{cut:d}".encode() for cut in (False, True)}
+        fixed = [cut for cut in keys if features.is_fixed(generator, cut)]
+        for cut in fixed:
+            if (found := cache.get(keys[cut])) is not None:
+                return found
         of_samples = content + f"{VERSION}:{features.rate} Hz".encode()
         stored = cache.get(of_samples)
         samples = self._samples(source.value(self.name, i)) if stored is None else stored
         made = features.spectrogram(features.clipped(samples, generator))
         cut = len(samples) > features.num_samples
-        if features.is_fixed(generator, cut):
-            cache.put(of_cut[cut], made)
+        if cut in fixed:
+            cache.put(keys[cut], made)
         elif stored is None:
             cache.put(of_samples, samples)
         return made

@@ -29,7 +29,7 @@ class Spectrogram:
 
 
 def spectrogram_of(sound: Sound) -> Spectrogram:
-    """Of the whole sound, in about `FRAMES` frames, or fewer where it is short."""
+    """The spectrogram of a whole sound, in about `FRAMES` frames, or fewer where it is short."""
     # reads torch, which what merely decodes sounds does without
     from transformers.audio_utils import hertz_to_mel, mel_filter_bank, spectrogram, window_function
 
@@ -55,8 +55,8 @@ def spectrogram_of(sound: Sound) -> Spectrogram:
 
 
 def playable(sound: Sound, most_seconds: float, most_bytes: int) -> bytes | None:
-    """As MP3, which every browser plays; None where it is longer or would be larger, or where the
-    installed libsndfile writes none."""
+    """The sound as MP3, which every browser plays; None where it is longer or would be larger, or
+    where the installed libsndfile writes none."""
     library = importlib.import_module("soundfile")
     if sound.seconds > most_seconds or "MP3" not in library.available_formats():
         return None
