@@ -58,9 +58,7 @@ def test_everything_open_comes_from_the_recipe():
 def test_the_way_to_train(arguments, block, total_steps, name):
     config = json.loads(FILE.read_text())
     config["branches"] |= block
-    assert settled(*arguments, total_steps=total_steps, config=config)[3].startswith(
-        f"{name}, "
-    )
+    assert settled(*arguments, total_steps=total_steps, config=config)[3].startswith(f"{name}, ")
 
 
 @pytest.mark.parametrize(
