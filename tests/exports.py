@@ -154,8 +154,10 @@ for folder in folders:
     os.chdir(folder)
     names = {}
     exec(open("page.py").read(), names)
-    pixels = torch.stack([names["pixel_values"](f"../{i}") for i in range(7)])
-    torch.save((pixels, *names["embed"](pixels, captions.split("|"))), "result.pt")
+    model = names["model"]
+    pixels = torch.stack([model.pixel_values(f"../{i}") for i in range(7)])
+    found = pixels, model.embed_images(pixels), model.embed_texts(captions.split("|"))
+    torch.save(found, "result.pt")
 """
 
 

@@ -24,7 +24,7 @@ from models.weights.translation import Pair, unchanged
 if TYPE_CHECKING:
     from launch.inference.trained import Trained
 
-FOLDER, FILE = "adapters", "adapter_model.safetensors"
+ADAPTERS, FILE = "adapters", "adapter_model.safetensors"
 TOWER_IN = {"image": "vision_model", "text": "text_model"}  # of transformers' models of both
 
 
@@ -156,7 +156,7 @@ def write_all(
     of_branch, record = {tower.branch: tower for tower in towers}, {}
     for own in adapters:
         names = names_in_library(own, of_branch[own.branch], whole, pairs)
-        write_adapters(own, names, folder / FOLDER / own.branch)
+        write_adapters(own, names, folder / ADAPTERS / own.branch)
         record[own.branch] = {"lora": own.lora.record(), "modules": names}
     return record
 
@@ -164,7 +164,7 @@ def write_all(
 def read_adapters(layers: Sequence[Layer], folder: Path, record: Mapping[str, Any]) -> None:
     """Fill the adapters of an export into `layers`, in place. `record`: of the export, by branch."""
     for branch, own in record.items():
-        tensors = load_file(folder / FOLDER / branch / FILE)
+        tensors = load_file(folder / ADAPTERS / branch / FILE)
         for layer in layers:
             state = layer.state_dict()
             for local, canonical in layer.canonical_names.items():
@@ -172,24 +172,3 @@ def read_adapters(layers: Sequence[Layer], folder: Path, record: Mapping[str, An
                 if found and module in own["modules"]:
                     there = f"base_model.model.{own['modules'][module]}.lora_{matrix}"
                     state[local].copy_(tensors[there])
-
-
-def page_of_adapters(branches: Sequence[str], whole: bool) -> str:
-    """What the README.md of an export says of adapters that are kept apart."""
-    towers = {branch: f"model.{TOWER_IN[branch]}" if whole else branch for branch in branches}
-    lines = "\n".join(
-        f'PeftModel.from_pretrained({tower}, "{FOLDER}/{branch}").eval()'
-        for branch, tower in towers.items()
-    )
-    return f"""
-## Adapters
-
-`model.safetensors` holds the weights without what the adapters learned. Put these lines behind the
-ones that load the model; they add the adapters to it, in place:
-
-```python
-from peft import PeftModel
-
-{lines}
-```
-"""

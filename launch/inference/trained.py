@@ -30,7 +30,7 @@ from engine.objective import scalars_of
 from launch.config.blocks import train_block
 from launch.config.groups import AudioOptions
 from launch.config.pixels import PROCESSORS, trained_with
-from launch.exporting.adapters import FILE, FOLDER, read_adapters
+from launch.exporting.adapters import ADAPTERS, FILE, read_adapters
 from launch.modalities import Vocabulary, tower_of
 from launch.objective import pairs_of
 from launch.run.records import (
@@ -87,10 +87,10 @@ class Trained:
             raise ValueError(f"{self.checkpoint}: no pair has texts, so there is no tokenizer")
         return self.tokenizer
 
-    @property
-    def branch_of_layers(self) -> list[str]:
-        """Of each of `layers` the branch."""
-        return [tower.branch for tower in self.towers for _ in tower.specs]
+    def layers_of(self, branch: str) -> list[Layer]:
+        """Those of one branch, in order."""
+        branches = [tower.branch for tower in self.towers for _ in tower.specs]
+        return [layer for own, layer in zip(branches, self.layers) if own == branch]
 
     @property
     def preprocessing(self) -> Preprocessing:
@@ -104,7 +104,7 @@ class Trained:
         found = [file for file in files if file.is_file()][:1] or weight_files(self.checkpoint)
         if not found and (of_open_clip := weights_of(self.checkpoint)):
             found = [of_open_clip]
-        apart = sorted(self.checkpoint.glob(f"{FOLDER}/*/{FILE}"))  # an export's adapters
+        apart = sorted(self.checkpoint.glob(f"{ADAPTERS}/*/{FILE}"))  # an export's adapters
         return "-".join(map(checksum_of_file, found + apart))
 
 
