@@ -4,8 +4,8 @@ python evaluate.py RUN_DIR                              retrieval of the run's h
 python evaluate.py RUN_DIR --checkpoint step-00000100   by another checkpoint than the newest
 python evaluate.py RUN_DIR --ema                        by the average of its weights
 python evaluate.py RUN_DIR --val-data coco:IMAGES:CAPTIONS.json --captions all --picture queries.png
-python evaluate.py RUN_DIR --rerank 32                  of a run with --fusion: the nearest 32 in the
-                                                        order of the matching scores, too
+python evaluate.py RUN_DIR --rerank 32                  of a run with --fusion: the nearest 32 in
+                                                        the order of the matching scores, too
 python evaluate.py RUN_DIR --classify imagefolder:TEST --classify-train imagefolder:TRAIN
 python evaluate.py RUN_DIR --classify 'audiofolder:TEST?templates=the sound of {}'
 python evaluate.py RUN_DIR --embeddings OUT             values as memory-mapped arrays

@@ -1,5 +1,5 @@
-"""What an export does with the adapters of a run: it adds them to the weights, or writes them beside
-these as peft's own files, a folder for each tower."""
+"""What an export does with the adapters of a run: it adds them to the weights, or writes them
+beside these as peft's own files, a folder for each tower."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Adapters:
 
 
 def taken_off(trained: Trained, merge: bool) -> tuple[Trained, list[Adapters]]:
-    """The model without adapters, in place: with `merge` they are added to its weights in fp32, else
-    left out; and the adapters of each tower that had some."""
+    """The model without adapters, in place: with `merge` they are added to its weights in fp32,
+    else left out; and the adapters of each tower that had some."""
     layers, found, towers = iter(trained.layers), [], []
     plain: list[Layer] = []
     for tower in trained.towers:
@@ -72,8 +72,8 @@ def names_in_library(
     pairs: Sequence[Pair] = (),
 ) -> dict[str, str]:
     """Canonical name of an adapted module -> its name in the library's model of the tower; in
-    `whole`, the configuration of transformers' model of both towers, in that model's tower. `pairs`:
-    as for its weights.
+    `whole`, the configuration of transformers' model of both towers, in that model's tower.
+    `pairs`: as for its weights.
 
     Raises ValueError where that model has other modules than the tower that was trained.
     """
@@ -162,7 +162,8 @@ def write_all(
 
 
 def read_adapters(layers: Sequence[Layer], folder: Path, record: Mapping[str, Any]) -> None:
-    """Fill the adapters of an export into `layers`, in place. `record`: of the export, by branch."""
+    """Fill the adapters of an export into `layers`, in place. `record`: of the export, by
+    branch."""
     for branch, own in record.items():
         tensors = load_file(folder / ADAPTERS / branch / FILE)
         for layer in layers:

@@ -1,5 +1,5 @@
-"""What `modeling_export.py` reads in an export: how each tower is made by its library, how its output
-is pooled and projected, and how images, texts and sounds are prepared."""
+"""What `modeling_export.py` reads in an export: how each tower is made by its library, how its
+output is pooled and projected, and how images, texts and sounds are prepared."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NOTHING, MAX = "Identity", "AdaptiveMaxPool2d"
 
 def loading_record(trained: Trained, kind: str) -> Record:
     """Of an export of this kind."""
-    towers = {tower.branch: tower for tower in trained.towers}
+    towers = trained.by_branch
     whole = None if kind == STATE_DICT else kind
     # an audio tower beside images has no place in any model
     apart = ["audio"] if "image" in towers else []

@@ -1,5 +1,5 @@
-"""The README.md of an exported folder: a model card as the Hugging Face hub reads it, what the model
-is, how it is loaded, and what the run that trained it was."""
+"""The README.md of an exported folder: a model card as the Hugging Face hub reads it, what the
+model is, how it is loaded, and what the run that trained it was."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ CALLS = {
     ),
 }
 
-OF_TRANSFORMERS = """transformers alone loads it too; `AutoProcessor` and `AutoTokenizer` prepare what it
-reads{padding}:
+OF_TRANSFORMERS = """transformers alone loads it too; `AutoProcessor` and `AutoTokenizer` prepare
+what it reads{padding}:
 
 ```python
 from transformers import AutoProcessor, {kind}
@@ -63,8 +63,8 @@ from transformers import AutoProcessor, {kind}
 library_model = {kind}.from_pretrained(".").eval()
 ```"""
 
-OF_OPEN_CLIP = """OpenCLIP alone loads it too, and from the hub as `hf-hub:ORGANISATION/MODEL` once it
-has been uploaded. `preprocess` is what the images are given to:
+OF_OPEN_CLIP = """OpenCLIP alone loads it too, and from the hub as `hf-hub:ORGANISATION/MODEL` once
+it has been uploaded. `preprocess` is what the images are given to:
 
 ```python
 import open_clip
@@ -74,8 +74,8 @@ tokenizer = open_clip.get_tokenizer("local-dir:.")
 ```"""
 MOVED = (
     "`hf_model_name` in `open_clip_config.json` is where this folder was written. After moving it, "
-    f"give the new place of its folder `{TEXT_FOLDER}` there, or the id of a published model of the "
-    "same configuration."
+    f"give the new place of its folder `{TEXT_FOLDER}` there, or the id of a published model of "
+    "the same configuration."
 )
 
 OF_STATE_DICT = """transformers has no model that is this one as a whole:
@@ -126,7 +126,7 @@ def export_page(
     """Markdown. `kind`: as in the record; `differences`: why it is a state dict; `averaged`: the
     weights are the run's moving average; `fusion`: there is a file of it; `adapted`: the branches
     whose adapters are apart."""
-    towers = {tower.branch: tower for tower in trained.towers}
+    towers = trained.by_branch
     parts = [
         _card(trained, kind),
         f"# {' and '.join(words(trained.options[f'{branch}_tower']) for branch in towers)}",
@@ -154,15 +154,15 @@ def export_page(
 
 def _card(trained: Trained, kind: str) -> str:
     """The header in YAML. No license: what the data and the weights allow is not known here."""
-    branches = [tower.branch for tower in trained.towers]
-    compared = next(branch for branch in TASKS if branch in branches)
+    branches = [branch for branch in TASKS if branch in trained.by_branch]
+    compared = branches[0]
     of_pairs = "clip" if compared == "image" else "clap"
     library = {OPEN_CLIP: OPEN_CLIP, STATE_DICT: "pytorch"}.get(kind, "transformers")
     data = ModelCardData(
         library_name=library,
         tags=[
             "siglip" if trained.options["loss"] == "sigmoid" else of_pairs,
-            *(f"{branch}-text" for branch in TASKS if branch in branches),
+            *(f"{branch}-text" for branch in branches),
             "contrastive-learning",
         ],
         pipeline_tag=TASKS[compared],

@@ -70,20 +70,20 @@ def write_export(
     averaged: bool = False,
     keep_adapters: bool = False,
 ) -> list[str]:
-    """Write the model to `folder`, which appears whole or not at all; returns why it is a state dict
-    under the towers' own names, if it is one. `form`: one of `FORMATS`. `averaged`: the weights
-    are the run's moving average, which the model card says. Adapters are added to the weights;
-    `keep_adapters`: they are written beside these, as peft's files.
+    """Write the model to `folder`, which appears whole or not at all; returns why it is a state
+    dict under the towers' own names, if it is one. `form`: one of `FORMATS`. `averaged`: the
+    weights are the run's moving average, which the model card says. Adapters are added to the
+    weights; `keep_adapters`: they are written beside these, as peft's files.
 
     Weights are in fp32, whatever they were trained in: no number changes, but that a scale beyond
     the limit at which the loss reads it is written as the limit. Raises ValueError for a folder
-    that is not empty, unless `overwrite` says that an earlier export may go, and for a form that the
-    model cannot have.
+    that is not empty, unless `overwrite` says that an earlier export may go, and for a form that
+    the model cannot have.
     """
     folder = folder.expanduser().resolve()
     refuse_to_overwrite(folder, overwrite)
     trained, adapters = taken_off(exported(trained), merge=not keep_adapters)
-    towers = {tower.branch: tower for tower in trained.towers}
+    towers = trained.by_branch
     kind, differences = choose_form(trained, form)
     if keep_adapters:
         _refuse_adapters_apart(trained, kind, [own.branch for own in adapters])
@@ -165,15 +165,15 @@ def exported(trained: Trained) -> Trained:
             f"{trained.checkpoint}: was trained with --loss {trained.options['loss']}; an export "
             "needs the scale that infonce and sigmoid learn"
         )
-    towers = {tower.branch: tower for tower in trained.towers}
+    towers = trained.by_branch
     if images and "library" not in towers.get("audio", towers["image"]).config:
         del towers["audio"]
     chosen = [towers[branch] for branch in ("image", "audio", "text") if branch in towers]
     for tower in chosen:
         if "library" not in tower.config:
             raise ValueError(
-                f"{trained.checkpoint}: its tower {tower.name} is in no library that another program "
-                "could load it with; take its weights from the checkpoint"
+                f"{trained.checkpoint}: its tower {tower.name} is in no library that another "
+                "program could load it with; take its weights from the checkpoint"
             )
     layers = [layer for tower in chosen for layer in trained.layers_of(tower.branch)]
     return replace(trained, towers=tuple(chosen), layers=layers)
@@ -200,11 +200,10 @@ def canonical_state(layers: Sequence[Layer]) -> dict[str, Tensor]:
 def _of_these_pairs(trained: Trained, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Without the learned scalars of pairs with a branch that is not exported, such as
     head.image_tone_logit_scale; the scales are at most what the loss reads."""
-    branches = {tower.branch for tower in trained.towers}
     left_out = tuple(
         f"head.{pair.first}_{pair.second}_logit_"
         for pair in trained.pairs
-        if not branches.issuperset(pair.modalities)
+        if not trained.by_branch.keys() >= {*pair.modalities}
     )
     return {
         name: tensor.clamp(max=LOGIT_SCALE_LIMIT) if name.endswith("logit_scale") else tensor
@@ -229,8 +228,8 @@ def _taken_out(state: dict[str, Tensor], starts: tuple[str, ...]) -> dict[str, T
 def choose_form(trained: Trained, form: str) -> tuple[str, list[str]]:
     """(the class of transformers, `open_clip` or `STATE_DICT`; for the last why it is no model of
     transformers). Raises ValueError for a form that the towers cannot have."""
-    towers = {tower.branch: tower for tower in trained.towers}
-    text, kind = towers["text"], CLAP
+    towers, kind = trained.by_branch, CLAP
+    text = towers["text"]
     if _compares(trained, "image"):
         key = whole_model_of(towers["image"], text)
         kind = WHOLE_MODELS[key].model.__name__ if key else DUAL_ENCODER
@@ -245,7 +244,8 @@ def choose_form(trained: Trained, form: str) -> tuple[str, list[str]]:
     if lacking.get(form):
         possible = " or ".join(f"--format {other}" for other in lacking if not lacking[other])
         raise ValueError(
-            f"--format {form}: {'; '.join(lacking[form])}; this model can be exported with {possible}"
+            f"--format {form}: {'; '.join(lacking[form])}; this model can be exported with "
+            f"{possible}"
         )
     if form == "open_clip":
         return OPEN_CLIP, []
@@ -277,8 +277,9 @@ def _write_weights(
     trained: Trained, state: dict[str, Tensor], kind: str, beside: Path, folder: Path
 ) -> tuple[PreTrainedConfig | None, Sequence[Pair]]:
     """Weights and configuration as `kind` has them, in `beside`, which will be `folder`. Returns
-    the configuration of transformers' model of both towers, if it is one, and the tensors' pairs."""
-    towers = {tower.branch: tower for tower in trained.towers}
+    the configuration of transformers' model of both towers, if it is one, and the pairs of its
+    tensors and ours."""
+    towers = trained.by_branch
     text = towers["text"]
     if kind == STATE_DICT:
         _save(beside / WEIGHTS, state)
@@ -313,11 +314,11 @@ def _write_weights(
 
 
 def _tokens_of_open_clip(trained: Trained, folder: Path) -> dict[str, object]:
-    """What OpenCLIP's `text_cfg` says of the tokenizer, and `max_text_tokens`. Without any name of a
-    tokenizer OpenCLIP has CLIP's; else it takes that of the folder of the model, and the name is
+    """What OpenCLIP's `text_cfg` says of the tokenizer, and `max_text_tokens`. Without any name of
+    a tokenizer OpenCLIP has CLIP's; else it takes that of the folder of the model, and the name is
     read only where the model is not in a folder."""
     source = trained.options.get("tokenizer") or ""
-    text = next(tower for tower in trained.towers if tower.branch == "text")
+    text = trained.by_branch["text"]
     named = {"hf_tokenizer_name": str(folder)}
     if source.startswith(PREFIX):  # as in the model that it came from
         texts = text_config(source.removeprefix(PREFIX))
@@ -351,7 +352,7 @@ def _preprocess_cfg(preprocessing: Preprocessing) -> dict[str, object]:
 
 def _write_inputs(trained: Trained, kind: str, beside: Path) -> None:
     """The tokenizer, and what prepares sounds and images, as transformers writes them."""
-    towers = {tower.branch: tower for tower in trained.towers}
+    towers = trained.by_branch
     tokenizer = copy.deepcopy(trained.text_tokenizer)
     tokenizer.model_max_length = trained.options["max_text_tokens"]
     # as in training, whatever its class does by itself; the file is written from the second one
@@ -387,7 +388,7 @@ def image_processor(preprocessing: Preprocessing, image_size: int) -> CLIPImageP
 
 def _options(trained: Trained, kind: str) -> dict[str, object]:
     """train.py's options that go on with the model; `HERE` stands for its folder."""
-    options, towers = trained.options, {tower.branch: tower for tower in trained.towers}
+    options, towers = trained.options, trained.by_branch
     found = {name: options[name] for name in ("embed_dim", "max_text_tokens", "loss")}
     found["projection"] = options.get("projection", "linear")
     found["tokenizer"] = f"open_clip:{HERE}" if kind == OPEN_CLIP else HERE
@@ -424,11 +425,10 @@ def _tower_name(tower: Tower, name: str, kind: str) -> str:
 
 def _pairs(trained: Trained) -> str:
     """Those of what is exported, as in --pairs."""
-    branches = {tower.branch for tower in trained.towers}
     return ",".join(
         f"{pair.first}:{pair.second}" + (f":{pair.weight:g}" if pair.weight != 1 else "")
         for pair in trained.pairs
-        if branches.issuperset(pair.modalities)
+        if trained.by_branch.keys() >= {*pair.modalities}
     )
 
 

@@ -80,8 +80,8 @@ def benchmark_metrics(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def by_language(embedded: Embedded, source: Source) -> dict[str, Embedded]:
-    """The samples of each language, where the data says of several; a sample that does not say it is
-    of none. Each is compared with samples of its own language.
+    """The samples of each language, where the data says of several; a sample that does not say it
+    is of none. Each is compared with samples of its own language.
 
     Some samples are asked first: a data set class may have to load an item to tell its language.
     """

@@ -2,9 +2,9 @@
 
 It has for each modality an array float32 [n, D] with rows of length 1, named after it: `image.npy`,
 `audio.npy`, `text.npy`. Beside each is a file with a line per row: `images.jsonl`, `audio.jsonl`,
-`texts.jsonl` and so on, with `index` in the data, `id` and `where`; a text has itself as `text` and,
-for each other modality, the row of its sample there (`image`, `audio`), any other value a checksum
-as `content`. `about.json` says what model and what data they are of.
+`texts.jsonl` and so on, with `index` in the data, `id` and `where`; a text has itself as `text`
+and, for each other modality, the row of its sample there (`image`, `audio`), any other value a
+checksum as `content`. `about.json` says what model and what data they are of.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ def refuse_other_data(
 def read_embeddings(
     folder: Path, model: Mapping[str, str], modality: str = "image"
 ) -> tuple[np.ndarray, list[Line], list[str]]:
-    """Of a folder of embeddings, or of several held-out sets, if these weights made them: (those of a
-    modality, mapped from the disk where it is one; their lines; the specs of the data). `model`: its
-    `checksum`, the name of its `checkpoint`, and where its `run` is. Errors: ValueError,
-    FileNotFoundError."""
+    """Of a folder of embeddings, or of those of several held-out sets, if these weights made them:
+    (those of a modality, mapped from the disk where it is one folder; their lines; the specs of the
+    data). `model`: its `checksum`, the name of its `checkpoint`, and where its `run` is. Errors:
+    ValueError, FileNotFoundError."""
     embeds: list[np.ndarray] = []
     lines: list[Line] = []
     specs: list[str] = []
@@ -103,7 +103,8 @@ def read_embeddings(
         if modality not in there:
             raise FileNotFoundError(
                 f"{part}: holds embeddings of {' and '.join(there)}, and none of {modality}; make "
-                f"them again with evaluate.py RUN_DIR --embeddings {part}, or search another modality"
+                f"them again with evaluate.py RUN_DIR --embeddings {part}, or search another "
+                "modality"
             )
         if any(about[key] != model[key] for key in ("checkpoint", "checksum")):
             raise ValueError(

@@ -1,6 +1,6 @@
-"""What evaluation, reports and trackers know of a modality beside its tower: how a sample's value is
-read and drawn, and which files hold one. A record each; a modality without one has no pictures, and
-no file is a query of it. Loader and tower of a modality are in `launch/modalities.py`."""
+"""What evaluation, reports and trackers know of a modality beside its tower: how a sample's value
+is read and drawn, and which files hold one. A record each; a modality without one has no pictures,
+and no file is a query of it. Loader and tower of a modality are in `launch/modalities.py`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from data.index.sources import Source
 
-THUMBNAIL_PIXELS = 96  # longest side of a small picture of an image
 SPECTROGRAM_INCHES, DOTS_PER_INCH = (1.8, 1.2), 100  # of a small picture of a sound
 MOST_KEPT = 400  # pictures, and files to play, of 90 kB at most
 MOST_PLAYED_S, MOST_PLAYED_BYTES = 10.0, 24_000  # else a sound is only drawn
@@ -43,8 +42,8 @@ class Kind:
     """One modality. `several`: in messages. `read`: the encoded value of a sample; raises
     BadSample. `content`: equal for samples with the same value. `decode`: raises BadSample, with
     one of `others` where the content is of another kind of file. Of what `decode` returns: `draw`
-    puts it into axes; `picture` and `small` are pictures of it; `play` is a small MP3 file, if it
-    can be heard."""
+    puts it into axes; `picture` is a picture of it, and a small one is `side` pixels wide and high
+    at most; `play` is a small MP3 file, if it can be heard."""
 
     several: str
     endings: tuple[str, ...]
@@ -54,7 +53,7 @@ class Kind:
     others: frozenset[str]
     draw: Callable[[Axes, Any], None]
     picture: Callable[[Any], Image.Image]
-    small: Callable[[Any], Image.Image]
+    side: int
     play: Callable[[Any], bytes | None]
 
 
@@ -83,8 +82,9 @@ def whole_picture(value: Encoded) -> Image.Image:
 
 def small_picture(value: Encoded) -> Image.Image:
     """Raises BadSample."""
-    kind = KINDS[value.modality]
-    return kind.small(kind.decode(value.data))
+    picture, side = whole_picture(value).copy(), KINDS[value.modality].side
+    picture.thumbnail((side, side))
+    return picture
 
 
 def played(value: Encoded) -> bytes | None:
@@ -139,12 +139,6 @@ def on_white(data: bytes) -> np.ndarray:
 def _draw_image(axes: Axes, pixels: np.ndarray) -> None:
     axes.imshow(pixels)
     axes.set(xticks=[], yticks=[])
-
-
-def _thumbnail(pixels: np.ndarray) -> Image.Image:
-    image = Image.fromarray(pixels)
-    image.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
-    return image
 
 
 # -- sounds
@@ -205,7 +199,7 @@ KINDS: Mapping[str, Kind] = {
         others=frozenset({"not-an-image"}),
         draw=_draw_image,
         picture=Image.fromarray,
-        small=_thumbnail,
+        side=96,
         play=lambda pixels: None,
     ),
     "audio": Kind(
@@ -217,7 +211,7 @@ KINDS: Mapping[str, Kind] = {
         others=frozenset({"not-audio", "no-sound"}),
         draw=_draw_sound,
         picture=partial(_kept, _drawn),
-        small=partial(_kept, _drawn),
+        side=180,
         play=partial(_kept, _mp3),
     ),
 }

@@ -1,5 +1,5 @@
-"""--query: what is most like a text, or like a file of some modality of the model, among a folder of
-embeddings or the samples to evaluate."""
+"""--query: what is most like a text, or like a file of some modality of the model, among a folder
+of embeddings or the samples to evaluate."""
 
 from __future__ import annotations
 

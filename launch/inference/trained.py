@@ -95,6 +95,11 @@ class Trained:
             raise ValueError(f"{self.checkpoint}: no pair has texts, so there is no tokenizer")
         return self.tokenizer
 
+    @property
+    def by_branch(self) -> dict[str, Tower]:
+        """The towers."""
+        return {tower.branch: tower for tower in self.towers}
+
     def layers_of(self, branch: str) -> list[Layer]:
         """Those of one branch, in order."""
         branches = [tower.branch for tower in self.towers for _ in tower.specs]
@@ -161,8 +166,8 @@ def open_published(folder: Path, device: torch.device | str = "cpu") -> Trained:
         prepared = trained_with(str(folder), options["image_tower"])
         if prepared is None:
             raise ValueError(
-                f"{folder}: has no {' or '.join(PROCESSORS)} that says how its images are prepared; "
-                "save the model's image processor there"
+                f"{folder}: has no {' or '.join(PROCESSORS)} that says how its images are "
+                "prepared; save the model's image processor there"
             )
         options |= prepared[0].options(options["image_size"])
     return _opened(folder, options, device)
