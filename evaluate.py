@@ -28,7 +28,7 @@ from typing import Any
 from rich.table import Table
 
 from common.files import make_folder
-from common.options import Once
+from common.options import Once, at_least
 from common.output import outlive_output, run_program
 from common.secrets import redact
 from data.index.roots import add_root_flag, from_anywhere, given_roots, with_roots
@@ -80,7 +80,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--classify-train", metavar="SPEC", help=about)
     add_root_flag(parser, "--val-data, --classify and --classify-train")
     about = "also put the K nearest candidates of each query in the order of the fusion's scores"
-    add("--rerank", type=int, metavar="K", help=about)
+    add("--rerank", type=at_least(1), metavar="K", help=about)
     about = "write the embeddings to this folder; with --query: search in it"
     add("--embeddings", type=Path, metavar="OUT", help=about)
     about = "instead: what is most like a text, or like the file of an image or a sound"
@@ -88,7 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
     about = "with it: what to find, such as image, text or audio (default: what the run compared "
     add("--find", metavar="MODALITY", help=about + "first with the query's own modality)")
     about = f"answers that --query shows (default: {NUM_ANSWERS})"
-    add("--number", type=int, metavar="N", help=about)
+    add("--number", type=at_least(1), metavar="N", help=about)
     about = (
         "draw queries with their answers: .png, .svg or .pdf; a file for each of several held-out "
     )
@@ -99,9 +99,9 @@ def make_parser() -> argparse.ArgumentParser:
     about = "where the towers run (default: auto, the first GPU if there is one)"
     add("--device", default="auto", metavar="cpu|cuda|cuda:N|auto", help=about)
     about = "samples at a time (default: 128)"
-    add("--batch-size", type=int, default=128, metavar="N", help=about)
+    add("--batch-size", type=at_least(1), default=128, metavar="N", help=about)
     about = "processes that load images (default: what the machine has to spare)"
-    add("--workers", type=int, metavar="N", help=about)
+    add("--workers", type=at_least(0), metavar="N", help=about)
     about = "where the numbers go (default: in RUN_DIR, with --import in the current folder, named "
     about += "after what was evaluated on what: evaluation-<checkpoint>.json, ...)"
     add("--json", type=Path, metavar="FILE", help=about)
@@ -137,7 +137,6 @@ NOT_TOGETHER = {
         "--import has one set of weights; {other} is of a run's folder",
     ),
 }
-LEAST = {"batch_size": 1, "number": 1, "rerank": 1, "workers": 0}
 
 
 def refuse(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
@@ -164,10 +163,6 @@ def refuse(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     for flag in ("number", "find"):
         if getattr(given, flag) is not None and given.query is None:
             parser.error(f"--{flag} is of --query; give a text or a file to search for")
-    for name, least in LEAST.items():
-        number = getattr(given, name)
-        if number is not None and number < least:
-            parser.error(f"--{name.replace('_', '-')} {number}: at least {least} is needed")
     if given.picture and given.picture.suffix not in (".png", ".svg", ".pdf"):
         parser.error(f"--picture {given.picture}: a name that ends in .png, .svg or .pdf is needed")
     if given.json and given.json.is_dir():

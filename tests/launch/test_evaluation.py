@@ -440,7 +440,7 @@ def test_queries_in_chinese_beside_latin_are_drawn(tmp_path, kind):
         ),
         (["--classify", "imagefolder:x", "--query", "an apple"], "--classify tells classes"),
         (["--query", " "], "--query is empty"),
-        (["--number", "0", "--query", "an apple"], "--number 0: at least 1 is needed"),
+        (["--number", "0", "--query", "an apple"], "--number: 0 is below 1"),
         (["--number", "4"], "--number is of --query"),
         (["--query", "an apple", "--json", "out.json"], "--query searches; --json is of retrieval"),
         (
@@ -451,10 +451,10 @@ def test_queries_in_chinese_beside_latin_are_drawn(tmp_path, kind):
             ["--classify", "imagefolder:x", "--val-data", "demo"],
             "--classify tells classes; --val-data is of pairs",
         ),
-        (["--workers", "-1"], "--workers -1: at least 0 is needed"),
+        (["--workers", "-1"], "--workers: -1 is below 0"),
         (["--json", f"{__file__}/out.json"], "nothing can be written in "),
-        (["--batch-size", "-3"], "--batch-size -3: at least 1"),
-        (["--rerank", "0"], "--rerank 0: at least 1 is needed"),
+        (["--batch-size", "-3"], "--batch-size: -3 is below 1"),
+        (["--rerank", "0"], "--rerank: 0 is below 1"),
         (["--rerank", "5", "--query", "an apple"], "--query searches; --rerank is of retrieval"),
         (
             ["--val-data", "demo", "--val-data", "demo:de"],
