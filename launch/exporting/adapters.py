@@ -30,13 +30,11 @@ TOWER_IN = {"image": "vision_model", "text": "text_model"}  # of transformers' m
 
 @dataclass(frozen=True)
 class Adapters:
-    """Of one tower. `tensors`: by canonical name; `of_attention`: the modules that are an
-    nn.MultiheadAttention, by canonical name."""
+    """Of one tower. `tensors`: by canonical name."""
 
     branch: str
     lora: LoRA
     tensors: Mapping[str, Tensor]
-    of_attention: frozenset[str]
 
     @property
     def modules(self) -> list[str]:
@@ -47,22 +45,14 @@ class Adapters:
 def taken_off(trained: Trained, merge: bool) -> tuple[Trained, list[Adapters]]:
     """The model without adapters, in place: with `merge` they are added to its weights in fp32,
     else left out; and the adapters of each tower that had some."""
-    layers, found, towers = iter(trained.layers), [], []
-    plain: list[Layer] = []
+    found, plain = [], list[Layer]()
     for tower in trained.towers:
-        own = [next(layers) for _ in tower.specs]
+        own = trained.layers_of(tower.branch)
         if "lora" in tower.config:
-            lora = LoRA(**tower.config["lora"])
-            found.append(Adapters(tower.branch, lora, adapter_state(own), _attentions(own)))
+            found.append(Adapters(tower.branch, LoRA(**tower.config["lora"]), adapter_state(own)))
         plain += [without_adapters(*pair, merge) for pair in zip(own, tower.specs)]
-        towers.append(plain_tower(tower))
-    return replace(trained, towers=tuple(towers), layers=plain), found
-
-
-def _attentions(layers: Sequence[Layer]) -> frozenset[str]:
-    end = ".in_proj_weight"
-    names = [name for layer in layers for name in layer.canonical_names.values()]
-    return frozenset(name.removesuffix(end) for name in names if name.endswith(end))
+    towers = tuple(map(plain_tower, trained.towers))
+    return replace(trained, towers=towers, layers=plain), found
 
 
 def names_in_library(
@@ -119,46 +109,42 @@ def _live_names(model: nn.Module) -> dict[str, str]:
     }
 
 
-def write_adapters(adapters: Adapters, names: Mapping[str, str], folder: Path) -> None:
-    """As peft's `PeftModel.from_pretrained` reads them, around the library's model. `names`: as
-    `names_in_library`."""
-    adapters.lora.config(sorted(names.values())).save_pretrained(str(folder))
-    tensors = {}
-    for canonical, tensor in adapters.tensors.items():
-        module, _, matrix = canonical.rpartition(".lora_")
-        tensors[f"base_model.model.{names[module]}.lora_{matrix}"] = tensor
-    save_file(
-        {**tensors, **_of_out_proj(adapters, names)}, folder / FILE, metadata={"format": "pt"}
-    )
-
-
-def _of_out_proj(adapters: Adapters, names: Mapping[str, str]) -> dict[str, Tensor]:
-    """In an nn.MultiheadAttention peft looks for an adapter of `out_proj` too; these are zero."""
-    found = {}
-    for module, name in names.items():
-        up, down = (adapters.tensors[f"{module}.lora_{matrix}.weight"] for matrix in "BA")
-        if module in adapters.of_attention:
-            there = f"base_model.model.{name}.base_layer.out_proj"
-            found[f"{there}.lora_A.weight"] = torch.zeros_like(down)
-            found[f"{there}.lora_B.weight"] = up.new_zeros(down.shape[1], down.shape[0])
-    return found
-
-
 def write_all(
     adapters: Sequence[Adapters],
-    towers: Sequence[Tower],
+    towers: Mapping[str, Tower],
     whole: PreTrainedConfig | None,
     pairs: Sequence[Pair],
     folder: Path,
 ) -> dict[str, Any]:
-    """Write the adapters of each tower into an export; returns what its record says of them, by
-    branch. `whole`, `pairs`: as in `names_in_library`."""
-    of_branch, record = {tower.branch: tower for tower in towers}, {}
+    """Write the adapters of each tower into an export, as peft's `PeftModel.from_pretrained` reads
+    them around the library's model; returns what its record says of them, by branch. `whole`,
+    `pairs`: as in `names_in_library`."""
+    record = {}
     for own in adapters:
-        names = names_in_library(own, of_branch[own.branch], whole, pairs)
-        write_adapters(own, names, folder / ADAPTERS / own.branch)
+        tower, there = towers[own.branch], folder / ADAPTERS / own.branch
+        names = names_in_library(own, tower, whole, pairs)
+        own.lora.config(sorted(names.values())).save_pretrained(str(there))
+        tensors = {}
+        for canonical, tensor in own.tensors.items():
+            module, _, matrix = canonical.rpartition(".lora_")
+            tensors[f"base_model.model.{names[module]}.lora_{matrix}"] = tensor
+        tensors |= _of_out_proj(own, tower, names)
+        save_file(tensors, there / FILE, metadata={"format": "pt"})
         record[own.branch] = {"lora": own.lora.record(), "modules": names}
     return record
+
+
+def _of_out_proj(adapters: Adapters, tower: Tower, names: Mapping[str, str]) -> dict[str, Tensor]:
+    """In an nn.MultiheadAttention peft looks for an adapter of `out_proj` too; these are zero."""
+    known = {name for spec in tower.specs for name in spec.template.canonical_names.values()}
+    found = {}
+    for module, name in names.items():
+        if f"{module}.in_proj_weight" in known:
+            up, down = (adapters.tensors[f"{module}.lora_{matrix}.weight"] for matrix in "BA")
+            there = f"base_model.model.{name}.base_layer.out_proj"
+            found[f"{there}.lora_A.weight"] = torch.zeros_like(down)
+            found[f"{there}.lora_B.weight"] = up.new_zeros(down.shape[1], down.shape[0])
+    return found
 
 
 def read_adapters(layers: Sequence[Layer], folder: Path, record: Mapping[str, Any]) -> None:

@@ -104,7 +104,7 @@ def write_export(
         _write_inputs(trained, kind, beside)
         apart: dict[str, Any] = {}
         if keep_adapters:
-            apart = write_all(adapters, trained.towers, config, pairs, beside)
+            apart = write_all(adapters, towers, config, pairs, beside)
         record = {
             "format": FORMAT,
             "kind": kind,
