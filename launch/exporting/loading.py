@@ -66,14 +66,11 @@ def _texts(text: Tower) -> Record:
         # SigLIP 2's tokenizer pads on the left by itself
         padding = {"padding": "max_length", "max_length": config["max_text_tokens"]}
         padding["padding_side"] = "right"
-    of_open_clip = config["config"] if config["library"] == "open_clip" else {}
-    return {
-        "padding": padding,
-        "masked": not full_length and not of_open_clip,
-        "language": config["languages"]["default"] if "languages" in config else None,
-        "length": of_open_clip.get("context_length"),
-        "pad_id": of_open_clip.get("pad_id"),
-    }
+    if config["library"] == "open_clip":
+        own = config["config"]
+        return {"padding": padding, "length": own["context_length"], "pad_id": own["pad_id"]}
+    language = {"language": config["languages"]["default"]} if "languages" in config else {}
+    return {"padding": padding, "masked": not full_length, **language}
 
 
 def _sounds(audio: Tower) -> Record:
@@ -114,25 +111,14 @@ def tower_record(tower: Tower) -> Record:
     heads = {"none": [], "linear": [head]}
     heads["mlp"] = [f"{head}.linear1", activation, f"{head}.linear2"]
     inner = [f"{branch}.proj.0", "gelu", f"{branch}.proj.2"] if TWO_LAYERS in config else []
-    return {
-        "library": config["library"],
-        "architecture": config["architecture"],
-        "arguments": {},
-        "replaced": {},
-        "strict": not config.get("unused"),
-        "method": "forward",
-        "inner": None,
-        "output": None,
-        "pool": None,
-        "channels": -1,
-        "skipped": 0,
-        "norm": None,
-        "eos_token_id": config.get("eos_token_id"),
-        "width": tower.width,
-        "heads": num_heads(tower.width),
-        "projection": [*inner, *heads[kind]],
-        **_of_library(_as_image(tower)),
-    }
+    made = {"projection": [*inner, *heads[kind]], **_of_library(_as_image(tower))}
+    if made.get("pool") == "attention":
+        made |= {"width": tower.width, "heads": num_heads(tower.width)}
+    if made.get("pool") == "eos":
+        made["eos_token_id"] = config["eos_token_id"]
+    if config.get("unused"):
+        made["strict"] = False
+    return {"library": config["library"], "architecture": config["architecture"], **made}
 
 
 def _sees_images(audio: Tower) -> bool:
@@ -151,7 +137,7 @@ def _as_image(tower: Tower) -> Tower:
 
 
 def _of_library(tower: Tower) -> Record:
-    """What differs from the defaults of `tower_record`."""
+    """Its module, where that is made with arguments, and what is done with its output."""
     config = tower.config
     if config["library"] == "transformers":
         makers = {"image": _transformers_image, "text": _transformers_text}

@@ -51,14 +51,15 @@ class ExportedModel(nn.Module):
 
     def embed_images(self, pixel_values: Tensor) -> Tensor:
         """[B, 3, H, W], as `pixel_values` prepares them -> [B, D], of length 1."""
-        side = self.record["images"]["patch_size"]
-        if side:
+        if side := self.record["images"].get("patch_size"):
             return self._embed("image", **_patches(pixel_values, side))
         return self._embed("image", pixel_values)
 
     def embed_sounds(self, input_features: Tensor) -> Tensor:
         """[B, …], as `input_features` prepares them -> [B, D], of length 1."""
-        if grey := self.record["sounds"]["grey"]:  # decibels [B, 1, T, F] as an image [B, 3, F, T]
+        if grey := self.record["sounds"].get(
+            "grey"
+        ):  # decibels [B, 1, T, F] as an image [B, 3, F, T]
             scaled = (input_features.transpose(2, 3) - grey["quiet_db"]) / grey["spread_db"]
             input_features = scaled.expand(-1, 3, -1, -1)
         return self._embed("audio", input_features)
@@ -70,11 +71,11 @@ class ExportedModel(nn.Module):
             return self._embed("text", self.tokenizer(list(texts)).to(device))
         tokens = self.tokenizer(list(texts), truncation=True, return_tensors="pt", **how["padding"])
         ids, mask = (tokens[name].to(device) for name in ("input_ids", "attention_mask"))
-        if how["length"]:  # OpenCLIP's towers read texts of their whole length
+        if "length" in how:  # OpenCLIP's towers read texts of their whole length
             ids = ids.masked_fill(mask == 0, how["pad_id"])
             ids = F.pad(ids, (0, how["length"] - ids.shape[1]), value=how["pad_id"])
-        more = {"attention_mask": mask} if how["masked"] else {}
-        if how["language"] is not None:
+        more = {"attention_mask": mask} if how.get("masked") else {}
+        if "language" in how:
             more["langs"] = torch.full_like(ids, how["language"])
         return self._embed("text", ids, mask, **more)
 
@@ -147,29 +148,31 @@ class Tower(nn.Module):
         super().__init__()
         self.record = record
         self.projection = nn.Sequential(*(_step(name, tensors) for name in record["projection"]))
-        if record["pool"] == "attention":
+        if record.get("pool") == "attention":
             self.attention_pool = AttentionPool(record["width"], record["heads"])
             self.attention_pool.load_state_dict(_taken(tensors, f"{modality}.attention_pool."))
         self.module = _module(folder, record, _taken(tensors, f"{modality}."))
         self.inner: list[Tensor] = []  # the output of the module that is pooled, if it is inside
-        if record["inner"]:
+        if "inner" in record:
             inside = self.module.get_submodule(record["inner"])
             inside.register_forward_hook(lambda module, given, output: self.inner.append(output))
 
     def forward(self, values: Tensor, mask: Tensor | None, **more: Tensor) -> Tensor:
         """-> [B, D]"""
-        output = getattr(self.module, self.record["method"])(values, **more)
+        output = getattr(self.module, self.record.get("method", "forward"))(values, **more)
         output = self.inner.pop() if self.inner else output
-        output = getattr(output, self.record["output"]) if self.record["output"] else output
-        if self.record["pool"]:
+        if "output" in self.record:
+            output = getattr(output, self.record["output"])
+        if "pool" in self.record:
             output = self._pooled(output, values, mask)
         return self.projection(output)
 
     def _pooled(self, output: Tensor, ids: Tensor, mask: Tensor | None) -> Tensor:
         """Tokens, or the places of a map, as one vector [B, W]."""
         record = self.record
-        tokens = output.movedim(record["channels"], -1).flatten(1, -2)[:, record["skipped"] :]
-        norm = self.module.get_submodule(record["norm"]) if record["norm"] else nn.Identity()
+        tokens = output.movedim(record.get("channels", -1), -1).flatten(1, -2)
+        tokens = tokens[:, record.get("skipped", 0) :]
+        norm = self.module.get_submodule(record["norm"]) if record.get("norm") else nn.Identity()
         if record["pool"] == "attention":
             return self.attention_pool(norm(tokens), None if mask is None else mask == 0)
         mask = tokens.new_ones(tokens.shape[:2]) if mask is None else mask
@@ -237,7 +240,7 @@ def _whole_model(folder: Path, name: str | None) -> tuple[Any, Any]:
 
 def _module(folder: Path, record: Mapping[str, Any], tensors: dict[str, Tensor]) -> Any:
     """The module of one tower. `folder`: of its configuration, where it is of transformers."""
-    name, arguments = record["architecture"], record["arguments"]
+    name, arguments = record["architecture"], record.get("arguments", {})
     if record["library"] == "transformers":
         import transformers
         from transformers.models.whisper.modeling_whisper import WhisperEncoder
@@ -250,11 +253,11 @@ def _module(folder: Path, record: Mapping[str, Any], tensors: dict[str, Tensor])
         key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()
     }
     module = _made(record["library"], name, given)
-    for path, replacement in record["replaced"].items():
+    for path, replacement in record.get("replaced", {}).items():
         parent, _, last = path.rpartition(".")
         new = getattr(nn, replacement)(1) if replacement else None
         setattr(module.get_submodule(parent), last, new)
-    module.load_state_dict(tensors, strict=record["strict"])
+    module.load_state_dict(tensors, strict=record.get("strict", True))
     return module
 
 
