@@ -115,6 +115,7 @@ def parse() -> argparse.Namespace:
     refuse(parser, arguments)
     if (arguments.val_data or "").startswith("karpathy:") and arguments.query is None:
         arguments.captions = arguments.captions or "all"  # as its figures are published
+    # a spec then means the same folders wherever it is opened
     given = {name: getattr(arguments, name) for name in OF_SPECS if getattr(arguments, name)}
     roots = given_roots(parser, arguments.data_root, list(given.values()))
     for name, spec in given.items():
@@ -174,6 +175,7 @@ def refuse(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
                 parser.error(
                     f"--{flag} {path}: nothing can be written in {above}; give another place"
                 )
+    # before a model is loaded for minutes
     try:
         given.device = chosen_device(given.device)
     except ValueError as error:
@@ -270,6 +272,7 @@ def of_pairs(
             "--fusion, or an export of one"
         )
     parts = held_out(arguments, embedder.trained)
+    # by held-out set
     sizes, metrics, figures = {}, {}, {}
     languages: dict[str, dict[str, Any]] = {}
     results: dict[str, float] = {}

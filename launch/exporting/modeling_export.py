@@ -57,9 +57,8 @@ class ExportedModel(nn.Module):
 
     def embed_sounds(self, input_features: Tensor) -> Tensor:
         """[B, …], as `input_features` prepares them -> [B, D], of length 1."""
-        if grey := self.record["sounds"].get(
-            "grey"
-        ):  # decibels [B, 1, T, F] as an image [B, 3, F, T]
+        grey = self.record["sounds"].get("grey")
+        if grey:  # decibels [B, 1, T, F] become an image [B, 3, F, T]
             scaled = (input_features.transpose(2, 3) - grey["quiet_db"]) / grey["spread_db"]
             input_features = scaled.expand(-1, 3, -1, -1)
         return self._embed("audio", input_features)
@@ -181,11 +180,11 @@ class Tower(nn.Module):
         if record["pool"] == "max":
             return norm(tokens.masked_fill(mask[..., None] == 0, -torch.inf).amax(1))
         chosen = {  # one token of each
-            "first": lambda: torch.zeros(len(tokens), dtype=torch.int64),
+            "first": lambda: torch.zeros_like(mask[:, 0], dtype=torch.int64),
             "last": lambda: tokens.shape[1] - 1 - mask.flip(1).argmax(1),
             "eos": lambda: (ids == record["eos_token_id"]).int().argmax(1),
         }[record["pool"]]()
-        return norm(tokens[torch.arange(len(tokens)), chosen])
+        return norm(tokens[torch.arange(len(tokens), device=tokens.device), chosen])
 
 
 class AttentionPool(nn.Module):
@@ -217,8 +216,8 @@ def _patches(pixel_values: Tensor, side: int) -> dict[str, Tensor]:
     patches = patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
     return {
         "values": patches,
-        "pixel_attention_mask": torch.ones(patches.shape[:2], dtype=torch.int64),
-        "spatial_shapes": torch.tensor([[rows, columns]] * len(patches)),
+        "pixel_attention_mask": torch.ones_like(patches[..., 0], dtype=torch.int64),
+        "spatial_shapes": torch.tensor([[rows, columns]] * len(patches), device=patches.device),
     }
 
 

@@ -257,6 +257,7 @@ def _results(
         part, slash, metric = key.partition("/")
         if slash and isinstance(value, int | float):
             found.setdefault(part, {})[metric] = value
+    # the run's own lines are of its weights, or of their average where that was evaluated
     if not found and averaged == bool(trained.options.get("eval_ema")):
         found = {line["held_out"]: line for line in lines if "held_out" in line}
     return found, lines[-1] if lines else {}

@@ -240,6 +240,7 @@ def choose_form(trained: Trained, form: str) -> tuple[str, list[str]]:
         if "image" in towers:
             of_transformers.append("transformers' ClapModel has no images")
         of_open_clip = ["OpenCLIP has no models of sounds and texts"]
+    # by --format, why the model cannot have that form
     lacking = {"transformers": of_transformers, "open_clip": of_open_clip, "state_dict": []}
     if lacking.get(form):
         possible = " or ".join(f"--format {other}" for other in lacking if not lacking[other])
@@ -418,7 +419,7 @@ def _tower_name(tower: Tower, name: str, kind: str) -> str:
         return f"open_clip:{HERE}"
     if branch != "text":
         return name
-    # it may know other tokens than the tokenizer has
+    # its table of tokens may be of another size than the tokenizer
     base, overrides = split_name(name)
     return join_name(base, {**overrides, "vocab_size": str(config["config"]["vocab_size"])})
 

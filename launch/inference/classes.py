@@ -61,6 +61,7 @@ def classification(embedder: Embedder, test: HeldOut, train: HeldOut | None) -> 
         if name not in prompts:
             prompts[name] = tuple(test.source.captions(i))
     classes = sorted(prompts)
+    # zero-shot, only these are told apart; what is learned may know more, which follow below
     number = {name: n for n, name in enumerate(classes)}
     label = torch.tensor([number[name] for name in names], dtype=torch.int64)
     by_class, same = class_embeddings(embedder, [prompts[name] for name in classes])

@@ -105,6 +105,7 @@ class Embedder:
         compared = self.trained.compared
         lacking = {name: source.lacking(name) for name in self.branches}
         rows = {}
+        # values first: a text is embedded where some other value of its sample could be read
         for name in self.branches:
             others = [
                 lacking[other] for two in compared if name in two for other in {*two} - {name}
@@ -112,7 +113,7 @@ class Embedder:
             if name != "text":
                 unused = lacking[name] | np.logical_and.reduce(others)
                 rows[name] = self.rows(name, source, subset[~unused[subset]])
-        if "text" in self.branches:  # of what could be read
+        if "text" in self.branches:
             samples = torch.cat([own.sample for own in rows.values()]).unique()
             rows["text"] = self.rows("text", source, samples.numpy(), all_captions)
         return Embedded({name: rows[name] for name in self.branches}, compared)
@@ -171,6 +172,7 @@ class Embedder:
         """What the text tower makes of one batch after the other."""
         multiple, limit = length_multiple(self.device.type), self.trained.options["max_text_tokens"]
         starts = range(0, len(texts), self.batch_size)
+        # texts are tokenized here, a batch at a time, since their samples are not loaded for them
         for start in progress_bar(starts, "texts", "batch"):
             part = slice(start, start + self.batch_size)
             tokens = batch_tokens(self.trained.text_tokenizer, texts[part], limit, multiple)
@@ -197,6 +199,7 @@ class Embedder:
     @torch.inference_mode()
     def _run(self, branch: str, tensors: Tensors) -> Tensors:
         tensors = {name: tensor.to(self.device) for name, tensor in tensors.items()}
+        # images travel as bytes and become values on the device
         tensors = as_values(tensors, self.trained.preprocessing)
         with self.autocast():
             for layer in self.layers[branch]:

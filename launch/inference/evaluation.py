@@ -48,9 +48,11 @@ def retrieval(embedded: Embedded) -> dict[str, float]:
         of_pair = f"/{'_'.join(pair)}" if len(embedded.compared) > 1 else ""
         one, other = embedded.both(*pair)
         for direction, own, candidates in directions(embedded, pair):
+            # equal images, sounds or captions are one query and one candidate
             relevance = relevance_of(own, candidates)
             ranks = relevant_ranks(own.embeds, candidates.embeds, relevance)
             values |= rank_figures(direction, ranks, relevance)
+        # pairs of rows, which all captions of an image are not
         if torch.equal(one.sample, other.sample):
             target = torch.arange(len(one.sample))
             sums = (
@@ -131,6 +133,7 @@ def examples(embedded: Embedded, source: Source, number: int, seed: int = 0) -> 
     for i, (direction, own, candidates) in enumerate(asked):
         asks, _, answers_with = direction.partition("_to_")
         relevance = relevance_of(own, candidates)
+        # the first directions get one more where the number does not divide
         share = number // len(asked) + (i < number % len(asked))
         chosen = torch.randperm(len(relevance.query_row), generator=draw)[:share]
         queries, answers = relevance.query_row[chosen], relevance.candidate_row

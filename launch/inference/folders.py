@@ -34,6 +34,7 @@ def write_embeddings(
     """`rows`: by modality. about.json last: a folder counts with it."""
     make_folder(folder)
     for name, own in rows.items():
+        # through a file handle: numpy would add .npy to the name of the file beside
         with replacing(folder / f"{name}.npy") as beside, beside.open("wb") as file:
             np.save(file, own.embeds.numpy())
         with (
@@ -147,6 +148,7 @@ def _parts(folder: Path) -> list[Path]:
 
 
 def _modalities_in(folder: Path) -> list[str]:
+    # they become names of files, which nobody may lead out of the folder
     names = read_json(folder / ABOUT).get("modalities", ())
     if not names or not all(isinstance(name, str) and name.isidentifier() for name in names):
         raise ValueError(

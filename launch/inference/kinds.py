@@ -132,6 +132,7 @@ def on_white(data: bytes) -> np.ndarray:
     image = np.asarray(upright_8bit(decode_bytes(data, at_least=160)))
     if image.shape[-1] == 3:
         return image
+    # what is transparent is shown on white, as the towers see it
     alpha = image[..., 3:].astype(np.float32) / 255
     return (alpha * image[..., :3] + (1 - alpha) * 255).round().astype(np.uint8)
 
@@ -166,6 +167,7 @@ def _draw_sound(axes: Axes, sound: Sound) -> None:
 
 def _kept(make: Callable[[Sound], Any], sound: Sound) -> Any:
     """What `make` returns, made once: evaluations of a run show the same queries again."""
+    # by content, since each evaluation decodes the sound again
     key = hashlib.blake2b(sound.samples.tobytes(), digest_size=16).digest(), make
     if key not in _KEPT:
         while len(_KEPT) >= MOST_KEPT:

@@ -132,6 +132,7 @@ def find(
     if arguments.picture and source is not None:
         cells = [_cell(source, modality, line) for line in found]
         rows = [Row("", None, cells[i : i + IN_A_ROW]) for i in range(0, len(cells), IN_A_ROW)]
+        # the query stands before the first row only
         rows[:1] = [Row(query.label, query.value, cells[:IN_A_ROW])]
         title = f"“{query.label}”, {model['checkpoint']}"
         if notice := draw_rows(rows, title, arguments.picture):
@@ -171,6 +172,7 @@ def _searched(
         embeds, lines, specs = read_embeddings(arguments.embeddings, model, modality)
         if not (arguments.val_data or arguments.picture):
             return embeds, lines, None
+        # about.json names the data, and whoever wrote it is not trusted to run modules
         if not arguments.val_data:
             import_recorded(modules_of_specs(specs), arguments.embeddings)
         given = [arguments.val_data] if arguments.val_data else specs

@@ -66,7 +66,8 @@ def _scores(
 ) -> Tensor:
     """[P] float32 of pairs of rows of `embedded`, [P] each, in which those of `image` ascend."""
     images, texts = embedded.rows["image"].sample.numpy(), embedded.rows["text"].texts
-    text_tokens = [  # [L, F] of each without its padding
+    # kept of all texts, [L, F] each without its padding; those of images come in batches below
+    text_tokens = [
         own[mask != 0]
         for outputs in embedder.outputs_of_texts(texts)
         for own, mask in zip(outputs["text_tokens"].cpu(), outputs["text_mask"].cpu())
@@ -74,6 +75,7 @@ def _scores(
     first, scores, device = 0, [torch.zeros(0)], embedder.device
     for _, outputs in embedder.outputs("image", source, images):
         tokens = outputs["image_tokens"]  # [b, T, F]
+        # the pairs of the images of this batch, which lie behind each other
         start, end = torch.searchsorted(image, torch.tensor([first, first + len(tokens)])).tolist()
         for part in torch.arange(start, end).split(embedder.batch_size):
             own = [text_tokens[i] for i in text[part].tolist()]

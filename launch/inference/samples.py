@@ -63,7 +63,7 @@ def opened(spec: str, trained: Trained, max_audio_seconds: float | None = None) 
 def pairs_to_open(trained: Trained) -> Pairs:
     """Modalities of which a usable sample has two, see `open_source`."""
     compared = trained.compared
-    # in the order in which most indexes were made
+    # in the order in which most indexes were made, so that these are found again
     is_usual = {*map(frozenset, compared)} == {*map(frozenset, DEFAULT_PAIRS)}
     return DEFAULT_PAIRS if is_usual else compared
 

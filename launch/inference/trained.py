@@ -183,6 +183,7 @@ def _opened(
     """`adapters`: those that are beside the weights, as the record of an export has them."""
     options = {"seed": 0, "fusion": 0, "imported": str(folder), **vars(AudioOptions()), **known}
     tokenizer = load_tokenizer(options["tokenizer"])
+    # the plain towers: weights of an export are those below its adapters
     towers = towers_of(options, tokenizer)
     reader = open_model(str(folder), *towers)
     reader.refuse_missing(towers)
@@ -219,6 +220,7 @@ def open_run(
             f"{run_dir}: its config.json is of another program; give the folder of a run of "
             "train.py"
         )
+    # a tokenizer that the run trained lies in its folder
     found, options = find_checkpoint(run_dir / "checkpoints", checkpoint), record["options"]
     texts = "text" in branches_of(options["pairs"])
     tokenizer = load_tokenizer(record["tokenizer"] or str(run_dir / "tokenizer")) if texts else None
