@@ -42,8 +42,8 @@ AVERAGED = "ema/"  # before the name of a set that the averaged weights were mea
 
 class Evaluator:
     """Measures the held-out sets with the weights of the run and, if `averaged`, with their moving
-    average; writes the figures to the journal, and tells them to the weights of the losses. All
-    ranks call it together."""
+    average; writes the figures to the journal, and passes them on to the weights of the losses.
+    All ranks call it together."""
 
     def __init__(
         self,

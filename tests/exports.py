@@ -17,6 +17,7 @@ from data.modalities.transforms import eval_transform, normalise, stacked
 from launch.config.options import parse_options
 from launch.inference.trained import Trained
 from models.losses import build_loss
+from models.towers.adapters.layers import adapted_tower
 from models.towers.building import build_towers
 
 SIZE, TOKENS = 64, 12
@@ -82,10 +83,16 @@ def towers_for(image_tower, text_tower, tokenizer, loss="infonce", fusion=None):
     )
 
 
-def trained_model(image_tower, text_tower, loss, dtype=torch.float32, fusion=None) -> Trained:
-    """As a run leaves it; batch normalisation and layer scales are not what they begin with."""
-    tokenizer = tokenizer_for(text_tower)
-    towers = towers_for(image_tower, text_tower, tokenizer, loss, fusion)
+def trained_model(
+    image_tower, text_tower, loss, dtype=torch.float32, fusion=None, adapters=()
+) -> Trained:
+    """As a run leaves it; batch normalisation and layer scales are not what they begin with.
+    `adapters`: LoRA by branch."""
+    tokenizer, adapters = tokenizer_for(text_tower), dict(adapters)
+    towers = tuple(
+        adapted_tower(tower, adapters[tower.branch]) if tower.branch in adapters else tower
+        for tower in towers_for(image_tower, text_tower, tokenizer, loss, fusion)
+    )
     layers = [spec.build(3).eval() for tower in towers for spec in tower.specs]
     draw = torch.Generator().manual_seed(0)
     for layer in layers:
@@ -94,9 +101,8 @@ def trained_model(image_tower, text_tower, loss, dtype=torch.float32, fusion=Non
                 tensor.add_(torch.randn(tensor.shape, generator=draw) * 0.05)
         for parameter in layer.parameters():
             parameter.data = parameter.data.to(dtype)
-    options = {
-        "image_tower": image_tower, "text_tower": text_tower, "embed_dim": 32, "image_size": SIZE, "max_text_tokens": TOKENS, "loss": loss,
-    }  # fmt: skip
+    options = {"image_tower": image_tower, "text_tower": text_tower, "loss": loss}
+    options |= {"embed_dim": 32, "image_size": SIZE, "max_text_tokens": TOKENS}
     return Trained({"options": options}, Path("step-00000007"), 7, tokenizer, towers, layers)
 
 
@@ -154,8 +160,10 @@ for folder in folders:
     os.chdir(folder)
     names = {}
     exec(open("page.py").read(), names)
-    pixels = torch.stack([names["pixel_values"](f"../{i}") for i in range(7)])
-    torch.save((pixels, *names["embed"](pixels, captions.split("|"))), "result.pt")
+    model = names["model"]
+    pixels = torch.stack([model.pixel_values(f"../{i}") for i in range(7)])
+    found = pixels, model.embed_images(pixels), model.embed_texts(captions.split("|"))
+    torch.save(found, "result.pt")
 """
 
 

@@ -99,10 +99,10 @@ def describe_pixels(options: Options) -> str:
 
 
 def _of_export(folder: Path) -> tuple[Preprocessing, int] | None:
-    record = read_export(folder)
-    if record is None or "image_size" not in record:
+    options = (read_export(folder) or {}).get("options", {})
+    if "image_size" not in options:
         return None
-    return (Preprocessing.from_options(record), record["image_size"])
+    return Preprocessing.from_options(options), options["image_size"]
 
 
 def _beside(folder: Path) -> tuple[Preprocessing, int] | None:

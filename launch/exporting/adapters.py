@@ -1,5 +1,5 @@
-"""What an export does with the adapters of a run: it adds them to the weights, or writes them beside
-these as peft's own files, a folder for each tower."""
+"""What an export does with the adapters of a run: it adds them to the weights, or writes them
+beside these as peft's own files, a folder for each tower."""
 
 from __future__ import annotations
 
@@ -24,19 +24,17 @@ from models.weights.translation import Pair, unchanged
 if TYPE_CHECKING:
     from launch.inference.trained import Trained
 
-FOLDER, FILE = "adapters", "adapter_model.safetensors"
+ADAPTERS, FILE = "adapters", "adapter_model.safetensors"
 TOWER_IN = {"image": "vision_model", "text": "text_model"}  # of transformers' models of both
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """Of one tower. `tensors`: by canonical name; `of_attention`: the modules that are an
-    nn.MultiheadAttention, by canonical name."""
+    """Of one tower. `tensors`: by canonical name."""
 
     branch: str
     lora: LoRA
     tensors: Mapping[str, Tensor]
-    of_attention: frozenset[str]
 
     @property
     def modules(self) -> list[str]:
@@ -45,24 +43,16 @@ class Adapters:
 
 
 def taken_off(trained: Trained, merge: bool) -> tuple[Trained, list[Adapters]]:
-    """The model without adapters, in place: with `merge` they are added to its weights in fp32, else
-    left out; and the adapters of each tower that had some."""
-    layers, found, towers = iter(trained.layers), [], []
-    plain: list[Layer] = []
+    """The model without adapters, in place: with `merge` they are added to its weights in fp32,
+    else left out; and the adapters of each tower that had some."""
+    found, plain = [], list[Layer]()
     for tower in trained.towers:
-        own = [next(layers) for _ in tower.specs]
+        own = trained.layers_of(tower.branch)
         if "lora" in tower.config:
-            lora = LoRA(**tower.config["lora"])
-            found.append(Adapters(tower.branch, lora, adapter_state(own), _attentions(own)))
+            found.append(Adapters(tower.branch, LoRA(**tower.config["lora"]), adapter_state(own)))
         plain += [without_adapters(*pair, merge) for pair in zip(own, tower.specs)]
-        towers.append(plain_tower(tower))
-    return replace(trained, towers=tuple(towers), layers=plain), found
-
-
-def _attentions(layers: Sequence[Layer]) -> frozenset[str]:
-    end = ".in_proj_weight"
-    names = [name for layer in layers for name in layer.canonical_names.values()]
-    return frozenset(name.removesuffix(end) for name in names if name.endswith(end))
+    towers = tuple(map(plain_tower, trained.towers))
+    return replace(trained, towers=towers, layers=plain), found
 
 
 def names_in_library(
@@ -72,8 +62,8 @@ def names_in_library(
     pairs: Sequence[Pair] = (),
 ) -> dict[str, str]:
     """Canonical name of an adapted module -> its name in the library's model of the tower; in
-    `whole`, the configuration of transformers' model of both towers, in that model's tower. `pairs`:
-    as for its weights.
+    `whole`, the configuration of transformers' model of both towers, in that model's tower.
+    `pairs`: as for its weights.
 
     Raises ValueError where that model has other modules than the tower that was trained.
     """
@@ -119,52 +109,49 @@ def _live_names(model: nn.Module) -> dict[str, str]:
     }
 
 
-def write_adapters(adapters: Adapters, names: Mapping[str, str], folder: Path) -> None:
-    """As peft's `PeftModel.from_pretrained` reads them, around the library's model. `names`: as
-    `names_in_library`."""
-    adapters.lora.config(sorted(names.values())).save_pretrained(str(folder))
-    tensors = {}
-    for canonical, tensor in adapters.tensors.items():
-        module, _, matrix = canonical.rpartition(".lora_")
-        tensors[f"base_model.model.{names[module]}.lora_{matrix}"] = tensor
-    save_file(
-        {**tensors, **_of_out_proj(adapters, names)}, folder / FILE, metadata={"format": "pt"}
-    )
+def write_all(
+    adapters: Sequence[Adapters],
+    towers: Mapping[str, Tower],
+    whole: PreTrainedConfig | None,
+    pairs: Sequence[Pair],
+    folder: Path,
+) -> dict[str, Any]:
+    """Write the adapters of each tower into an export, as peft's `PeftModel.from_pretrained` reads
+    them around the library's model; returns what its record says of them, by branch. `whole`,
+    `pairs`: as in `names_in_library`."""
+    record = {}
+    for own in adapters:
+        tower, there = towers[own.branch], folder / ADAPTERS / own.branch
+        names = names_in_library(own, tower, whole, pairs)
+        own.lora.config(sorted(names.values())).save_pretrained(str(there))
+        tensors = {}
+        for canonical, tensor in own.tensors.items():
+            module, _, matrix = canonical.rpartition(".lora_")
+            tensors[f"base_model.model.{names[module]}.lora_{matrix}"] = tensor
+        tensors |= _of_out_proj(own, tower, names)
+        save_file(tensors, there / FILE, metadata={"format": "pt"})
+        record[own.branch] = {"lora": own.lora.record(), "modules": names}
+    return record
 
 
-def _of_out_proj(adapters: Adapters, names: Mapping[str, str]) -> dict[str, Tensor]:
+def _of_out_proj(adapters: Adapters, tower: Tower, names: Mapping[str, str]) -> dict[str, Tensor]:
     """In an nn.MultiheadAttention peft looks for an adapter of `out_proj` too; these are zero."""
+    known = {name for spec in tower.specs for name in spec.template.canonical_names.values()}
     found = {}
     for module, name in names.items():
-        up, down = (adapters.tensors[f"{module}.lora_{matrix}.weight"] for matrix in "BA")
-        if module in adapters.of_attention:
+        if f"{module}.in_proj_weight" in known:
+            up, down = (adapters.tensors[f"{module}.lora_{matrix}.weight"] for matrix in "BA")
             there = f"base_model.model.{name}.base_layer.out_proj"
             found[f"{there}.lora_A.weight"] = torch.zeros_like(down)
             found[f"{there}.lora_B.weight"] = up.new_zeros(down.shape[1], down.shape[0])
     return found
 
 
-def write_all(
-    adapters: Sequence[Adapters],
-    towers: Sequence[Tower],
-    whole: PreTrainedConfig | None,
-    pairs: Sequence[Pair],
-    folder: Path,
-) -> dict[str, Any]:
-    """Write the adapters of each tower into an export; returns what its record says of them, by
-    branch. `whole`, `pairs`: as in `names_in_library`."""
-    of_branch, record = {tower.branch: tower for tower in towers}, {}
-    for own in adapters:
-        names = names_in_library(own, of_branch[own.branch], whole, pairs)
-        write_adapters(own, names, folder / FOLDER / own.branch)
-        record[own.branch] = {"lora": own.lora.record(), "modules": names}
-    return record
-
-
 def read_adapters(layers: Sequence[Layer], folder: Path, record: Mapping[str, Any]) -> None:
-    """Fill the adapters of an export into `layers`, in place. `record`: of the export, by branch."""
+    """Fill the adapters of an export into `layers`, in place. `record`: of the export, by
+    branch."""
     for branch, own in record.items():
-        tensors = load_file(folder / FOLDER / branch / FILE)
+        tensors = load_file(folder / ADAPTERS / branch / FILE)
         for layer in layers:
             state = layer.state_dict()
             for local, canonical in layer.canonical_names.items():
@@ -172,24 +159,3 @@ def read_adapters(layers: Sequence[Layer], folder: Path, record: Mapping[str, An
                 if found and module in own["modules"]:
                     there = f"base_model.model.{own['modules'][module]}.lora_{matrix}"
                     state[local].copy_(tensors[there])
-
-
-def page_of_adapters(branches: Sequence[str], whole: bool) -> str:
-    """What the README.md of an export says of adapters that are kept apart."""
-    towers = {branch: f"model.{TOWER_IN[branch]}" if whole else branch for branch in branches}
-    lines = "\n".join(
-        f'PeftModel.from_pretrained({tower}, "{FOLDER}/{branch}").eval()'
-        for branch, tower in towers.items()
-    )
-    return f"""
-## Adapters
-
-`model.safetensors` holds the weights without what the adapters learned. Put these lines behind the
-ones that load the model; they add the adapters to it, in place:
-
-```python
-from peft import PeftModel
-
-{lines}
-```
-"""

@@ -1,44 +1,38 @@
-"""A trained model as a folder that needs nothing of ours: weights, tokenizer, preprocessing, and a
-page that says how to load it."""
+"""A trained model as a folder that needs nothing of ours: weights, tokenizer, preprocessing, code
+that loads it, and a page about it."""
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import (
-    ClapProcessor,
-    CLIPImageProcessor,
-    PreTrainedConfig,
-)
+from transformers import ClapProcessor, CLIPImageProcessor, PreTrainedConfig
 
 from common.files import replacing_folder, write_text
 from data.modalities.preprocessing import Preprocessing
 from data.modalities.tokenizer_open_clip import PREFIX, is_clips, text_config
-from launch.exporting.adapters import page_of_adapters, taken_off, write_all
-from launch.exporting.code import feature_extractor, seconds_of_clip
-from launch.exporting.model_card import model_card_data, training_section
-from launch.exporting.page import CLAP, STATE_DICT, export_page
+from launch.exporting.adapters import taken_off, write_all
+from launch.exporting.loading import feature_extractor, loading_record, seconds_of_clip
+from launch.exporting.page import export_page
 from launch.inference.trained import Trained
 from launch.run.records import (
     AUDIO,
-    AUDIO_FOLDER,
-    AUDIO_OPTIONS,
+    FORMAT,
     FUSION,
     FUSION_OPTIONS,
     OPEN_CLIP,
-    OPTIONS,
     RECORD,
+    STATE_DICT,
     TEXT_FOLDER,
     WEIGHTS,
-    read_export,
 )
 from models.losses import LOGIT_SCALE_LIMIT
 from models.towers.head import FUSION_NAMES
@@ -51,11 +45,7 @@ from models.weights.dual_encoder import (
     library_config,
     what_differs,
 )
-from models.weights.open_clip_export import (
-    config_of_text,
-    open_clip_model,
-    what_open_clip_lacks,
-)
+from models.weights.open_clip_export import config_of_text, open_clip_model, what_open_clip_lacks
 from models.weights.translation import Pair, to_theirs
 from models.weights.whole_models import (
     WHOLE_MODELS,
@@ -64,11 +54,12 @@ from models.weights.whole_models import (
     whole_model_pairs,
 )
 
-PACKAGES = ("torch", "torchvision", "transformers")
-ADAPTED = {"timm": "timm", "open_clip": "open_clip_torch"}  # library -> package
-DUAL_ENCODER = "VisionTextDualEncoderModel"
+CODE = Path(__file__).with_name("modeling_export.py")
+PACKAGES = {"timm": "timm", "open_clip": "open_clip_torch"}  # of a library, where it is optional
+CLAP, DUAL_ENCODER = "ClapModel", "VisionTextDualEncoderModel"
 FORMATS = ("auto", "transformers", "open_clip", "state_dict")
 OPEN_CLIP_FILES = "open_clip_config.json", "open_clip_model.safetensors"
+HERE = "{folder}"  # in options that are recorded: where the export lies
 
 
 def write_export(
@@ -79,32 +70,31 @@ def write_export(
     averaged: bool = False,
     keep_adapters: bool = False,
 ) -> list[str]:
-    """Write the model to `folder`, which appears whole or not at all; returns why it is a state dict
-    under the towers' own names, if it is one. `form`: one of `FORMATS`. `averaged`: the weights
-    are the run's moving average, which the model card says. Adapters are added to the weights;
-    `keep_adapters`: they are written beside these, as peft's files.
+    """Write the model to `folder`, which appears whole or not at all; returns why it is a state
+    dict under the towers' own names, if it is one. `form`: one of `FORMATS`. `averaged`: the
+    weights are the run's moving average, which the model card says. Adapters are added to the
+    weights; `keep_adapters`: they are written beside these, as peft's files.
 
     Weights are in fp32, whatever they were trained in: no number changes, but that a scale beyond
     the limit at which the loss reads it is written as the limit. Raises ValueError for a folder
-    that is not empty, unless `overwrite` says that an earlier export may go, and for a form that the
-    model cannot have.
+    that is not empty, unless `overwrite` says that an earlier export may go, and for a form that
+    the model cannot have.
     """
     folder = folder.expanduser().resolve()
     refuse_to_overwrite(folder, overwrite)
     trained, adapters = taken_off(exported(trained), merge=not keep_adapters)
-    towers = {tower.branch: tower for tower in trained.towers}
+    towers = trained.by_branch
     kind, differences = choose_form(trained, form)
     if keep_adapters:
         _refuse_adapters_apart(trained, kind, [own.branch for own in adapters])
     with replacing_folder(folder) as beside:
-        # towers, heads and scalars; what scores pairs in training has no place in an encoder of
-        # either
         state = _of_these_pairs(trained, canonical_state(trained.layers))
-        fusion = {name: state.pop(name) for name in list(state) if name.startswith(FUSION_NAMES)}
-        sounds = {} if kind in (STATE_DICT, CLAP) else _of_sounds(state)
-        for file, tensors in ((FUSION, fusion), (AUDIO, sounds)):
-            if tensors:
-                save_file(tensors, beside / file, metadata={"format": "pt"})
+        # what scores pairs in training has no place in an encoder of either
+        fusion = _taken_out(state, FUSION_NAMES)
+        # sounds have none in a model of images and texts
+        has_sounds = kind in (STATE_DICT, CLAP)
+        _save(beside / FUSION, fusion)
+        _save(beside / AUDIO, {} if has_sounds else _taken_out(state, _names_of_sounds(state)))
         for branch, tower in towers.items():
             if tower.config["library"] == "transformers":
                 (beside / branch).mkdir()
@@ -112,40 +102,160 @@ def write_export(
                 _write_json(beside / branch / "config.json", own or library_config(tower))
         config, pairs = _write_weights(trained, state, kind, beside, folder)
         _write_inputs(trained, kind, beside)
-        record = _record(trained, kind, differences)
-        page = export_page(
-            trained, kind, differences, training_section(trained, averaged), bool(fusion)
-        )
+        apart: dict[str, Any] = {}
         if keep_adapters:
-            written = write_all(adapters, trained.towers, config, pairs, beside)
-            record["adapters"] = written
-            page += page_of_adapters(list(written), whole=config is not None)
+            apart = write_all(adapters, towers, config, pairs, beside)
+        record = {
+            "format": FORMAT,
+            "kind": kind,
+            "differences": differences,
+            "options": _options(trained, kind),
+            "fusion": _fusion_options(towers),
+            "adapters": apart,
+            "step": trained.step,
+            "trained_in": _trained_in(trained.layers),
+            "versions": _versions(trained.towers),
+            "loading": loading_record(trained, kind),
+        }
+        page = export_page(trained, kind, differences, averaged, bool(fusion), list(apart))
         _write_json(beside / RECORD, record)
-        write_text(beside / "README.md", model_card_data(trained, kind) + page)
+        write_text(beside / "README.md", page)
+        write_text(beside / CODE.name, CODE.read_text(encoding="utf-8"))
         # safetensors makes them for their owner alone
         for weights in beside.rglob("*.safetensors"):
             weights.chmod(beside.stat().st_mode & 0o666)
     return differences
 
 
-def _write_inputs(trained: Trained, kind: str, beside: Path) -> None:
-    """The tokenizer, and what prepares sounds and images, as transformers writes them."""
-    towers = {tower.branch: tower for tower in trained.towers}
-    tokenizer = copy.deepcopy(trained.text_tokenizer)
-    tokenizer.model_max_length = trained.options["max_text_tokens"]
-    # as in training, whatever its class does by itself; the file is written from the second one
-    tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "right"
-    tokenizer.save_pretrained(str(beside))
-    if "audio" in towers:
-        extractor = feature_extractor(towers["audio"])
-        extractor.save_pretrained(beside / AUDIO_FOLDER)
-        if kind == CLAP:  # in both files, for all versions of transformers
-            extractor.save_pretrained(beside)
-            ClapProcessor(extractor, tokenizer).save_pretrained(beside)
-    if "image" in towers:
-        image_processor(trained.preprocessing, trained.options["image_size"]).save_pretrained(
-            beside
+def refuse_to_overwrite(folder: Path, overwrite: bool) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder}: a file of this name exists; give a folder")
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    if not overwrite:
+        raise ValueError(
+            f"{folder}: is not empty; give another folder, or replace an earlier export with "
+            "--overwrite"
         )
+    if not (folder / RECORD).is_file():
+        raise ValueError(
+            f"{folder}: holds no {RECORD}, so it is no earlier export, and --overwrite would "
+            "delete what it holds; give another folder"
+        )
+
+
+# -- what is exported
+
+
+def exported(trained: Trained) -> Trained:
+    """The image, the text and the audio tower of a model, as far as it has them; towers of other
+    modalities stay behind, and an audio tower of one's own beside an image tower does too.
+
+    Raises ValueError for a model that was trained without pairs of images and texts or of sounds
+    and texts, and for one that other programs could not load: with a tower or a loss of its own.
+    """
+    images = _compares(trained, "image")
+    if not images and not _compares(trained, "audio"):
+        raise ValueError(
+            f"{trained.checkpoint}: was trained with --pairs {trained.options['pairs']}; an export "
+            "holds a text tower and an image or audio tower that was compared with it"
+        )
+    if trained.options["loss"] not in ("infonce", "sigmoid"):
+        raise ValueError(
+            f"{trained.checkpoint}: was trained with --loss {trained.options['loss']}; an export "
+            "needs the scale that infonce and sigmoid learn"
+        )
+    towers = trained.by_branch
+    if images and "library" not in towers.get("audio", towers["image"]).config:
+        del towers["audio"]
+    chosen = [towers[branch] for branch in ("image", "audio", "text") if branch in towers]
+    for tower in chosen:
+        if "library" not in tower.config:
+            raise ValueError(
+                f"{trained.checkpoint}: its tower {tower.name} is in no library that another "
+                "program could load it with; take its weights from the checkpoint"
+            )
+    layers = [layer for tower in chosen for layer in trained.layers_of(tower.branch)]
+    return replace(trained, towers=tuple(chosen), layers=layers)
+
+
+def _compares(trained: Trained, branch: str) -> bool:
+    """Was it compared with texts?"""
+    return {branch, "text"} in [set(pair.modalities) for pair in trained.pairs]
+
+
+def canonical_state(layers: Sequence[Layer]) -> dict[str, Tensor]:
+    """Every tensor of the run by its canonical name, floating-point ones in fp32, on the CPU."""
+    tensors = {
+        layer.canonical_names[local]: tensor.cpu()
+        for layer in layers
+        for local, tensor in layer.state_dict().items()
+    }
+    return {
+        name: (tensor.float() if tensor.is_floating_point() else tensor).contiguous()
+        for name, tensor in tensors.items()
+    }
+
+
+def _of_these_pairs(trained: Trained, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Without the learned scalars of pairs with a branch that is not exported, such as
+    head.image_tone_logit_scale; the scales are at most what the loss reads."""
+    left_out = tuple(
+        f"head.{pair.first}_{pair.second}_logit_"
+        for pair in trained.pairs
+        if not trained.by_branch.keys() >= {*pair.modalities}
+    )
+    return {
+        name: tensor.clamp(max=LOGIT_SCALE_LIMIT) if name.endswith("logit_scale") else tensor
+        for name, tensor in state.items()
+        if not name.startswith(left_out)
+    }
+
+
+def _names_of_sounds(state: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """How those of the audio tower, its head and the scalars of its pairs begin."""
+    of_pairs = [name for name in state if name.startswith("head.") and "_audio_logit_" in name]
+    return ("audio.", "head.audio_", *of_pairs)
+
+
+def _taken_out(state: dict[str, Tensor], starts: tuple[str, ...]) -> dict[str, Tensor]:
+    return {name: state.pop(name) for name in list(state) if name.startswith(starts)}
+
+
+# -- forms
+
+
+def choose_form(trained: Trained, form: str) -> tuple[str, list[str]]:
+    """(the class of transformers, `open_clip` or `STATE_DICT`; for the last why it is no model of
+    transformers). Raises ValueError for a form that the towers cannot have."""
+    towers, kind = trained.by_branch, CLAP
+    text = towers["text"]
+    if _compares(trained, "image"):
+        key = whole_model_of(towers["image"], text)
+        kind = WHOLE_MODELS[key].model.__name__ if key else DUAL_ENCODER
+        of_transformers = [] if key else what_differs(towers["image"], text)
+        of_open_clip = what_open_clip_lacks(towers["image"], text)
+    else:
+        of_transformers = what_clap_lacks(towers["audio"], text)
+        if "image" in towers:
+            of_transformers.append("transformers' ClapModel has no images")
+        of_open_clip = ["OpenCLIP has no models of sounds and texts"]
+    # by --format, why the model cannot have that form
+    lacking = {"transformers": of_transformers, "open_clip": of_open_clip, "state_dict": []}
+    if lacking.get(form):
+        possible = " or ".join(f"--format {other}" for other in lacking if not lacking[other])
+        raise ValueError(
+            f"--format {form}: {'; '.join(lacking[form])}; this model can be exported with "
+            f"{possible}"
+        )
+    if form == "open_clip":
+        return OPEN_CLIP, []
+    if form == "state_dict":
+        return STATE_DICT, ["--format state_dict was asked for"]
+    if not of_transformers:
+        return kind, []
+    hint = "OpenCLIP may have this model: give --format open_clip"
+    return STATE_DICT, of_transformers + ([] if of_open_clip else [hint])
 
 
 def _refuse_adapters_apart(trained: Trained, kind: str, adapted: Sequence[str]) -> None:
@@ -164,101 +274,66 @@ def _refuse_adapters_apart(trained: Trained, kind: str, adapted: Sequence[str]) 
         )
 
 
-def choose_form(trained: Trained, form: str) -> tuple[str, list[str]]:
-    """(the class of transformers, `open_clip` or `STATE_DICT`; for the last why it is no model of
-    transformers). Raises ValueError for a form that the towers cannot have."""
-    towers = {tower.branch: tower for tower in trained.towers}
-    key = None
-    if _compares(trained, "image", "text"):
-        pair = towers["image"], towers["text"]
-        key = whole_model_of(*pair)
-        of_transformers = [] if key else what_differs(*pair)
-        of_open_clip = what_open_clip_lacks(*pair)
-    else:
-        of_transformers = what_clap_lacks(towers["audio"], towers["text"])
-        if "image" in towers:
-            of_transformers.append("transformers' ClapModel has no images")
-        of_open_clip = ["OpenCLIP has no models of sounds and texts"]
-    lacking = {"transformers": of_transformers, "open_clip": of_open_clip, "state_dict": []}
-    if lacking.get(form):
-        possible = " or ".join(f"--format {other}" for other in lacking if not lacking[other])
-        raise ValueError(
-            f"--format {form}: {'; '.join(lacking[form])}; this model can be exported with {possible}"
-        )
-    if form == "open_clip":
-        return OPEN_CLIP, []
-    if form == "state_dict":
-        return STATE_DICT, ["--format state_dict was asked for"]
-    if lacking["transformers"]:
-        hint = "OpenCLIP may have this model: give --format open_clip"
-        return STATE_DICT, lacking["transformers"] + ([] if lacking["open_clip"] else [hint])
-    if not _compares(trained, "image", "text"):
-        return CLAP, []
-    return WHOLE_MODELS[key].model.__name__ if key else DUAL_ENCODER, []
-
-
 def _write_weights(
     trained: Trained, state: dict[str, Tensor], kind: str, beside: Path, folder: Path
 ) -> tuple[PreTrainedConfig | None, Sequence[Pair]]:
     """Weights and configuration as `kind` has them, in `beside`, which will be `folder`. Returns
-    the configuration of transformers' model of both towers, if it is one, and the tensors' pairs."""
-    towers = {tower.branch: tower for tower in trained.towers}
+    the configuration of transformers' model of both towers, if it is one, and the pairs of its
+    tensors and ours."""
+    towers = trained.by_branch
+    text = towers["text"]
     if kind == STATE_DICT:
-        save_file(state, beside / WEIGHTS, metadata={"format": "pt"})
+        _save(beside / WEIGHTS, state)
         return None, ()
-    first, text = towers["audio" if kind == CLAP else "image"], towers["text"]
     if kind == OPEN_CLIP:
-        tokens = _tokens_of_open_clip(trained, folder)
-        model, tensors = open_clip_model(first, text, state, tokens, beside / TEXT_FOLDER)
+        tokens, at = _tokens_of_open_clip(trained, folder), beside / TEXT_FOLDER
+        model, tensors = open_clip_model(towers["image"], text, state, tokens, at)
         if "hf_model_name" in model["text_cfg"]:
             model["text_cfg"]["hf_model_name"] = str(folder / TEXT_FOLDER)
-        names = OPEN_CLIP_FILES
-        _write_json(
-            beside / names[0],
-            {"model_cfg": model, "preprocess_cfg": _preprocess(trained.preprocessing)},
-        )
-        save_file(tensors, beside / names[1], metadata={"format": "pt"})
+        pixels = _preprocess_cfg(trained.preprocessing)
+        _write_json(beside / OPEN_CLIP_FILES[0], {"model_cfg": model, "preprocess_cfg": pixels})
+        _save(beside / OPEN_CLIP_FILES[1], tensors)
         return None, ()
     if kind == CLAP:
-        learned = scale_of(first, text)
+        pair = towers["audio"], text
+        learned = scale_of(*pair)
         if learned is None:
             raise ValueError(
                 f"{trained.checkpoint}: has no scale of sounds and texts, which ClapModel needs; "
                 "export a state dict"
             )
-        config = clap_config(first, text, state[learned].item())
-        pairs = clap_pairs(first, text)
-    elif (key := whole_model_of(first, text)) is None:
-        config = dual_encoder_config(first, text, state["head.logit_scale"].item())
-        pairs = dual_encoder_pairs(first, text)
+        config, pairs = clap_config(*pair, state[learned].item()), clap_pairs(*pair)
     else:
-        config = whole_model_config(key, first, text, state["head.logit_scale"].item())
-        pairs = whole_model_pairs(first, text)
+        pair, scale = (towers["image"], text), state["head.logit_scale"].item()
+        if key := whole_model_of(*pair):
+            config, pairs = whole_model_config(key, *pair, scale), whole_model_pairs(*pair)
+        else:
+            config, pairs = dual_encoder_config(*pair, scale), dual_encoder_pairs(*pair)
     config.save_pretrained(beside)
-    save_file(to_theirs(pairs, state), beside / WEIGHTS, metadata={"format": "pt"})
+    _save(beside / WEIGHTS, to_theirs(pairs, state))
     return config, pairs
 
 
 def _tokens_of_open_clip(trained: Trained, folder: Path) -> dict[str, object]:
-    """What OpenCLIP's `text_cfg` says of the tokenizer, and `max_text_tokens`. Without any name of a
-    tokenizer OpenCLIP has CLIP's; else it takes that of the folder of the model, and the name is
+    """What OpenCLIP's `text_cfg` says of the tokenizer, and `max_text_tokens`. Without any name of
+    a tokenizer OpenCLIP has CLIP's; else it takes that of the folder of the model, and the name is
     read only where the model is not in a folder."""
-    tokens = {"max_text_tokens": trained.options["max_text_tokens"]}
     source = trained.options.get("tokenizer") or ""
+    text = trained.by_branch["text"]
     named = {"hf_tokenizer_name": str(folder)}
     if source.startswith(PREFIX):  # as in the model that it came from
         texts = text_config(source.removeprefix(PREFIX))
-        named = {
-            key: texts[key] for key in ("hf_tokenizer_name", "tokenizer_kwargs") if key in texts
-        }
+        kept = ("hf_tokenizer_name", "tokenizer_kwargs")
+        named = {key: texts[key] for key in kept if key in texts}
         if Path(named.get("hf_tokenizer_name", "")).is_absolute():
             named["hf_tokenizer_name"] = str(folder)
-    elif _text(trained).config["library"] == "open_clip" and is_clips(trained.text_tokenizer):
+    elif text.config["library"] == "open_clip" and is_clips(trained.text_tokenizer):
         named = {}
-    return {**tokens, **named}
+    return {"max_text_tokens": trained.options["max_text_tokens"], **named}
 
 
-def _preprocess(preprocessing: Preprocessing) -> dict[str, object]:
+def _preprocess_cfg(preprocessing: Preprocessing) -> dict[str, object]:
+    """OpenCLIP's."""
     if preprocessing.crop_pct != 1:
         raise ValueError(
             f"--format open_clip: OpenCLIP resizes images to the tower's input, and this model was "
@@ -273,108 +348,26 @@ def _preprocess(preprocessing: Preprocessing) -> dict[str, object]:
     }
 
 
-def exported(trained: Trained) -> Trained:
-    """The image, the text and the audio tower of a model, as far as it has them; towers of other
-    modalities stay behind, and an audio tower of one's own beside an image tower does too.
-
-    Raises ValueError for a model that was trained without pairs of images and texts or of sounds
-    and texts, and for one that other programs could not load: with a tower or a loss of its own.
-    """
-    images = _compares(trained, "image", "text")
-    if not images and not _compares(trained, "audio", "text"):
-        raise ValueError(
-            f"{trained.checkpoint}: was trained with --pairs {trained.options['pairs']}; an export "
-            "holds a text tower and an image or audio tower that was compared with it"
-        )
-    if trained.options["loss"] not in ("infonce", "sigmoid"):
-        raise ValueError(
-            f"{trained.checkpoint}: was trained with --loss {trained.options['loss']}; an export "
-            "needs the scale that infonce and sigmoid learn"
-        )
-    parts: dict[str, tuple[Tower, list[Layer]]] = {
-        tower.branch: (tower, []) for tower in trained.towers
-    }
-    for branch, layer in zip(trained.branch_of_layers, trained.layers):
-        parts[branch][1].append(layer)
-    of_library = {branch: "library" in tower.config for branch, (tower, _) in parts.items()}
-    branches = [
-        branch
-        for branch in ("image", "audio", "text")
-        if branch in parts and (of_library[branch] or branch != "audio" or not images)
-    ]
-    unknown = [parts[branch][0].name for branch in branches if not of_library[branch]]
-    if unknown:
-        raise ValueError(
-            f"{trained.checkpoint}: its tower {unknown[0]} is in no library that another program "
-            "could load it with; take its weights from the checkpoint"
-        )
-    layers = [layer for branch in branches for layer in parts[branch][1]]
-    return replace(trained, towers=tuple(parts[branch][0] for branch in branches), layers=layers)
+# -- what goes into the towers
 
 
-def _compares(trained: Trained, first: str, second: str) -> bool:
-    return {first, second} in [set(pair.modalities) for pair in trained.pairs]
-
-
-def _text(trained: Trained) -> Tower:
-    return next(tower for tower in trained.towers if tower.branch == "text")
-
-
-def _of_these_pairs(trained: Trained, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without the learned scalars of pairs with a branch that is not exported, such as
-    head.image_tone_logit_scale; the scales are at most what the loss reads."""
-    branches = {tower.branch for tower in trained.towers}
-    left_out = tuple(
-        f"head.{pair.first}_{pair.second}_logit_"
-        for pair in trained.pairs
-        if not branches.issuperset(pair.modalities)
-    )
-    return {
-        name: tensor.clamp(max=LOGIT_SCALE_LIMIT) if name.endswith("logit_scale") else tensor
-        for name, tensor in state.items()
-        if not name.startswith(left_out or ("\0",))
-    }
-
-
-def _of_sounds(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The audio tower with its head and the scalars of its pairs, taken out of `state`."""
-    names = [
-        name
-        for name in state
-        if name.startswith(("audio.", "head.audio_"))
-        or (name.startswith("head.") and "_audio_logit_" in name)
-    ]
-    return {name: state.pop(name) for name in names}
-
-
-def refuse_to_overwrite(folder: Path, overwrite: bool) -> None:
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder}: a file of this name exists; give a folder")
-    if not folder.exists() or not any(folder.iterdir()):
-        return
-    if not overwrite:
-        raise ValueError(
-            f"{folder}: is not empty; give another folder, or replace an earlier export with "
-            "--overwrite"
-        )
-    if read_export(folder) is None:
-        raise ValueError(
-            f"{folder}: holds no {RECORD}, so it is no earlier export, and --overwrite would "
-            "delete what it holds; give another folder"
-        )
-
-
-def canonical_state(layers: list[Layer]) -> dict[str, Tensor]:
-    """Every tensor of the run by its canonical name, floating-point ones in fp32, on the CPU."""
-    tensors = {
-        layer.canonical_names[local]: tensor.cpu()
-        for layer in layers
-        for local, tensor in layer.state_dict().items()
-    }
-    return {
-        name: (tensor.float() if tensor.is_floating_point() else tensor).contiguous()
-        for name, tensor in tensors.items()
-    }
+def _write_inputs(trained: Trained, kind: str, beside: Path) -> None:
+    """The tokenizer, and what prepares sounds and images, as transformers writes them."""
+    towers = trained.by_branch
+    tokenizer = copy.deepcopy(trained.text_tokenizer)
+    tokenizer.model_max_length = trained.options["max_text_tokens"]
+    # as in training, whatever its class does by itself; the file is written from the second one
+    tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "right"
+    tokenizer.save_pretrained(str(beside))
+    if "audio" in towers:
+        extractor = feature_extractor(towers["audio"])
+        extractor.save_pretrained(beside / "audio")
+        if kind == CLAP:  # in both files, for all versions of transformers
+            extractor.save_pretrained(beside)
+            ClapProcessor(extractor, tokenizer).save_pretrained(beside)
+    if "image" in towers:
+        size = trained.options["image_size"]
+        image_processor(trained.preprocessing, size).save_pretrained(beside)
 
 
 def image_processor(preprocessing: Preprocessing, image_size: int) -> CLIPImageProcessor:
@@ -391,43 +384,60 @@ def image_processor(preprocessing: Preprocessing, image_size: int) -> CLIPImageP
     )
 
 
-def _record(trained: Trained, kind: str, differences: list[str]) -> dict[str, object]:
-    options, text = trained.options, _text(trained)
-    towers = {tower.branch: tower for tower in trained.towers}
-    of_images = trained.preprocessing.options(options["image_size"]) if "image" in towers else {}
-    known = [key for key in OPTIONS if "image" in towers or not key.startswith("image_")]
-    return {
-        "kind": kind,
-        "differences": differences,
-        **{key: options[key] for key in known},
-        **of_images,
-        "text_tower": _with_vocabulary(text, options["text_tower"]),
-        **{f"{branch}_pool": tower.config["pool"] for branch, tower in towers.items()},
-        **({f"text_{TWO_LAYERS}": text.config[TWO_LAYERS]} if TWO_LAYERS in text.config else {}),
-        **(_audio_options(trained, towers["audio"]) if "audio" in towers else {}),
-        "loss": options["loss"],
-        "projection": options.get("projection", "linear"),
-        **(_fusion_options(towers["image"]) if "image" in towers else {}),
-        "step": trained.step,
-        "trained_in": _trained_in(trained.layers),
-        "versions": {name: version(name) for name in (*PACKAGES, *_adapters(trained))},
-    }
+# -- the record
 
 
-def _audio_options(trained: Trained, audio: Tower) -> dict[str, object]:
-    """train.py's, of a model with sounds: pairs of what is exported, tower, length of a clip."""
-    branches = {tower.branch for tower in trained.towers}
-    pairs = [pair for pair in trained.pairs if branches.issuperset(pair.modalities)]
-    written = [
+def _options(trained: Trained, kind: str) -> dict[str, object]:
+    """train.py's options that go on with the model; `HERE` stands for its folder."""
+    options, towers = trained.options, trained.by_branch
+    found = {name: options[name] for name in ("embed_dim", "max_text_tokens", "loss")}
+    found["projection"] = options.get("projection", "linear")
+    found["tokenizer"] = f"open_clip:{HERE}" if kind == OPEN_CLIP else HERE
+    for branch, tower in towers.items():
+        found[f"{branch}_tower"] = _tower_name(tower, options[f"{branch}_tower"], kind)
+    if "image" in towers:
+        size = found["image_size"] = options["image_size"]
+        found |= trained.preprocessing.options(size)
+    if "audio" in towers:
+        audio = towers["audio"]
+        found |= {"pairs": _pairs(trained), "audio_size": options["audio_size"]}
+        # the extractor of CLAP's tower is written in whole seconds
+        is_clap = audio.config["architecture"] == "ClapAudioModel"
+        found["audio_seconds"] = seconds_of_clip(audio) if is_clap else options["audio_seconds"]
+    return found
+
+
+def _tower_name(tower: Tower, name: str, kind: str) -> str:
+    """A tower of transformers is in a folder of its own, and one of OpenCLIP in the whole model;
+    others are made again by their names."""
+    config, branch = tower.config, tower.branch
+    if config["library"] == "transformers":
+        more = f",{TWO_LAYERS}={config[TWO_LAYERS]}" if TWO_LAYERS in config else ""
+        prefix = "" if branch == "text" else "hf:"
+        return f"{prefix}{HERE}/{branch}:pool={config['pool']}{more}"
+    if kind == OPEN_CLIP and branch != "audio":
+        return f"open_clip:{HERE}"
+    if branch != "text":
+        return name
+    # its table of tokens may be of another size than the tokenizer
+    base, overrides = split_name(name)
+    return join_name(base, {**overrides, "vocab_size": str(config["config"]["vocab_size"])})
+
+
+def _pairs(trained: Trained) -> str:
+    """Those of what is exported, as in --pairs."""
+    return ",".join(
         f"{pair.first}:{pair.second}" + (f":{pair.weight:g}" if pair.weight != 1 else "")
-        for pair in pairs
-    ]
-    given = {key: trained.options[key] for key in AUDIO_OPTIONS if key != "pairs"}
-    if (
-        audio.config["architecture"] == "ClapAudioModel"
-    ):  # its extractor is written in whole seconds
-        given["audio_seconds"] = seconds_of_clip(audio)
-    return {"pairs": ",".join(written), **given}
+        for pair in trained.pairs
+        if trained.by_branch.keys() >= {*pair.modalities}
+    )
+
+
+def _fusion_options(towers: Mapping[str, Tower]) -> dict[str, object]:
+    """train.py's, of a model that was trained with fusion."""
+    sizes = towers["image"].config.get("fusion") if "image" in towers else None
+    keys = ("layers", "width", "heads", "scales")
+    return dict(zip(FUSION_OPTIONS, map(sizes.get, keys))) if sizes else {}
 
 
 def _trained_in(layers: Sequence[Layer]) -> str:
@@ -437,29 +447,15 @@ def _trained_in(layers: Sequence[Layer]) -> str:
     return str(next(weights).dtype).removeprefix("torch.")
 
 
-def _fusion_options(image: Tower) -> dict[str, object]:
-    """train.py's, of a model that was trained with it."""
-    sizes = image.config.get("fusion", {})
-    return (
-        dict(zip(FUSION_OPTIONS, map(sizes.get, ("layers", "width", "heads", "scales"))))
-        if sizes
-        else {}
-    )
+def _versions(towers: Sequence[Tower]) -> dict[str, str]:
+    libraries = {tower.config["library"] for tower in towers}
+    optional = [package for library, package in PACKAGES.items() if library in libraries]
+    return {name: version(name) for name in ("torch", "torchvision", "transformers", *optional)}
 
 
-def _with_vocabulary(text: Tower, name: str) -> str:
-    """The name of a text tower that is made again by its name: how many tokens it knows may be
-    other than what the tokenizer has."""
-    if text.config["library"] == "transformers":
-        return name
-    base, overrides = split_name(name)
-    return join_name(base, {**overrides, "vocab_size": str(text.config["config"]["vocab_size"])})
-
-
-def _adapters(trained: Trained) -> list[str]:
-    """The further packages that the towers come from."""
-    libraries = {tower.config["library"] for tower in trained.towers}
-    return [name for library, name in ADAPTED.items() if library in libraries]
+def _save(file: Path, tensors: dict[str, Tensor]) -> None:
+    if tensors:
+        save_file(tensors, file, metadata={"format": "pt"})
 
 
 def _write_json(file: Path, value: object) -> None:

@@ -55,37 +55,28 @@ def classification(embedder: Embedder, test: HeldOut, train: HeldOut | None) -> 
     if train:
         refuse_unlike(test, train)
     own = embedder.rows(modality, test.source, test.subset)
-    index, embeds = own.sample, own.embeds
-    train_index, train_embeds = index[:0], embeds[:0]
-    if train:
-        learned = embedder.rows(modality, train.source, train.subset)
-        train_index, train_embeds = learned.sample, learned.embeds
-    names = [class_of(test.source, i) for i in index.tolist()]
-    train_names = [class_of(train.source, i) for i in train_index.tolist()] if train else []
+    names = [class_of(test.source, i) for i in own.sample.tolist()]
     prompts: dict[str, tuple[str, ...]] = {}  # of each class
-    for name, i in zip(names, index.tolist()):
+    for name, i in zip(names, own.sample.tolist()):
         if name not in prompts:
             prompts[name] = tuple(test.source.captions(i))
     classes = sorted(prompts)
-    every = [*classes, *sorted(set(train_names) - set(classes))]
-    number = {name: n for n, name in enumerate(every)}
-    label, train_label = (
-        torch.tensor([number[name] for name in each], dtype=torch.int64)
-        for each in (names, train_names)
-    )
+    # zero-shot, only these are told apart; what is learned may know more, which follow below
+    number = {name: n for n, name in enumerate(classes)}
+    label = torch.tensor([number[name] for name in names], dtype=torch.int64)
     by_class, same = class_embeddings(embedder, [prompts[name] for name in classes])
-    values: dict[str, float] = {"num_samples": len(index), "num_classes": len(classes)}
-    values |= {
-        f"zero_shot_{key}": value
-        for key, value in zero_shot_accuracy(embeds, label, by_class, same).items()
-    }
+    values: dict[str, float] = {"num_samples": len(label), "num_classes": len(classes)}
+    accuracy = zero_shot_accuracy(own.embeds, label, by_class, same)
+    values |= {f"zero_shot_{key}": value for key, value in accuracy.items()}
     if train:
-        values["neighbours_top_1"] = neighbour_accuracy(
-            train_embeds, train_label, embeds, label, len(every)
-        )
-        values["linear_probe_top_1"], values["linear_probe_strength"] = probe_accuracy(
-            train_embeds, train_label, embeds, label
-        )
+        learned = embedder.rows(modality, train.source, train.subset)
+        train_names = [class_of(train.source, i) for i in learned.sample.tolist()]
+        for name in sorted(set(train_names) - set(classes)):
+            number[name] = len(number)
+        train_label = torch.tensor([number[name] for name in train_names], dtype=torch.int64)
+        sets = learned.embeds, train_label, own.embeds, label
+        values["neighbours_top_1"] = neighbour_accuracy(*sets, len(number))
+        values["linear_probe_top_1"], values["linear_probe_strength"] = probe_accuracy(*sets)
     return values
 
 

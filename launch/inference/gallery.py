@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -16,12 +16,11 @@ from common.files import make_folder, replacing
 from data.modalities.fonts import columns_of, fonts_for, wrapped
 from launch.inference.kinds import Encoded, draw
 
-RIGHT, WRONG = (
-    "#009E73",
-    "#D55E00",
-)  # Okabe and Ito's, distinguishable also by the colour-blind; a word says it too
+# Okabe and Ito's colours, which the colour-blind tell apart too; a word says it as well
+MARKS = {True: ("right", "#009E73"), False: ("wrong", "#D55E00"), None: ("", "black")}
 DOTS_PER_INCH, CELL_INCHES = 110, 1.6
 LETTERS, LETTERS_ALONE = 26, 18  # of a line below an image, and of a text in the place of one
+CENTRED: dict[str, Any] = {"ha": "center", "parse_math": False}
 
 
 @dataclass(frozen=True)
@@ -48,12 +47,8 @@ class Row:
 def draw_rows(rows: Sequence[Row], title: str, path: Path) -> str | None:
     """A line per query. `path`: .png, .svg or .pdf. Returns what to say of characters that no font
     of this machine has."""
-    fonts = fonts_for(
-        [
-            title,
-            *(text for row in rows for text in (row.text, *(found.text for found in row.found))),
-        ]
-    )
+    found = [answer.text for row in rows for answer in row.found]
+    fonts = fonts_for([title, *(row.text for row in rows), *found])
     with rc_context({"font.family": fonts.families}):
         _draw_rows(rows, title, path, fonts.drawable)
     return fonts.notice()
@@ -61,24 +56,15 @@ def draw_rows(rows: Sequence[Row], title: str, path: Path) -> str | None:
 
 def _draw_rows(rows: Sequence[Row], title: str, path: Path, drawable: Callable[[str], str]) -> None:
     columns = 1 + max(len(row.found) for row in rows)
-    figure = Figure(
-        figsize=(CELL_INCHES * columns * 1.15, CELL_INCHES * 1.35 * len(rows) + 0.6),
-        layout="constrained",
-    )
-    axes = np.atleast_2d(figure.subplots(len(rows), columns, squeeze=False))
-    for row, cells in zip(rows, axes):
+    size = CELL_INCHES * columns * 1.15, CELL_INCHES * 1.35 * len(rows) + 0.6
+    figure = Figure(size, layout="constrained")
+    for row, cells in zip(rows, figure.subplots(len(rows), columns, squeeze=False)):
         for cell in cells:
             cell.set_axis_off()
         _draw_cell(cells[0], row.value, drawable(row.text), "query", None)
         for found, cell in zip(row.found, cells[1:]):
-            mark = {True: "right", False: "wrong", None: ""}[found.right]
-            _draw_cell(
-                cell,
-                found.value,
-                drawable(found.text),
-                f"{mark} {found.similarity:.2f}".strip(),
-                found.right,
-            )
+            heading = f"{MARKS[found.right][0]} {found.similarity:.2f}".strip()
+            _draw_cell(cell, found.value, drawable(found.text), heading, found.right)
     figure.suptitle(drawable(title), fontsize=11, parse_math=False)
     make_folder(path.parent)
     with replacing(path) as beside:
@@ -88,32 +74,16 @@ def _draw_rows(rows: Sequence[Row], title: str, path: Path, drawable: Callable[[
 def _draw_cell(
     cell: Axes, value: Encoded | None, text: str, heading: str, right: bool | None
 ) -> None:
-    colour = {True: RIGHT, False: WRONG, None: "black"}[right]
+    colour = MARKS[right][1]
     cell.set_title(heading, fontsize=8, color=colour, parse_math=False)
     if value is None:
-        cell.text(
-            0.5,
-            0.5,
-            _lines(text, 6, LETTERS_ALONE),
-            ha="center",
-            va="center",
-            fontsize=8,
-            color=colour,
-            parse_math=False,
-        )
+        alone = _lines(text, 6, LETTERS_ALONE)
+        cell.text(0.5, 0.5, alone, va="center", fontsize=8, color=colour, **CENTRED)
         return
     draw(cell, value)
     has_numbers = len(cell.get_xticks()) > 0  # the axes of a spectrogram
-    cell.text(
-        0.5,
-        -0.22 if has_numbers else -0.04,
-        _lines(text, 3, LETTERS),
-        ha="center",
-        va="top",
-        fontsize=6.5,
-        transform=cell.transAxes,
-        parse_math=False,
-    )
+    height, below = -0.22 if has_numbers else -0.04, _lines(text, 3, LETTERS)
+    cell.text(0.5, height, below, va="top", fontsize=6.5, transform=cell.transAxes, **CENTRED)
     for side in cell.spines.values():
         side.set(color=colour, linewidth=2 if right is not None else 0.5)
     if right is not None or has_numbers:

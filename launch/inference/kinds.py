@@ -1,16 +1,18 @@
-"""What evaluation, reports and trackers know of a modality beside its tower: how a sample's value is
-read and drawn, and which files hold one. A record each; a modality without one has no pictures, and
-no file is a query of it."""
+"""What evaluation, reports and trackers know of a modality beside its tower: how a sample's value
+is read and drawn, and which files hold one. A record each; a modality without one has no pictures,
+and no file is a query of it. Loader and tower of a modality are in `launch/modalities.py`."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from PIL import Image
 
 from data.formats.rows import AUDIO_ENDINGS, IMAGE_ENDINGS
 from data.index.bad_samples import BadSample
@@ -20,13 +22,11 @@ from data.modalities.decoding import decode_bytes, upright_8bit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from PIL import Image
 
     from data.index.sources import Source
 
-THUMBNAIL_PIXELS = 96  # longest side of a small picture of an image
 SPECTROGRAM_INCHES, DOTS_PER_INCH = (1.8, 1.2), 100  # of a small picture of a sound
-MOST_KEPT = 200  # pictures, and files to play, of 90 kB at most
+MOST_KEPT = 400  # pictures, and files to play, of 90 kB at most
 MOST_PLAYED_S, MOST_PLAYED_BYTES = 10.0, 24_000  # else a sound is only drawn
 
 
@@ -42,8 +42,8 @@ class Kind:
     """One modality. `several`: in messages. `read`: the encoded value of a sample; raises
     BadSample. `content`: equal for samples with the same value. `decode`: raises BadSample, with
     one of `others` where the content is of another kind of file. Of what `decode` returns: `draw`
-    puts it into axes; `picture` and `small` are pictures of it; `play` is a small MP3 file, if it
-    can be heard."""
+    puts it into axes; `picture` is a picture of it, and a small one is `side` pixels wide and high
+    at most; `play` is a small MP3 file, if it can be heard."""
 
     several: str
     endings: tuple[str, ...]
@@ -53,8 +53,13 @@ class Kind:
     others: frozenset[str]
     draw: Callable[[Axes, Any], None]
     picture: Callable[[Any], Image.Image]
-    small: Callable[[Any], Image.Image]
+    side: int
     play: Callable[[Any], bytes | None]
+
+
+def several(modality: str) -> str:
+    """Its values, in messages."""
+    return KINDS[modality].several if modality in KINDS else f"values of {modality}"
 
 
 def encoded(source: Source, modality: str, i: int) -> Encoded | None:
@@ -77,8 +82,9 @@ def whole_picture(value: Encoded) -> Image.Image:
 
 def small_picture(value: Encoded) -> Image.Image:
     """Raises BadSample."""
-    kind = KINDS[value.modality]
-    return kind.small(kind.decode(value.data))
+    picture, side = whole_picture(value).copy(), KINDS[value.modality].side
+    picture.thumbnail((side, side))
+    return picture
 
 
 def played(value: Encoded) -> bytes | None:
@@ -123,13 +129,10 @@ def names_a_file(text: str) -> bool:
 
 def on_white(data: bytes) -> np.ndarray:
     """[h, w, 3] uint8 of an encoded image."""
-    return _on_white(decode_bytes(data, at_least=160))
-
-
-def _on_white(decoded: Image.Image) -> np.ndarray:
-    image = np.asarray(upright_8bit(decoded))
+    image = np.asarray(upright_8bit(decode_bytes(data, at_least=160)))
     if image.shape[-1] == 3:
         return image
+    # what is transparent is shown on white, as the towers see it
     alpha = image[..., 3:].astype(np.float32) / 255
     return (alpha * image[..., :3] + (1 - alpha) * 255).round().astype(np.uint8)
 
@@ -139,22 +142,9 @@ def _draw_image(axes: Axes, pixels: np.ndarray) -> None:
     axes.set(xticks=[], yticks=[])
 
 
-def _as_image(pixels: np.ndarray) -> Image.Image:
-    from PIL import Image
-
-    return Image.fromarray(pixels)
-
-
-def _thumbnail(pixels: np.ndarray) -> Image.Image:
-    image = _as_image(pixels)
-    image.thumbnail((THUMBNAIL_PIXELS, THUMBNAIL_PIXELS))
-    return image
-
-
 # -- sounds
 
-_PICTURES: dict[bytes, Any] = {}
-_PLAYED: dict[bytes, Any] = {}
+_KEPT: dict[tuple[bytes, Callable], Any] = {}
 
 
 def _draw_sound(axes: Axes, sound: Sound) -> None:
@@ -175,28 +165,24 @@ def _draw_sound(axes: Axes, sound: Sound) -> None:
     axes.set_ylabel("Hz (mel scale)", fontsize=5.5, labelpad=1)
 
 
-def _kept(made: dict[bytes, Any], sound: Sound, make: Callable[[Sound], Any]) -> Any:
+def _kept(make: Callable[[Sound], Any], sound: Sound) -> Any:
     """What `make` returns, made once: evaluations of a run show the same queries again."""
-    key = hashlib.blake2b(sound.samples.tobytes(), digest_size=16).digest()
-    if key not in made:
-        while len(made) >= MOST_KEPT:
-            made.pop(next(iter(made)))
-        made[key] = make(sound)
-    return made[key]
+    # by content, since each evaluation decodes the sound again
+    key = hashlib.blake2b(sound.samples.tobytes(), digest_size=16).digest(), make
+    if key not in _KEPT:
+        while len(_KEPT) >= MOST_KEPT:
+            _KEPT.pop(next(iter(_KEPT)))
+        _KEPT[key] = make(sound)
+    return _KEPT[key]
 
 
-def _spectrogram(sound: Sound) -> Image.Image:
-    return _kept(_PICTURES, sound, _drawn)
-
-
-def _play(sound: Sound) -> bytes | None:
-    return _kept(_PLAYED, sound, lambda own: playable(own, MOST_PLAYED_S, MOST_PLAYED_BYTES))
+def _mp3(sound: Sound) -> bytes | None:
+    return playable(sound, MOST_PLAYED_S, MOST_PLAYED_BYTES)
 
 
 def _drawn(sound: Sound) -> Image.Image:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from PIL import Image
 
     figure = Figure(SPECTROGRAM_INCHES, dpi=DOTS_PER_INCH)
     _draw_sound(figure.add_axes((0.22, 0.22, 0.74, 0.74)), sound)
@@ -214,8 +200,8 @@ KINDS: Mapping[str, Kind] = {
         decode=on_white,
         others=frozenset({"not-an-image"}),
         draw=_draw_image,
-        picture=_as_image,
-        small=_thumbnail,
+        picture=Image.fromarray,
+        side=96,
         play=lambda pixels: None,
     ),
     "audio": Kind(
@@ -226,8 +212,8 @@ KINDS: Mapping[str, Kind] = {
         decode=decode_audio,
         others=frozenset({"not-audio", "no-sound"}),
         draw=_draw_sound,
-        picture=_spectrogram,
-        small=_spectrogram,
-        play=_play,
+        picture=partial(_kept, _drawn),
+        side=180,
+        play=partial(_kept, _mp3),
     ),
 }

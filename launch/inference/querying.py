@@ -1,5 +1,5 @@
-"""--query: what is most like a text, or like a file of some modality of the model, among a folder of
-embeddings or the samples to evaluate."""
+"""--query: what is most like a text, or like a file of some modality of the model, among a folder
+of embeddings or the samples to evaluate."""
 
 from __future__ import annotations
 
@@ -10,26 +10,27 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import torch
+from rich.table import Table
 from torch import Tensor
 
+from common.output import plain
 from data.batching.mixture import open_sources
 from data.index.bad_samples import Absent
 from data.index.building import content_hash
 from data.index.sources import Source
 from data.modules import import_recorded, modules_of_specs
-from launch.inference.embedding import (
-    Embedder,
-    compared_by,
-    line_of,
-    refuse_other_content_of,
-)
-from launch.inference.evaluation import caption_of, embeddings_of, search, search_table
+from launch.inference.embedding import Embedder
+from launch.inference.evaluation import caption_of
+from launch.inference.folders import lines_for, read_embeddings, refuse_other_data
 from launch.inference.gallery import Found, Row, draw_rows
 from launch.inference.kinds import Encoded, encoded, modality_of, names_a_file
 from launch.inference.samples import held_out, pairs_to_open
 from launch.run.report import show
+from models.metrics.retrieval import nearest
 
 IN_A_ROW = 5  # answers that are drawn beside each other
+Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def answers_of(query: Query, embedder: Embedder, asked: str | None) -> str:
     """The modality among which answers are looked for: as asked, else the first that the model was
     trained to compare with that of the query. Raises ValueError for one that it does not have."""
     if asked is None:
-        first = next(pair for pair in compared_by(embedder.trained) if query.modality in pair)
+        first = next(pair for pair in embedder.trained.compared if query.modality in pair)
         return next(name for name in first if name != query.modality)
     if asked not in embedder.branches:
         raise ValueError(
@@ -130,34 +131,53 @@ def find(
     show(search_table(query.words, found))
     if arguments.picture and source is not None:
         cells = [_cell(source, modality, line) for line in found]
-        in_rows = [
-            Row(
-                "" if start else query.label,
-                None if start else query.value,
-                cells[start:][:IN_A_ROW],
-            )
-            for start in range(0, len(cells), IN_A_ROW)
-        ]
+        rows = [Row("", None, cells[i : i + IN_A_ROW]) for i in range(0, len(cells), IN_A_ROW)]
+        # the query stands before the first row only
+        rows[:1] = [Row(query.label, query.value, cells[:IN_A_ROW])]
         title = f"“{query.label}”, {model['checkpoint']}"
-        if notice := draw_rows(in_rows, title, arguments.picture):
+        if notice := draw_rows(rows, title, arguments.picture):
             print(notice)
         print(arguments.picture)
 
 
+def search(
+    query: Tensor, embeds: Tensor | np.ndarray, lines: Sequence[Line], number: int
+) -> list[dict[str, Any]]:
+    """The `number` rows most like a query [1, D], best first: their lines, with
+    "similarity"."""
+    index, similarity = nearest(query, torch.as_tensor(np.array(embeds)), number)
+    return [
+        {**lines[i], "similarity": round(s, 4)}
+        for i, s in zip(index[0].tolist(), similarity[0].tolist())
+    ]
+
+
+def search_table(query: str, found: Sequence[Line]) -> Table:
+    """Texts, where they are what was found, have a column of their own."""
+    table = Table(title=f"“{query}”", title_justify="left")
+    names = ("text", "id", "where") if any("text" in line for line in found) else ("id", "where")
+    table.add_column("similarity", justify="right", overflow="fold")
+    for name in names:
+        table.add_column(name, overflow="fold")
+    for line in found:
+        table.add_row(f"{line['similarity']:.3f}", *(plain(str(line[name])) for name in names))
+    return table
+
+
 def _searched(
     arguments: argparse.Namespace, embedder: Embedder, model: Mapping[str, str], modality: str
-) -> tuple[np.ndarray | Tensor, Sequence[Mapping[str, Any]], Source | None]:
+) -> tuple[np.ndarray | Tensor, Sequence[Line], Source | None]:
     """(rows [n, D], the line of each, where they are from if that is needed)."""
     if arguments.embeddings:
-        embeds, lines, specs = embeddings_of(arguments.embeddings, model, modality)
-        source = None
-        if arguments.val_data or arguments.picture:
-            given = [arguments.val_data] if arguments.val_data else specs
-            if not arguments.val_data:
-                import_recorded(modules_of_specs(specs), arguments.embeddings)
-            source = open_sources(given, pairs=pairs_to_open(embedder.trained), progress=True)
-            if modality != "text":  # a text is as it was written down
-                refuse_other_content_of(arguments.embeddings, lines, source, modality)
+        embeds, lines, specs = read_embeddings(arguments.embeddings, model, modality)
+        if not (arguments.val_data or arguments.picture):
+            return embeds, lines, None
+        # about.json names the data, and whoever wrote it is not trusted to run modules
+        if not arguments.val_data:
+            import_recorded(modules_of_specs(specs), arguments.embeddings)
+        given = [arguments.val_data] if arguments.val_data else specs
+        source = open_sources(given, pairs=pairs_to_open(embedder.trained), progress=True)
+        refuse_other_data(arguments.embeddings, lines, source, modality)
         return embeds, lines, source
     parts = list(held_out(arguments, embedder.trained).values())
     source = parts[0].source  # of all parts
@@ -168,18 +188,11 @@ def _searched(
             f"--query: no sample of {source.spec} has {modality} to find; give others with "
             "--val-data, or another modality with --find"
         )
-    if modality != "text":
-        rows = embedder.rows(modality, source, there)
-        return rows.embeds, [line_of(source, i, modality) for i in rows.sample.tolist()], source
-    texts = [source.captions(i)[0] for i in there.tolist()]
-    lines = [
-        {"index": i, "id": source.identity(i), "where": source.where(i), "text": text}
-        for i, text in zip(there.tolist(), texts)
-    ]
-    return embedder.texts(texts), lines, source
+    rows = {modality: embedder.rows(modality, source, there)}
+    return rows[modality].embeds, [*lines_for(rows, source, modality)], source
 
 
-def _cell(source: Source, modality: str, line: Mapping[str, Any]) -> Found:
+def _cell(source: Source, modality: str, line: Line) -> Found:
     value = encoded(source, modality, line["index"])
     text = line["text"] if "text" in line else caption_of(source, line["index"])
     return Found(value, text, line["similarity"])

@@ -15,63 +15,75 @@ from data.index.sources import Source
 from launch.inference.embedding import Embedded, Embedder
 from launch.inference.evaluation import directions, rank_figures, relevance_of
 from models.metrics.retrieval import nearest, relevant_ranks, reranked
+from models.towers.fusion import Fusion
+from models.towers.head import TextHead
 
 
 def reranked_retrieval(
     embedder: Embedder, embedded: Embedded, source: Source, number: int
 ) -> dict[str, float]:
     """As `retrieval` counts, after the first `number` candidates of each query were scored. Empty
-    data: none."""
-    queries = directions(embedded, ("image", "text"))
-    number_of_texts = max(1, len(embedded.rows["text"].sample))
-    found, pairs = {}, {}
-    for direction, (own, other) in queries.items():
+    data: none. Raises ValueError for a model without fusion."""
+    fusion = fusion_of(embedder)
+    if fusion is None:
+        raise ValueError(f"{embedder.trained.checkpoint}: scores no pairs; it has no fusion")
+    num_texts = max(1, len(embedded.rows["text"].sample))
+    found, pairs = [], []
+    for direction, own, other in directions(embedded, ("image", "text")):
         relevance = relevance_of(own, other)
         asked, answers = relevance.query_row, relevance.candidate_row
         index = nearest(own.embeds[asked], other.embeds[answers], number)[0]  # [q, k]
-        found[direction] = relevance, index
-        # as numbers: by image, then by text
-        one, another = asked[:, None], answers[index]
-        pairs[direction] = (
-            one * number_of_texts + another
-            if direction == "image_to_text"
-            else another * number_of_texts + one
-        )
-    every = torch.cat([each.flatten() for each in pairs.values()]).unique()
-    scores = pair_scores(
-        embedder, embedded, source, every // number_of_texts, every % number_of_texts
-    )
+        image, text = asked[:, None], answers[index]
+        if direction == "text_to_image":
+            image, text = text, image
+        found.append((direction, own, other, relevance, index))
+        pairs.append(image * num_texts + text)  # as numbers: by image, then by text
+    every = torch.cat([each.flatten() for each in pairs]).unique()  # a pair is scored once
+    scores = _scores(embedder, fusion, embedded, source, every // num_texts, every % num_texts)
     values: dict[str, float] = {}
-    for direction, (own, other) in queries.items():
-        relevance, index = found[direction]
-        of_pairs = scores[torch.searchsorted(every, pairs[direction])]
+    for (direction, own, other, relevance, index), own_pairs in zip(found, pairs):
         right = relevance.is_right(torch.arange(len(index)), index)
         ranks = relevant_ranks(own.embeds, other.embeds, relevance)
-        values |= rank_figures(direction, reranked(ranks, of_pairs, right), relevance)
+        by_score = reranked(ranks, scores[torch.searchsorted(every, own_pairs)], right)
+        values |= rank_figures(direction, by_score, relevance)
     return values
 
 
+def fusion_of(embedder: Embedder) -> Fusion | None:
+    """What scores pairs of tokens; None: the model was trained without."""
+    head = embedder.layers["text"][-1] if "text" in embedder.branches else None
+    return head.fusion if isinstance(head, TextHead) else None
+
+
 @torch.inference_mode()
-def pair_scores(
-    embedder: Embedder, embedded: Embedded, source: Source, image: Tensor, text: Tensor
+def _scores(
+    embedder: Embedder,
+    fusion: Fusion,
+    embedded: Embedded,
+    source: Source,
+    image: Tensor,
+    text: Tensor,
 ) -> Tensor:
-    """[P] float32 of pairs of rows of `embedded`, [P] each, in which those of `image` ascend.
-    Raises ValueError for a model without fusion."""
-    fusion = embedder.fusion
-    if fusion is None:
-        raise ValueError(f"{embedder.trained.checkpoint}: scores no pairs; it has no fusion")
-    text_tokens = embedder.text_tokens(embedded.rows["text"].texts)
-    first, scores = 0, [torch.zeros(0)]
-    for tokens in embedder.image_tokens(source, embedded.rows["image"].sample):
+    """[P] float32 of pairs of rows of `embedded`, [P] each, in which those of `image` ascend."""
+    images, texts = embedded.rows["image"].sample.numpy(), embedded.rows["text"].texts
+    # kept of all texts, [L, F] each without its padding; those of images come in batches below
+    text_tokens = [
+        own[mask != 0]
+        for outputs in embedder.outputs_of_texts(texts)
+        for own, mask in zip(outputs["text_tokens"].cpu(), outputs["text_mask"].cpu())
+    ]
+    first, scores, device = 0, [torch.zeros(0)], embedder.device
+    for _, outputs in embedder.outputs("image", source, images):
+        tokens = outputs["image_tokens"]  # [b, T, F]
+        # the pairs of the images of this batch, which lie behind each other
         start, end = torch.searchsorted(image, torch.tensor([first, first + len(tokens)])).tolist()
         for part in torch.arange(start, end).split(embedder.batch_size):
             own = [text_tokens[i] for i in text[part].tolist()]
-            padded = pad_sequence(own, batch_first=True).to(embedder.device)
-            mask = pad_sequence([torch.ones(len(each)) for each in own], batch_first=True).to(
-                embedder.device
-            )
-            own_image = tokens[image[part].to(embedder.device) - first]
+            mask = pad_sequence([torch.ones(len(each)) for each in own], batch_first=True)
+            padded = pad_sequence(own, batch_first=True)
+            own_image = tokens[image[part].to(device) - first]
             with embedder.autocast():
-                scores.append(fusion(own_image, padded, mask).float().cpu())
+                made = fusion(own_image, padded.to(device), mask.to(device))
+            scores.append(made.float().cpu())
         first += len(tokens)
     return torch.cat(scores)

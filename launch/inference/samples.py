@@ -9,7 +9,6 @@ from data.index.roots import with_roots
 from data.index.sources import open_source
 from data.options import DataOptions
 from data.prepare import HeldOut, count_unusable, first_bad, prepare_data
-from launch.inference.embedding import compared_by
 from launch.inference.trained import Trained, import_of_data
 from launch.run.report import show
 
@@ -63,8 +62,8 @@ def opened(spec: str, trained: Trained, max_audio_seconds: float | None = None) 
 
 def pairs_to_open(trained: Trained) -> Pairs:
     """Modalities of which a usable sample has two, see `open_source`."""
-    compared = compared_by(trained)
-    # in the order in which most indexes were made
+    compared = trained.compared
+    # in the order in which most indexes were made, so that these are found again
     is_usual = {*map(frozenset, compared)} == {*map(frozenset, DEFAULT_PAIRS)}
     return DEFAULT_PAIRS if is_usual else compared
 

@@ -26,11 +26,11 @@ from engine.checkpoint.layout import (
     verify,
 )
 from engine.checkpoint.reading import CheckpointReader, load_layer
-from engine.objective import scalars_of
+from engine.objective import scalars_of, without_loss
 from launch.config.blocks import train_block
 from launch.config.groups import AudioOptions
 from launch.config.pixels import PROCESSORS, trained_with
-from launch.exporting.adapters import FILE, FOLDER, read_adapters
+from launch.exporting.adapters import ADAPTERS, FILE, read_adapters
 from launch.modalities import Vocabulary, tower_of
 from launch.objective import pairs_of
 from launch.run.records import (
@@ -77,8 +77,16 @@ class Trained:
 
     @property
     def pairs(self) -> tuple[PairOption, ...]:
-        """The modalities that were compared."""
+        """Those of the run, each with a loss."""
         return read_pairs(self.options.get("pairs", IMAGE_TEXT))
+
+    @property
+    def compared(self) -> tuple[tuple[str, str], ...]:
+        """The modalities that are compared, two by two: the pairs of the run, then those without a
+        loss."""
+        pairs = tuple(pair.modalities for pair in self.pairs)
+        branches = tuple(tower.branch for tower in self.towers)
+        return (*pairs, *without_loss(branches, pairs))
 
     @property
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -88,9 +96,14 @@ class Trained:
         return self.tokenizer
 
     @property
-    def branch_of_layers(self) -> list[str]:
-        """Of each of `layers` the branch."""
-        return [tower.branch for tower in self.towers for _ in tower.specs]
+    def by_branch(self) -> dict[str, Tower]:
+        """The towers."""
+        return {tower.branch: tower for tower in self.towers}
+
+    def layers_of(self, branch: str) -> list[Layer]:
+        """Those of one branch, in order."""
+        branches = [tower.branch for tower in self.towers for _ in tower.specs]
+        return [layer for own, layer in zip(branches, self.layers) if own == branch]
 
     @property
     def preprocessing(self) -> Preprocessing:
@@ -104,7 +117,7 @@ class Trained:
         found = [file for file in files if file.is_file()][:1] or weight_files(self.checkpoint)
         if not found and (of_open_clip := weights_of(self.checkpoint)):
             found = [of_open_clip]
-        apart = sorted(self.checkpoint.glob(f"{FOLDER}/*/{FILE}"))  # an export's adapters
+        apart = sorted(self.checkpoint.glob(f"{ADAPTERS}/*/{FILE}"))  # an export's adapters
         return "-".join(map(checksum_of_file, found + apart))
 
 
@@ -141,56 +154,47 @@ def open_export(folder: Path, device: torch.device | str = "cpu") -> Trained:
     if record is None:
         raise FileNotFoundError(f"{folder}: holds no {RECORD}; give a folder that export.py wrote")
     options = {**options_of_export(folder), **fusion_of_export(folder)}
-    return _opened(folder, options, record["step"], device, record.get("adapters", {}))
+    return _opened(folder, options, device, record["step"], record["adapters"])
 
 
 def open_published(folder: Path, device: torch.device | str = "cpu") -> Trained:
     """A model of two modalities in a folder of transformers or OpenCLIP, as it was published."""
     folder = folder.expanduser().absolute()
     options = options_of_import(folder)
-    if "image_tower" not in options:
-        return _opened(folder, options, 0, device)
-    refuse_no_vocabulary(options["tokenizer"])  # first: without one there is most to mend
-    prepared = trained_with(str(folder), options["image_tower"])
-    if prepared is None:
-        raise ValueError(
-            f"{folder}: has no {' or '.join(PROCESSORS)} that says how its images are prepared; save "
-            "the model's image processor there"
-        )
-    pixels = prepared[0].options(options["image_size"])
-    return _opened(folder, {**options, **pixels}, 0, device)
+    if "image_tower" in options:
+        refuse_no_vocabulary(options["tokenizer"])  # first: without one there is most to mend
+        prepared = trained_with(str(folder), options["image_tower"])
+        if prepared is None:
+            raise ValueError(
+                f"{folder}: has no {' or '.join(PROCESSORS)} that says how its images are "
+                "prepared; save the model's image processor there"
+            )
+        options |= prepared[0].options(options["image_size"])
+    return _opened(folder, options, device)
 
 
 def _opened(
     folder: Path,
     known: Mapping[str, Any],
-    step: int,
     device: torch.device | str,
+    step: int = 0,
     adapters: Mapping[str, Any] = MappingProxyType({}),
 ) -> Trained:
     """`adapters`: those that are beside the weights, as the record of an export has them."""
     options = {"seed": 0, "fusion": 0, "imported": str(folder), **vars(AudioOptions()), **known}
     tokenizer = load_tokenizer(options["tokenizer"])
+    # the plain towers: weights of an export are those below its adapters
     towers = towers_of(options, tokenizer)
     reader = open_model(str(folder), *towers)
     reader.refuse_missing(towers)
-    towers = adapted_towers(
-        towers, {branch: {"lora": own["lora"]} for branch, own in adapters.items()}
-    )
+    loras = {branch: {"lora": own["lora"]} for branch, own in adapters.items()}
+    towers = adapted_towers(towers, loras)
     with library_models_kept():
-        layers = [
-            spec.build(options["seed"], reader).eval() for tower in towers for spec in tower.specs
-        ]
+        specs = [spec for tower in towers for spec in tower.specs]
+        layers = [spec.build(options["seed"], reader).eval() for spec in specs]
     read_adapters(layers, folder, adapters)
     layers = [layer.to(device) for layer in layers]
-    return Trained(
-        record={"options": options},
-        checkpoint=folder,
-        step=step,
-        tokenizer=tokenizer,
-        towers=towers,
-        layers=layers,
-    )
+    return Trained({"options": options}, folder, step, tokenizer, towers, layers)
 
 
 def open_run(
@@ -205,34 +209,53 @@ def open_run(
     Errors: FileNotFoundError for a folder of no run and for a checkpoint that is not there,
     ValueError.
     """
-    record = read_record(run_dir)
-    found = find_checkpoint(run_dir / "checkpoints", checkpoint)
-    options = record["options"]
-    texts = "text" in branches_of(options.get("pairs", IMAGE_TEXT))
+    record = read_run(run_dir)
+    if record is None:
+        raise FileNotFoundError(
+            f"{run_dir}: holds no config.json; give the folder of a run of train.py, or of an "
+            "export where that will do"
+        )
+    if "options" not in record:
+        raise ValueError(
+            f"{run_dir}: its config.json is of another program; give the folder of a run of "
+            "train.py"
+        )
+    # a tokenizer that the run trained lies in its folder
+    found, options = find_checkpoint(run_dir / "checkpoints", checkpoint), record["options"]
+    texts = "text" in branches_of(options["pairs"])
     tokenizer = load_tokenizer(record["tokenizer"] or str(run_dir / "tokenizer")) if texts else None
     towers = adapted_towers(
         towers_of({**options, "run_dir": run_dir}, tokenizer),
-        record.get("training", {}).get("branches", {}).get("train"),
+        record["training"]["branches"].get("train"),
     )
-    specs = [spec for tower in towers for spec in tower.specs]
     with CheckpointReader(found) as reader, library_models_kept():
         if averaged and not reader.has(AVERAGE):
             raise ValueError(
                 f"--ema: {found} holds no moving average of the weights; a run keeps one where its "
                 "JSON has an ema block"
             )
-        layers = [
-            load_layer(reader, spec.build(options["seed"]), device, averaged).eval()
-            for spec in specs
-        ]
-    return Trained(
-        record=record,
-        checkpoint=found,
-        step=step_of(found),
-        tokenizer=tokenizer,
-        towers=towers,
-        layers=layers,
-    )
+        specs = [spec for tower in towers for spec in tower.specs]
+        built = (spec.build(options["seed"]) for spec in specs)
+        layers = [load_layer(reader, layer, device, averaged).eval() for layer in built]
+    return Trained(record, found, step_of(found), tokenizer, towers, layers)
+
+
+def find_checkpoint(folder: Path, name: str | None) -> Path:
+    """The one that is asked for, or the newest; whole in either case."""
+    there = {path.name: path for path in checkpoints_in(folder)}
+    if name is not None and name not in there:
+        raise FileNotFoundError(
+            f"{folder / name}: no such checkpoint; there are: {', '.join(sorted(there)) or 'none'}"
+        )
+    checkpoint, broken = newest_of(list(there.values()) if name is None else [there[name]], verify)
+    if checkpoint is None:
+        raise FileNotFoundError("\n".join(broken) or f"{folder}: holds no checkpoint yet")
+    for reason in broken:
+        show(f"passed over: {reason}")
+    return checkpoint
+
+
+# -- towers
 
 
 def with_named_towers(options: Options, previous: Mapping[str, Any] | None) -> Options:
@@ -261,39 +284,31 @@ def towers_of(
     where = options.get("run_dir") or options.get("imported") or "this model"
     import_recorded(options.get("import_module"), where, _modules_of(options))
     pairs = pairs_of(options.get("pairs", IMAGE_TEXT), build_loss(options["loss"]))
-    branches = dict.fromkeys(name for pair in pairs for name in pair.branches)
     vocabulary = Vocabulary.of(tokenizer)
     if _says_its_vocabulary(options):
         vocabulary = vocabulary._replace(size=None)  # its table may have more rows than words
-    towers = tuple(
-        tower_of(
-            branch,
-            options,
-            vocabulary,
-            scalars_of(pairs, branch),
-            fusion_sizes(options),
-        )
-        for branch in branches
-    )
-    for tower in towers:
-        if tokenizer is not None and tower.branch == "text":
+    fusion, towers = fusion_sizes(options), []
+    for branch in dict.fromkeys(name for pair in pairs for name in pair.branches):
+        tower = tower_of(branch, options, vocabulary, scalars_of(pairs, branch), fusion)
+        if tokenizer is not None and branch == "text":
             _refuse_other_tokenizer(tower, tokenizer)
-    return towers
+        towers.append(tower)
+    return tuple(towers)
 
 
 def import_of_data(options: Mapping[str, Any], where: Path) -> None:
     """Import the modules that the recorded data specs of the run in `where` call. Errors: as
     `import_recorded`."""
-    import_recorded(modules_of_specs(_specs(options)), where, _modules_of(options))
+    import_recorded(_modules_of_data(options), where, _modules_of(options))
+
+
+def _modules_of_data(options: Mapping[str, Any]) -> list[str]:
+    return modules_of_specs([*(options.get("data") or ()), options.get("val_data")])
 
 
 def _modules_of(options: Mapping[str, Any]) -> list[str]:
     """All modules that recorded options name."""
-    return [*(options.get("import_module") or ()), *modules_of_specs(_specs(options))]
-
-
-def _specs(options: Mapping[str, Any]) -> list[str | None]:
-    return [*(options.get("data") or ()), options.get("val_data")]
+    return [*(options.get("import_module") or ()), *_modules_of_data(options)]
 
 
 def _refuse_other_tokenizer(tower: Tower, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -329,34 +344,3 @@ def _says_its_vocabulary(options: Mapping[str, Any]) -> bool:
     if not imported:
         return False
     return Path(imported).is_dir() or text.startswith("open_clip:")
-
-
-def read_record(run_dir: Path) -> dict[str, Any]:
-    """What was decided when the run began."""
-    record = read_run(run_dir)
-    if record is None:
-        raise FileNotFoundError(
-            f"{run_dir}: holds no config.json; give the folder of a run of train.py, or of an "
-            "export where that will do"
-        )
-    if "options" not in record:
-        raise ValueError(
-            f"{run_dir}: its config.json is of another program; give the folder of a run of "
-            "train.py"
-        )
-    return record
-
-
-def find_checkpoint(folder: Path, name: str | None) -> Path:
-    """The one that is asked for, or the newest; whole in either case."""
-    there = {path.name: path for path in checkpoints_in(folder)}
-    if name is not None and name not in there:
-        raise FileNotFoundError(
-            f"{folder / name}: no such checkpoint; there are: {', '.join(sorted(there)) or 'none'}"
-        )
-    checkpoint, broken = newest_of(list(there.values()) if name is None else [there[name]], verify)
-    if checkpoint is None:
-        raise FileNotFoundError("\n".join(broken) or f"{folder}: holds no checkpoint yet")
-    for reason in broken:
-        show(f"passed over: {reason}")
-    return checkpoint

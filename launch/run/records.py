@@ -11,26 +11,21 @@ from data.options import IMAGE_TEXT, branches_of
 
 RUN_RECORD = "config.json"
 OPEN_CLIP_CONFIG = "open_clip_config.json"
-OPEN_CLIP = "open_clip"  # the kind of an export in OpenCLIP's form
+# kinds of an export that are no model of transformers
+OPEN_CLIP, STATE_DICT = "open_clip", "state dict"
+FORMAT = 1  # of an export's record
 FUSION = "fusion.safetensors"  # of an export: what scores pairs
 AUDIO = "audio.safetensors"  # of an export: the audio tower, beside a model of images and texts
 FUSION_OPTIONS = ("fusion", "fusion_width", "fusion_heads", "fusion_scales")
-RECORD, WEIGHTS, TEXT_FOLDER, IMAGE_FOLDER = "wye.json", "model.safetensors", "text", "image"
-AUDIO_FOLDER = "audio"
-AUDIO_OPTIONS = ("pairs", "audio_tower", "audio_seconds", "audio_size")
-OPTIONS = (
-    "image_tower",
-    "embed_dim",
-    "image_size",
-    "max_text_tokens",
-)  # of train.py, as the model was trained with
+# of train.py: how pixels are prepared
 PIXELS = (
     "image_mean",
     "image_std",
     "image_interpolation",
     "image_resize",
     "image_resize_mode",
-)  # likewise; earlier exports, of CLIP's values, have none
+)
+RECORD, WEIGHTS, TEXT_FOLDER = "wye.json", "model.safetensors", "text"
 
 
 def read_run(folder: Path) -> dict[str, Any] | None:
@@ -41,8 +36,14 @@ def read_run(folder: Path) -> dict[str, Any] | None:
 
 def read_export(folder: Path) -> dict[str, Any] | None:
     """Its record, or None where `folder` is no folder that export.py made. Errors: ValueError for a
-    damaged record."""
-    return _read(folder.expanduser() / RECORD, "export again")
+    damaged record, and for one of another version."""
+    record = _read(folder.expanduser() / RECORD, "export again")
+    if record is not None and record.get("format") != FORMAT:
+        raise ValueError(
+            f"{folder / RECORD}: is of another version of Wye (format {record.get('format')}, and "
+            f"this one reads {FORMAT}); export again, or use the version that wrote it"
+        )
+    return record
 
 
 def _read(file: Path, remedy: str) -> dict[str, Any] | None:
@@ -130,48 +131,13 @@ def is_published(folder: Path) -> bool:
 def options_of_export(folder: Path) -> dict[str, Any]:
     """train.py's options that go on with an exported model; none where there is no record (a file
     of weights)."""
-    record = read_export(folder)
-    if record is None:
-        return {}
-    pool = (
-        f":pool={record['text_pool']}" if "text_pool" in record else ""
-    )  # earlier ones have the library's
-    pool += f",mlp_proj={record['text_mlp_proj']}" if "text_mlp_proj" in record else ""
-    images = folder.expanduser() / IMAGE_FOLDER  # of a tower that is transformers' own
-    own = (
-        {"image_tower": f"hf:{images}:pool={record['image_pool']}"}
-        if (images / "config.json").is_file()
-        else {}
-    )
-    texts = folder.expanduser() / TEXT_FOLDER
-    # a tower of another library than transformers is made again by its name
-    text_tower = f"{texts}{pool}" if texts.is_dir() else record["text_tower"]
-    tokenizer = str(folder.expanduser())
-    if record["kind"] == OPEN_CLIP:
-        model = f"open_clip:{folder.expanduser().absolute()}"
-        text_tower = text_tower if texts.is_dir() else model
-        own, tokenizer = {"image_tower": model}, model
+    here = str(folder.expanduser().absolute())
     return {
-        **{key: record[key] for key in (*OPTIONS, *AUDIO_OPTIONS) if key in record},
-        **own,
-        **_audio_of_export(folder.expanduser(), record),
-        **{key: record[key] for key in PIXELS if key in record},
-        "text_tower": text_tower,
-        "tokenizer": tokenizer,
-        "loss": record["loss"],
-        "projection": record.get("projection", "linear"),
+        name: value.replace("{folder}", here) if isinstance(value, str) else value
+        for name, value in (read_export(folder) or {}).get("options", {}).items()
     }
-
-
-def _audio_of_export(folder: Path, record: dict[str, Any]) -> dict[str, str]:
-    """The audio tower by its folder, where it is transformers' own."""
-    sounds = folder / AUDIO_FOLDER
-    if not (sounds / RUN_RECORD).is_file():
-        return {}
-    return {"audio_tower": f"hf:{sounds}:pool={record['audio_pool']}"}
 
 
 def fusion_of_export(folder: Path) -> dict[str, Any]:
     """train.py's options of the fusion head in an exported folder; none where it has none."""
-    record = read_export(folder) or {}
-    return {key: record[key] for key in FUSION_OPTIONS if key in record}
+    return (read_export(folder) or {}).get("fusion", {})

@@ -22,8 +22,8 @@ from common.files import (
 from data.prepare import write_bad_samples
 from engine.checkpoint.layout import replace_text
 from engine.checkpoint.writing import make_folder as make_checkpoint_folder
-from launch.inference.embedding import forget_embeddings
 from launch.inference.evaluation import write_numbers
+from launch.inference.folders import forget_embeddings
 from launch.run.failures import _keep
 from launch.run.folder import RunFolder
 

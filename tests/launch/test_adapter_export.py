@@ -2,19 +2,17 @@
 process that knows nothing of ours gets the embeddings of the training stages from either."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
-from exports import CAPTIONS, TOKENS, embed_by_pages, embeddings
+from exports import CAPTIONS, TOKENS, embed_by_pages, embeddings, trained_model
 from neighbours import neighbour
 from safetensors.torch import load_file
 
 from data.modalities.tokenizer import batch_tokens
 from launch.exporting.writing import write_export
-from launch.inference.trained import Trained, open_model_folder
+from launch.inference.trained import open_model_folder
 from launch.run.records import options_of_import
-from models.towers.adapters.layers import adapted_tower
 from models.towers.adapters.lora import LoRA
 
 pytest.importorskip("peft", reason="adapters are made by peft")
@@ -33,22 +31,8 @@ MODELS = {
 }
 
 
-def adapted_model(image_tower, text_tower, loss, adapters) -> Trained:
-    tokenizer = exporting.tokenizer_for(text_tower)
-    towers = tuple(
-        adapted_tower(tower, adapters[tower.branch]) if tower.branch in adapters else tower
-        for tower in exporting.towers_for(image_tower, text_tower, tokenizer, loss)
-    )
-    layers = [spec.build(3).eval() for tower in towers for spec in tower.specs]
-    draw = torch.Generator().manual_seed(0)
-    for layer in layers:
-        for tensor in layer.state_dict().values():
-            if tensor.is_floating_point():
-                tensor.add_(torch.randn(tensor.shape, generator=draw) * 0.05)
-    options = {
-        "image_tower": image_tower, "text_tower": text_tower, "embed_dim": 32, "image_size": 64, "max_text_tokens": TOKENS, "loss": loss,
-    }  # fmt: skip
-    return Trained({"options": options}, Path("step-00000007"), 7, tokenizer, towers, layers)
+def adapted_model(image_tower, text_tower, loss, adapters):
+    return trained_model(image_tower, text_tower, loss, adapters=adapters)
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +90,4 @@ def test_what_cannot_be_kept_apart_is_refused(tmp_path):
     model = adapted_model(VIT, BERT, "infonce", {"image": ATTENTION})
     assert write_export(model, tmp_path / "out", form="state_dict", keep_adapters=True)
     with pytest.raises(ValueError, match="has no adapters"):
-        write_export(
-            exporting.trained_model(VIT, BERT, "infonce"), tmp_path / "none", keep_adapters=True
-        )
+        write_export(trained_model(VIT, BERT, "infonce"), tmp_path / "none", keep_adapters=True)

@@ -19,21 +19,16 @@ from data.modalities.fonts import fonts_for, installed_families
 from data.modalities.tokenizer import batch_tokens
 from data.prepare import HeldOut
 from launch.inference.classes import classification
-from launch.inference.embedding import (
+from launch.inference.evaluation import examples, retrieval, write_numbers
+from launch.inference.folders import (
     forget_embeddings,
     read_embeddings,
     refuse_other_content,
-    refuse_other_content_of,
+    refuse_other_data,
     write_embeddings,
 )
-from launch.inference.evaluation import (
-    embeddings_of,
-    examples,
-    retrieval,
-    search,
-    write_numbers,
-)
 from launch.inference.gallery import Found, Row, draw_rows
+from launch.inference.querying import search
 from launch.inference.reranking import reranked_retrieval
 from launch.inference.samples import held_out
 from models.towers.fusion import FusionSizes
@@ -169,7 +164,8 @@ def test_reranking_equals_every_pair_by_itself(source, all_captions, number):
 def matching_scores(embedder, source, embedded, i):
     """[m] of one image with each text, alone and without padding."""
     number = len(embedder.trained.towers[0].specs)
-    (image_tokens,) = embedder.image_tokens(source, embedded.rows["image"].sample[i : i + 1])
+    one = embedded.rows["image"].sample[i : i + 1].numpy()
+    ((_, outputs),) = embedder.outputs("image", source, one)
     scores = []
     for text in embedded.rows["text"].texts:
         tensors = batch_tokens(embedder.trained.tokenizer, [text], TOKENS)
@@ -177,7 +173,7 @@ def matching_scores(embedder, source, embedded, i):
             tensors = layer(tensors)
         scores.append(
             embedder.trained.layers[-1].fusion(
-                image_tokens, tensors["text_tokens"], tensors["text_mask"]
+                outputs["image_tokens"], tensors["text_tokens"], tensors["text_mask"]
             )
         )
     return torch.cat(scores)
@@ -185,8 +181,8 @@ def matching_scores(embedder, source, embedded, i):
 
 def test_a_folder_of_embeddings_is_mapped_and_searched(source, embedder, tmp_path):
     embedded = embedder.embedded(source, SUBSET)
-    write_embeddings(tmp_path / "out", embedded, source, MODEL)
-    embeds, lines, specs = embeddings_of(tmp_path / "out", MODEL)
+    write_embeddings(tmp_path / "out", embedded.rows, source, MODEL)
+    embeds, lines, specs = read_embeddings(tmp_path / "out", MODEL)
     assert (
         isinstance(embeds, np.memmap)
         and np.array_equal(embeds, embedded.rows["image"].embeds.numpy())
@@ -201,18 +197,20 @@ def test_a_folder_of_embeddings_is_mapped_and_searched(source, embedder, tmp_pat
     texts = [
         json.loads(line) for line in (tmp_path / "out" / "texts.jsonl").read_text().splitlines()
     ]
-    assert texts[5] == {"image": 5, "text": source.captions(SUBSET[5])[0]}
+    i = int(SUBSET[5])
+    of_sample = {"index": i, "id": source.identity(i), "where": source.where(i)}
+    assert texts[5] == {**of_sample, "image": 5, "text": source.captions(i)[0]}
     refuse_other_content(tmp_path / "out")
     write_embeddings(
-        tmp_path / "out", embedded, source, MODEL | {"checksum": "b"}
+        tmp_path / "out", embedded.rows, source, MODEL | {"checksum": "b"}
     )  # again, of a checkpoint of the same name
     with pytest.raises(
         ValueError,
         match="are of step-00000001 in a run, not of the weights of step-00000001 in a run; give another folder",
     ):
-        embeddings_of(tmp_path / "out", MODEL)
+        read_embeddings(tmp_path / "out", MODEL)
     with pytest.raises(FileNotFoundError, match="make it with evaluate.py RUN_DIR --embeddings"):
-        read_embeddings(tmp_path, "image")
+        read_embeddings(tmp_path / "none", MODEL)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").touch()
     with pytest.raises(FileExistsError, match="holds something else"):
@@ -221,9 +219,10 @@ def test_a_folder_of_embeddings_is_mapped_and_searched(source, embedder, tmp_pat
 
 def test_embeddings_of_several_sets_are_searched_together(source, embedder, tmp_path):
     for name, subset in (("a", SUBSET[:6]), ("b", SUBSET[6:])):
-        write_embeddings(tmp_path / "out" / name, embedder.embedded(source, subset), source, MODEL)
+        rows = embedder.embedded(source, subset).rows
+        write_embeddings(tmp_path / "out" / name, rows, source, MODEL)
     refuse_other_content(tmp_path / "out")
-    embeds, lines, specs = embeddings_of(tmp_path / "out", MODEL)
+    embeds, lines, specs = read_embeddings(tmp_path / "out", MODEL)
     image = embedder.rows("image", source, SUBSET)
     assert [line["index"] for line in lines] == image.sample.tolist() and specs == ["demo:en+de"]
     np.testing.assert_allclose(embeds, image.embeds, atol=1e-6)
@@ -235,18 +234,21 @@ def test_embeddings_know_the_images_they_are_of(embedder, emoji_files, tmp_path)
     """By content, whatever the data set is called and where its lines stand: others are not drawn
     in their place."""
     source, _ = emoji_files
-    write_embeddings(tmp_path / "out", embedder.embedded(source, np.arange(9)), source, MODEL)
-    _, lines, specs = embeddings_of(tmp_path / "out", {**MODEL, "run": "the same by another path"})
-    refuse_other_content_of(tmp_path / "out", lines, open_source(specs[0]), "image")
+    rows = embedder.embedded(source, np.arange(9)).rows
+    write_embeddings(tmp_path / "out", rows, source, MODEL)
+    _, lines, specs = read_embeddings(
+        tmp_path / "out", {**MODEL, "run": "the same by another path"}
+    )
+    refuse_other_data(tmp_path / "out", lines, open_source(specs[0]), "image")
     file = tmp_path / "train.jsonl"
     file.write_text("\n".join(reversed(file.read_text().splitlines())) + "\n")
     with pytest.raises(
         ValueError, match="train.jsonl:1 is no longer what it was when it was embedded"
     ):
-        refuse_other_content_of(tmp_path / "out", lines, open_source(specs[0]), "image")
+        refuse_other_data(tmp_path / "out", lines, open_source(specs[0]), "image")
     file.write_text("\n".join(file.read_text().splitlines()[:3]) + "\n")
     with pytest.raises(ValueError, match="no longer what it was"):
-        refuse_other_content_of(tmp_path / "out", lines[3:], open_source(specs[0]), "image")
+        refuse_other_data(tmp_path / "out", lines[3:], open_source(specs[0]), "image")
 
 
 def test_samples_that_cannot_be_used_are_reported(embedder, emoji_files, tmp_path, capsys):
@@ -438,7 +440,7 @@ def test_queries_in_chinese_beside_latin_are_drawn(tmp_path, kind):
         ),
         (["--classify", "imagefolder:x", "--query", "an apple"], "--classify tells classes"),
         (["--query", " "], "--query is empty"),
-        (["--number", "0", "--query", "an apple"], "--number 0: at least 1 is needed"),
+        (["--number", "0", "--query", "an apple"], "--number: 0 is below 1"),
         (["--number", "4"], "--number is of --query"),
         (["--query", "an apple", "--json", "out.json"], "--query searches; --json is of retrieval"),
         (
@@ -449,10 +451,10 @@ def test_queries_in_chinese_beside_latin_are_drawn(tmp_path, kind):
             ["--classify", "imagefolder:x", "--val-data", "demo"],
             "--classify tells classes; --val-data is of pairs",
         ),
-        (["--workers", "-1"], "--workers -1: at least 0 is needed"),
+        (["--workers", "-1"], "--workers: -1 is below 0"),
         (["--json", f"{__file__}/out.json"], "nothing can be written in "),
-        (["--batch-size", "-3"], "--batch-size -3: at least 1"),
-        (["--rerank", "0"], "--rerank 0: at least 1 is needed"),
+        (["--batch-size", "-3"], "--batch-size: -3 is below 1"),
+        (["--rerank", "0"], "--rerank: 0 is below 1"),
         (["--rerank", "5", "--query", "an apple"], "--query searches; --rerank is of retrieval"),
         (
             ["--val-data", "demo", "--val-data", "demo:de"],

@@ -3,7 +3,6 @@ back."""
 
 import io
 import json
-import re
 import shutil
 
 import pytest
@@ -30,6 +29,7 @@ from data.modalities.preprocessing import CLIP as CLIP_PIXELS
 from data.modalities.tokenizer import batch_tokens, load_tokenizer
 from data.modalities.transforms import eval_transform, normalise, stacked
 from launch.config.options import parse_options
+from launch.exporting import modeling_export
 from launch.exporting.writing import canonical_state, write_export
 from launch.inference.trained import (
     find_checkpoint,
@@ -372,16 +372,8 @@ def test_the_pixels_of_the_weights_go_with_an_export(tmp_path):
     data = encoded(sample_image((87, 80)))
     pixels = stacked([transform(transform.stored(data))])
     expected = normalise(pixels, preprocessing=trained.preprocessing)[0]
-    names: dict = {}
-    exec(
-        re.findall(
-            r"```python\n(.*?)```",
-            (tmp_path / "README.md").read_text(encoding="utf-8"),
-            flags=re.DOTALL,
-        )[-1],
-        names,
-    )
-    torch.testing.assert_close(names["pixel_values"](io.BytesIO(data)), expected, rtol=0, atol=1e-5)
+    found = modeling_export.load(tmp_path).pixel_values(io.BytesIO(data))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     by_pillow = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")(
         sample_image((87, 80)), return_tensors="pt"
     )["pixel_values"][0]
@@ -402,10 +394,9 @@ def test_the_pixels_of_the_weights_go_with_an_export(tmp_path):
     } == values
     assert open_export(tmp_path).preprocessing == trained.preprocessing
     record = json.loads((tmp_path / "wye.json").read_text())
-    (tmp_path / "wye.json").write_text(
-        json.dumps({key: value for key, value in record.items() if key not in values})
-    )
-    assert open_export(tmp_path).preprocessing == CLIP_PIXELS  # an export from before these options
+    (tmp_path / "wye.json").write_text(json.dumps({**record, "format": 0}))
+    with pytest.raises(ValueError, match="wye.json: is of another version of Wye .format 0"):
+        open_export(tmp_path)
 
 
 def test_a_scale_beyond_its_limit_is_exported_as_the_loss_read_it(tmp_path):

@@ -17,6 +17,7 @@ from transformers import XLMRobertaConfig
 from data.modalities.tokenizer import batch_tokens, load_tokenizer
 from data.modalities.tokenizer_open_clip import clip_tokenizer
 from launch.config.options import parse_options
+from launch.exporting import modeling_export
 from launch.exporting.writing import write_export
 from launch.inference.trained import open_model_folder, with_named_towers
 from launch.model import RunModel
@@ -183,6 +184,9 @@ def test_open_clip_alone_has_our_embeddings(models, tmp_path):
         )
         if found["bias"] is not None:
             assert found["bias"] == stages["logit_bias"]
+        ours_alone = modeling_export.load(outs[ours.index(trained)])
+        assert torch.equal(ours_alone.embed_images(found["pixels"]), found["image"])
+        assert torch.equal(ours_alone.embed_texts(CAPTIONS), found["text"])
         again = opened(outs[ours.index(trained)])
         repeated = embeddings(again.layers, found["pixels"], tokens)
         torch.testing.assert_close(

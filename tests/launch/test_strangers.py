@@ -76,7 +76,7 @@ def test_embeddings_name_their_data_and_it_is_not_opened(trap, tmp_path, monkeyp
     import numpy as np
 
     found = np.zeros((1, 2)), [], ["python:trap_module:Items"]
-    monkeypatch.setattr("launch.inference.querying.embeddings_of", lambda *_: found)
+    monkeypatch.setattr("launch.inference.querying.read_embeddings", lambda *_: found)
     given = argparse.Namespace(embeddings=tmp_path, val_data=None, picture=tmp_path / "a.png")
     with pytest.raises(ValueError, match="trap_module"):
         _searched(given, None, {}, "image")

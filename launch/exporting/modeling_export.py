@@ -1,0 +1,301 @@
+"""Load the model of this folder with public libraries alone.
+
+    from modeling_export import load
+
+    model = load(".")
+    pixel_values = model.pixel_values("apple.jpg")[None]  # [1, 3, H, W]
+    image_embeds = model.embed_images(pixel_values)  # [1, D], of length 1
+    text_embeds = model.embed_texts(["a red apple"])  # [1, D], of length 1
+
+`wye.json` beside this file says, under "loading", of which libraries the towers are, how their
+outputs are pooled, and how images, texts and sounds are prepared.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def load(folder: str | Path = ".") -> ExportedModel:
+    """The model of an exported folder, ready to embed."""
+    record = json.loads((Path(folder) / "wye.json").read_text(encoding="utf-8"))["loading"]
+    return ExportedModel(Path(folder), record).eval()
+
+
+class ExportedModel(nn.Module):
+    """Embeds images, texts and sounds: those that the folder has towers of.
+
+    `whole`: the model of transformers or OpenCLIP that the folder holds, if it is one; `towers`: by
+    modality, those that have no place in such a model.
+    """
+
+    def __init__(self, folder: Path, record: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.folder, self.record = folder, record
+        self.whole, self.tokenizer = _whole_model(folder, record["model"])
+        tensors = load_file(folder / record["file"]) if record["towers"] else {}
+        towers = {
+            modality: Tower(folder / modality, modality, tower, tensors)
+            for modality, tower in record["towers"].items()
+        }
+        self.towers = nn.ModuleDict(towers)
+
+    def embed_images(self, pixel_values: Tensor) -> Tensor:
+        """[B, 3, H, W], as `pixel_values` prepares them -> [B, D], of length 1."""
+        if side := self.record["images"].get("patch_size"):
+            return self._embed("image", **_patches(pixel_values, side))
+        return self._embed("image", pixel_values)
+
+    def embed_sounds(self, input_features: Tensor) -> Tensor:
+        """[B, …], as `input_features` prepares them -> [B, D], of length 1."""
+        grey = self.record["sounds"].get("grey")
+        if grey:  # decibels [B, 1, T, F] become an image [B, 3, F, T]
+            scaled = (input_features.transpose(2, 3) - grey["quiet_db"]) / grey["spread_db"]
+            input_features = scaled.expand(-1, 3, -1, -1)
+        return self._embed("audio", input_features)
+
+    def embed_texts(self, texts: Sequence[str]) -> Tensor:
+        """-> [B, D], of length 1."""
+        how, device = self.record["texts"], next(self.parameters()).device
+        if how is None:  # OpenCLIP's tokenizer makes all that its model reads
+            return self._embed("text", self.tokenizer(list(texts)).to(device))
+        tokens = self.tokenizer(list(texts), truncation=True, return_tensors="pt", **how["padding"])
+        ids, mask = (tokens[name].to(device) for name in ("input_ids", "attention_mask"))
+        if "length" in how:  # OpenCLIP's towers read texts of their whole length
+            ids = ids.masked_fill(mask == 0, how["pad_id"])
+            ids = F.pad(ids, (0, how["length"] - ids.shape[1]), value=how["pad_id"])
+        more = {"attention_mask": mask} if how.get("masked") else {}
+        if "language" in how:
+            more["langs"] = torch.full_like(ids, how["language"])
+        return self._embed("text", ids, mask, **more)
+
+    @torch.no_grad()
+    def _embed(
+        self, modality: str, values: Tensor, mask: Tensor | None = None, **more: Tensor
+    ) -> Tensor:
+        """[B, D] of what a tower reads; `more` of that goes by name. `mask` [B, L]: which tokens of
+        a text count."""
+        if modality in self.towers:
+            embeds = self.towers[modality](values, mask, **more)
+        elif hasattr(self.whole, "encode_image"):  # OpenCLIP's
+            embeds = getattr(self.whole, f"encode_{modality}")(values)
+        else:
+            output = getattr(self.whole, f"get_{modality}_features")(values, **more)
+            # of transformers before 5 it is a tensor
+            embeds = getattr(output, "pooler_output", output)
+        return F.normalize(embeds, dim=-1)
+
+    def pixel_values(self, file: str | Path | IO[bytes]) -> Tensor:
+        """[3, size, size] of an image file, as the model was evaluated: upright, on white where it
+        is transparent, resized, and the centre cut out."""
+        from PIL import Image, ImageOps
+
+        how = self.record["images"]
+        resize, size = how["resize"], how["size"]
+        image = ImageOps.exif_transpose(Image.open(file))
+        if image.has_transparency_data:
+            image = image.convert("RGBA")
+            page = Image.new("RGB", image.size, "white")
+            page.paste(image, mask=image.getchannel("A"))
+            image = page
+        width, height = (
+            resize if how["resize_mode"] == "squash" else resize * side // min(image.size)
+            for side in image.size
+        )
+        resampling = Image.Resampling[how["interpolation"].upper()]
+        image = image.convert("RGB").resize((width, height), resampling)
+        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+        pixels = pixels.view(height, width, 3).permute(2, 0, 1)
+        top, left = round((height - size) / 2), round((width - size) / 2)
+        mean, std = (torch.tensor(how[name]).view(3, 1, 1) for name in ("mean", "std"))
+        return (pixels[:, top : top + size, left : left + size] / 255 - mean) / std
+
+    def input_features(self, file: str | Path | IO[bytes]) -> Tensor:
+        """What the audio tower reads of a sound file; of a sound longer than a clip, the middle."""
+        import soundfile
+        from scipy.signal import resample_poly
+        from transformers import AutoFeatureExtractor
+
+        how = self.record["sounds"]
+        extractor = AutoFeatureExtractor.from_pretrained(self.folder / "audio")
+        wanted = extractor.sampling_rate
+        samples, rate = soundfile.read(file, dtype="float32", always_2d=True)
+        common = math.gcd(rate, wanted)
+        samples = resample_poly(samples.mean(1), wanted // common, rate // common)
+        start = max(0, len(samples) - how["num_samples"]) // 2
+        clip = samples[start : start + how["num_samples"]].astype("float32")
+        made = extractor(clip, sampling_rate=wanted, return_tensors="pt", **how["arguments"])
+        return made[extractor.model_input_names[0]][0]
+
+
+class Tower(nn.Module):
+    """A library's module, the pooling of its output, and what projects that to an embedding."""
+
+    def __init__(
+        self, folder: Path, modality: str, record: Mapping[str, Any], tensors: dict[str, Tensor]
+    ) -> None:
+        """`tensors`: of the whole file, by name; those of this tower are taken out of it."""
+        super().__init__()
+        self.record = record
+        self.projection = nn.Sequential(*(_step(name, tensors) for name in record["projection"]))
+        if record.get("pool") == "attention":
+            self.attention_pool = AttentionPool(record["width"], record["heads"])
+            self.attention_pool.load_state_dict(_taken(tensors, f"{modality}.attention_pool."))
+        self.module = _module(folder, record, _taken(tensors, f"{modality}."))
+        self.inner: list[Tensor] = []  # the output of the module that is pooled, if it is inside
+        if "inner" in record:
+            inside = self.module.get_submodule(record["inner"])
+            inside.register_forward_hook(lambda module, given, output: self.inner.append(output))
+
+    def forward(self, values: Tensor, mask: Tensor | None, **more: Tensor) -> Tensor:
+        """-> [B, D]"""
+        output = getattr(self.module, self.record.get("method", "forward"))(values, **more)
+        output = self.inner.pop() if self.inner else output
+        if "output" in self.record:
+            output = getattr(output, self.record["output"])
+        if "pool" in self.record:
+            output = self._pooled(output, values, mask)
+        return self.projection(output)
+
+    def _pooled(self, output: Tensor, ids: Tensor, mask: Tensor | None) -> Tensor:
+        """Tokens, or the places of a map, as one vector [B, W]."""
+        record = self.record
+        tokens = output.movedim(record.get("channels", -1), -1).flatten(1, -2)
+        tokens = tokens[:, record.get("skipped", 0) :]
+        norm = self.module.get_submodule(record["norm"]) if record.get("norm") else nn.Identity()
+        if record["pool"] == "attention":
+            return self.attention_pool(norm(tokens), None if mask is None else mask == 0)
+        mask = tokens.new_ones(tokens.shape[:2]) if mask is None else mask
+        if record["pool"] == "mean":
+            return norm((tokens * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
+        if record["pool"] == "max":
+            return norm(tokens.masked_fill(mask[..., None] == 0, -torch.inf).amax(1))
+        chosen = {  # one token of each
+            "first": lambda: torch.zeros_like(mask[:, 0], dtype=torch.int64),
+            "last": lambda: tokens.shape[1] - 1 - mask.flip(1).argmax(1),
+            "eos": lambda: (ids == record["eos_token_id"]).int().argmax(1),
+        }[record["pool"]]()
+        return norm(tokens[torch.arange(len(tokens), device=tokens.device), chosen])
+
+
+class AttentionPool(nn.Module):
+    """What a learned query finds among tokens, and a network of two layers behind it: the head of
+    SigLIP's image towers (Zhai et al. 2023)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.probe = nn.Parameter(torch.empty(1, 1, width))
+        self.attention = nn.MultiheadAttention(width, heads, batch_first=True)
+        self.layernorm = nn.LayerNorm(width, eps=1e-6)
+        layers = {"fc1": nn.Linear(width, 4 * width), "fc2": nn.Linear(4 * width, width)}
+        self.mlp = nn.ModuleDict(layers)
+
+    def forward(self, tokens: Tensor, padded: Tensor | None) -> Tensor:
+        """[B, N, W], True where there is nothing [B, N] -> [B, W]."""
+        query = self.probe.expand(len(tokens), -1, -1)
+        found, _ = self.attention(query, tokens, tokens, key_padding_mask=padded)
+        inner = F.gelu(self.mlp["fc1"](self.layernorm(found)), approximate="tanh")
+        return (found + self.mlp["fc2"](inner))[:, 0]
+
+
+def _patches(pixel_values: Tensor, side: int) -> dict[str, Tensor]:
+    """What SigLIP 2's image towers read: patches with their channels last, which of them count, and
+    how many rows and columns there are."""
+    rows, columns = (length // side for length in pixel_values.shape[2:])
+    whole = pixel_values[..., : rows * side, : columns * side]
+    patches = whole.unflatten(3, (columns, side)).unflatten(2, (rows, side))
+    patches = patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+    return {
+        "values": patches,
+        "pixel_attention_mask": torch.ones_like(patches[..., 0], dtype=torch.int64),
+        "spatial_shapes": torch.tensor([[rows, columns]] * len(patches), device=patches.device),
+    }
+
+
+# -- the libraries' modules, with their weights
+
+
+def _whole_model(folder: Path, name: str | None) -> tuple[Any, Any]:
+    """The model of both towers, if the folder is one, and the tokenizer."""
+    if name == "open_clip":
+        import open_clip
+
+        where = f"local-dir:{folder}"
+        return open_clip.create_model_and_transforms(where)[0], open_clip.get_tokenizer(where)
+    import transformers
+
+    model = getattr(transformers, name).from_pretrained(folder) if name else None
+    return model, transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def _module(folder: Path, record: Mapping[str, Any], tensors: dict[str, Tensor]) -> Any:
+    """The module of one tower. `folder`: of its configuration, where it is of transformers."""
+    name, arguments = record["architecture"], record.get("arguments", {})
+    if record["library"] == "transformers":
+        import transformers
+        from transformers.models.whisper.modeling_whisper import WhisperEncoder
+
+        kind = WhisperEncoder if name == "WhisperEncoder" else getattr(transformers, name)
+        config = transformers.AutoConfig.from_pretrained(folder)
+        return kind.from_pretrained(None, config=config, state_dict=tensors, **arguments)
+    # JSON has lists only, and constructors may want tuples
+    given = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()
+    }
+    module = _made(record["library"], name, given)
+    for path, replacement in record.get("replaced", {}).items():
+        parent, _, last = path.rpartition(".")
+        new = getattr(nn, replacement)(1) if replacement else None
+        setattr(module.get_submodule(parent), last, new)
+    module.load_state_dict(tensors, strict=record.get("strict", True))
+    return module
+
+
+def _made(library: str, name: str, arguments: dict[str, Any]) -> Any:
+    """The library's whole module, with values of its own."""
+    if library == "timm":
+        import timm
+
+        return timm.create_model(name, num_classes=0, **arguments)
+    if library == "open_clip":
+        import open_clip
+
+        model = getattr(open_clip, name)(**arguments)
+        return model.visual if name == "CLIP" else model.text
+    from torchvision.models import convnext, get_model, resnet, vision_transformer
+
+    if name == "ResNet":
+        return resnet.ResNet(getattr(resnet, arguments.pop("block")), **arguments)
+    if name == "ConvNeXt":
+        return convnext.ConvNeXt([convnext.CNBlockConfig(*each) for each in arguments["blocks"]])
+    if name == "VisionTransformer":
+        return vision_transformer.VisionTransformer(**arguments)
+    return get_model(name, **arguments)
+
+
+def _taken(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The tensors whose names begin so, taken out, by the rest of their names."""
+    names = [name for name in tensors if name.startswith(prefix)]
+    return {name.removeprefix(prefix): tensors.pop(name) for name in names}
+
+
+def _step(name: str, tensors: dict[str, Tensor]) -> nn.Module:
+    """The linear layer whose tensors are called so, else the activation of that name."""
+    found = _taken(tensors, f"{name}.")
+    if not found:
+        from transformers.activations import ACT2FN
+
+        return ACT2FN[name]
+    out, width = found["weight"].shape
+    linear = nn.Linear(width, out, bias="bias" in found)
+    linear.load_state_dict(found)
+    return linear

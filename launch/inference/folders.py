@@ -1,0 +1,162 @@
+"""A folder of embeddings, which other programs map.
+
+It has for each modality an array float32 [n, D] with rows of length 1, named after it: `image.npy`,
+`audio.npy`, `text.npy`. Beside each is a file with a line per row: `images.jsonl`, `audio.jsonl`,
+`texts.jsonl` and so on, with `index` in the data, `id` and `where`; a text has itself as `text`
+and, for each other modality, the row of its sample there (`image`, `audio`), any other value a
+checksum as `content`. `about.json` says what model and what data they are of.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.files import make_folder, read_json, remove, replacing, write_text
+from common.secrets import redacted
+from data.batching.mixture import specs_of
+from data.index.sources import Source
+from launch.inference.embedding import Rows
+from launch.inference.kinds import KINDS
+
+ABOUT = "about.json"
+LINES = {"image": "images.jsonl", "text": "texts.jsonl"}  # others: `<modality>.jsonl`
+Line = dict[str, Any]
+
+
+def write_embeddings(
+    folder: Path, rows: Mapping[str, Rows], source: Source, about: Mapping[str, Any]
+) -> None:
+    """`rows`: by modality. about.json last: a folder counts with it."""
+    make_folder(folder)
+    for name, own in rows.items():
+        # through a file handle: numpy would add .npy to the name of the file beside
+        with replacing(folder / f"{name}.npy") as beside, beside.open("wb") as file:
+            np.save(file, own.embeds.numpy())
+        with (
+            replacing(folder / _lines_of(name)) as beside,
+            beside.open("w", encoding="utf-8") as out,
+        ):
+            for line in lines_for(rows, source, name):
+                out.write(json.dumps(line, ensure_ascii=False) + "\n")
+    record = {**about, "data": specs_of(source), "modalities": list(rows)}
+    write_text(folder / ABOUT, json.dumps(redacted(record), indent=2) + "\n")
+
+
+def lines_for(rows: Mapping[str, Rows], source: Source, modality: str) -> Iterator[Line]:
+    """What is written beside each row of a modality."""
+    own = rows[modality]
+    # of a sample the first row of each other modality
+    first = {
+        name: {sample: row for row, sample in reversed([*enumerate(other.sample.tolist())])}
+        for name, other in rows.items()
+        if name != modality
+    }
+    for row, i in enumerate(own.sample.tolist()):
+        line = {"index": i, "id": source.identity(i), "where": source.where(i, modality)}
+        if modality == "text":
+            line |= {name: known[i] for name, known in first.items() if i in known}
+            yield line | {"text": own.texts[row]}
+        else:
+            yield line | {"content": _content(source, i, modality)}
+
+
+def _content(source: Source, i: int, modality: str) -> str:
+    kind = KINDS.get(modality)
+    return kind.content(source, i) if kind else source.identity(i)
+
+
+def refuse_other_data(
+    folder: Path, lines: Sequence[Mapping[str, Any]], source: Source, modality: str
+) -> None:
+    """Errors: ValueError where the samples of `source` are not those that were embedded. A text is
+    as it was written down."""
+    for line in () if modality == "text" else lines:
+        i = line["index"]
+        if i >= len(source) or _content(source, i, modality) != line["content"]:
+            raise ValueError(
+                f"--embeddings {folder}: {line['where']} is no longer what it was when it was "
+                "embedded, or another data set is given; make them again without --query, or give "
+                "the data of then with --val-data"
+            )
+
+
+def read_embeddings(
+    folder: Path, model: Mapping[str, str], modality: str = "image"
+) -> tuple[np.ndarray, list[Line], list[str]]:
+    """Of a folder of embeddings, or of those of several held-out sets, if these weights made them:
+    (those of a modality, mapped from the disk where it is one folder; their lines; the specs of the
+    data). `model`: its `checksum`, the name of its `checkpoint`, and where its `run` is. Errors:
+    ValueError, FileNotFoundError."""
+    embeds: list[np.ndarray] = []
+    lines: list[Line] = []
+    specs: list[str] = []
+    for part in _parts(folder) or [folder]:
+        if not (part / ABOUT).is_file():
+            raise FileNotFoundError(
+                f"{part}: holds no {ABOUT}; make it with evaluate.py RUN_DIR --embeddings {part}"
+            )
+        about, there = read_json(part / ABOUT), _modalities_in(part)
+        if modality not in there:
+            raise FileNotFoundError(
+                f"{part}: holds embeddings of {' and '.join(there)}, and none of {modality}; make "
+                f"them again with evaluate.py RUN_DIR --embeddings {part}, or search another "
+                "modality"
+            )
+        if any(about[key] != model[key] for key in ("checkpoint", "checksum")):
+            raise ValueError(
+                f"--embeddings {folder}: are of {about['checkpoint']} in {about['run']}, not of "
+                f"the weights of {model['checkpoint']} in {model['run']}; give another folder, or "
+                "make them again without --query"
+            )
+        embeds.append(np.load(part / f"{modality}.npy", mmap_mode="r"))
+        text = (part / _lines_of(modality)).read_text(encoding="utf-8")
+        lines += [json.loads(line) for line in text.splitlines()]
+        specs += about["data"]
+    whole = embeds[0] if len(embeds) == 1 else np.concatenate(embeds)
+    return whole, lines, list(dict.fromkeys(specs))
+
+
+def refuse_other_content(folder: Path) -> None:
+    """Errors: FileExistsError for a folder that holds something else than embeddings."""
+    empty = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    if not empty and not (folder.is_dir() and _parts(folder)):
+        raise FileExistsError(
+            f"--embeddings {folder}: holds something else; give a new folder, or one with earlier "
+            "embeddings"
+        )
+
+
+def forget_embeddings(folder: Path) -> None:
+    """Of earlier, whatever sets they are of: none may be taken for those that come now."""
+    for part in _parts(folder):
+        names = _modalities_in(part)
+        files = [file for name in names for file in (f"{name}.npy", _lines_of(name))]
+        for file in [*files, ABOUT]:
+            remove(part / file, folder)
+
+
+def _parts(folder: Path) -> list[Path]:
+    """Itself, or the folders in it, of several held-out sets, that hold embeddings."""
+    if (folder / ABOUT).is_file():
+        return [folder]
+    return sorted(file.parent for file in folder.glob(f"*/{ABOUT}"))
+
+
+def _modalities_in(folder: Path) -> list[str]:
+    # they become names of files, which nobody may lead out of the folder
+    names = read_json(folder / ABOUT).get("modalities", ())
+    if not names or not all(isinstance(name, str) and name.isidentifier() for name in names):
+        raise ValueError(
+            f"{folder / ABOUT}: modalities {names!r}: names of modalities are needed; the folder "
+            "was not made by evaluate.py --embeddings"
+        )
+    return list(names)
+
+
+def _lines_of(modality: str) -> str:
+    return LINES.get(modality, f"{modality}.jsonl")
