@@ -55,4 +55,6 @@ def example(samples: int) -> dict[str, Tensor]:
     return {"palette_values": torch.empty(samples, COLOURS, device="meta")}
 
 
-MODALITIES["palette"] = ModalityEntry(Palette, palette_tower)
+MODALITIES["palette"] = ModalityEntry(
+    lambda inputs: Palette(), lambda wanted: palette_tower(wanted.name)
+)

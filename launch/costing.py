@@ -40,6 +40,7 @@ from launch.config.groups import InputOptions
 from launch.estimates import estimated_costs
 from launch.feeding import sample_cache
 from launch.inputs import as_values, micro_batch_dataset
+from launch.modalities import Inputs
 from launch.model import RunModel
 from launch.run.folder import RunFolder
 from models.towers.building import token_bytes
@@ -229,7 +230,11 @@ def _sample_s(
 ) -> float:
     """Seconds to load a training sample as in all epochs but the first: from the cache, if there is
     one."""
-    dataset = micro_batch_dataset(data, data.source, inputs, {branch}, sample_cache(loading))
+    dataset = micro_batch_dataset(
+        data.source,
+        Inputs(inputs, data.tokenizer, data.length_multiple, sample_cache(loading)),
+        {branch},
+    )
     index = np.random.default_rng(inputs.seed).choice(data.train, SAMPLES_LOADED)
     seconds: list[float] = []
     while len(seconds) < 2 or (len(seconds) < LOADED and sum(seconds) < LOADING_BUDGET_S):
@@ -290,7 +295,8 @@ def _example(
     """A micro-batch as the run will see them, from the first training samples: texts have their
     true lengths. `lengths`, of the first samples' texts: texts of about equal lengths come
     together, here those of about the mean length."""
-    dataset = micro_batch_dataset(data, data.source, inputs, {branch})
+    known = Inputs(inputs, data.tokenizer, data.length_multiple)
+    dataset = micro_batch_dataset(data.source, known, {branch})
     number = np.arange(size)
     if branch == "text" and lengths is not None:
         number = np.resize(np.argsort(np.abs(lengths - lengths.mean()), kind="stable"), size)

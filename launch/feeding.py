@@ -25,7 +25,8 @@ from engine.executor import ForkEngine
 from engine.processes.start import Processes
 from launch.balancing.batching import Batching
 from launch.config.groups import InputOptions
-from launch.inputs import micro_batch_dataset, modality
+from launch.inputs import micro_batch_dataset
+from launch.modalities import MODALITIES, Inputs
 from launch.run.folder import RunFolder
 
 OF_STORAGE = ("unreadable", "missing-file")
@@ -49,22 +50,28 @@ class Feeding:
         languages: Languages | None = None,
     ):
         """`languages`: that the text tower tells apart."""
-        self.languages = languages
         self.data, self.engine, self.batching, self.folder = data, engine, batching, folder
-        self.inputs, self.loading = inputs, loading
+        self.loading = loading
         self.pin_memory = engine.comm.device.type != "cpu"
         self.branch = next(iter(engine.place.layers))
         self.modalities = frozenset(engine.place.loads)
         # the next stage must know all shapes of a step before its first micro-batch
         self.outlined = engine.place.next is not None
         self.batch = engine.batches[self.branch]
-        self.cache = sample_cache(loading) if CACHED & self.modalities else None
+        self.inputs = Inputs(
+            inputs,
+            data.tokenizer,
+            data.length_multiple,
+            sample_cache(loading) if CACHED & self.modalities else None,
+            batching.patch_size,
+            languages,
+        )
         self.name = engine.graph.describe_rank(engine.comm.rank)
         # counted on every rank by the same names, whatever it loads
         every = (
             name
             for branch in inputs.branches
-            for name in modality(branch, data, inputs).count_names
+            for name in MODALITIES[branch].load(self.inputs).count_names
         )
         self._counts = dict.fromkeys(every, 0.0)
         self._unreadable: Counter[str] = Counter()
@@ -124,15 +131,7 @@ class Feeding:
         )
 
     def _dataset(self, source: Source) -> MicroBatchDataset:
-        return micro_batch_dataset(
-            self.data,
-            source,
-            self.inputs,
-            branches=self.modalities,
-            cache=self.cache,
-            patch_size=self.batching.patch_size,
-            languages=self.languages,
-        )
+        return micro_batch_dataset(source, self.inputs, self.modalities)
 
     def _note(self, source: Source, training: bool, report: LoadReport) -> None:
         """Count, list what could not be read, and stop when that is too much of what was loaded.

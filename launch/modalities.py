@@ -1,28 +1,38 @@
-"""The modalities of a run: what loads each one's samples, and which tower its branch has.
+"""The modalities of a run, one entry each: what loads its samples, which tower its branch has, and how
+its values are shown. A module of one's own adds or replaces one:
 
-Images, texts and audio have flags of their own. Any other modality is an entry of `MODALITIES`,
-which a module of one's own adds to:
+    MODALITIES["tone"] = ModalityEntry(lambda inputs: Tone(), lambda wanted: tone_tower(wanted.name))
 
-    MODALITIES["tone"] = ModalityEntry(load=Tone, tower=tone_tower)
-
-and is then asked for by `--pairs image:text,tone:text` and `--tower tone=NAME` (`data/README.md`,
-"Add a modality").
+It is then asked for by `--pairs image:text,tone:text` and `--tower tone=NAME` (`data/README.md`, "Add
+a modality").
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from data.cache import SampleCache
 from data.formats.rows import near
+from data.index.bad_samples import BadSample
 from data.modalities.audio.features import AudioFeatures
+from data.modalities.audio.modality import AudioModality
+from data.modalities.image import ImageModality
 from data.modalities.modality import Modality
+from data.modalities.text import Languages, TextModality
 from data.modalities.tokenizer import num_ids
+from data.modalities.transforms import augmented, eval_transform, normalise
 from data.options import IMAGE_TEXT, branches_of, read_pairs
+from launch import views
+from launch.balancing.choosing import side_multiple
+from launch.config.groups import InputOptions
+from launch.views import View
 from models.towers.audio import audio_tower
 from models.towers.building import with_head
 from models.towers.fusion import FusionSizes
@@ -30,15 +40,47 @@ from models.towers.image import image_tower
 from models.towers.layers import Tower
 from models.towers.text import text_tower
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from PIL import Image
+
+    from data.index.sources import Source
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a modality may need to load samples. `cache`: of decoded images and sounds; `patch_size`:
+    of a ViT, pixels; `languages`: that the text tower tells apart."""
+
+    options: InputOptions
+    tokenizer: PreTrainedTokenizerBase | None = None
+    length_multiple: int = 1
+    cache: SampleCache | None = None
+    patch_size: int | None = None
+    languages: Languages | None = None
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A tower that is asked for. `options`: train.py's, by name; `name`: of --tower, "" where none is
+    given."""
+
+    options: Mapping[str, Any]
+    name: str
+    vocabulary: Vocabulary
+
 
 @dataclass(frozen=True)
 class ModalityEntry:
-    """`load`: makes what turns samples into the tensors of the branch. `tower`: from the name in
-    --tower, "" where none is given, to the branch's tower without a head; its `example` says what
-    enters it."""
+    """`load`: what turns samples into the tensors of the branch. `tower`: the branch's tower without
+    a head; its `example` says what enters it. `view`: how values are shown; None: they are not, and
+    no file is a query of the modality. `from_bytes`: of tensors that are loaded as bytes, by name,
+    what makes values of them."""
 
-    load: Callable[[], Modality]
-    tower: Callable[[str], Tower]
+    load: Callable[[Inputs], Modality]
+    tower: Callable[[Wanted], Tower]
+    view: View | None = None
+    from_bytes: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict)
 
 
 class Vocabulary(NamedTuple):
@@ -57,18 +99,65 @@ class Vocabulary(NamedTuple):
         )
 
 
-MODALITIES: dict[str, ModalityEntry] = {}
-OWN_FLAGS = ("image", "text", "audio")
+def _load_image(inputs: Inputs) -> Modality:
+    options = inputs.options
+    return ImageModality(
+        augmented(options.image_size, options.augmentation or (), options.preprocessing),
+        eval_transform(options.image_size, options.preprocessing),
+        inputs.cache,
+        side_multiple(inputs.patch_size),
+        inputs.patch_size,
+    )
 
 
-def known_modalities() -> tuple[str, ...]:
-    return tuple(dict.fromkeys((*OWN_FLAGS, *MODALITIES)))
+def _load_text(inputs: Inputs) -> Modality:
+    if inputs.tokenizer is None:
+        raise ValueError("no pair has texts, so there is no tokenizer")
+    most, multiple = inputs.options.max_text_tokens, inputs.length_multiple
+    return TextModality(inputs.tokenizer, most, multiple, inputs.languages)
+
+
+def _load_audio(inputs: Inputs) -> Modality:
+    options = inputs.options
+    if options.audio_tower is None or options.audio_size is None:
+        raise ValueError("a pair with audio needs --audio-tower and --audio-size")
+    features = audio_features(
+        options.audio_tower,
+        options.audio_seconds,
+        options.audio_size,
+        options.audio_augmentation or (),
+    )
+    return AudioModality(features, inputs.cache)
+
+
+def _text_tower(wanted: Wanted) -> Tower:
+    options, (size, pad_id, end_id) = wanted.options, wanted.vocabulary
+    return text_tower(options["text_tower"], size, options["max_text_tokens"], pad_id, end_id)
+
+
+MODALITIES: dict[str, ModalityEntry] = {
+    "image": ModalityEntry(
+        _load_image,
+        lambda wanted: image_tower(wanted.options["image_tower"], wanted.options["image_size"]),
+        views.IMAGE,
+        {"pixel_values": normalise},
+    ),
+    "text": ModalityEntry(_load_text, _text_tower),
+    "audio": ModalityEntry(
+        _load_audio,
+        lambda wanted: audio_tower(
+            *(wanted.options[f"audio_{name}"] for name in ("tower", "seconds", "size"))
+        ),
+        views.AUDIO,
+    ),
+}
+OWN = dict(MODALITIES)  # which have flags of their own, while no module replaces them
 
 
 def refuse_pairs(given: str, towers: Sequence[str], fusion: bool) -> None:
     """Raise ValueError, in the words of a command line, for --pairs, --tower and --fusion that do
     not go together."""
-    pairs, named, known = read_pairs(given), branches_of(given), known_modalities()
+    pairs, named, known = read_pairs(given), branches_of(given), tuple(MODALITIES)
     for name in named:
         if name not in known:
             raise ValueError(
@@ -88,7 +177,7 @@ def refuse_pairs(given: str, towers: Sequence[str], fusion: bool) -> None:
         )
     names = [each.partition("=")[0] for each in towers]
     for name in names:
-        if name in OWN_FLAGS and name not in MODALITIES:
+        if name in OWN and MODALITIES[name] is OWN[name]:
             raise ValueError(f"argument --tower: {name} has a flag of its own, --{name}-tower")
         if name not in named:
             raise ValueError(
@@ -108,25 +197,13 @@ def tower_of(
     """The tower of a branch with its head, from train.py's options by name; no layer is built yet.
     `scalars`: what its head owns of the losses' learned scalars, with first values. Errors:
     ValueError, FileNotFoundError."""
-    if branch == "image":
-        tower = image_tower(options["image_tower"], options["image_size"])
-    elif branch == "text":
-        tower = text_tower(
-            options["text_tower"],
-            vocabulary.size,
-            options["max_text_tokens"],
-            vocabulary.pad_id,
-            vocabulary.end_id,
-        )
-    elif branch in MODALITIES:  # first, so that one's own module may register audio too
-        tower = MODALITIES[branch].tower(named_towers(options.get("tower") or ()).get(branch, ""))
-    elif branch == "audio":
-        tower = audio_tower(options["audio_tower"], options["audio_seconds"], options["audio_size"])
-    else:
+    if branch not in MODALITIES:
         raise ValueError(
-            f"there is no modality '{branch}'; there are {', '.join(known_modalities())}; a module "
-            "that adds one is named by --import-module"
+            f"there is no modality '{branch}'; there are {', '.join(MODALITIES)}; a module that adds "
+            "one is named by --import-module"
         )
+    name = named_towers(options.get("tower") or ()).get(branch, "")
+    tower = MODALITIES[branch].tower(Wanted(options, name, vocabulary))
     projection = options.get("projection", "linear")
     return with_head(tower, options["embed_dim"], scalars, fusion, projection)
 
@@ -148,3 +225,97 @@ def _audio_input(tower: str, seconds: float | None, size: int) -> Mapping[str, A
 def named_towers(given: tuple[str, ...] | list[str]) -> dict[str, str]:
     """`--tower MODALITY=NAME`, as often as given -> modality -> name."""
     return dict(each.split("=", 1) for each in given)
+
+
+# -- how values are shown
+
+
+class Encoded(NamedTuple):
+    """A sample's value as a file has it."""
+
+    modality: str
+    data: bytes
+
+
+def _views(modalities: Iterable[str] | None = None) -> dict[str, View]:
+    """Of those of `modalities`, or all, whose values can be shown."""
+    names = MODALITIES if modalities is None else modalities
+    found = {name: MODALITIES[name].view for name in names if name in MODALITIES}
+    return {name: view for name, view in found.items() if view is not None}
+
+
+def shown(modalities: Iterable[str]) -> list[str]:
+    """Those whose values can be shown."""
+    return list(_views(modalities))
+
+
+def content(source: Source, modality: str, i: int) -> str | None:
+    """Equal for samples with the same value; None for a modality that is not shown."""
+    view = _views().get(modality)
+    return None if view is None else view.content(source, i)
+
+
+def several(modality: str) -> str:
+    """Its values, in messages."""
+    view = _views().get(modality)
+    return f"values of {modality}" if view is None else view.several
+
+
+def encoded(source: Source, modality: str, i: int) -> Encoded | None:
+    """Of a sample; None for a modality that is not shown. Raises BadSample, Absent."""
+    view = _views().get(modality)
+    return None if view is None else Encoded(modality, view.read(source, i))
+
+
+def draw(axes: Axes, value: Encoded) -> None:
+    """Raises BadSample."""
+    view = _views()[value.modality]
+    view.draw(axes, view.decode(value.data))
+
+
+def whole_picture(value: Encoded) -> Image.Image:
+    """Raises BadSample."""
+    view = _views()[value.modality]
+    return view.picture(view.decode(value.data))
+
+
+def small_picture(value: Encoded) -> Image.Image:
+    """Raises BadSample."""
+    picture, side = whole_picture(value).copy(), _views()[value.modality].side
+    picture.thumbnail((side, side))
+    return picture
+
+
+def played(value: Encoded) -> bytes | None:
+    """A small MP3 file, where the value can be heard and is short. Raises BadSample."""
+    view = _views()[value.modality]
+    return view.play(view.decode(value.data))
+
+
+def modality_of(file: Path, data: bytes, modalities: tuple[str, ...]) -> str:
+    """The one of `modalities` that a file is of, by its content. Raises ValueError where it is of
+    none, and where it is damaged."""
+    reasons = {}
+    for name, view in _views(modalities).items():
+        try:
+            view.decode(data)
+            return name
+        except BadSample as error:
+            if error.reason not in view.others:
+                raise ValueError(
+                    f"{file}: cannot be read as {name}: {error.reason}, {error.detail}"
+                ) from error
+            reasons[name] = error.detail
+        except ImportError as error:  # it says what to install
+            raise ValueError(f"{file}: {error}") from error
+    known = ", ".join(f"{name} ({reason})" for name, reason in reasons.items())
+    raise ValueError(
+        f"{file}: is no file of a modality of this model, which has {', '.join(modalities)}"
+        + (f"; tried: {known}" if known else "")
+    )
+
+
+def names_a_file(text: str) -> bool:
+    """Does a text end as the files of some modality do?"""
+    ending = Path(text).suffix.lower().removeprefix(".")
+    return any(ending in view.endings for view in _views().values())

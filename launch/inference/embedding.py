@@ -15,17 +15,13 @@ from torch import Tensor
 from data.batching.sampler import evaluation_requests
 from data.index.keys import caption_key
 from data.index.sources import Source
-from data.loader import LoadReport, MicroBatchDataset, micro_batches
-from data.modalities.audio.modality import AudioModality
-from data.modalities.image import ImageModality
-from data.modalities.modality import Modality
+from data.loader import LoadReport, micro_batches
 from data.modalities.tokenizer import batch_tokens, length_multiple
-from data.modalities.transforms import eval_transform
 from data.progress import progress_bar
-from launch.inference.kinds import several
+from launch.config.groups import InputOptions
 from launch.inference.trained import Trained
-from launch.inputs import as_values, languages_of
-from launch.modalities import MODALITIES, audio_features
+from launch.inputs import as_values, languages_of, micro_batch_dataset
+from launch.modalities import Inputs, several
 from launch.run.report import show
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -94,6 +90,8 @@ class Embedder:
         self.batch_size, self.workers, self.precision = batch_size, workers, precision
         self.layers = {tower.branch: trained.layers_of(tower.branch) for tower in trained.towers}
         self._languages = languages_of(trained.towers)
+        # samples are read as in the evaluation of a run
+        self._inputs = Inputs(InputOptions.from_record({**trained.options, "augmentation": ()}))
 
     @property
     def branches(self) -> tuple[str, ...]:
@@ -150,7 +148,7 @@ class Embedder:
     ) -> Iterator[tuple[Tensors, Tensors]]:
         """(what was loaded, what the tower makes of it) of one batch after the other, of any
         modality but texts. Raises OSError where nothing can be read."""
-        dataset = MicroBatchDataset(source, [self._modality(branch)], self.trained.options["seed"])
+        dataset = micro_batch_dataset(source, self._inputs, {branch})
         requests = evaluation_requests(subset, 0, 1, self.batch_size)
         reports: list[LoadReport] = []
         batches = micro_batches(dataset, requests, self.workers, on_load=reports.append)
@@ -184,17 +182,6 @@ class Embedder:
         """The precision, for what runs inside of it."""
         dtype = PRECISIONS[self.precision]
         return torch.autocast(self.device.type, dtype or torch.bfloat16, enabled=dtype is not None)
-
-    def _modality(self, branch: str) -> Modality:
-        """What makes the tensors of a branch, as in the evaluation of a run."""
-        options = self.trained.options
-        if branch in MODALITIES:
-            return MODALITIES[branch].load()
-        if branch == "audio":
-            tower, seconds = options["audio_tower"], options["audio_seconds"]
-            return AudioModality(audio_features(tower, seconds, options["audio_size"], ()))
-        transform = eval_transform(options["image_size"], self.trained.preprocessing)
-        return ImageModality(transform, transform)
 
     @torch.inference_mode()
     def _run(self, branch: str, tensors: Tensors) -> Tensors:

@@ -17,7 +17,7 @@ from common.secrets import redacted
 from data.index.sources import Source
 from launch.inference.embedding import Embedded, Rows
 from launch.inference.gallery import Found, Row
-from launch.inference.kinds import Encoded, encoded
+from launch.modalities import Encoded, encoded
 from models.metrics.alignment import alignment_figures, alignment_sums
 from models.metrics.retrieval import (
     RECALL_AT,

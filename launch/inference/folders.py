@@ -21,7 +21,7 @@ from common.secrets import redacted
 from data.batching.mixture import specs_of
 from data.index.sources import Source
 from launch.inference.embedding import Rows
-from launch.inference.kinds import KINDS
+from launch.modalities import content
 
 ABOUT = "about.json"
 LINES = {"image": "images.jsonl", "text": "texts.jsonl"}  # others: `<modality>.jsonl`
@@ -66,8 +66,7 @@ def lines_for(rows: Mapping[str, Rows], source: Source, modality: str) -> Iterat
 
 
 def _content(source: Source, i: int, modality: str) -> str:
-    kind = KINDS.get(modality)
-    return kind.content(source, i) if kind else source.identity(i)
+    return content(source, modality, i) or source.identity(i)
 
 
 def refuse_other_data(

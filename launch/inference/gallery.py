@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from common.files import make_folder, replacing
 from data.modalities.fonts import columns_of, fonts_for, wrapped
-from launch.inference.kinds import Encoded, draw
+from launch.modalities import Encoded, draw
 
 # Okabe and Ito's colours, which the colour-blind tell apart too; a word says it as well
 MARKS = {True: ("right", "#009E73"), False: ("wrong", "#D55E00"), None: ("", "black")}

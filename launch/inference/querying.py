@@ -24,8 +24,8 @@ from launch.inference.embedding import Embedder
 from launch.inference.evaluation import caption_of
 from launch.inference.folders import lines_for, read_embeddings, refuse_other_data
 from launch.inference.gallery import Found, Row, draw_rows
-from launch.inference.kinds import Encoded, encoded, modality_of, names_a_file
 from launch.inference.samples import held_out, pairs_to_open
+from launch.modalities import Encoded, encoded, modality_of, names_a_file
 from launch.run.report import show
 from models.metrics.retrieval import nearest
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from common.output import only_shows
 from engine.checkpoint.layout import replace_text
-from launch.inference.kinds import KINDS, Encoded, played, small_picture
+from launch.modalities import encoded, played, shown, small_picture
 
 if TYPE_CHECKING:
     from data.index.sources import Source
@@ -126,11 +126,13 @@ def _sample(source: Source, i: int, modalities: Sequence[str]) -> dict[str, Any]
         "id": source.identity(i),
         "text": captions[0][:MOST_LETTERS] if captions else "",
     }
-    for modality in (each for each in modalities if each in KINDS):
+    for modality in shown(modalities):
         file = io.BytesIO()
         sample[f"{modality}_picture"] = None
         try:
-            value = Encoded(modality, KINDS[modality].read(source, i))
+            value = encoded(source, modality, i)
+            if value is None:
+                continue
             small_picture(value).save(file, "JPEG", quality=JPEG_QUALITY)
             sound = played(value)
         except Exception:  # BadSample, or whatever a format of the user's own raises

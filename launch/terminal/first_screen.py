@@ -26,7 +26,7 @@ from engine.planning.costs import precision_of
 from engine.planning.planner import GIB, RunPlan
 from launch.config.options import Options, default_of
 from launch.costing import NOMINAL
-from launch.modalities import OWN_FLAGS
+from launch.modalities import OWN
 from launch.run.records import branches_held
 from launch.run.report import REPORT, duration
 from models.losses import PlainLoss, build_loss
@@ -147,7 +147,7 @@ def _data(data: PreparedData) -> str:
 
 def _weights(options: Options) -> dict[str, str]:
     """By branch, of towers that start from pretrained ones: where these come from."""
-    given = {branch: getattr(options, f"{branch}_weights") for branch in OWN_FLAGS}
+    given = {branch: getattr(options, f"{branch}_weights") for branch in OWN}
     given |= dict.fromkeys(branches_held(options.imported), options.imported)
     return {branch: where for branch, where in given.items() if where}
 
@@ -158,7 +158,7 @@ def _published(options: Options, towers: Sequence[Tower]) -> str:
     if options.is_demo:
         demo = default_of("text_tower", is_demo=True)
         towers = [tower for tower in towers if tower.name.split(":")[0] != demo]
-    asked = [tower for tower in towers if tower.branch in {*OWN_FLAGS} - {*_weights(options)}]
+    asked = [tower for tower in towers if tower.branch in {*OWN} - {*_weights(options)}]
     known = {tower.branch: published_weights(tower) for tower in asked}
     flags = [f"--{branch}-weights {where}" for branch, where in known.items() if where]
     words = "to start from published weights instead of random ones"

@@ -8,7 +8,7 @@ from typing import Any
 
 from data.index.sources import Source
 from data.modalities.audio.decoding import decode_audio
-from launch.inference.kinds import KINDS, Encoded, played, whole_picture
+from launch.modalities import Encoded, encoded, played, shown, whole_picture
 from launch.run.queries import Answers
 
 COLUMNS = ("query", "place of the right one")
@@ -46,7 +46,7 @@ def _cell(source: Source, modality: str, sample: int, mark: str) -> Any:
     import wandb
 
     words = f"{mark} {_text(source, sample)}".strip()
-    if modality not in KINDS:
+    if not shown([modality]):
         return words
     picture = _made(whole_picture, source, modality, sample)
     return None if picture is None else wandb.Image(picture, caption=words)
@@ -66,8 +66,9 @@ def _sound(source: Source, modality: str, sample: int) -> Any:
 def _made(make: Callable[[Encoded], Any], source: Source, modality: str, sample: int) -> Any:
     """What `make` makes of a sample's value; None where there is none that can be read."""
     try:
-        return make(Encoded(modality, KINDS[modality].read(source, sample)))
-    except (OSError, ValueError, LookupError):  # LookupError: also of a modality without pictures
+        value = encoded(source, modality, sample)
+        return None if value is None else make(value)
+    except (OSError, ValueError, LookupError):
         return None
 
 

@@ -22,11 +22,10 @@ from launch.inference.classes import class_embeddings, classification  # noqa: E
 from launch.inference.embedding import Embedder  # noqa: E402
 from launch.inference.evaluation import examples, retrieval  # noqa: E402
 from launch.inference.gallery import draw_rows  # noqa: E402
-from launch.inference.kinds import Encoded, played, small_picture  # noqa: E402
 from launch.inference.querying import answers_of, embedded_query, read_query  # noqa: E402
 from launch.inference.samples import opened  # noqa: E402
 from launch.inference.trained import Trained  # noqa: E402
-from launch.modalities import Vocabulary, audio_features, tower_of  # noqa: E402
+from launch.modalities import Encoded, Vocabulary, audio_features, played, small_picture, tower_of  # noqa: E402  # noqa: E402
 
 pytest.importorskip("soundfile", reason="pip install -r requirements-audio.txt")
 
