@@ -39,30 +39,25 @@ def split_options(
     alone may come several times.
 
     In a value %26 stands for `&`, and so on. A file that exists under the whole name wins. Errors:
-    ValueError for an unknown option, with the nearest name, for one without a value, one that comes
-    twice and a remote ROOT; FileNotFoundError for a ROOT that is no folder.
+    ValueError, FileNotFoundError for a ROOT that is no folder.
     """
     if not has_options(kind, where):
         return where, {}, ()
+    spec = f"data spec '{kind}:{where}':"
     file, _, words = where.rpartition("?")
     options: dict[str, str] = {}
     roots: list[str] = []
     for word in words.split("&"):
-        key, equals, value = word.partition("=")
+        key, _, value = word.partition("=")
         if key not in known:
-            raise ValueError(
-                f"data spec '{kind}:{where}': unknown option '{key}'; known: "
-                f"{', '.join(known)}{near(key, known)}"
-            )
-        if not equals or not value or key in options:
-            what = (
-                "is given twice; give it once"
-                if key in options
-                else f"has no value; write {key}=VALUE"
-            )
-            raise ValueError(f"data spec '{kind}:{where}': option '{key}' {what}")
+            listed = ", ".join(known)
+            raise ValueError(f"{spec} unknown option '{key}'; known: {listed}{near(key, known)}")
+        if key in options:
+            raise ValueError(f"{spec} option '{key}' is given twice; give it once")
+        if not value:
+            raise ValueError(f"{spec} option '{key}' has no value; write {key}=VALUE")
         if key == ROOT:
-            roots.append(root_folder(unquote(value), f"data spec '{kind}:{where}': root"))
+            roots.append(root_folder(unquote(value), f"{spec} root"))
         else:
             options[key] = unquote(value)
     return file, options, tuple(roots)
@@ -116,14 +111,7 @@ def local_path(path: str) -> str:
 def local_file(kind: str, where: str, usage: str, content: str) -> str:
     """The absolute path of the one file that a spec names. Errors: ValueError,
     FileNotFoundError."""
-    if not where:
-        raise ValueError(f"data spec '{kind}:' names no file; write {usage}")
-    if is_remote(where):
-        raise ValueError(
-            f"data spec '{kind}:{where}': its images would have to be fetched one by one; give a "
-            "local file, or remote shards that hold the images: webdataset:URL or parquet:URL"
-        )
-    path = local_path(where)
+    path = _local(kind, where, "file", usage)
     if not os.path.isfile(path):
         what = "is a folder" if os.path.isdir(path) else "does not exist"
         raise FileNotFoundError(f"data spec '{kind}:{where}': {what}; give a file of {content}")
@@ -132,20 +120,25 @@ def local_file(kind: str, where: str, usage: str, content: str) -> str:
 
 def local_folder(kind: str, where: str, usage: str) -> str:
     """The absolute path of the folder that a spec names. Errors: ValueError, FileNotFoundError."""
-    if not where:
-        raise ValueError(f"data spec '{kind}:' names no folder; write {usage}")
-    if is_remote(where):
-        raise ValueError(
-            f"data spec '{kind}:{where}': a remote folder cannot be read; copy it, or give remote "
-            "shards: webdataset:URL"
-        )
-    path = local_path(where)
+    path = _local(kind, where, "folder", usage)
     if not os.path.isdir(path):
         what = "is a file" if os.path.exists(path) else "does not exist"
         raise FileNotFoundError(
             f"data spec '{kind}:{where}': {path} {what}; a folder is needed: {usage}"
         )
     return path
+
+
+def _local(kind: str, where: str, what: str, usage: str) -> str:
+    if not where:
+        raise ValueError(f"data spec '{kind}:' names no {what}; write {usage}")
+    if is_remote(where):
+        raise ValueError(
+            f"data spec '{kind}:{where}': a remote {what} cannot be read, its images would have to "
+            "be fetched one by one; copy it, or give remote shards that hold the images: "
+            "webdataset:URL or parquet:URL"
+        )
+    return local_path(where)
 
 
 def expand(kind: str, pattern: str, usage: str) -> list[str]:
@@ -156,7 +149,7 @@ def expand(kind: str, pattern: str, usage: str) -> list[str]:
     """
     if not pattern:
         raise ValueError(f"data spec '{kind}:' names no file; write {usage}")
-    names: list[str] = []
+    spec = f"data spec '{kind}:{pattern:.1000}'"
     try:
         number = sum(map(_number_of_names, pattern.split("::")))
         if number > NAMES_LIMIT:
@@ -166,32 +159,25 @@ def expand(kind: str, pattern: str, usage: str) -> list[str]:
             )
         every = [name for part in pattern.split("::") for name in braceexpand(part)]
     except (ValueError, RecursionError) as error:  # of braceexpand: UnbalancedBracesError
-        raise ValueError(f"data spec '{kind}:{pattern:.1000}': {error}") from error
-    for name in every:
-        if is_remote(name):
-            names.append(name)
-            continue
-        path = local_path(name)
-        found = (
-            [path]
-            if os.path.exists(path) or not glob.has_magic(path)
-            else sorted(glob.glob(path, recursive=True))
-        )
-        if not found:
-            raise FileNotFoundError(f"data spec '{kind}:{pattern}': no file is named like {path}")
-        names.extend(found)
+        raise ValueError(f"{spec}: {error}") from error
+    names = [name for each in every for name in ([each] if is_remote(each) else _found(spec, each))]
     missing = [name for name in names if not is_remote(name) and not os.path.isfile(name)]
     if missing:
         more = f" and {len(missing) - MAX_SHOWN} more" if len(missing) > MAX_SHOWN else ""
-        raise FileNotFoundError(
-            f"data spec '{kind}:{pattern}': no such file: {', '.join(missing[:MAX_SHOWN])}{more}"
-        )
+        raise FileNotFoundError(f"{spec}: no such file: {', '.join(missing[:MAX_SHOWN])}{more}")
     twice = sorted(name for name, number in Counter(names).items() if number > 1)
     if twice:
-        raise ValueError(
-            f"data spec '{kind}:{pattern}' names {twice[0]} twice; name each file once"
-        )
+        raise ValueError(f"{spec} names {twice[0]} twice; name each file once")
     return names
+
+
+def _found(spec: str, name: str) -> list[str]:
+    path = local_path(name)
+    if os.path.exists(path) or not glob.has_magic(path):
+        return [path]
+    if not (found := sorted(glob.glob(path, recursive=True))):
+        raise FileNotFoundError(f"{spec}: no file is named like {path}")
+    return found
 
 
 def _number_of_names(pattern: str) -> int:
@@ -255,3 +241,14 @@ def _local_copy(url: str) -> str:
                 "address and its credentials"
             ) from error
     return str(copy)
+
+
+def short_names(files: list[str]) -> dict[str, str]:
+    """File -> its name alone where these differ, else its path below what all have in common: a
+    part of ids."""
+    bases = [os.path.basename(file) for file in files]
+    if len(set(bases)) == len(files):
+        return dict(zip(files, bases))
+    common = os.path.commonprefix([os.path.dirname(file) + "/" for file in files])
+    common = common[: common.rfind("/") + 1]
+    return {file: file[len(common) :] for file in files}

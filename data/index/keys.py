@@ -6,6 +6,13 @@ from collections.abc import Iterable
 
 import numpy as np
 
+HASH_BYTES = 16
+
+
+def content_hash(content: bytes) -> bytes:
+    """16 bytes, equal for equal encoded images or sounds."""
+    return hashlib.blake2b(content, digest_size=HASH_BYTES).digest()
+
 
 def hash64(value: str | bytes) -> int:
     """Unsigned; different values have equal numbers once in 10^19 pairs."""
