@@ -13,13 +13,13 @@ from data.formats.rows import (
     AUDIO_ENDINGS,
     IMAGE_ENDINGS,
     LEFTOVER,
+    EntriesFormat,
     Format,
     Part,
     Roots,
     Row,
     Stamp,
     Unused,
-    in_parts,
     is_inside,
     near,
     stamp,
@@ -74,8 +74,13 @@ class ImageFolderFormat(Format):
         root = self.roots.own
         folders = [os.path.join(root, name) for name in self.classes]
         inside = [path for path in folders if is_inside(root, os.path.realpath(path))]
-        below = [folder for path in inside for folder in _folders(path)]
-        stamps = [stamp(path) for path in (root, *below, *self.captions.files)]
+        below = []
+        for top in inside:
+            for folder, names, _ in os.walk(top):
+                below.append(folder)
+                if folder.count("/") - root.count("/") > DEPTH_LIMIT:
+                    names.clear()  # goes no deeper
+        stamps = [stamp(path) for path in (root, *sorted(below), *self.captions.files)]
         return [*stamps, (repr(self.captions.texts), 0, 0)]
 
     def total(self) -> int:
@@ -164,14 +169,6 @@ def _files(root: str, relative: str) -> Iterator[tuple[str, bool]]:
             yield path, True
 
 
-def _folders(folder: str, depth: int = 0) -> Iterator[str]:
-    """The folder and all below it that `_files` enters, links apart."""
-    yield folder
-    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        if depth < DEPTH_LIMIT and entry.is_dir(follow_symlinks=False):
-            yield from _folders(entry.path, depth + 1)
-
-
 def _is_leftover(entry: os.DirEntry) -> bool:
     # a folder may well be called license
     return bool(LEFTOVER.search(f"{entry.name}/" if _is_folder(entry) else entry.name))
@@ -193,25 +190,12 @@ def _kind_of(path: str) -> str:
 # -- lists of captions
 
 
-class ListFormat(Format):
+class ListFormat(EntriesFormat):
     """A JSON file with the list "images". It is one value and is read as a whole (COCO's largest
     has 91 MB)."""
 
-    file: str
-
-    def parts(self) -> Iterator[Part]:
-        return in_parts(self.file, ((entry, 1, 1) for entry in self._entries()))
-
-    def _entries(self) -> Iterator[tuple[int, Any]]:
-        """Number and content of each."""
-        raise NotImplementedError
-
-    def rows(self, part: Part) -> Iterator[Row]:
-        for number, entry in part.content:
-            yield Row(f"images[{number}]", number, self._values(entry))
-
-    def _values(self, entry: Any) -> dict[str, Any] | BadSample:
-        raise NotImplementedError
+    def name(self, number: int) -> str:
+        return f"images[{number}]"
 
     def _lists(self, what: str, needed: str, *keys: str) -> list[list]:
         """The lists of the file by these keys. Errors: ValueError."""
@@ -245,11 +229,10 @@ class CocoFormat(ListFormat):
             raise ValueError(f"data spec 'coco:{where}': a folder and a file are needed: {usage}")
         folder = local_folder("coco", folder, usage)
         self.file = local_file("coco", file, usage, f"captions {self.NEEDED}")
-        self.files = [self.file]
         self.roots = Roots.of(folder, more)
         self.spec = f"coco:{folder}:{self.file}{self.roots.options()}"
 
-    def _entries(self) -> Iterator[tuple[int, Any]]:
+    def entries(self) -> Iterator[tuple[tuple[int, Any], int, int]]:
         images, annotations = self._lists("COCO captions", self.NEEDED, "images", "annotations")
         texts: defaultdict[Any, list] = defaultdict(list)
         faulty: list[tuple[Any, list]] = []
@@ -263,12 +246,13 @@ class CocoFormat(ListFormat):
         listed = [(image, texts.get(_key(image, "id"), [])) for image in images]
         known = {_key(image, "id") for image in images}
         alone = [({"id": key}, found) for key, found in texts.items() if key not in known]
-        yield from enumerate([*listed, *faulty, *alone])
+        for entry in enumerate([*listed, *faulty, *alone]):
+            yield entry, 1, 1
 
-    def _values(self, entry: Any) -> dict[str, Any] | BadSample:
-        image, texts = entry
+    def values(self, content: tuple[Any, list]) -> dict[str, Any]:
+        image, texts = content
         if not isinstance(image, dict) or image.get("id") is None:
-            return BadSample(
+            raise BadSample(
                 "invalid-row",
                 f"{image!r:.100} is given; an image has an id and a file_name, a caption an "
                 "image_id",
@@ -292,7 +276,6 @@ class KarpathyFormat(ListFormat):
         usage = "karpathy:FILE?split=test or karpathy:FILE?split=train+restval&root=DIR"
         name, options, more = split_options("karpathy", where, ("split", ROOT))
         self.file = local_file("karpathy", name, usage, f"Karpathy's splits {self.NEEDED}")
-        self.files = [self.file]
         self.roots = Roots.of(os.path.dirname(self.file), more)
         self.splits = tuple(filter(None, options.get("split", "").split("+")))
         if not self.splits:
@@ -305,7 +288,7 @@ class KarpathyFormat(ListFormat):
     def _images(self) -> list:
         return self._lists("file of Karpathy's splits", self.NEEDED, "images")[0]
 
-    def _entries(self) -> Iterator[tuple[int, Any]]:
+    def entries(self) -> Iterator[tuple[tuple[int, Any], int, int]]:
         images = self._images()
         known = dict.fromkeys(map(_split_of, images))
         for split in self.splits:
@@ -316,20 +299,22 @@ class KarpathyFormat(ListFormat):
                 )
         # An entry that names no split may be of any.
         wanted = (None, *self.splits)
-        yield from (each for each in enumerate(images) if _split_of(each[1]) in wanted)
+        for entry in enumerate(images):
+            if _split_of(entry[1]) in wanted:
+                yield entry, 1, 1
 
-    def _values(self, entry: Any) -> dict[str, Any] | BadSample:
-        sentences = entry.get("sentences") if isinstance(entry, dict) else None
-        if not isinstance(sentences, list) or "filename" not in entry or not _split_of(entry):
-            return BadSample(
+    def values(self, content: Any) -> dict[str, Any]:
+        sentences = content.get("sentences") if isinstance(content, dict) else None
+        if not isinstance(sentences, list) or "filename" not in content or not _split_of(content):
+            raise BadSample(
                 "invalid-row",
-                f"{entry!r:.100} is given; an image has a filename, sentences and a split",
+                f"{content!r:.100} is given; an image has a filename, sentences and a split",
             )
         texts = [each.get("raw") if isinstance(each, dict) else each for each in sentences]
         return {
-            "id": entry.get("cocoid", entry.get("imgid")),
+            "id": content.get("cocoid", content.get("imgid")),
             "text": texts,
-            "image": self._path(entry["filename"], entry.get("filepath")),
+            "image": self._path(content["filename"], content.get("filepath")),
         }
 
     def _path(self, name: Any, folder: Any) -> Any:

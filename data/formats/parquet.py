@@ -16,27 +16,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from common.secrets import redact
 from data.formats.rows import (
     DEFAULT_PAIRS,
     ENCODED,
-    Format,
+    Media,
     Part,
-    Place,
     Roots,
     Row,
+    attempt,
     near,
     stamp,
 )
-from data.formats.specs import (
-    ROOT,
-    absolute_pattern,
-    expand,
-    is_remote,
-    local_copies,
-    short_names,
-    split_options,
-)
+from data.formats.shards import ShardsFormat
+from data.formats.specs import ROOT, is_remote, split_options
 from data.index.bad_samples import CAPTION_LIMIT, FILE_LIMIT, BadSample
 
 USAGE = (
@@ -49,8 +41,8 @@ COLUMNS = {
     "audio": ("audio", "audio_path"),
     "id": ("id",),
 }
-# A dictionary page repeats one value of megabytes in thousands of rows for a few bytes each, so only
-# what was decoded tells how large rows are, and they are decoded one by one.
+# A dictionary page repeats one value of megabytes in thousands of rows for a few bytes each. Only
+# what was decoded tells how large rows are, so they are decoded one by one.
 ROWS_AT_ONCE = 1
 # bytes of a row group that is kept; of a larger one only the rows up to the wanted one are read
 KEPT_LIMIT = 256 << 20
@@ -60,8 +52,8 @@ VALUES_LIMIT = 100_000_000  # of a column of a row group; lists have several in 
 TEXT_LIMIT = 1 << 20  # bytes of the texts of a row
 
 
-class ParquetFormat(Format):
-    """The rows of all files, in order. An id is that of the column `id`, else FILE/ROW.
+class ParquetFormat(ShardsFormat):
+    """The rows of all files. An id is that of the column `id`, else FILE/ROW.
 
     Where images or sounds are paths, these count from the files' folder, then from each further
     root; where they are bytes, roots change nothing. A row of {bytes, path} is read from its path
@@ -75,10 +67,7 @@ class ParquetFormat(Format):
         """`where`: `PATTERN[?image=COLUMN&…&root=DIR]`. Errors: ValueError, OSError."""
         pattern, options, more = split_options("parquet", where, (*COLUMNS, ROOT))
         spec = f"data spec 'parquet:{where}'"
-        names = expand("parquet", pattern, USAGE)
-        self.files = local_copies(names, progress)
-        self.name_of_file = dict(zip(self.files, map(redact, names)))
-        self.short_names = short_names([redact(name) for name in names])
+        super().__init__("parquet", pattern, USAGE, progress)
         schema = self._schema(spec)
         self.columns = _columns(spec, schema.names, options)
         self.holds = tuple(key for key in ("image", "text", "audio") if key in self.columns)
@@ -88,9 +77,9 @@ class ParquetFormat(Format):
             for key, column in self.columns.items()
             if key in ENCODED
         }
-        self.spec = redact(f"parquet:{absolute_pattern(pattern)}") + f"?{self.columns}"
+        self.spec += f"?{self.columns}"
         if {"path", "either"} & {*self.stored.values()}:
-            own = self._one_folder(spec, names)
+            own = self._one_folder(spec)
             if own or more:
                 self.roots = Roots.of(own or more[0], more)
                 self.spec += ("" if own else f"?root={self.roots.own}") + self.roots.options()
@@ -107,14 +96,14 @@ class ParquetFormat(Format):
             try:
                 return pq.read_schema(file)
             except (pa.ArrowException, OSError) as error:
-                first = f"{self.name_of_file[file]}: {error}"
+                first = f"{self.shown[file]}: {error}"
         raise ValueError(f"{spec}: no file of it is a parquet file: {first}")
 
-    def _one_folder(self, spec: str, names: list[str]) -> str | None:
+    def _one_folder(self, spec: str) -> str | None:
         """The folder that paths count from; None: the files are remote, or in several. Errors:
         ValueError for these where a column holds nothing but paths."""
-        remote = [name for name in names if is_remote(name)]
-        folders = {os.path.dirname(name) for name in names}
+        remote = [name for name in self.names if is_remote(name)]
+        folders = {os.path.dirname(name) for name in self.names}
         if not remote and len(folders) == 1:
             return folders.pop()
         for key, stored in self.stored.items():
@@ -153,7 +142,7 @@ class ParquetFormat(Format):
         return any(each is None or each.null_count != 0 for each in found)  # None: not known
 
     def rows(self, part: Part) -> Iterator[Row]:
-        name = self.short_names[self.name_of_file[part.file]]
+        name = self.short[part.file]
         if isinstance(part.content, str):
             fault = f"no parquet file, or its end is missing: {part.content}"
             yield Row(name, 0, BadSample("truncated-archive", fault))
@@ -203,24 +192,20 @@ class ParquetFormat(Format):
         return {key: self.columns[key] for key in wanted if key in self.columns}
 
     def _values(self, batch: pa.RecordBatch) -> dict[str, Any] | BadSample:
-        values: dict[str, Any] = {}
-        for key, column in self._wanted().items():
-            scalar = batch.column(column)[0]
-            try:
-                if key == "text":
-                    values[key] = _texts(scalar)
-                elif key in ENCODED:
-                    values[key] = self._content(key, _value(scalar))
-                else:
-                    values[key] = _plain(_value(scalar))
-            except BadSample as problem:
-                if key == "id":
-                    return problem
-                values[key] = problem
-        return values
+        values = {
+            key: attempt(self._value, key, batch.column(column)[0])
+            for key, column in self._wanted().items()
+        }
+        return values["id"] if isinstance(values.get("id"), BadSample) else values
 
-    def _content(self, modality: str, given: Any) -> bytes | str | BadSample | None:
-        """The bytes, or else the path where that is looked up."""
+    def _value(self, key: str, scalar: pa.Scalar) -> Any:
+        """Raises BadSample."""
+        if key == "text":
+            return _texts(scalar)
+        return self._content(key, _value(scalar)) if key in ENCODED else _id(_value(scalar))
+
+    def _content(self, modality: str, given: Any) -> bytes | str | None:
+        """The bytes, or else the path where that is looked up. Raises BadSample."""
         content, path = given, None
         if isinstance(given, dict):
             content, path = given.get("bytes"), given.get("path")
@@ -232,19 +217,19 @@ class ParquetFormat(Format):
         if isinstance(content, bytes) or (given is None and may_lack):
             return content
         column = self.columns[modality]
-        return BadSample(
+        raise BadSample(
             "missing-file", f"column '{column}' holds no bytes in this row{self.without_bytes}"
         )
 
-    def read(self, modality: str, place: Place) -> bytes:
-        if place.path:
-            return super().read(modality, place)
+    def read(self, modality: str, file: str, number: int, media: Media) -> bytes:
+        if media.path:
+            return super().read(modality, file, number, media)
         try:
-            found = self._content(modality, self._kept[modality].value(place.file, place.number))
+            found = self._content(modality, self._kept[modality].value(file, number))
         except (pa.ArrowException, OSError) as error:
-            raise BadSample("unreadable", f"{self.name_of_file[place.file]}: {error}") from error
+            raise BadSample("unreadable", f"{self.shown[file]}: {error}") from error
         if not isinstance(found, bytes):
-            raise found if isinstance(found, BadSample) else BadSample("unreadable", "no bytes")
+            raise BadSample("unreadable", f"{file} changed under the run")
         return found
 
     @cached_property
@@ -252,7 +237,7 @@ class ParquetFormat(Format):
         return {modality: _Kept(self.columns[modality]) for modality in self.stored}
 
     def where(self, file: str, path: str, number: int) -> str:
-        return f"{self.name_of_file.get(file, file)}#row {number}"
+        return f"{self.shown.get(file, file)}#row {number}"
 
 
 class _Bomb(Exception):
@@ -354,19 +339,16 @@ def _rows_of(opened: pq.ParquetFile, group: int, columns: list[str]) -> Iterator
 
 
 def _decoded_bytes(batch: pa.RecordBatch, values: dict[str, Any] | BadSample) -> int:
-    """That one row was decoded to: of good values what is read of them, else all that is held. A
-    dictionary, which all rows share, does not count, nor the texts of a list."""
-    if isinstance(values, dict) and not any(isinstance(v, BadSample) for v in values.values()):
-        lists = (value if isinstance(value, list) else [value] for value in values.values())
-        return sum(len(each) for found in lists for each in found if isinstance(each, (str, bytes)))
-    return sum(map(_held_bytes, batch.columns))
-
-
-def _held_bytes(column: pa.Array) -> int:
-    if pa.types.is_dictionary(column.type):
-        column = column.dictionary_decode()
-    is_list = pa.types.is_nested(column.type) and not pa.types.is_struct(column.type)
-    return 0 if is_list else column.nbytes
+    """That one row was decoded to. A dictionary, which all rows share, does not count; lists, which
+    are read as one, count by their texts."""
+    texts = values.get("text") if isinstance(values, dict) else None
+    size = sum(len(text or "") for text in texts) if isinstance(texts, list) else 0
+    for column in batch.columns:
+        if pa.types.is_dictionary(column.type):
+            column = column.dictionary_decode()
+        if not pa.types.is_nested(column.type) or pa.types.is_struct(column.type):
+            size += column.nbytes
+    return size
 
 
 def _value(scalar: pa.Scalar) -> Any:
@@ -404,7 +386,7 @@ def _texts(scalar: pa.Scalar) -> Any:
     return texts if is_list else texts[0]
 
 
-def _plain(given: Any) -> Any:
+def _id(given: Any) -> Any:
     """What a text or a whole number may have become: DuckDB has a type for UUIDs, and pandas makes
     a column of numbers float where one is missing."""
     if isinstance(given, float):

@@ -116,8 +116,8 @@ def _open_clip(asked: str):
 
 def _lacking(asked: str, error: ImportError) -> ValueError:
     return ValueError(
-        f"{asked} of an imagefolder is taken from the package open_clip_torch ({error}); install it "
-        "with pip install -r requirements-models.txt, or give a file"
+        f"{asked} of an imagefolder is taken from the package open_clip_torch ({error}); install "
+        "it with pip install -r requirements-models.txt, or give a file"
     )
 
 

@@ -17,11 +17,12 @@ from PIL import Image
 from data.formats.rows import (
     ROWS_OF_A_PART,
     Format,
+    Media,
     Part,
-    Place,
     Roots,
     Row,
     Stamp,
+    attempt,
     near,
     stamp,
 )
@@ -107,16 +108,15 @@ class PythonFormat(Format):
 
     def rows(self, part: Part) -> Iterator[Row]:
         for number in part.content:
-            values: dict[str, Any] | BadSample
-            try:
-                item = self._item(number)
-                values = {key: item.get(key) for key in ("id", "language", *self.modalities)}
-                for modality in values.keys() & ENCODERS.keys():
-                    if values[modality] is not None:
-                        values[modality] = _encoded_or_problem(modality, values[modality])
-            except BadSample as problem:
-                values = problem
-            yield Row(str(number), number, values)
+            yield Row(str(number), number, attempt(self._values, number))
+
+    def _values(self, number: int) -> dict[str, Any]:
+        item = self._item(number)
+        values = {key: item.get(key) for key in ("id", "language", *self.modalities)}
+        for modality in values.keys() & ENCODERS.keys():
+            if values[modality] is not None:
+                values[modality] = attempt(ENCODERS[modality], values[modality])
+        return values
 
     def _item(self, number: int) -> Mapping[str, Any]:
         """Raises BadSample."""
@@ -134,8 +134,8 @@ class PythonFormat(Format):
             "invalid-row", f"item {number} is a {type(item).__name__}; {ITEM} is needed"
         )
 
-    def read(self, modality: str, place: Place) -> bytes:
-        return ENCODERS[modality](self._item(place.number).get(modality))
+    def read(self, modality: str, file: str, number: int, media: Media) -> bytes:
+        return ENCODERS[modality](self._item(number).get(modality))
 
     def value(self, modality: str, number: int) -> Any:
         value = self._item(number).get(modality)
@@ -194,13 +194,6 @@ def encoded_audio(sound: Any) -> bytes:
 
 
 ENCODERS = {"image": encoded, "audio": encoded_audio}
-
-
-def _encoded_or_problem(modality: str, value: Any) -> bytes | BadSample:
-    try:
-        return ENCODERS[modality](value)
-    except BadSample as problem:
-        return problem
 
 
 def _bytes_or_path(given: Any, modality: str) -> Any:

@@ -10,7 +10,7 @@ import difflib
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
@@ -57,7 +57,7 @@ class Row(NamedTuple):
     name: str  # its id where `values` has none
     number: int  # of the line, the table's row, the entry: for messages
     # "id", "language" and each modality -> what is given, or what is wrong with it. An image or a
-    # sound is a path below the format's roots, encoded bytes, or a `Member`.
+    # sound is a path below the format's roots, encoded bytes, or the `Media` of an archive.
     values: Mapping[str, Any] | BadSample
 
 
@@ -67,14 +67,6 @@ class Unused(NamedTuple):
 
     what: str  # counted together, such as "files .xml"
     path: str  # as `Media.path` has it: an example is shown
-
-
-class Member(NamedTuple):
-    """A file within an archive."""
-
-    name: str
-    offset: int  # of its content, bytes
-    size: int
 
 
 class Captions(NamedTuple):
@@ -110,16 +102,6 @@ class Sample:
     problem: BadSample | None = None
 
 
-class Place(NamedTuple):
-    """Where the index found an image or a sound."""
-
-    file: str  # of the part
-    path: str
-    offset: int
-    size: int
-    number: int  # of the row
-
-
 class Format:
     """A data set of one kind: subclasses set `spec`, and list parts and rows.
 
@@ -151,9 +133,9 @@ class Format:
     def rows(self, part: Part) -> Iterator[Row | Unused]:
         raise NotImplementedError
 
-    def read(self, modality: str, place: Place) -> bytes:
-        """The encoded image or sound of a row. Raises BadSample."""
-        return self.roots.read(place.path, modality)
+    def read(self, modality: str, file: str, number: int, media: Media) -> bytes:
+        """The encoded image or sound of row `number` of the part of `file`. Raises BadSample."""
+        return self.roots.read(media.path, modality)
 
     def value(self, modality: str, number: int) -> Any:
         """What row `number` holds of a modality that is not in files. Raises Absent."""
@@ -205,12 +187,11 @@ class Format:
         elif value is None:
             raise BadSample("no-value", f"no {modality} is given")
         elif modality in ENCODED:
-            media = sample.media[modality] = Media()
+            media = sample.media[modality] = value if isinstance(value, Media) else Media()
             if isinstance(value, bytes):
                 media.content, media.size = value, len(value)
-            elif isinstance(value, Member):
-                check_characters(value.name, "the name of the member")
-                media.path, media.offset, media.size = value
+            elif isinstance(value, Media):
+                check_characters(value.path, "the name of the member")
             else:
                 media.path = value if isinstance(value, str) else ""
                 self.roots.place(media, value, modality)
@@ -237,6 +218,33 @@ class Format:
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name[0] != "_"}
+
+
+class EntriesFormat(Format):
+    """A data set that one file lists, entry by entry."""
+
+    file: str
+
+    def fingerprint(self) -> list[Stamp]:
+        return [stamp(self.file)]
+
+    def entries(self) -> Iterator[tuple[tuple[int, Any], int, int]]:
+        """(number, content), the bytes that it takes, and its share of `total`, of each."""
+        raise NotImplementedError
+
+    def values(self, content: Any) -> Mapping[str, Any]:
+        """Those of a `Row`. Raises BadSample."""
+        raise NotImplementedError
+
+    def name(self, number: int) -> str:
+        return str(number)
+
+    def parts(self) -> Iterator[Part]:
+        return in_parts(self.file, self.entries())
+
+    def rows(self, part: Part) -> Iterator[Row]:
+        for number, content in part.content:
+            yield Row(self.name(number), number, attempt(self.values, content))
 
 
 def stamp(path: str) -> Stamp:
@@ -329,8 +337,8 @@ class Roots:
     def _refusal(self, path: str, true: str) -> str:
         remedy = "allow its folder with --data-root DIR, or ?root=DIR in the data spec"
         return (
-            f"'{path}' leads to {true}; only files below {self._shown()} are read, by paths without "
-            "'..'" + (f"; {remedy}" if self.more_allowed else "")
+            f"'{path}' leads to {true}; only files below {self._shown()} are read, by paths "
+            "without '..'" + (f"; {remedy}" if self.more_allowed else "")
         )
 
     def _shown(self) -> str:
@@ -347,6 +355,14 @@ def _too_large(size: int) -> str:
 
 
 # -- checks
+
+
+def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What it returns, or the BadSample that it raises."""
+    try:
+        return function(*arguments)
+    except BadSample as problem:
+        return problem
 
 
 def check_characters(text: str, what: str) -> None:

@@ -9,15 +9,7 @@ import os
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-from data.formats.rows import (
-    DEFAULT_PAIRS,
-    Format,
-    Part,
-    Roots,
-    Row,
-    in_parts,
-    near,
-)
+from data.formats.rows import DEFAULT_PAIRS, EntriesFormat, Roots, near
 from data.formats.specs import ROOT, local_file, split_options
 from data.index.bad_samples import BadSample
 
@@ -44,44 +36,16 @@ FIELD_LIMIT = 1 << 20  # characters; a quote that is never closed takes no more 
 NUL = "\udc00"
 
 
-class LinesFormat(Format):
-    """The samples of one text file, in file order. Paths count from the file's folder, then from
-    each further root."""
+class JsonlFormat(EntriesFormat):
+    """Paths count from the file's folder, then from each further root."""
 
     unit = "B"
-    file: str
-
-    def total(self) -> int:
-        return os.path.getsize(self.file)
-
-    def parts(self) -> Iterator[Part]:
-        return in_parts(self.file, self._lines())
-
-    def _lines(self) -> Iterator[tuple[tuple[int, Any], int, int]]:
-        """(number of the line, content), bytes in memory, and bytes of the file that were read."""
-        raise NotImplementedError
-
-    def rows(self, part: Part) -> Iterator[Row]:
-        for number, content in part.content:
-            try:
-                values: dict[str, Any] | BadSample = self._values(content)
-            except BadSample as problem:
-                values = problem
-            yield Row(str(number), number, values)
-
-    def _values(self, content: Any) -> dict[str, Any]:
-        """Raises BadSample."""
-        raise NotImplementedError
-
-
-class JsonlFormat(LinesFormat):
     holds = ("image", "text", "audio")
 
     def __init__(self, where: str) -> None:
         """`where`: `FILE[?image=KEY&…&root=DIR]`. Errors: ValueError, FileNotFoundError."""
         name, options, more = split_options("jsonl", where, (*KEYS, ROOT))
         self.file = local_file("jsonl", name, JSONL, LINE)
-        self.files = [self.file]
         # A key that is named for one thing is not read as another by its usual name.
         self.keys = {
             what: (options[what],)
@@ -92,7 +56,10 @@ class JsonlFormat(LinesFormat):
         self.roots = Roots.of(os.path.dirname(self.file), more)
         self.spec = f"jsonl:{self.file}{options or ''}{self.roots.options()}"
 
-    def _lines(self) -> Iterator[tuple[tuple[int, bytes], int, int]]:
+    def total(self) -> int:
+        return os.path.getsize(self.file)
+
+    def entries(self) -> Iterator[tuple[tuple[int, bytes], int, int]]:
         number = 0
         with open(self.file, "rb") as file:
             while line := file.readline(LINE_LIMIT):
@@ -107,7 +74,7 @@ class JsonlFormat(LinesFormat):
                 if line.strip() or size >= LINE_LIMIT:
                     yield (number, line), len(line), size
 
-    def _values(self, content: bytes) -> dict[str, Any]:
+    def values(self, content: bytes) -> dict[str, Any]:
         if not content:
             raise BadSample("invalid-row", f"the line has more than {LINE_LIMIT:,} bytes")
         fields = parsed_object(content, "the line")
@@ -144,8 +111,11 @@ def parsed_object(content: bytes, what: str) -> dict[str, Any]:
     return fields
 
 
-class TableFormat(LinesFormat):
-    """A csv or tsv file with a line of column names; sounds are in `audio_path` or `audio`."""
+class TableFormat(EntriesFormat):
+    """A csv or tsv file with a line of column names; sounds are in `audio_path` or `audio`. Paths
+    count from the file's folder, then from each further root."""
+
+    unit = "B"
 
     def __init__(self, kind: str, where: str) -> None:
         """`where`: `FILE[?image=COLUMN&…&separator=;&root=DIR]`. Errors: ValueError,
@@ -155,7 +125,6 @@ class TableFormat(LinesFormat):
         usage = f"{kind}:FILE or {kind}:FILE?image=COLUMN&text=COLUMN&audio=COLUMN&id=COLUMN"
         usage += "&language=COLUMN&separator=CHARACTER&root=DIR"
         self.file = local_file(kind, name, usage, f"rows below a line of column names: {usage}")
-        self.files = [self.file]
         self.separator = options.pop("separator", "\t" if kind == "tsv" else ",")
         if len(self.separator) != 1:
             raise ValueError(
@@ -183,7 +152,10 @@ class TableFormat(LinesFormat):
         # Bytes that are not UTF-8 become lone surrogates, which the checks of texts find.
         return open(self.file, encoding="utf-8-sig", errors="surrogateescape", newline="")
 
-    def _lines(self) -> Iterator[tuple[tuple[int, list[str] | BadSample], int, int]]:
+    def total(self) -> int:
+        return os.path.getsize(self.file)
+
+    def entries(self) -> Iterator[tuple[tuple[int, list[str] | BadSample], int, int]]:
         before = csv.field_size_limit(FIELD_LIMIT)
         try:
             with self._opened() as file:
@@ -241,7 +213,7 @@ class TableFormat(LinesFormat):
         except csv.Error as error:
             return _problem(error)
 
-    def _values(self, content: list[str] | BadSample) -> dict[str, Any]:
+    def values(self, content: list[str] | BadSample) -> dict[str, Any]:
         if isinstance(content, BadSample):
             raise content
         given = f"{len(content)} column{'s' if len(content) != 1 else ''}"
@@ -286,8 +258,8 @@ def _columns(spec: str, header: list[str], options: dict[str, str]) -> dict[str,
 
 
 def _noted(file: TextIO, lines: list[str]) -> Iterator[str]:
-    """The lines of a file for the reader, which also go to `lines`. One of gigabytes, which may be a
-    hole in the file, comes in pieces, each of which is refused as a field."""
+    """The lines of a file for the reader, which also go to `lines`. One of gigabytes, which may be
+    a hole in the file, comes in pieces, each of which is refused as a field."""
     while line := file.readline(LINE_LIMIT):
         lines.append(line.replace("\0", NUL))
         yield lines[-1]
@@ -300,11 +272,3 @@ def _problem(error: csv.Error) -> BadSample:
             f"a column has more than {FIELD_LIMIT:,} characters; is a quote not closed?",
         )
     return BadSample("invalid-row", str(error))
-
-
-def open_csv(where: str) -> TableFormat:
-    return TableFormat("csv", where)
-
-
-def open_tsv(where: str) -> TableFormat:
-    return TableFormat("tsv", where)

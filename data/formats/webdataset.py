@@ -14,22 +14,19 @@ from functools import cached_property
 from posixpath import splitext
 from typing import Any, BinaryIO, cast
 
-from common.secrets import redact
 from data.formats.rows import (
     AUDIO_ENDINGS,
     IMAGE_ENDINGS,
     LEFTOVER,
     Captions,
-    Format,
-    Member,
+    Media,
     Part,
-    Place,
     Row,
     Unused,
     checked_captions,
     stamp,
 )
-from data.formats.specs import absolute_pattern, expand, local_copies, short_names
+from data.formats.shards import ShardsFormat
 from data.formats.tables import parsed_object
 from data.index.bad_samples import ABSENCES, BadSample
 
@@ -52,27 +49,23 @@ DIGITS = re.compile(rb"[0-9]{256}")  # tarfile searches such runs anew from each
 OPEN_SHARDS = 64  # per process
 BLOCK = 512  # bytes; tar's unit
 
-Members = dict[str, Member]
-"""Ending, in lower case -> member."""
+Members = dict[str, Media]
+"""Ending, in lower case -> a file in the shard."""
 
 
-class WebdatasetFormat(Format):
-    """The samples of all shards, in order. An id is SHARD/KEY, where the key is the members' common
-    name."""
+class WebdatasetFormat(ShardsFormat):
+    """The samples of all shards. An id is SHARD/KEY, where the key is the members' common name."""
 
     unit = "B"
     holds = ("image", "text", "audio")
 
     def __init__(self, where: str, progress: bool = False) -> None:
         """`where`: patterns of shards, joined by `::`. Errors: ValueError, OSError."""
-        names = expand("webdataset", where, USAGE)
-        for name in names:
-            if name.partition("?")[0].lower().endswith(PACKED):
-                raise ValueError(_refusal(name))
-        self.files = local_copies(names, progress)
-        self.name_of_file = dict(zip(self.files, map(redact, names)))
-        self.short_names = short_names([redact(name) for name in names])
-        self.spec = redact(f"webdataset:{absolute_pattern(where)}")
+        super().__init__("webdataset", where, USAGE, progress)
+
+    def check(self, name: str) -> None:
+        if name.partition("?")[0].lower().endswith(PACKED):
+            raise ValueError(_refusal(name))
 
     def total(self) -> int:
         return sum(map(os.path.getsize, self.files))
@@ -83,8 +76,8 @@ class WebdatasetFormat(Format):
             yield Part(file, None, found[1], "\0".join(map(str, found)))
 
     def rows(self, part: Part) -> Iterator[Row | Unused]:
-        name = self.name_of_file[part.file]
-        short, size = self.short_names[name], os.path.getsize(part.file)
+        name, short = self.shown[part.file], self.short[part.file]
+        size = os.path.getsize(part.file)
         if size == 0:
             yield Row(short, 0, BadSample("empty-file", f"{name} has no byte"))
             return
@@ -92,7 +85,8 @@ class WebdatasetFormat(Format):
             if file.read(2) == b"\x1f\x8b":
                 raise ValueError(_refusal(name))
             shard, number = _Shard(file, size), 0
-            # the last sample, until it is known whether the shard goes on, and what is wrong with it
+            # The last sample, until it is known whether the shard goes on, and what is wrong with
+            # it.
             waiting, problem = None, None
             for found in shard.samples():
                 if isinstance(found, Unused):
@@ -108,7 +102,7 @@ class WebdatasetFormat(Format):
                 if problem is None:
                     for ending, member in members.items():
                         if ending not in used:
-                            yield Unused(f"members .{ending}", member.name)
+                            yield Unused(f"members .{ending}", member.path)
             # An orphan at a damaged end lost its other half with it.
             lost = shard.fault and problem is not None and problem.reason == "orphan-member"
             if waiting is not None and not lost:
@@ -137,22 +131,22 @@ class WebdatasetFormat(Format):
     def _shards(self) -> "_OpenShards":
         return _OpenShards()
 
-    def read(self, modality: str, place: Place) -> bytes:
-        name = self.name_of_file[place.file]
+    def read(self, modality: str, file: str, number: int, media: Media) -> bytes:
+        name = self.shown[file]
         try:
-            found = self._shards.read(place.file, place.offset, place.size)
+            found = self._shards.read(file, media.offset, media.size)
         except OSError as error:
             raise BadSample("unreadable", f"{name}: {error.strerror}") from error
-        if len(found) < place.size:
-            end = place.offset + place.size
+        if len(found) < media.size:
+            end = media.offset + media.size
             raise BadSample(
                 "unreadable", f"{name} ends before byte {end}; it changed under the run"
             )
         return found
 
     def where(self, file: str, path: str, number: int) -> str:
-        name = self.name_of_file.get(file, file)
-        key = path.removeprefix(self.short_names.get(name, "")).removeprefix("/")
+        name = self.shown.get(file, file)
+        key = path.removeprefix(self.short.get(file, "")).removeprefix("/")
         return f"{name}#{key}" if key else name
 
 
@@ -169,21 +163,21 @@ class _Shard:
         up to its first dot belong together."""
         key, members = "", Members()
         for member in self._members():
-            if OF_THE_ARCHIVE.match(member.name) or LEFTOVER.search(member.name):
+            if OF_THE_ARCHIVE.match(member.path) or LEFTOVER.search(member.path):
                 continue
-            if HIDDEN.search(member.name):
-                yield Unused("hidden members", member.name)
+            if HIDDEN.search(member.path):
+                yield Unused("hidden members", member.path)
                 continue
-            found = KEY_AND_ENDING.match(member.name)
-            name = found[1] if found else splitext(member.name)[0]
-            ending = member.name[len(name) + 1 :].lower()
+            found = KEY_AND_ENDING.match(member.path)
+            name = found[1] if found else splitext(member.path)[0]
+            ending = member.path[len(name) + 1 :].lower()
             if name != key or ending in members:  # the same name again is another sample
                 yield from _samples_of(key, members)
                 key, members = name, Members()
             members[ending] = member
         yield from _samples_of(key, members)
 
-    def _members(self) -> Iterator[Member]:
+    def _members(self) -> Iterator[Media]:
         self._file.seek(0)
         try:
             headers = _Headers(self._file)
@@ -207,9 +201,9 @@ class _Shard:
                             f"cut off at byte {self._size} within '{name}', which needs {end}"
                         )
                         return
-                    yield Member(member.name, member.offset_data, member.size)
+                    yield Media(member.name, member.offset_data, member.size)
                 elif not member.isdir():  # its content is elsewhere, so this is no image's ending
-                    yield Member(f"{member.name} (a link)", 0, 0)
+                    yield Media(f"{member.name} (a link)", 0, 0)
             end = tar.offset
         except (tarfile.TarError, ValueError, IndexError, RecursionError) as error:
             # headers from a damaged file may raise the others, a thousand in a row the last one
@@ -221,19 +215,19 @@ class _Shard:
             what = "damaged" if any(block) else "cut off"
             self.fault = f"{what} at byte {end}: an empty block must end a tar file"
 
-    def text(self, member: Member, key: str | None) -> Any:
+    def text(self, member: Media, key: str | None) -> Any:
         """The captions as given, in JSON under `key`. Raises BadSample."""
         if member.size > TEXT_LIMIT:
             raise BadSample(
                 "huge-caption",
-                f"{member.name} has {member.size:,} bytes; at most {TEXT_LIMIT:,} are read",
+                f"{member.path} has {member.size:,} bytes; at most {TEXT_LIMIT:,} are read",
             )
         position = self._file.tell()
         self._file.seek(member.offset)
         content = self._file.read(member.size)
         self._file.seek(position)
         if key is not None:
-            return parsed_object(content, member.name).get(key)
+            return parsed_object(content, member.path).get(key)
         # Bytes that are not UTF-8 become lone surrogates, which the checks of texts find.
         return content.decode("utf-8-sig", "surrogateescape").strip("\r\n")
 
@@ -268,7 +262,7 @@ def _samples_of(key: str, members: Members) -> Iterator[tuple[str, Members] | Un
         return
     apart: dict[str, Members] = {}
     for member in members.values():
-        stem, ending = splitext(member.name)
+        stem, ending = splitext(member.path)
         apart.setdefault(stem, Members())[ending[1:].lower()] = member
     read = {stem: own for stem, own in apart.items() if own.keys() & READ_ENDINGS}
     if members.keys() & READ_ENDINGS:
@@ -277,13 +271,13 @@ def _samples_of(key: str, members: Members) -> Iterator[tuple[str, Members] | Un
             for stem, own in read.items()
             if stem != key and "txt" in own and own.keys() & {*IMAGE_ENDINGS}
         }
-        yield key, {e: m for e, m in members.items() if splitext(m.name)[0] not in paired}
+        yield key, {e: m for e, m in members.items() if splitext(m.path)[0] not in paired}
         yield from paired.items()
     elif read:
         yield from read.items()
         for stem, own in apart.items():
             if stem not in read:
-                yield from (Unused(f"members .{end}", member.name) for end, member in own.items())
+                yield from (Unused(f"members .{end}", member.path) for end, member in own.items())
     else:
         yield key, members
 
@@ -323,6 +317,6 @@ class _OpenShards:
 
 def _refusal(name: str) -> str:
     return (
-        f"{name} is compressed, and samples are read from any place of a shard; decompress it first "
-        "(gunzip) and name the .tar"
+        f"{name} is compressed, and samples are read from any place of a shard; decompress it "
+        "first (gunzip) and name the .tar"
     )

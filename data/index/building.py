@@ -23,7 +23,7 @@ import pyarrow as pa
 from filelock import FileLock
 
 from common.files import make_folder, move, remove_folder, write_text
-from data.formats.rows import Format, Part, Place, Sample, Unused
+from data.formats.rows import Format, Part, Sample, Unused
 from data.index.bad_samples import ABSENCES, CODES, BadSample
 from data.index.keys import HASH_BYTES, content_hash, hash64
 from data.index.mapped import (
@@ -225,8 +225,8 @@ class IndexWriter:
             remove_folder(folder, target)
 
     def _mark_repeats(self) -> np.ndarray:
-        """Mark the usable rows whose id an earlier row has; int64 [n, 2] of each, ascending, and the
-        first row with that id."""
+        """Mark the usable rows whose id an earlier row has; int64 [n, 2] of each, ascending, and
+        the first row with that id."""
         hashes, bad = (
             np.memmap(self._folder / NUMBERS, kind, "r+", offset, self.rows)
             for wanted in ("id_hash", "bad")
@@ -382,8 +382,7 @@ def _row(work: _Work, part: Part, sample: Sample) -> tuple[dict[str, Any], bool]
         try:
             content = media.content
             if content is None:
-                place = Place(part.file, media.path, media.offset, media.size, sample.number)
-                content = format.read(modality, place)
+                content = format.read(modality, part.file, sample.number, media)
             row[f"{modality}_hash"] = content_hash(content)
             measured = MEDIA[modality].measure(content, work.check == "decode")
             refuse_too_long(measured.get("audio_seconds", 0), work.max_audio_seconds)

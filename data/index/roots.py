@@ -64,8 +64,9 @@ def add_root_flag(group: argparse._ActionsContainer, of: str) -> None:
         action="append",
         type=root,
         metavar="DIR",
-        help=f"a further folder that the images of {of} may lie in: paths in data files count from the file's own folder first, then from "
-        "each DIR in order; repeat it for several (default: the own folder only)",
+        help=f"a further folder that the images of {of} may lie in: paths in data files count from "
+        "the file's own folder first, then from each DIR in order; repeat it for several "
+        "(default: the own folder only)",
     )
 
 

@@ -3,6 +3,7 @@ open one."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -13,8 +14,8 @@ from data.formats.demo import Concept, DemoFormat
 from data.formats.folders import AudioFolderFormat, CocoFormat, ImageFolderFormat, KarpathyFormat
 from data.formats.parquet import ParquetFormat
 from data.formats.python import PythonFormat
-from data.formats.rows import DEFAULT_PAIRS, Format, Pairs, Place, near
-from data.formats.tables import JsonlFormat, open_csv, open_tsv
+from data.formats.rows import DEFAULT_PAIRS, Format, Media, Pairs, near
+from data.formats.tables import JsonlFormat, TableFormat
 from data.formats.webdataset import WebdatasetFormat
 from data.index.bad_samples import CODES, REASON_OF_CODE, Absent, BadSample
 from data.index.building import load_index
@@ -129,9 +130,8 @@ class IndexedSource:
         if modality not in MEDIA:
             return self.format.value(modality, number)
         offset, size = (int(self.column(f"{modality}_{name}")[i]) for name in ("offset", "size"))
-        path = self.index.text(f"{modality}_path", i)
-        place = Place(self.index.container(i), path, offset, size, number)
-        content = self.format.read(modality, place)
+        media = Media(self.index.text(f"{modality}_path", i), offset, size)
+        content = self.format.read(modality, self.index.container(i), number, media)
         # a GB/s; bytes of another file would go unnoticed into every cache
         if content_hash(content) != self._hash(modality, i):
             raise BadSample(
@@ -204,8 +204,8 @@ class ConceptSource(IndexedSource):
 KINDS: dict[str, tuple[str, Callable[..., Format]]] = {
     "demo": ("demo[:voices][:LANG+LANG]", DemoFormat),
     "jsonl": ("jsonl:FILE", JsonlFormat),
-    "csv": ("csv:FILE", open_csv),
-    "tsv": ("tsv:FILE", open_tsv),
+    "csv": ("csv:FILE", partial(TableFormat, "csv")),
+    "tsv": ("tsv:FILE", partial(TableFormat, "tsv")),
     "parquet": ("parquet:FILE_OR_PATTERN", ParquetFormat),
     "coco": ("coco:IMAGES:CAPTIONS.json", CocoFormat),
     "karpathy": ("karpathy:FILE?split=test", KarpathyFormat),
