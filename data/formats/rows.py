@@ -194,7 +194,12 @@ class Format:
                 check_characters(value.path, "the name of the member")
             else:
                 media.path = value if isinstance(value, str) else ""
-                self.roots.place(media, value, modality)
+                try:
+                    media.true_path, status = self.roots.find(value, modality)
+                except BadSample as problem:
+                    media.mtime_ns = -1 if problem.reason == "missing-file" else 0
+                    raise
+                media.size, media.mtime_ns = status.st_size, status.st_mtime_ns
             if media.size > FILE_LIMIT:
                 raise BadSample("unreadable", f"the {modality} has {_too_large(media.size)}")
 
@@ -209,11 +214,11 @@ class Format:
 
     @property
     def modalities(self) -> tuple[str, ...]:
-        """Those of the pairs, in the order in which they are first named."""
+        """The modalities of the pairs, in the order in which they are first named."""
         return tuple(dict.fromkeys(name for pair in self.pairs for name in pair))
 
     def lacks_all(self, pair: Sequence[str]) -> bool:
-        """Does this kind of data set hold nothing of a modality of the pair?"""
+        """Whether this kind of data set holds nothing of a modality of the pair."""
         return self.holds is not None and not {*pair} <= {*self.holds}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -233,7 +238,7 @@ class EntriesFormat(Format):
         raise NotImplementedError
 
     def values(self, content: Any) -> Mapping[str, Any]:
-        """Those of a `Row`. Raises BadSample."""
+        """The `values` of a row. Raises BadSample."""
         raise NotImplementedError
 
     def name(self, number: int) -> str:
@@ -266,7 +271,7 @@ class Roots:
 
     @classmethod
     def of(cls, own: str, more: Sequence[str] | None = None) -> "Roots":
-        """Of existing folders, each counted once. `more`: those named beside the data set's own;
+        """Make them of existing folders, each once. `more`: those named beside the own one;
         None: its kind takes none."""
         folders = dict.fromkeys(os.path.realpath(folder) for folder in (own, *(more or ())))
         return cls(tuple(folders), more is not None)
@@ -310,15 +315,6 @@ class Roots:
         raise BadSample(
             "missing-file", f"'{path}' does not exist; paths count from {self._shown()}, in order"
         )
-
-    def place(self, media: Media, path: Any, modality: str) -> None:
-        """Fill in the file that a path leads to. Raises BadSample."""
-        try:
-            media.true_path, status = self.find(path, modality)
-        except BadSample as problem:
-            media.mtime_ns = -1 if problem.reason == "missing-file" else 0
-            raise
-        media.size, media.mtime_ns = status.st_size, status.st_mtime_ns
 
     def read(self, path: str, modality: str = "image") -> bytes:
         """All bytes of a file. Raises BadSample."""

@@ -109,7 +109,7 @@ def absolute_pattern(pattern: str) -> str:
 
 
 def local_copies(names: list[str], progress: bool = False) -> list[str]:
-    """The same files on this machine: a remote one is copied once, into the cache folder, and is
+    """Local names of the files: a remote one is copied once, into the cache folder, and is
     not asked for again.
 
     Several at a time; processes that start together copy each file once. Errors: OSError that names

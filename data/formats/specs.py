@@ -46,7 +46,7 @@ def split_options(
 
 
 def has_options(kind: str, where: str) -> bool:
-    """Does what follows the kind end with `?key=value`? Not if a file (coco: a folder and a file)
+    """Whether what follows the kind ends with `?key=value`, and no file (coco: folder and file)
     exists under the whole name."""
     if "?" not in where or os.path.exists(local_path(where)):
         return False

@@ -23,7 +23,7 @@ from data.progress import progress_bar
 
 INSTALL = "pip install espeakng-loader"
 FOLDER = "voices"  # of the cache folder
-VERSION = 1  # of what is said, and how
+VERSION = 1  # of what is spoken, and how
 ENDING = ".wav"
 NEW_EVERY = 5  # an emoji of so many has a second sample, by a new speaker
 
@@ -72,13 +72,13 @@ def spoken_names(names: Iterable[tuple[str, list[str]]], languages: tuple[str, .
     `names`: code points of an emoji, and its name in each language. Errors: FileNotFoundError,
     OSError.
     """
-    said = [
+    spoken = [
         (file_of(points, speaker), captions[number], languages[number], speaker)
         for points, captions in names
         for number in [_hash(points) // 64 % len(languages)]
         for speaker in speakers_of(points)
     ]
-    what = repr((VERSION, said, Path(_loader().get_library_path()).stat().st_size))
+    what = repr((VERSION, spoken, Path(_loader().get_library_path()).stat().st_size))
     name = hashlib.blake2b(what.encode(), digest_size=8).hexdigest()
     folder = cache_folder() / FOLDER / name
     if folder.is_dir():
@@ -87,13 +87,13 @@ def spoken_names(names: Iterable[tuple[str, list[str]]], languages: tuple[str, .
     with FileLock(folder.with_suffix(".lock")):
         if not folder.is_dir():
             with replacing_folder(folder) as unfinished:
-                for file, text, language, speaker in progress_bar(said, "speaking", "name"):
+                for file, text, language, speaker in progress_bar(spoken, "speaking", "name"):
                     say(unfinished / file, text, language, speaker)
     return folder
 
 
 def speakers_of(points: str) -> list[Speaker]:
-    """Of the samples of an emoji."""
+    """The speakers of an emoji's samples."""
     number = _hash(points)
     speakers = [SPEAKERS[number % len(SPEAKERS)]]
     if number // 8 % NEW_EVERY == 0:
@@ -144,7 +144,7 @@ def _engine() -> tuple[Any, int]:
 
 
 def say(file: Path, text: str, language: str, speaker: Speaker) -> None:
-    """Write what is said as a WAV file of 16 bits and one channel. Errors: OSError."""
+    """Write a spoken text as a WAV file of 16 bits and one channel. Errors: OSError."""
     library, rate = _engine()
     voice = f"{VOICES[language]}+{speaker.variant}"
     if library.espeak_SetVoiceByName(voice.encode()):

@@ -171,7 +171,7 @@ class TableFormat(EntriesFormat):
                         fields = _problem(error)
                     # a file's buffer; typeshed knows only what any buffer has
                     read = file.buffer.tell()  # type: ignore[attr-defined]
-                    if start > 1:  # behind the column names
+                    if start > 1:  # after the column names
                         for number, row in self._apart(start, lines, fields):
                             size = sum(map(len, row)) if isinstance(row, list) else 0
                             yield (number, row), size, read - position
@@ -197,7 +197,7 @@ class TableFormat(EntriesFormat):
                 yield number, row
 
     def _is_a_row(self, line: str) -> bool:
-        """Is a line within a row, read by itself, a row that names a file that is there? One that
+        """Whether a line within a row, read by itself, is a row that names a file. One that
         ends a text of several lines has a quote too many for that."""
         cells = self._cells(line)
         if isinstance(cells, list) and len(cells) == self.num_columns and not line.count('"') % 2:

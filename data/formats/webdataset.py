@@ -251,7 +251,7 @@ class _Headers:
 
 
 def _samples_of(key: str, members: Members) -> Iterator[tuple[str, Members] | Unused]:
-    """The samples among members with one name up to its first dot, by endings behind that.
+    """The samples among members with one name up to its first dot, by endings after that.
 
     Where one of these is read (`a.jpg` beside `a.seg.png`), they are one sample, as webdataset
     has it. Else the names have dots of their own (`photo_v1.20.jpg`, `photo_v1.21.jpg`), and those
@@ -285,7 +285,7 @@ def _samples_of(key: str, members: Members) -> Iterator[tuple[str, Members] | Un
 def _first_good_text(
     shard: _Shard, members: Members, used: set[str]
 ) -> Captions | BadSample | None:
-    """Of a sample's texts the first with a good caption, or what is wrong with the first of them.
+    """The first of a sample's texts with a good caption, or what is wrong with the first of them.
     `used` keeps the endings of those that were read."""
     problems: list[BadSample] = []
     for ending, key in TEXTS:

@@ -1,4 +1,4 @@
-"""What can be wrong with a sample: one exception, one vocabulary, and the limits behind it."""
+"""What can be wrong with a sample: one exception, one vocabulary, and its limits."""
 
 import contextlib
 import time
@@ -27,7 +27,7 @@ REASONS: dict[str, str] = {
     "not-an-image": "no known image format",
     "truncated-image": "the image ends before its last pixel",
     "too-many-pixels": f"more than {PIXEL_LIMIT:,} pixels",
-    "impossible-size": f"a side of 0, over {SIDE_LIMIT:,} pixels, or {ASPECT_LIMIT} times the other",
+    "impossible-size": f"a side of 0, of over {SIDE_LIMIT:,}, or {ASPECT_LIMIT} times the other",
     "unreadable": "the bytes cannot be read or decoded, for another reason than those above",
     "no-caption": "no text is given",
     "empty-caption": "the text is white space only",

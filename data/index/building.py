@@ -338,7 +338,7 @@ def _index_part(work: _Work, part: Part) -> _Indexed:
 
 
 def _update(digest: Any, sample: Sample | Unused) -> None:
-    """Equal as long as a part's rows are, and the files that they name."""
+    """Add a sample to the stamp of its part, with the files that it names."""
     digest.update(repr(sample).encode(errors="backslashreplace"))
     for media in sample.media.values() if isinstance(sample, Sample) else ():
         digest.update(media.content or b"")

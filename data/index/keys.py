@@ -21,7 +21,7 @@ def hash64(value: str | bytes) -> int:
 
 
 def plain_caption(text: str) -> str:
-    """As captions are compared: upper and lower case, and how many spaces, make no difference."""
+    """A caption as it is compared: case, and how many spaces, make no difference."""
     return " ".join(text.split()).casefold()
 
 

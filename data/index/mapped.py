@@ -39,7 +39,7 @@ RECHECKED_FILES = 100_000
 CHECKSUM_BLOCK, CHECKSUM_BLOCKS = 1 << 16, 256
 # after so many reads of single rows, this process lets go of the pages that it has mapped
 READS_KEPT = 32
-UNUSED_KINDS = 50  # told apart; names may be all different
+UNUSED_KINDS = 50  # counted by themselves; names may be all different
 
 ABSENT = "absent"
 """int64, a bit for each of the index's modalities that the sample lacks. Only an index of other
@@ -138,7 +138,7 @@ class Index:
         return self._columns[name]
 
     def text(self, name: str, i: int) -> Any:
-        """Of row i, one of `texts_of`; empty for media that the index has not."""
+        """One of `texts_of` of row i; empty for media that the index has not."""
         # Rows are read in any order, and each maps far more than itself: without letting go, in an
         # epoch all of the file. It stays in the system's memory, where every process finds it again
         # without reading the disk.
@@ -167,7 +167,7 @@ class Index:
         return int(self._repeats[np.searchsorted(self._repeats[:, 0], i), 1])
 
     def lacks(self, modality: str, i: int) -> bool:
-        """Does usable sample i have nothing of a modality?"""
+        """Whether usable sample i has nothing of a modality."""
         return bool(self.lacking(modality, slice(i, i + 1))[0])
 
     def lacking(self, modality: str, rows: slice = slice(None)) -> np.ndarray:
@@ -198,7 +198,7 @@ class Index:
         return np.flatnonzero(self._columns["bad"] == 0).astype(np.int64, copy=False)
 
     def parts(self) -> list[tuple[str, int, UnusedCounts]]:
-        """In order: the stamp of each part, its number of batches, and what is unused."""
+        """The stamp of each part, its number of batches, and what is unused, in order."""
         return [tuple(part) for part in read_json(self.folder / PARTS)]
 
     def batches(self, first: int, number: int) -> Iterator[tuple[pa.RecordBatch, np.ndarray]]:
@@ -220,8 +220,8 @@ def _map(file: Path) -> mmap.mmap:
 
 
 def checksum(file: Path) -> int:
-    """Of the whole file up to 16 MiB; of a larger one of so much of it, spread evenly: reading all
-    would take longer than opening may."""
+    """CRC-32 of the file up to 16 MiB; of a larger one of so much of it, spread evenly: reading
+    all would take longer than opening may."""
     size = os.path.getsize(file)
     starts = range(0, size, CHECKSUM_BLOCK)
     if len(starts) > CHECKSUM_BLOCKS:
@@ -270,7 +270,7 @@ def kept_index(folder: Path) -> Index | None:
 
 
 def fingerprint(what: Any) -> str:
-    """Equal for what is equal by its `repr`."""
+    """A hash that is equal for what is equal by its `repr`."""
     words = repr(what).encode(errors="backslashreplace")
     return hashlib.blake2b(words, digest_size=12).hexdigest()
 
@@ -287,7 +287,7 @@ def _files_changed(format: Format, index: Index) -> bool:
 
 
 def _size_and_time(folders: Sequence[str], path: str) -> tuple[int, int]:
-    """Of the file that a path leads to, without the checks of `Roots.find`; -1 where none is."""
+    """Find the file that a path leads to, without the checks of `Roots.find`; -1: none."""
     for folder in folders:
         try:
             found = os.stat(os.path.join(folder, path))

@@ -107,5 +107,5 @@ MEDIA = {
 
 
 def media_of(modalities: Sequence[str]) -> list[str]:
-    """Those of the modalities that are encoded files."""
+    """The modalities that are encoded files."""
     return [modality for modality in MEDIA if modality in modalities]

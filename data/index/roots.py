@@ -22,7 +22,7 @@ FLAG = "--data-root"
 
 
 def with_roots(spec: str, roots: Sequence[str] | None) -> str:
-    """The spec with `roots` behind those that it has; as it is where its kind takes none."""
+    """The spec with `roots` after those that it has; unchanged where its kind takes none."""
     if not roots or not takes_roots(spec):
         return spec
     kind, _, where = spec.partition(":")

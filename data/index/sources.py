@@ -87,8 +87,8 @@ class Source(Protocol):
         """(identity, where, reason, detail) of each."""
 
     def broken_values(self) -> Iterator[tuple[str, str, str, str]]:
-        """The same of each value that cannot be used of a usable sample, which is used without
-        it, and of captions that are dropped beside good ones."""
+        """(identity, where, reason, detail) of each value that a usable sample is used without, and
+        of captions that are dropped beside good ones."""
 
     def unused(self) -> UnusedCounts:
         """What is no part of a sample -> how many there are, and where the first is."""

@@ -18,7 +18,7 @@ from data.progress import progress_bar
 
 @dataclass(frozen=True, eq=False)
 class Splits:
-    """Indices into one source, int64, ascending; no index twice."""
+    """Samples of one source by side, int64, ascending; no index twice."""
 
     train: np.ndarray  # [N]
     held_out: dict[str, np.ndarray] = field(default_factory=dict)  # name -> [n]
