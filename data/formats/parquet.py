@@ -151,9 +151,12 @@ class ParquetFormat(ShardsFormat):
         group, first, count = part.content
         size = os.path.getsize(part.file)
         number, decoded, limit = first, 0, FILE_LIMIT + DECODED_FACTOR * size
+        # Of images and sounds those that are compared are read.
+        columns = {key: self.columns.get(key) for key in ("id", *self.modalities)}
+        wanted = {key: column for key, column in columns.items() if column is not None}
         try:
-            for batch in self._batches(part.file, group):
-                values = self._values(batch)
+            for batch in self._batches(part.file, group, wanted):
+                values = self._values(batch, wanted)
                 decoded += max(ROW_BYTES, _decoded_bytes(batch, values))
                 if decoded > limit:
                     raise _Bomb(f"its first {number - first:,} rows decode to over {limit:,} bytes")
@@ -169,7 +172,7 @@ class ParquetFormat(ShardsFormat):
                 fault = f"row group {group}: {error}"
                 yield Row(f"{name}/{lost}", lost, BadSample("unreadable", fault))
 
-    def _batches(self, file: str, group: int) -> Iterator[pa.RecordBatch]:
+    def _batches(self, file: str, group: int, wanted: dict[str, str]) -> Iterator[pa.RecordBatch]:
         """The rows of a row group, one each. Raises _Bomb."""
         with pq.ParquetFile(file) as opened:
             chunks = opened.metadata.row_group(group)
@@ -185,17 +188,12 @@ class ParquetFormat(ShardsFormat):
             and leaf.physical_type == "BYTE_ARRAY"
         ]
         with pq.ParquetFile(file, read_dictionary=lists) as opened:
-            yield from _rows_of(opened, group, [*self._wanted().values()])
+            yield from _rows_of(opened, group, [*wanted.values()])
 
-    def _wanted(self) -> dict[str, str]:
-        """The columns that are read: of images and sounds those that are compared."""
-        wanted = ("id", *self.modalities)
-        return {key: self.columns[key] for key in wanted if key in self.columns}
-
-    def _values(self, batch: pa.RecordBatch) -> dict[str, Any] | BadSample:
+    def _values(self, batch: pa.RecordBatch, wanted: dict[str, str]) -> dict[str, Any] | BadSample:
         values = {
             key: attempt(self._value, key, batch.column(column)[0])
-            for key, column in self._wanted().items()
+            for key, column in wanted.items()
         }
         return values["id"] if isinstance(values.get("id"), BadSample) else values
 

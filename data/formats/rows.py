@@ -84,7 +84,7 @@ class Media:
     offset: int = 0  # in its archive, bytes
     size: int = -1  # bytes; -1: not known
     mtime_ns: int = 0  # of a file of its own; 0: it is none; -1: the file is missing
-    true_path: str = ""
+    true_path: str = ""  # of a file of its own that was just found
     content: bytes | None = field(default=None, repr=False)  # where listing has read it anyway
 
 
@@ -135,7 +135,7 @@ class Format:
 
     def read(self, modality: str, file: str, number: int, media: Media) -> bytes:
         """The encoded image or sound of row `number` of the part of `file`. Raises BadSample."""
-        return self.roots.read(media.path, modality)
+        return self.roots.read(media.path, modality, media.true_path)
 
     def value(self, modality: str, number: int) -> Any:
         """What row `number` holds of a modality that is not in files. Raises Absent."""
@@ -316,13 +316,13 @@ class Roots:
             "missing-file", f"'{path}' does not exist; paths count from {self._shown()}, in order"
         )
 
-    def read(self, path: str, modality: str = "image") -> bytes:
-        """All bytes of a file. Raises BadSample."""
-        true, status = self.find(path, modality)
-        if status.st_size > FILE_LIMIT:
-            raise BadSample("unreadable", f"{true} has {_too_large(status.st_size)}")
+    def read(self, path: str, modality: str = "image", true: str = "") -> bytes:
+        """All bytes of a file. `true`: where `find` just found it. Raises BadSample."""
+        true = true or self.find(path, modality)[0]
         try:
             with open(true, "rb") as file:
+                if (size := os.fstat(file.fileno()).st_size) > FILE_LIMIT:
+                    raise BadSample("unreadable", f"{true} has {_too_large(size)}")
                 return file.read()
         except OSError as error:
             raise BadSample("unreadable", f"{true}: {error.strerror}") from error

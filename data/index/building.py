@@ -55,6 +55,7 @@ POOL_AFTER_S = 3.0  # starting processes takes about that long; a smaller data s
 MAX_WORKERS = 16
 PARTS_AHEAD = 4  # per worker
 KEPT_BUILDS = 2  # the newest one and that of runs which started before it was made
+MOST_CAPTIONS = np.iinfo(np.int16).max  # that are counted
 DETAIL_LIMIT = 1000  # characters: several long paths, and what to do about them
 DUPLICATE = CODES["duplicate-id"]
 # rows whose id may not be their own
@@ -398,7 +399,7 @@ def _row(work: _Work, part: Part, sample: Sample) -> tuple[dict[str, Any], bool]
         "language": "" if sample.language is None else json.dumps(sample.language),
         "captions": sample.captions,
         "row": sample.number,
-        "num_captions": min(len(sample.captions), np.iinfo(np.int16).max),
+        "num_captions": min(len(sample.captions), MOST_CAPTIONS),
         "num_characters": max(map(len, sample.captions), default=0),
         "bad": CODES[problem.reason] if problem else 0,
         "id_hash": hash64(_clean(sample.id)),
@@ -426,12 +427,11 @@ def _unused_of(format: Format, part: Part, found: Sample | Unused) -> UnusedCoun
     if isinstance(found, Unused):
         return {found.what: (1, _clean(format.where(part.file, found.path, 0)))}
     empty = sum(each.reason in ABSENCES for each in found.dropped)
-    where = format.where(part.file, _path(found), found.number)
-    return {"captions without text": (empty, _clean(where))} if empty else {}
-
-
-def _path(sample: Sample) -> str:
-    return next((media.path for media in sample.media.values() if media.path), sample.id)
+    if not empty:
+        return {}
+    path = next((media.path for media in found.media.values() if media.path), found.id)
+    where = format.where(part.file, path, found.number)
+    return {"captions without text": (empty, _clean(where))}
 
 
 def _clean(text: str) -> str:

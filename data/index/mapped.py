@@ -180,18 +180,19 @@ class Index:
     def broken(self) -> Iterator[tuple[int, str, str, str]]:
         """(i, modality, reason, detail) of what cannot be used of usable samples, which are used
         without it."""
-        for i in self._filled("detail"):
+        for i, noted in self.filled("detail"):
             if self._columns["bad"][i] == 0:
-                for line in self.text("detail", i).split("\n"):
+                for line in noted.split("\n"):
                     modality, reason, detail = line.split(": ", 2)
                     yield i, modality, reason, detail
 
-    def _filled(self, name: str) -> Iterator[int]:
-        """The rows where a text is not empty."""
-        for number, start in enumerate(self._starts[:-1]):
-            lengths = pc.binary_length(self._batches.get_batch(number).column(name))
-            filled = np.flatnonzero(lengths.to_numpy(zero_copy_only=False))
-            yield from (int(start) + filled).tolist()
+    def filled(self, name: str) -> Iterator[tuple[int, str]]:
+        """Row and text of all rows where a text is not empty."""
+        for number, start in enumerate(self._starts[:-1].tolist()):
+            column = self._batches.get_batch(number).column(name)
+            lengths = pc.binary_length(column).to_numpy(zero_copy_only=False)
+            for place in np.flatnonzero(lengths).tolist():
+                yield start + place, column[place].as_py()
 
     def usable(self) -> np.ndarray:
         """[n] int64, ascending."""
@@ -277,11 +278,13 @@ def fingerprint(what: Any) -> str:
 
 def _files_changed(format: Format, index: Index) -> bool:
     for modality in media_of(index.modalities):
+        # a time of 0: no file of its own
         sizes, times = (index.column(f"{modality}_{name}") for name in ("size", "mtime_ns"))
-        files = np.flatnonzero(times)  # 0: no file of its own
-        for i in files.tolist() if len(files) <= RECHECKED_FILES else ():
-            found = _size_and_time(format.roots.folders, index.text(f"{modality}_path", i))
-            if found != (sizes[i], times[i]):
+        if not 0 < np.count_nonzero(times) <= RECHECKED_FILES:
+            continue
+        for i, path in index.filled(f"{modality}_path"):
+            known = (sizes[i], times[i])
+            if times[i] and _size_and_time(format.roots.folders, path) != known:
                 return True
     return False
 

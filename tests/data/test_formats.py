@@ -98,6 +98,13 @@ def test_a_row_with_more_fields_than_the_first_line_has_is_bad(tmp_path):
     assert source.usable().tolist() == [1, 2]
 
 
+def test_a_column_of_languages_may_end_early(tmp_path):
+    (tmp_path / "a.png").write_bytes(encoded_image())
+    (tmp_path / "set.csv").write_text("filepath,title,language\na.png,eins,de\na.png,two\n")
+    source = open_source(f"csv:{tmp_path}/set.csv")
+    assert [source.language(i) for i in (0, 1)] == ["de", None]
+
+
 def test_a_file_whose_name_looks_like_options(tmp_path):
     (tmp_path / "a.png").write_bytes(encoded_image())
     (tmp_path / "what?.csv").write_text("filepath,title\na.png,fine\n")
