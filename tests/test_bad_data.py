@@ -164,7 +164,7 @@ def rotten_shard(tmp_path, emoji):
     before = os.stat(tmp_path / "set.tar")
     with (tmp_path / "set.tar").open("r+b") as shard:
         for i in range(6):
-            shard.seek(int(source.column("offset")[i]) + 200)
+            shard.seek(int(source.column("image_offset")[i]) + 200)
             shard.write(bytes(100))
     os.utime(tmp_path / "set.tar", ns=(before.st_atime_ns, before.st_mtime_ns))
     return spec, [], {f"set.tar/{n}" for n in range(6)}, "unreadable"
