@@ -246,7 +246,7 @@ def main() -> None:
         spec = subprocess.run(
             [sys.executable, "-c", made], capture_output=True, text=True, check=True, cwd=ROOT
         ).stdout.strip()
-        file_mb = sum(file.stat().st_size for file in folder.rglob("*.arrow")) / 1e6
+        file_mb = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) / 1e6
         results: dict[str, list[dict]] = {"torch": [], "plain": []}
         run_alone(spec, folder, False)  # writes the training subset, and brings the file to memory
         for _ in range(arguments.rounds):

@@ -213,48 +213,26 @@ def fill_cache(folder: Path) -> float:
 
 
 def index_of_a_million() -> dict[str, float]:
-    """Bytes of a row of sounds in the index's file, and MB that a process gains by opening a
-    million of them and reading its columns of numbers."""
-    import numpy as np
-    import pyarrow as pa
-    from index import memory
+    """Bytes of a row of sounds in the index's files, and MB that a process gains by opening a
+    million of them and reading a column of numbers."""
+    from index import memory  # also finds tests/data
+    from large_index import write_large_index
 
-    from data.index.mapped import schema_of
+    from data.index.sources import open_source
 
-    number = np.arange(ROWS)
-    columns = []
-    schema = schema_of(("audio", "text"))
-    paths = pa.array([f"clips/{i:09d}.flac" for i in range(ROWS)], pa.large_string())
-    for field in schema:
-        if field.name in ("id", "audio_path"):
-            columns.append(paths)
-        elif pa.types.is_large_string(field.type):
-            columns.append(pa.array([""], field.type).take(pa.array(np.zeros(ROWS, np.int8))))
-        elif pa.types.is_large_list(field.type):
-            captions = [f"a sound of one thing and another, number {i}" for i in range(1000)]
-            values = pa.array(captions, pa.large_string()).take(pa.array(number % 1000))
-            columns.append(pa.LargeListArray.from_arrays(pa.array(np.arange(ROWS + 1)), values))
-        elif pa.types.is_fixed_size_binary(field.type):
-            content = pa.py_buffer(bytes(field.type.byte_width * ROWS))
-            columns.append(pa.Array.from_buffers(field.type, ROWS, [None, content]))
-        else:
-            columns.append(pa.array((number % 100).astype(field.type.to_pandas_dtype())))
+    pairs = (("audio", "text"),)
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "index.arrow"
-        with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, schema) as writer:
-            writer.write_batch(pa.record_batch(columns, schema=schema))
-        del columns, paths
+        spec = write_large_index(Path(folder), ROWS, pairs)
+        size = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
         before = memory()
-        with pa.memory_map(str(file)) as mapped:
-            batch = pa.ipc.open_file(mapped).get_batch(0)
-            seconds = batch.column("audio_seconds").to_numpy(zero_copy_only=True)
-            float(seconds.sum())
-            opened = memory()
-            return {
-                "row_bytes": file.stat().st_size / ROWS,
-                "own_mb": opened["own"] - before["own"],
-                "mapped_mb": opened["mapped"] - before["mapped"],
-            }
+        source = open_source(spec, pairs, folder=Path(folder) / "index")
+        float(source.column("audio_seconds").sum())
+        opened = memory()
+        return {
+            "row_bytes": size / ROWS,
+            "own_mb": opened["own"] - before["own"],
+            "mapped_mb": opened["mapped"] - before["mapped"],
+        }
 
 
 def report(rounds: list, arguments: argparse.Namespace, length_s: float, kept: float) -> str:

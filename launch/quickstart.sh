@@ -17,7 +17,7 @@ esac
 set_up requirements.txt
 cd "$root"
 gpus="$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())')"
-"$PYTHON" -m data.formats.demo
+"$PYTHON" -m data.inspect demo --count 0
 run=(); case " $* " in *" --run-dir"*) ;; *) run=(--run-dir "runs/quickstart-$(date +%Y%m%d-%H%M%S)") ;; esac
 if [ "$gpus" -eq 0 ]; then
     echo "no GPU found: two processes on CPU"

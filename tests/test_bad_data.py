@@ -54,14 +54,14 @@ def train(fork, *arguments):
 def emoji():
     """GOOD real images as JPEG, and their names."""
     demo, samples = DemoFormat(""), []
-    rows = [row for part in demo.parts() for row in demo.rows(part)]
+    rows = [row.values for part in demo.parts() for row in demo.rows(part)]
     for row in rows[:: len(rows) // GOOD][:GOOD]:
         out = io.BytesIO()
-        image = Image.open(io.BytesIO(demo.image_bytes("", row.path, 0, row.size))).convert("RGBA")
+        image = Image.open(io.BytesIO(demo.roots.read(row["image"]))).convert("RGBA")
         Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB").save(
             out, "JPEG"
         )
-        samples.append((out.getvalue(), row.captions[0]))
+        samples.append((out.getvalue(), row["text"][0]))
     return samples
 
 
@@ -164,7 +164,7 @@ def rotten_shard(tmp_path, emoji):
     before = os.stat(tmp_path / "set.tar")
     with (tmp_path / "set.tar").open("r+b") as shard:
         for i in range(6):
-            shard.seek(int(source.column("offset")[i]) + 200)
+            shard.seek(int(source.column("image_offset")[i]) + 200)
             shard.write(bytes(100))
     os.utime(tmp_path / "set.tar", ns=(before.st_atime_ns, before.st_mtime_ns))
     return spec, [], {f"set.tar/{n}" for n in range(6)}, "unreadable"

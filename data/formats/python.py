@@ -16,24 +16,28 @@ from PIL import Image
 
 from data.formats.rows import (
     ROWS_OF_A_PART,
-    AudioFile,
     Format,
+    Media,
     Part,
+    Roots,
     Row,
     Stamp,
-    checked_id,
+    attempt,
     near,
     stamp,
-    take_captions,
 )
 from data.formats.specs import local_path
-from data.index.bad_samples import FILE_LIMIT, Absent, BadSample, check_sound, refusing
+from data.index.bad_samples import Absent, BadSample, check_sound, refusing
 from data.modalities.decoding import upright_8bit
 
-USAGE = "python:MODULE:NAME, where NAME is a data set, or what makes one when it is called without arguments"
+USAGE = (
+    "python:MODULE:NAME, where NAME is a data set, or what makes one when it is called without "
+    "arguments"
+)
 # that a PNG file can hold; of others, such as CMYK, it holds what a viewer would show
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16", "I;16B")
 ITEM = '{"image": ..., "text": ...} or (image, text)'
+ANYWHERE = Roots(("/",))
 
 
 class PythonFormat(Format):
@@ -44,14 +48,12 @@ class PythonFormat(Format):
     "text": a text or several; "audio": encoded bytes, a path, or as Hugging Face's data sets give
     it {"bytes", "path"} or {"array": floats [samples] or [channels, samples], "sampling_rate": Hz};
     "id": a name that stays, else the number; "language": of the text, for towers that tell
-    languages apart. Further keys hold further modalities. A key
-    that is missing, or None: the sample lacks the modality. Item i must be the same whenever it is
-    asked for. The data set is made once in every process. It is read again when its module's
-    file changes, its length, or its attribute `fingerprint` if it has one.
+    languages apart. Further keys hold further modalities. A key that is missing, or None: the
+    sample lacks the modality. Item i must be the same whenever it is asked for. The data set is
+    made once in every process. It is read again when its module's file changes, its length, or its
+    attribute `fingerprint` if it has one.
     """
 
-    images_are_files = False
-    audio_is_files = False
     when_changed = (
         "change the data set's `fingerprint` attribute, or touch its module, and start again"
     )
@@ -63,12 +65,7 @@ class PythonFormat(Format):
         self.spec = f"python:{where}"
         if not self.module or not self.name:
             raise ValueError(f"data spec '{self.spec}': write {USAGE}")
-        size = (
-            len(self._items)
-            if hasattr(self._items, "__len__") and hasattr(self._items, "__getitem__")
-            else None
-        )
-        if size is None:
+        if not hasattr(self._items, "__len__") or not hasattr(self._items, "__getitem__"):
             raise ValueError(
                 f"data spec '{self.spec}': it is a {type(self._items).__name__} without __len__ "
                 f"and __getitem__; {USAGE}"
@@ -92,14 +89,8 @@ class PythonFormat(Format):
                 f"'{self.name}'{near(self.name, dir(module))}"
             )
         found = getattr(module, self.name)
-        return (
-            found()
-            if isinstance(found, type) or not hasattr(found, "__len__") and callable(found)
-            else found
-        )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_items"}
+        makes_one = isinstance(found, type) or not hasattr(found, "__len__") and callable(found)
+        return found() if makes_one else found
 
     def fingerprint(self) -> list[Stamp]:
         file = getattr(importlib.import_module(self.module), "__file__", None)
@@ -110,43 +101,22 @@ class PythonFormat(Format):
         return len(self._items)
 
     def parts(self) -> Iterator[Part]:
+        unchanging = repr(self.fingerprint())
         for start in range(0, len(self._items), ROWS_OF_A_PART):
             numbers = range(start, min(start + ROWS_OF_A_PART, len(self._items)))
-            yield Part(self.spec, numbers, len(numbers))
+            yield Part(self.spec, numbers, len(numbers), f"{unchanging}{numbers}")
 
     def rows(self, part: Part) -> Iterator[Row]:
-        changed = max((time for _, _, time in self.fingerprint()), default=0)
         for number in part.content:
-            row = Row(str(number), number, offset=number, mtime_ns=changed)
-            try:
-                item = self._item(number)
-                row.id = checked_id(item.get("id"), row.id)
-                for modality in self.modalities:
-                    try:
-                        self._take(row, item, modality)
-                    except BadSample as problem:
-                        row.lacks[modality] = problem
-            except BadSample as problem:
-                row.problem = problem
-            yield row
+            yield Row(str(number), number, attempt(self._values, number))
 
-    def _take(self, row: Row, item: Mapping[str, Any], modality: str) -> None:
-        value = item.get(modality)
-        if modality == "text":
-            take_captions(row, value)
-        elif value is None:
-            raise BadSample(
-                "no-value",
-                f"item {row.number} has no '{modality}'; given: {', '.join(item) or 'nothing'}",
-            )
-        elif modality == "image":
-            row.image = encoded(value)
-            row.size = len(row.image)
-        elif modality == "audio":
-            sound = encoded_audio(value)
-            row.audio = AudioFile(
-                offset=row.number, size=len(sound), mtime_ns=row.mtime_ns, content=sound
-            )
+    def _values(self, number: int) -> dict[str, Any]:
+        item = self._item(number)
+        values = {key: item.get(key) for key in ("id", "language", *self.modalities)}
+        for modality in values.keys() & ENCODERS.keys():
+            if values[modality] is not None:
+                values[modality] = attempt(ENCODERS[modality], values[modality])
+        return values
 
     def _item(self, number: int) -> Mapping[str, Any]:
         """Raises BadSample."""
@@ -164,20 +134,14 @@ class PythonFormat(Format):
             "invalid-row", f"item {number} is a {type(item).__name__}; {ITEM} is needed"
         )
 
-    def image_bytes(self, file: str, path: str, offset: int, size: int) -> bytes:
-        return encoded(self._item(offset).get("image"))
+    def read(self, modality: str, file: str, number: int, media: Media) -> bytes:
+        return ENCODERS[modality](self._item(number).get(modality))
 
-    def audio_bytes(self, file: str, path: str, offset: int, size: int, number: int) -> bytes:
-        return encoded_audio(self._item(number).get("audio"))
-
-    def value(self, modality: str, file: str, path: str, number: int) -> Any:
+    def value(self, modality: str, number: int) -> Any:
         value = self._item(number).get(modality)
         if value is None:
             raise Absent(f"item {number} has no '{modality}'")
         return value
-
-    def language(self, number: int) -> str | int | None:
-        return self._item(number).get("language")
 
     def where(self, file: str, path: str, number: int) -> str:
         return f"{self.spec}#{number}"
@@ -185,11 +149,9 @@ class PythonFormat(Format):
 
 def encoded(image: Any) -> bytes:
     """An image as the bytes of a file: PNG where it is not encoded yet. Raises BadSample."""
-    image = _bytes_or_path(image)
+    image = _bytes_or_path(image, "image")
     if isinstance(image, bytes):
         return image
-    if isinstance(image, (str, os.PathLike)):
-        return _read(local_path(os.fspath(image)))
     if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim in (2, 3):
         with refusing():
             image = Image.fromarray(image)
@@ -221,11 +183,9 @@ def encoded_audio(sound: Any) -> bytes:
                 check_sound(rate, 1 if samples.ndim == 1 else len(samples))
                 wavfile.write(file, rate, samples.T)
                 return file.getvalue()
-    sound = _bytes_or_path(sound)
+    sound = _bytes_or_path(sound, "audio")
     if isinstance(sound, bytes):
         return sound
-    if isinstance(sound, (str, os.PathLike)):
-        return _read(local_path(os.fspath(sound)))
     raise BadSample(
         "not-audio",
         f"the sound is a {type(sound).__name__}; bytes, a path, {{bytes, path}} or {{array, "
@@ -233,23 +193,14 @@ def encoded_audio(sound: Any) -> bytes:
     )
 
 
-def _bytes_or_path(given: Any) -> Any:
-    """Of {bytes, path}, as Hugging Face's data sets give what they do not decode."""
+ENCODERS = {"image": encoded, "audio": encoded_audio}
+
+
+def _bytes_or_path(given: Any, modality: str) -> Any:
+    """The content of a path, and of {bytes, path}, as Hugging Face's data sets give what they do
+    not decode; all else as it is. Raises BadSample."""
     if isinstance(given, Mapping) and {"bytes", "path"} & {*given}:
-        return given.get("path") if given.get("bytes") is None else given["bytes"]
+        given = given.get("path") if given.get("bytes") is None else given["bytes"]
+    if isinstance(given, (str, os.PathLike)):
+        return ANYWHERE.read(local_path(os.fspath(given)), modality)
     return given
-
-
-def _read(path: str) -> bytes:
-    try:
-        if os.path.getsize(path) > FILE_LIMIT:
-            raise BadSample(
-                "unreadable",
-                f"{path} has {os.path.getsize(path):,} bytes; at most {FILE_LIMIT:,} are read",
-            )
-        with open(path, "rb") as file:
-            return file.read()
-    except FileNotFoundError as error:
-        raise BadSample("missing-file", f"{path} does not exist") from error
-    except OSError as error:
-        raise BadSample("unreadable", f"{path}: {error.strerror}") from error

@@ -1,15 +1,16 @@
-"""What every format offers to the index, and the checks that all of them share.
+"""What a data format is, and the checks that all formats share.
 
-A format is listed in *parts*, in order. `parts` runs in the process that builds the index and is
-cheap; `rows` runs in any process and turns one part into rows. A row that is wrong is a row with a
-`problem`, so that rows keep their numbers.
+A format lists *parts* and turns a part into plain *rows*; `Format.samples` fills, checks and names
+them. Listing parts is cheap and happens in one process, reading a part happens in any. An index
+(`data/index/`) reads all parts beforehand; whatever reads parts as they come needs no more than
+`parts` and `samples`.
 """
 
 import difflib
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
@@ -25,7 +26,8 @@ IMAGE_ENDINGS = (
     *("jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp", "tif", "tiff"),
     *("ppm", "pgm", "pbm", "pnm"),
 )
-# What systems and tools leave beside data: no part of it, and not worth a word.
+ENCODED = ("image", "audio")  # modalities whose values are encoded files
+# What systems and tools leave beside data: no part of it, and not counted.
 LEFTOVER = re.compile(
     r"(^|/)(__MACOSX(/.*)?|\._[^/]*|\.DS_Store|Thumbs\.db|desktop\.ini"
     r"|(README|LICEN[CS]E)(\.(md|txt|rst))?)$",
@@ -36,50 +38,27 @@ Pairs = tuple[tuple[str, str], ...]
 DEFAULT_PAIRS: Pairs = (("image", "text"),)
 
 Stamp = tuple[str, int, int]
-"""Path, size in bytes, time of the last change in ns: equal as long as a file is what it was."""
+"""Path, size in bytes, time of the last change in ns: equal while a file is unchanged."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """A piece of a data set that is listed at once."""
+class Part(NamedTuple):
+    """A piece of a data set that is read at once, such as a shard or some lines of a file."""
 
-    file: str  # the file (or folder) that the rows stand in
+    file: str  # the file or folder that the rows stand in
     content: Any  # what the format's `rows` turns into rows
     weight: int  # its share of `Format.total`
-    stamp: str = ""  # as long as it is the same, so are all rows; empty: they may differ
+    # Equal while all rows are unchanged; empty: they follow from other files too, such as images.
+    stamp: str = ""
 
 
-@dataclass
-class AudioFile:
-    """Where the encoded sound of a sample is, as `Row` says it of the image."""
+class Row(NamedTuple):
+    """One sample as the data set gives it, unchecked."""
 
-    path: str = ""
-    root: str = ""
-    offset: int = 0
-    size: int = -1
-    mtime_ns: int = 0
-    content: bytes | None = None
-
-
-@dataclass
-class Row:
-    """One sample as listed; its image and its sound have not been read yet."""
-
-    id: str
+    name: str  # its id where `values` has none
     number: int  # of the line, the table's row, the entry: for messages
-    path: str = ""  # of the image as the data set gives it, or of the member in its archive
-    root: str = ""  # the folder that an image of its own file was found below
-    offset: int = 0  # of the image in its archive (bytes), or of the row in its table
-    size: int = -1  # bytes of the encoded image; -1: not known
-    mtime_ns: int = 0  # last change of the file that holds the image
-    captions: list[str] = field(default_factory=list)
-    image: bytes | None = None  # where listing has read it anyway
-    audio: AudioFile | None = None
-    problem: BadSample | None = None
-    dropped: list[BadSample] = field(default_factory=list)  # of captions beside good ones
-    lacks: dict[str, BadSample] = field(
-        default_factory=dict
-    )  # modality -> why the sample has none of it
+    # "id", "language" and each modality -> what is given, or what is wrong with it. An image or a
+    # sound is a path below the format's roots, encoded bytes, or the `Media` of an archive.
+    values: Mapping[str, Any] | BadSample
 
 
 class Unused(NamedTuple):
@@ -87,66 +66,62 @@ class Unused(NamedTuple):
     file of labels beside the images. It is counted, and refuses no run."""
 
     what: str  # counted together, such as "files .xml"
-    path: str  # as `Row.path` has it: an example is shown
+    path: str  # as `Media.path` has it: an example is shown
 
 
-@dataclass(frozen=True)
-class Roots:
-    """The folders that images may lie below, absolute and without links in their paths: nothing
-    that leaves all of them is opened."""
+class Captions(NamedTuple):
+    """The good texts of a sample, and what is wrong with the others."""
 
-    own: str  # of the data set
-    more: tuple[str, ...] | None = (
-        # named beside it, in the order in which they are searched; None: this kind of data set
-        # takes none
-        None
-    )
+    good: list[str]
+    dropped: list[BadSample]
 
-    @classmethod
-    def of(cls, own: str, more: Sequence[str] | None = None) -> "Roots":
-        """Of existing folders, given by any path; one that is given twice counts once."""
-        true = dict.fromkeys(os.path.realpath(folder) for folder in (own, *(more or ())))
-        first, *others = true
-        return cls(first, None if more is None else tuple(others))
 
-    @property
-    def folders(self) -> tuple[str, ...]:
-        """In the order in which they are searched."""
-        return (self.own, *(self.more or ()))
+@dataclass
+class Media:
+    """Where the encoded image or sound of a sample is."""
 
-    def options(self) -> str:
-        """What tells an index of these folders from one of the data set's own folder alone; empty
-        where there are no others."""
-        return "".join(f"?root={folder}" for folder in self.more or ())
+    path: str = ""  # as the data set gives it, or of the member in its archive
+    offset: int = 0  # in its archive, bytes
+    size: int = -1  # bytes; -1: not known
+    mtime_ns: int = 0  # of a file of its own; 0: it is none; -1: the file is missing
+    true_path: str = ""  # of a file of its own that was just found
+    content: bytes | None = field(default=None, repr=False)  # where listing has read it anyway
 
-    def holding(self, true: str) -> str | None:
-        """The first folder that is, or is above, a path without links."""
-        return next(
-            (folder for folder in self.folders if true == folder or is_inside(folder, true)), None
-        )
 
-    def shown(self) -> str:
-        """For messages."""
-        hidden = len(self.folders) - ROOTS_SHOWN
-        return ", ".join(self.folders[:ROOTS_SHOWN]) + (f" and {hidden} more" if hidden > 0 else "")
+@dataclass
+class Sample:
+    """A row that was checked; its image and sound have not been read yet."""
+
+    id: str
+    number: int
+    captions: list[str] = field(default_factory=list)
+    language: str | int | None = None
+    media: dict[str, Media] = field(default_factory=dict)  # by modality
+    lacks: dict[str, BadSample] = field(default_factory=dict)  # modality -> why there is none
+    dropped: list[BadSample] = field(default_factory=list)  # captions beside good ones
+    problem: BadSample | None = None
 
 
 class Format:
-    """A data set of one kind. Small when pickled: it holds paths and options, never rows."""
+    """A data set of one kind: subclasses set `spec`, and list parts and rows.
+
+    Small when pickled: it holds paths and options, never rows. Attributes that begin with "_" stay
+    in their process.
+    """
 
     spec: str  # kind, absolute paths and options: what the index is filed under
-    roots: Roots  # unused when no image is a file of its own
-    images_are_files = True  # at least those of rows with a path
-    audio_is_files = True  # likewise, where there is any
+    files: Sequence[str] = ()  # all that the rows follow from
+    roots: "Roots"  # unused where no image or sound is a file of its own
     unit = "sample"  # of `total` and the weights of parts
     when_changed = "start again, and it is checked anew"  # what to do about a changed image
     holds: tuple[str, ...] | None = ("image", "text")  # modalities; None: any, each sample some
     # of modalities that are compared: a sample is usable where it has both of some pair
     pairs: Pairs = DEFAULT_PAIRS
+    has_concepts = False  # see `concept`
 
     def fingerprint(self) -> list[Stamp]:
         """The stamps of everything that the list of rows follows from. Raises FileNotFoundError."""
-        raise NotImplementedError
+        return [stamp(file) for file in self.files]
 
     def total(self) -> int | None:
         """The sum of the weights of all parts, where it is known beforehand."""
@@ -158,63 +133,123 @@ class Format:
     def rows(self, part: Part) -> Iterator[Row | Unused]:
         raise NotImplementedError
 
-    def image_bytes(self, file: str, path: str, offset: int, size: int) -> bytes:
-        """The encoded image of a row: `file` is that of its part. Raises BadSample."""
-        return read_below(self.roots, path)
+    def read(self, modality: str, file: str, number: int, media: Media) -> bytes:
+        """The encoded image or sound of row `number` of the part of `file`. Raises BadSample."""
+        return self.roots.read(media.path, modality, media.true_path)
 
-    def audio_bytes(self, file: str, path: str, offset: int, size: int, number: int) -> bytes:
-        """The encoded sound of a row: `file` is that of its part, the rest of its `AudioFile`,
-        `number` of the row. Raises BadSample."""
-        return read_below(self.roots, path, "audio")
-
-    def value(self, modality: str, file: str, path: str, number: int) -> Any:
-        """What a row holds of a modality other than images, texts and audio. Raises Absent,
-        BadSample."""
+    def value(self, modality: str, number: int) -> Any:
+        """What row `number` holds of a modality that is not in files. Raises Absent."""
         raise Absent(f"{self.spec} holds {' and '.join(self.holds or ())}, no {modality}")
 
-    def language(self, number: int) -> str | int | None:
-        """Of a row's texts, by a name or a number that the text tower knows; None: not said."""
+    def label(self, path: str) -> str | None:
+        """A name that is equal for all images of a class; None: there are no classes."""
         return None
 
-    def label(self, path: str) -> str | None:
-        """The class of a row's image, by a name that is equal for all images of the class; None: the
-        data set has no classes of its own."""
-        return None
+    def concept(self, identity: str) -> Any:
+        """The `Concept` of a sample, where the format has concepts."""
+        raise NotImplementedError
 
     def where(self, file: str, path: str, number: int) -> str:
+        """For messages. `path`: of the image or the sound, else the sample's id."""
         return f"{file}:{number}"
 
-    def fill(self, row: Row, takers: Mapping[str, Callable[[], None]]) -> None:
-        """Give the row what it has of each modality that is compared, by the `takers`, in their
-        order. One that raises BadSample: where images and texts are compared the sample is bad,
-        else it lacks that modality. Raises BadSample."""
+    def samples(self, part: Part) -> Iterator[Sample | Unused]:
+        """The rows of a part, each checked as far as that needs no decoding."""
+        for row in self.rows(part):
+            yield row if isinstance(row, Unused) else self._checked(row)
+
+    def _checked(self, row: Row) -> Sample:
+        sample = Sample(row.name, row.number)
+        try:
+            if isinstance(row.values, BadSample):
+                raise row.values
+            check_characters(row.name, "the name")
+            sample.id = checked_id(row.values.get("id"), row.name)
+        except BadSample as problem:
+            sample.problem = problem
+            return sample
+        language = row.values.get("language")
+        sample.language = language if isinstance(language, (str, int)) and language != "" else None
         for modality in self.modalities:
-            if modality not in takers:
-                row.lacks[modality] = BadSample("no-value", f"no '{modality}' is read from here")
-        for modality, take in takers.items():
-            if modality not in self.modalities:
-                continue
             try:
-                take()
+                self._fill(sample, modality, row.values.get(modality))
             except BadSample as problem:
-                if self.pairs == DEFAULT_PAIRS:
+                sample.lacks[modality] = problem
+        return sample
+
+    def _fill(self, sample: Sample, modality: str, value: Any) -> None:
+        """Give the sample its value of a modality. Raises BadSample."""
+        if isinstance(value, BadSample):
+            raise value
+        if modality == "text":
+            found = value if isinstance(value, Captions) else checked_captions(value)
+            sample.captions, sample.dropped = found
+        elif value is None:
+            raise BadSample("no-value", f"no {modality} is given")
+        elif modality in ENCODED:
+            media = sample.media[modality] = value if isinstance(value, Media) else Media()
+            if isinstance(value, bytes):
+                media.content, media.size = value, len(value)
+            elif isinstance(value, Media):
+                check_characters(value.path, "the name of the member")
+            else:
+                media.path = value if isinstance(value, str) else ""
+                try:
+                    media.true_path, status = self.roots.find(value, modality)
+                except BadSample as problem:
+                    media.mtime_ns = -1 if problem.reason == "missing-file" else 0
                     raise
-                row.lacks[modality] = problem
+                media.size, media.mtime_ns = status.st_size, status.st_mtime_ns
+            if media.size > FILE_LIMIT:
+                raise BadSample("unreadable", f"the {modality} has {_too_large(media.size)}")
+
+    def problem(self, sample: Sample) -> BadSample | None:
+        """What is wrong with a sample that has both values of no pair."""
+        lacks = sample.lacks
+        if sample.problem or any(not {*pair} & lacks.keys() for pair in self.pairs):
+            return sample.problem
+        problems = [lacks[modality] for modality in self.modalities if modality in lacks]
+        # A value that is broken says more than one that was never there.
+        return min(problems, key=lambda problem: problem.reason == "no-value")
 
     @property
     def modalities(self) -> tuple[str, ...]:
-        """Those of the pairs, in the order in which they are first named."""
+        """The modalities of the pairs, in the order in which they are first named."""
         return tuple(dict.fromkeys(name for pair in self.pairs for name in pair))
 
-    def lacks_all(self, pair: set[str]) -> bool:
-        """Is there nothing in this kind of data set that a pair compares?"""
-        return self.holds is not None and not pair <= set(self.holds)
+    def lacks_all(self, pair: Sequence[str]) -> bool:
+        """Whether this kind of data set holds nothing of a modality of the pair."""
+        return self.holds is not None and not {*pair} <= {*self.holds}
 
-    def index_name(self) -> str:
-        """What an index is filed under: the spec, and the pairs where they are others than images
-        and texts."""
-        named = ",".join(map(":".join, self.pairs))
-        return self.spec if self.pairs == DEFAULT_PAIRS else f"{self.spec}\0{named}"
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name[0] != "_"}
+
+
+class EntriesFormat(Format):
+    """A data set that one file lists, entry by entry."""
+
+    file: str
+
+    def fingerprint(self) -> list[Stamp]:
+        return [stamp(self.file)]
+
+    def entries(self) -> Iterator[tuple[tuple[int, Any], int, int]]:
+        """(number, content), the bytes that it takes, and its share of `total`, of each."""
+        raise NotImplementedError
+
+    def values(self, content: Any) -> Mapping[str, Any]:
+        """The `values` of a row. Raises BadSample."""
+        raise NotImplementedError
+
+    def name(self, number: int) -> str:
+        return str(number)
+
+    def parts(self) -> Iterator[Part]:
+        return in_parts(self.file, self.entries())
+
+    def rows(self, part: Part) -> Iterator[Row]:
+        for number, content in part.content:
+            yield Row(self.name(number), number, attempt(self.values, content))
 
 
 def stamp(path: str) -> Stamp:
@@ -223,142 +258,107 @@ def stamp(path: str) -> Stamp:
     return path, found.st_size, found.st_mtime_ns
 
 
-class Place(NamedTuple):
-    """An image's file."""
-
-    root: str  # the folder that it was found below
-    true: str  # absolute, without links
-    status: os.stat_result
+# -- files of their own
 
 
-def locate(roots: Roots, path: Any, what: str = "image") -> Place:
-    """Where the file of a path in a data set is; nothing is opened.
+@dataclass(frozen=True)
+class Roots:
+    """The folders that images and sounds may lie below, absolute and without links, in the order in
+    which they are searched. Nothing outside of them is opened."""
 
-    A relative path counts from each of `roots` in order, and the first below which it exists wins,
-    whatever is there. An absolute one may lie below any of them. Links are followed as far as they
-    stay below one of `roots`.
+    folders: tuple[str, ...]
+    more_allowed: bool = False  # may a spec name further ones?
 
-    Raises BadSample: outside-root when the path leaves all of `roots`, has '..' or leads out
-    through a link; missing-file; invalid-row; nul-character; invalid-utf8; not-an-image (`what`
-    "audio": not-audio) for folders, pipes and devices; unreadable.
-    """
-    if not isinstance(path, str) or not path:
+    @classmethod
+    def of(cls, own: str, more: Sequence[str] | None = None) -> "Roots":
+        """Make them of existing folders, each once. `more`: those named beside the own one;
+        None: its kind takes none."""
+        folders = dict.fromkeys(os.path.realpath(folder) for folder in (own, *(more or ())))
+        return cls(tuple(folders), more is not None)
+
+    @property
+    def own(self) -> str:
+        return self.folders[0]
+
+    def options(self) -> str:
+        """The folders beside the own one, as a spec names them."""
+        return "".join(f"?root={folder}" for folder in self.folders[1:])
+
+    def find(self, path: Any, modality: str = "image") -> tuple[str, os.stat_result]:
+        """The true path and the status of the file that a path of a data set leads to.
+
+        A relative path counts from each root in order, and the first below which it exists wins,
+        whatever is there. An absolute one may lie below any root. Links are followed as far as
+        they stay below the roots. Raises BadSample.
+        """
+        if not isinstance(path, str) or not path:
+            raise BadSample(
+                "invalid-row", f"the {modality}'s path is {path!r:.100}; a path as text is needed"
+            )
+        check_characters(path, f"the {modality}'s path")
+        for folder in self.folders:
+            # `join` gives an absolute path as it is
+            true = os.path.realpath(os.path.join(folder, path))
+            if ".." in PurePosixPath(path).parts or not self._hold(true):
+                raise BadSample("outside-root", self._refusal(path, true))
+            try:
+                status = os.stat(true)
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                raise BadSample("unreadable", f"{true}: {error.strerror}") from error
+            if not stat.S_ISREG(status.st_mode):
+                what = "folder" if stat.S_ISDIR(status.st_mode) else "pipe or device"
+                reason = "not-audio" if modality == "audio" else "not-an-image"
+                raise BadSample(reason, f"{true} is a {what}, not a file")
+            return true, status
         raise BadSample(
-            "invalid-row", f"the {what}'s path is {path!r:.100}; a path as text is needed"
+            "missing-file", f"'{path}' does not exist; paths count from {self._shown()}, in order"
         )
-    check_characters(path, f"the {what}'s path")
-    pure = PurePosixPath(path)
-    if ".." in pure.parts:
-        raise _outside(roots, path)
-    for folder, true in _candidates(roots, pure):
-        if found := _found(roots, path, folder, true, what):
-            return found
-    if pure.is_absolute():
-        raise BadSample("missing-file", f"{true} does not exist")
-    if roots.more:
-        raise BadSample(
-            "missing-file",
-            f"'{path}' does not exist; paths count from {roots.shown()}, in this order",
+
+    def read(self, path: str, modality: str = "image", true: str = "") -> bytes:
+        """All bytes of a file. `true`: where `find` just found it. Raises BadSample."""
+        true = true or self.find(path, modality)[0]
+        try:
+            with open(true, "rb") as file:
+                if (size := os.fstat(file.fileno()).st_size) > FILE_LIMIT:
+                    raise BadSample("unreadable", f"{true} has {_too_large(size)}")
+                return file.read()
+        except OSError as error:
+            raise BadSample("unreadable", f"{true}: {error.strerror}") from error
+
+    def _hold(self, true: str) -> bool:
+        return any(true == folder or is_inside(folder, true) for folder in self.folders)
+
+    def _refusal(self, path: str, true: str) -> str:
+        remedy = "allow its folder with --data-root DIR, or ?root=DIR in the data spec"
+        return (
+            f"'{path}' leads to {true}; only files below {self._shown()} are read, by paths "
+            "without '..'" + (f"; {remedy}" if self.more_allowed else "")
         )
-    raise BadSample("missing-file", f"{true} does not exist; paths count from {roots.own}")
 
-
-def _candidates(roots: Roots, path: PurePosixPath) -> Iterator[tuple[str | None, str]]:
-    """Where a path without '..' may lead: the folder that a relative one counts from, None for an
-    absolute one; and the true path."""
-    if not path.is_absolute():
-        for folder in roots.folders:
-            yield folder, _true_path(folder, path.parts)
-        return
-    plain = "/" + "/".join(path.parts[1:])
-    below = next((folder for folder in roots.folders if is_inside(folder, plain)), None)
-    if below is None:
-        yield None, os.path.realpath(plain)  # the path may name a root by a link
-    else:
-        yield None, _true_path(below, PurePosixPath(plain).relative_to(below).parts)
-
-
-def _found(roots: Roots, path: str, folder: str | None, true: str, what: str) -> Place | None:
-    """What is at `true`, where `path` leads; None: nothing. Raises BadSample as `locate` does."""
-    holding = roots.holding(true)
-    if holding is None:
-        raise _outside(roots, path, true)
-    try:
-        status = os.stat(true)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise BadSample("unreadable", f"{true}: {error.strerror}") from error
-    if not stat.S_ISREG(status.st_mode):
-        raise BadSample(
-            "not-audio" if what == "audio" else "not-an-image",
-            f"{true} is a {'folder' if stat.S_ISDIR(status.st_mode) else 'pipe or device'}, not a "
-            "file",
-        )
-    return Place(folder or holding, true, status)
-
-
-def _outside(roots: Roots, path: str, true: str | None = None) -> BadSample:
-    """`true`: where the path leads, if that was looked up."""
-    remedy = (
-        ""
-        if roots.more is None
-        else "; allow its folder with --data-root DIR, or ?root=DIR in the data spec"
-    )
-    if true is None or true == os.path.normpath(path):
-        below = "below one of them" if roots.more else "below it"
-        return BadSample(
-            "outside-root",
-            f"'{path}' leaves {roots.shown()}; give a path {below}, without '..'{remedy}",
-        )
-    return BadSample(
-        "outside-root",
-        f"'{path}' leads through a link to {true}, which is not below {roots.shown()}{remedy}",
-    )
-
-
-def _true_path(root: str, parts: tuple[str, ...]) -> str:
-    path = root.rstrip("/")
-    for part in parts:  # the root has no links, so only what is below it is checked
-        path = f"{path}/{part}"
-        if os.path.islink(path):
-            return os.path.realpath(os.path.join(root, *parts))
-    return path or root
+    def _shown(self) -> str:
+        hidden = len(self.folders) - ROOTS_SHOWN
+        return ", ".join(self.folders[:ROOTS_SHOWN]) + (f" and {hidden} more" if hidden > 0 else "")
 
 
 def is_inside(root: str, true: str) -> bool:
     return true.startswith(root.rstrip("/") + "/")
 
 
-def read_below(roots: Roots, path: str, what: str = "image") -> bytes:
-    """All bytes of a file below one of `roots`. Raises BadSample as `locate` does."""
-    _, true, status = locate(roots, path, what)
-    if status.st_size > FILE_LIMIT:
-        raise BadSample(
-            "unreadable", f"{true} has {status.st_size:,} bytes; at most {FILE_LIMIT:,} are read"
-        )
+def _too_large(size: int) -> str:
+    return f"{size:,} bytes; at most {FILE_LIMIT:,} are read"
+
+
+# -- checks
+
+
+def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
+    """What it returns, or the BadSample that it raises."""
     try:
-        with open(true, "rb") as file:
-            return file.read()
-    except OSError as error:
-        raise BadSample("unreadable", f"{true}: {error.strerror}") from error
-
-
-def place(row: Row, roots: Roots, path: Any) -> None:
-    """Set the row's path, and the root, size and time of the file it names. Raises BadSample as
-    `locate` does."""
-    row.path = path if isinstance(path, str) else ""
-    row.root, _, status = locate(roots, path, "image")
-    row.size, row.mtime_ns = status.st_size, status.st_mtime_ns
-
-
-def place_audio(row: Row, roots: Roots, path: Any) -> None:
-    """The same for the sound."""
-    if path is None:
-        raise BadSample("no-value", "no sound is given")
-    row.audio = AudioFile(path if isinstance(path, str) else "")
-    row.audio.root, _, status = locate(roots, path, "audio")
-    row.audio.size, row.audio.mtime_ns = status.st_size, status.st_mtime_ns
+        return function(*arguments)
+    except BadSample as problem:
+        return problem
 
 
 def check_characters(text: str, what: str) -> None:
@@ -376,25 +376,21 @@ def check_characters(text: str, what: str) -> None:
         ) from None
 
 
-def take_captions(row: Row, given: Any) -> None:
-    """Give the row the good ones of one text or a list of them, and what is wrong with the others.
-
-    Raises BadSample when no text is good, with what is wrong with the first: no-caption,
-    invalid-row for other types, nul-character, invalid-utf8, empty-caption, huge-caption.
-    """
+def checked_captions(given: Any) -> Captions:
+    """The good ones of one text or of several. Raises BadSample when none is good, with what is
+    wrong with the first."""
     if hasattr(given, "tolist"):
         given = given.tolist()  # of numpy or pandas
-    texts = list(given) if isinstance(given, (list, tuple)) else [given]
-    good, problems = [], []
-    for text in texts or [None]:
+    found = Captions([], [])
+    for text in (list(given) if isinstance(given, (list, tuple)) else [given]) or [None]:
         try:
             check_caption(text)
-            good.append(text)
+            found.good.append(text)
         except BadSample as problem:
-            problems.append(problem)
-    if not good:
-        raise problems[0]
-    row.captions, row.dropped = good, problems
+            found.dropped.append(problem)
+    if not found.good:
+        raise found.dropped[0]
+    return found
 
 
 def check_caption(text: Any) -> None:
@@ -420,13 +416,11 @@ def check_caption(text: Any) -> None:
 def checked_id(given: Any, otherwise: str) -> str:
     """A text or a whole number, or None for `otherwise`. Raises BadSample: invalid-row,
     nul-character, invalid-utf8."""
-    if given is None:
-        return otherwise
-    if isinstance(given, bool) or not isinstance(given, (str, int)) or given == "":
+    if isinstance(given, bool) or not isinstance(given, (str, int, type(None))) or given == "":
         raise BadSample(
             "invalid-row", f"the id is {given!r:.100}; a text or a whole number is needed"
         )
-    text = str(given)
+    text = otherwise if given is None else str(given)
     check_characters(text, "the id")
     if len(text) > ID_LIMIT:
         raise BadSample(
@@ -435,12 +429,10 @@ def checked_id(given: Any, otherwise: str) -> str:
     return text
 
 
-def checked_language(given: Any) -> str | int | None:
-    """A name or a number; all else, and an empty name: not said."""
-    return given if isinstance(given, (str, int)) and given != "" else None
+# -- lists
 
 
-def in_parts(file: str, entries: Iterator[tuple[Any, int, int]]) -> Iterator[Part]:
+def in_parts(file: str, entries: Iterable[tuple[Any, int, int]]) -> Iterator[Part]:
     """Entries (content, bytes it takes, share of the total) -> parts of at most 1024 of them and
     about 8 MiB."""
     content, size, weight = [], 0, 0
@@ -454,7 +446,7 @@ def in_parts(file: str, entries: Iterator[tuple[Any, int, int]]) -> Iterator[Par
         yield Part(file, content, weight)
 
 
-def near(word: str, known: Sequence[str]) -> str:
+def near(word: str, known: Iterable[str]) -> str:
     """A hint for a word that is none of the known ones, or nothing."""
-    found = difflib.get_close_matches(word.lower(), known, n=1, cutoff=0.4)
+    found = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.4)
     return f"; did you mean '{found[0]}'?" if found else ""

@@ -1,29 +1,11 @@
-"""What stands after the kind in a data spec: files, patterns of files, options; and files that are
-elsewhere."""
+"""What stands after the kind in a data spec: a file or a folder, and options."""
 
-import glob
-import hashlib
 import os
-import re
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import unquote
 
-from braceexpand import braceexpand
-from filelock import FileLock
-
-from common.files import make_folder, replacing
 from data.formats.rows import near
-from data.progress import progress_bar
 
-COPIES_AT_ONCE = 8
-MAX_SHOWN = 5
-NAMES_LIMIT = 1_000_000  # that braces may stand for
-BRACES = re.compile(
-    r"\\.|(?P<range>\{(?:(?P<first>-?\d+)\.\.(-?\d+)|([A-Za-z])\.\.([A-Za-z]))"
-    r"(?:\.\.-?(?P<step>\d+))?\})|[{},]"
-)
 ROOT = "root"  # the option that names a further folder in which images may lie
 
 
@@ -39,37 +21,32 @@ def split_options(
     alone may come several times.
 
     In a value %26 stands for `&`, and so on. A file that exists under the whole name wins. Errors:
-    ValueError for an unknown option, with the nearest name, for one without a value, one that comes
-    twice and a remote ROOT; FileNotFoundError for a ROOT that is no folder.
+    ValueError, FileNotFoundError for a ROOT that is no folder.
     """
     if not has_options(kind, where):
         return where, {}, ()
+    spec = f"data spec '{kind}:{where}':"
     file, _, words = where.rpartition("?")
     options: dict[str, str] = {}
     roots: list[str] = []
     for word in words.split("&"):
-        key, equals, value = word.partition("=")
+        key, _, value = word.partition("=")
         if key not in known:
-            raise ValueError(
-                f"data spec '{kind}:{where}': unknown option '{key}'; known: "
-                f"{', '.join(known)}{near(key, known)}"
-            )
-        if not equals or not value or key in options:
-            what = (
-                "is given twice; give it once"
-                if key in options
-                else f"has no value; write {key}=VALUE"
-            )
-            raise ValueError(f"data spec '{kind}:{where}': option '{key}' {what}")
+            listed = ", ".join(known)
+            raise ValueError(f"{spec} unknown option '{key}'; known: {listed}{near(key, known)}")
+        if key in options:
+            raise ValueError(f"{spec} option '{key}' is given twice; give it once")
+        if not value:
+            raise ValueError(f"{spec} option '{key}' has no value; write {key}=VALUE")
         if key == ROOT:
-            roots.append(root_folder(unquote(value), f"data spec '{kind}:{where}': root"))
+            roots.append(root_folder(unquote(value), f"{spec} root"))
         else:
             options[key] = unquote(value)
     return file, options, tuple(roots)
 
 
 def has_options(kind: str, where: str) -> bool:
-    """Does what follows the kind end with `?key=value`? Not if a file (coco: a folder and a file)
+    """Whether what follows the kind ends with `?key=value`, and no file (coco: folder and file)
     exists under the whole name."""
     if "?" not in where or os.path.exists(local_path(where)):
         return False
@@ -116,14 +93,7 @@ def local_path(path: str) -> str:
 def local_file(kind: str, where: str, usage: str, content: str) -> str:
     """The absolute path of the one file that a spec names. Errors: ValueError,
     FileNotFoundError."""
-    if not where:
-        raise ValueError(f"data spec '{kind}:' names no file; write {usage}")
-    if is_remote(where):
-        raise ValueError(
-            f"data spec '{kind}:{where}': its images would have to be fetched one by one; give a "
-            "local file, or remote shards that hold the images: webdataset:URL or parquet:URL"
-        )
-    path = local_path(where)
+    path = _local(kind, where, "file", usage)
     if not os.path.isfile(path):
         what = "is a folder" if os.path.isdir(path) else "does not exist"
         raise FileNotFoundError(f"data spec '{kind}:{where}': {what}; give a file of {content}")
@@ -132,14 +102,7 @@ def local_file(kind: str, where: str, usage: str, content: str) -> str:
 
 def local_folder(kind: str, where: str, usage: str) -> str:
     """The absolute path of the folder that a spec names. Errors: ValueError, FileNotFoundError."""
-    if not where:
-        raise ValueError(f"data spec '{kind}:' names no folder; write {usage}")
-    if is_remote(where):
-        raise ValueError(
-            f"data spec '{kind}:{where}': a remote folder cannot be read; copy it, or give remote "
-            "shards: webdataset:URL"
-        )
-    path = local_path(where)
+    path = _local(kind, where, "folder", usage)
     if not os.path.isdir(path):
         what = "is a file" if os.path.exists(path) else "does not exist"
         raise FileNotFoundError(
@@ -148,110 +111,13 @@ def local_folder(kind: str, where: str, usage: str) -> str:
     return path
 
 
-def expand(kind: str, pattern: str, usage: str) -> list[str]:
-    """`a/{000..012}.tar::b/*.tar` -> names of files, in order: braces as the shell has them, `*`
-    and `?` sorted, `::` between patterns.
-
-    Local names come back absolute, remote ones as they are. Errors: ValueError, FileNotFoundError.
-    """
-    if not pattern:
-        raise ValueError(f"data spec '{kind}:' names no file; write {usage}")
-    names: list[str] = []
-    try:
-        number = sum(map(_number_of_names, pattern.split("::")))
-        if number > NAMES_LIMIT:
-            raise ValueError(
-                f"its braces stand for {number:,} names; at most {NAMES_LIMIT:,} are read: give "
-                "narrower ranges, or *"
-            )
-        every = [name for part in pattern.split("::") for name in braceexpand(part)]
-    except (ValueError, RecursionError) as error:  # of braceexpand: UnbalancedBracesError
-        raise ValueError(f"data spec '{kind}:{pattern:.1000}': {error}") from error
-    for name in every:
-        if is_remote(name):
-            names.append(name)
-            continue
-        path = local_path(name)
-        found = (
-            [path]
-            if os.path.exists(path) or not glob.has_magic(path)
-            else sorted(glob.glob(path, recursive=True))
-        )
-        if not found:
-            raise FileNotFoundError(f"data spec '{kind}:{pattern}': no file is named like {path}")
-        names.extend(found)
-    missing = [name for name in names if not is_remote(name) and not os.path.isfile(name)]
-    if missing:
-        more = f" and {len(missing) - MAX_SHOWN} more" if len(missing) > MAX_SHOWN else ""
-        raise FileNotFoundError(
-            f"data spec '{kind}:{pattern}': no such file: {', '.join(missing[:MAX_SHOWN])}{more}"
-        )
-    twice = sorted(name for name, number in Counter(names).items() if number > 1)
-    if twice:
+def _local(kind: str, where: str, what: str, usage: str) -> str:
+    if not where:
+        raise ValueError(f"data spec '{kind}:' names no {what}; write {usage}")
+    if is_remote(where):
         raise ValueError(
-            f"data spec '{kind}:{pattern}' names {twice[0]} twice; name each file once"
+            f"data spec '{kind}:{where}': a remote {what} cannot be read, its images would have to "
+            "be fetched one by one; copy it, or give remote shards that hold the images: "
+            "webdataset:URL or parquet:URL"
         )
-    return names
-
-
-def _number_of_names(pattern: str) -> int:
-    """How many names a pattern's braces stand for; braceexpand makes lists of them at once."""
-    # of each open brace: the names of its last alternative so far, and of those before that
-    open_braces = [[1, 0]]
-    for found in BRACES.finditer(pattern):
-        inner = open_braces[-1]
-        if found["range"]:
-            first, last = (int(found[i]) if found["first"] else ord(found[i + 2]) for i in (2, 3))
-            inner[0] *= abs(last - first) // (int(found["step"] or 1) or 1) + 1
-        elif found[0] == "{":
-            open_braces.append([1, 0])
-        elif found[0] == "," and len(open_braces) > 1:
-            open_braces[-1] = [1, sum(inner)]
-        elif found[0] == "}" and len(open_braces) > 1:
-            open_braces.pop()
-            open_braces[-1][0] *= sum(inner)
-    return open_braces[0][0]
-
-
-def absolute_pattern(pattern: str) -> str:
-    """The pattern from any folder: what an index of it is filed under, whichever files it names by
-    now."""
-    return "::".join(part if is_remote(part) else local_path(part) for part in pattern.split("::"))
-
-
-def local_copies(names: list[str], progress: bool = False) -> list[str]:
-    """The same files on this machine: a remote one is copied once, into the cache folder, and is
-    not asked for again.
-
-    Several at a time; processes that start together copy each file once. Errors: OSError that names
-    the address.
-    """
-    remote = [name for name in names if is_remote(name)]
-    with ThreadPoolExecutor(COPIES_AT_ONCE) as pool:
-        copied = pool.map(_local_copy, remote)
-        bar = progress_bar(copied, "copying", "file", len(remote), shown=progress)
-        copies = dict(zip(remote, bar))
-    return [copies.get(name, name) for name in names]
-
-
-def _local_copy(url: str) -> str:
-    import fsspec
-
-    folder = cache_folder() / "copies" / hashlib.blake2b(url.encode(), digest_size=16).hexdigest()
-    copy = folder / (os.path.basename(url.partition("?")[0]) or "file")
-    if copy.is_file():
-        return str(copy)
-    make_folder(folder)
-    with FileLock(folder / "lock"):
-        if copy.is_file():
-            return str(copy)
-        try:
-            files, path = fsspec.core.url_to_fs(url)
-            with replacing(copy) as beside:
-                files.get_file(path, str(beside))
-        except Exception as error:  # each kind of address raises its own
-            raise OSError(
-                f"cannot copy {url} to {folder}: {type(error).__name__}: {error}; check the "
-                "address and its credentials"
-            ) from error
-    return str(copy)
+    return local_path(where)

@@ -5,39 +5,36 @@ Shards are not unpacked: the index knows where in its shard each image lies, and
 read. Names of members are names only, they are never opened as paths.
 """
 
-import json
 import os
 import re
 import tarfile
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
 from posixpath import splitext
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, cast
 
-from common.secrets import redact
-from data.formats.parquet import short_names
 from data.formats.rows import (
     AUDIO_ENDINGS,
     IMAGE_ENDINGS,
     LEFTOVER,
-    AudioFile,
-    Format,
+    Captions,
+    Media,
     Part,
     Row,
-    Stamp,
     Unused,
-    check_characters,
-    checked_id,
+    checked_captions,
     stamp,
-    take_captions,
 )
-from data.formats.specs import absolute_pattern, expand, local_copies
-from data.index.bad_samples import ABSENCES, FILE_LIMIT, BadSample
+from data.formats.shards import ShardsFormat
+from data.formats.tables import parsed_object
+from data.index.bad_samples import ABSENCES, BadSample
 
 USAGE = "webdataset:PATTERN, for example webdataset:shards/{000..012}.tar"
+PACKED = (".gz", ".tgz", ".bz2", ".xz", ".zst")
 # Ending and, of JSON, key: the first good text is taken.
 TEXTS = (("txt", None), ("json", "caption"), ("json", "text"))
+ENDINGS = {"image": IMAGE_ENDINGS, "audio": AUDIO_ENDINGS}
 READ_ENDINGS = {*IMAGE_ENDINGS, *AUDIO_ENDINGS, *(ending for ending, _ in TEXTS)}
 # As in webdataset's tariterators, which cannot be imported without torch, nor tell where a member
 # lies.
@@ -52,40 +49,23 @@ DIGITS = re.compile(rb"[0-9]{256}")  # tarfile searches such runs anew from each
 OPEN_SHARDS = 64  # per process
 BLOCK = 512  # bytes; tar's unit
 
+Members = dict[str, Media]
+"""Ending, in lower case -> a file in the shard."""
 
-class WebdatasetFormat(Format):
-    """The samples of all shards, in order. An id is SHARD/KEY, where the key is the members' common
-    name."""
 
-    images_are_files = False
-    audio_is_files = False
+class WebdatasetFormat(ShardsFormat):
+    """The samples of all shards. An id is SHARD/KEY, where the key is the members' common name."""
+
     unit = "B"
     holds = ("image", "text", "audio")
 
     def __init__(self, where: str, progress: bool = False) -> None:
         """`where`: patterns of shards, joined by `::`. Errors: ValueError, OSError."""
-        names = expand("webdataset", where, USAGE)
-        packed = [
-            name
-            for name in names
-            if name.partition("?")[0].lower().endswith((".gz", ".tgz", ".bz2", ".xz", ".zst"))
-        ]
-        if packed:
-            raise ValueError(_refusal(packed[0]))
-        self.files = local_copies(names, progress)
-        self.name_of_file = dict(zip(self.files, map(redact, names)))
-        self.short_names = short_names([redact(name) for name in names])
-        self.spec = redact(f"webdataset:{absolute_pattern(where)}")
+        super().__init__("webdataset", where, USAGE, progress)
 
-    @cached_property
-    def _shards(self) -> "_OpenShards":
-        return _OpenShards()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_shards"}
-
-    def fingerprint(self) -> list[Stamp]:
-        return [stamp(file) for file in self.files]
+    def check(self, name: str) -> None:
+        if name.partition("?")[0].lower().endswith(PACKED):
+            raise ValueError(_refusal(name))
 
     def total(self) -> int:
         return sum(map(os.path.getsize, self.files))
@@ -96,17 +76,18 @@ class WebdatasetFormat(Format):
             yield Part(file, None, found[1], "\0".join(map(str, found)))
 
     def rows(self, part: Part) -> Iterator[Row | Unused]:
-        name = self.name_of_file[part.file]
-        short, (_, size, mtime_ns) = self.short_names[name], stamp(part.file)
+        name, short = self.shown[part.file], self.short[part.file]
+        size = os.path.getsize(part.file)
         if size == 0:
-            yield Row(short, 0, problem=BadSample("empty-file", f"{name} has no byte"))
+            yield Row(short, 0, BadSample("empty-file", f"{name} has no byte"))
             return
         with open(part.file, "rb") as file:
             if file.read(2) == b"\x1f\x8b":
                 raise ValueError(_refusal(name))
-            shard = _Shard(file, size)
-            number = 0
-            waiting = None  # the last sample, until it is known whether the shard goes on
+            shard, number = _Shard(file, size), 0
+            # The last sample, until it is known whether the shard goes on, and what is wrong with
+            # it.
+            waiting, problem = None, None
             for found in shard.samples():
                 if isinstance(found, Unused):
                     yield found
@@ -115,86 +96,65 @@ class WebdatasetFormat(Format):
                     yield waiting
                     number += 1
                 key, members = found
-                used: set[str] = set()  # endings
-                row = Row(f"{short}/{key}", number, path=key, mtime_ns=mtime_ns)
-                self._fill(row, shard, members, used)
-                if row.problem is None:
+                values, used = self._values(shard, members)
+                waiting = Row(f"{short}/{key}", number, values)
+                problem = self.problem(self._checked(waiting))
+                if problem is None:
                     for ending, member in members.items():
                         if ending not in used:
-                            yield Unused(f"members .{ending}", member.name)
-                waiting = row
-            if waiting is not None and not (
-                shard.fault and waiting.problem and waiting.problem.reason == "orphan-member"
-            ):
-                yield waiting  # else the other half of the sample is lost with the end
+                            yield Unused(f"members .{ending}", member.path)
+            # An orphan at a damaged end lost its other half with it.
+            lost = shard.fault and problem is not None and problem.reason == "orphan-member"
+            if waiting is not None and not lost:
+                yield waiting
                 number += 1
             if shard.fault:
-                yield Row(
-                    f"{short}/end of shard",
-                    number,
-                    problem=BadSample("truncated-archive", shard.fault),
-                )
+                fault = BadSample("truncated-archive", shard.fault)
+                yield Row(f"{short}/end of shard", number, fault)
 
-    def _fill(self, row: Row, shard: "_Shard", members: "Members", used: set[str]) -> None:
-        """`used` gets the endings of the members that the row is made of."""
+    def _values(self, shard: "_Shard", members: Members) -> tuple[dict[str, Any], set[str]]:
+        """What a sample holds of each modality that is compared, and the endings that were read."""
+        values: dict[str, Any] = {}
+        used: set[str] = set()
+        listed = ", ".join(members)
+        for modality in self.modalities:
+            missing = BadSample("orphan-member", f"no {modality} among {listed}")
+            if modality == "text":
+                values[modality] = _first_good_text(shard, members, used) or missing
+            elif modality in ENDINGS:
+                found = next((each for each in members if each in ENDINGS[modality]), None)
+                values[modality] = missing if found is None else members[found]
+                used |= {found} if found else set()
+        return values, used
+
+    @cached_property
+    def _shards(self) -> "_OpenShards":
+        return _OpenShards()
+
+    def read(self, modality: str, file: str, number: int, media: Media) -> bytes:
+        name = self.shown[file]
         try:
-            check_characters(row.path, "the name of the member")
-            checked_id(row.id, row.id)
-            self.fill(
-                row,
-                {
-                    "image": lambda: _take_image(row, members, used),
-                    "text": lambda: _take_text(row, shard, members, used),
-                    "audio": lambda: _take_audio(row, members, used),
-                },
-            )
-        except BadSample as problem:
-            row.problem = problem
-
-    def image_bytes(self, file: str, path: str, offset: int, size: int) -> bytes:
-        return self._read(file, offset, size)
-
-    def audio_bytes(self, file: str, path: str, offset: int, size: int, number: int) -> bytes:
-        return self._read(file, offset, size)
-
-    def _read(self, file: str, offset: int, size: int) -> bytes:
-        try:
-            found = self._shards.read(file, offset, size)
+            found = self._shards.read(file, media.offset, media.size)
         except OSError as error:
-            raise BadSample("unreadable", f"{self.name_of_file[file]}: {error.strerror}") from error
-        if len(found) < size:
+            raise BadSample("unreadable", f"{name}: {error.strerror}") from error
+        if len(found) < media.size:
+            end = media.offset + media.size
             raise BadSample(
-                "unreadable",
-                f"{self.name_of_file[file]} ends before byte {offset + size}; it changed under "
-                "the run",
+                "unreadable", f"{name} ends before byte {end}; it changed under the run"
             )
         return found
 
     def where(self, file: str, path: str, number: int) -> str:
-        return (
-            f"{self.name_of_file.get(file, file)}#{path}"
-            if path
-            else self.name_of_file.get(file, file)
-        )
-
-
-class Member(NamedTuple):
-    """A file in a shard."""
-
-    name: str
-    offset: int  # of its content, bytes
-    size: int
-
-
-Members = dict[str, Member]
-"""Ending, in lower case -> member."""
+        name = self.shown.get(file, file)
+        key = path.removeprefix(self.short.get(file, "")).removeprefix("/")
+        return f"{name}#{key}" if key else name
 
 
 class _Shard:
     """The members of one tar file, read front to back. `fault` says at the end what is wrong with
     the file, if anything."""
 
-    def __init__(self, file, size: int) -> None:
+    def __init__(self, file: BinaryIO, size: int) -> None:
         self._file, self._size = file, size
         self.fault = ""
 
@@ -203,21 +163,21 @@ class _Shard:
         up to its first dot belong together."""
         key, members = "", Members()
         for member in self._members():
-            if OF_THE_ARCHIVE.match(member.name) or LEFTOVER.search(member.name):
+            if OF_THE_ARCHIVE.match(member.path) or LEFTOVER.search(member.path):
                 continue
-            if HIDDEN.search(member.name):
-                yield Unused("hidden members", member.name)
+            if HIDDEN.search(member.path):
+                yield Unused("hidden members", member.path)
                 continue
-            found = KEY_AND_ENDING.match(member.name)
-            name = found[1] if found else splitext(member.name)[0]
-            ending = member.name[len(name) + 1 :].lower()
+            found = KEY_AND_ENDING.match(member.path)
+            name = found[1] if found else splitext(member.path)[0]
+            ending = member.path[len(name) + 1 :].lower()
             if name != key or ending in members:  # the same name again is another sample
                 yield from _samples_of(key, members)
                 key, members = name, Members()
             members[ending] = member
         yield from _samples_of(key, members)
 
-    def _members(self) -> Iterator[Member]:
+    def _members(self) -> Iterator[Media]:
         self._file.seek(0)
         try:
             headers = _Headers(self._file)
@@ -233,55 +193,43 @@ class _Shard:
                     raise tarfile.ReadError(f"over {GLOBALS_LIMIT:,} entries in its own headers")
                 # it keeps them all, for access by name; typeshed does not know the list
                 tar.members.clear()  # type: ignore[attr-defined]
+                end = member.offset_data + member.size
                 if member.isreg() and not member.issparse():
-                    if member.offset_data + member.size > self._size:
-                        self.fault = f"cut off at byte {self._size} within '{_shown(member.name)}', which needs {member.offset_data + member.size}"
+                    if end > self._size:
+                        name = member.name.encode("utf-8", "backslashreplace").decode()
+                        self.fault = (
+                            f"cut off at byte {self._size} within '{name}', which needs {end}"
+                        )
                         return
-                    yield Member(member.name, member.offset_data, member.size)
+                    yield Media(member.name, member.offset_data, member.size)
                 elif not member.isdir():  # its content is elsewhere, so this is no image's ending
-                    yield Member(f"{member.name} (a link)", 0, 0)
+                    yield Media(f"{member.name} (a link)", 0, 0)
             end = tar.offset
-        except (
-            tarfile.TarError,
-            ValueError,
-            IndexError,
-            RecursionError,
-        ) as error:
+        except (tarfile.TarError, ValueError, IndexError, RecursionError) as error:
             # headers from a damaged file may raise the others, a thousand in a row the last one
             self.fault = f"damaged or cut off: {error}"
             return
         self._file.seek(end)
         block = self._file.read(BLOCK)
         if len(block) < BLOCK or any(block):  # tarfile takes garbage and a missing end for the end
-            self.fault = f"{'damaged' if any(block) else 'cut off'} at byte {end}: an empty block must end a tar file"
+            what = "damaged" if any(block) else "cut off"
+            self.fault = f"{what} at byte {end}: an empty block must end a tar file"
 
-    def text(self, member: Member, key: str | None) -> Any:
+    def text(self, member: Media, key: str | None) -> Any:
         """The captions as given, in JSON under `key`. Raises BadSample."""
         if member.size > TEXT_LIMIT:
             raise BadSample(
                 "huge-caption",
-                f"{member.name} has {member.size:,} bytes; at most {TEXT_LIMIT:,} are read",
+                f"{member.path} has {member.size:,} bytes; at most {TEXT_LIMIT:,} are read",
             )
         position = self._file.tell()
         self._file.seek(member.offset)
         content = self._file.read(member.size)
         self._file.seek(position)
-        try:
-            text = content.decode("utf-8-sig")
-            if key is None:
-                return text.strip("\r\n")
-            fields = json.loads(text)
-        except UnicodeDecodeError as error:
-            detail = f"{member.name} is not UTF-8: byte {content[error.start]:#04x} at position {error.start}"
-            raise BadSample("invalid-utf8", detail) from None
-        except (ValueError, RecursionError) as error:
-            raise BadSample("invalid-row", f"{member.name}: invalid JSON: {error}") from None
-        if not isinstance(fields, dict):
-            raise BadSample(
-                "invalid-row",
-                f"{member.name}: a {type(fields).__name__} is given, an object {{...}} is needed",
-            )
-        return fields.get(key)
+        if key is not None:
+            return parsed_object(content, member.path).get(key)
+        # Bytes that are not UTF-8 become lone surrogates, which the checks of texts find.
+        return content.decode("utf-8-sig", "surrogateescape").strip("\r\n")
 
 
 class _Headers:
@@ -303,7 +251,7 @@ class _Headers:
 
 
 def _samples_of(key: str, members: Members) -> Iterator[tuple[str, Members] | Unused]:
-    """The samples among members with one name up to its first dot, by endings behind that.
+    """The samples among members with one name up to its first dot, by endings after that.
 
     Where one of these is read (`a.jpg` beside `a.seg.png`), they are one sample, as webdataset
     has it. Else the names have dots of their own (`photo_v1.20.jpg`, `photo_v1.21.jpg`), and those
@@ -314,7 +262,7 @@ def _samples_of(key: str, members: Members) -> Iterator[tuple[str, Members] | Un
         return
     apart: dict[str, Members] = {}
     for member in members.values():
-        stem, ending = splitext(member.name)
+        stem, ending = splitext(member.path)
         apart.setdefault(stem, Members())[ending[1:].lower()] = member
     read = {stem: own for stem, own in apart.items() if own.keys() & READ_ENDINGS}
     if members.keys() & READ_ENDINGS:
@@ -323,59 +271,33 @@ def _samples_of(key: str, members: Members) -> Iterator[tuple[str, Members] | Un
             for stem, own in read.items()
             if stem != key and "txt" in own and own.keys() & {*IMAGE_ENDINGS}
         }
-        yield key, {e: m for e, m in members.items() if splitext(m.name)[0] not in paired}
+        yield key, {e: m for e, m in members.items() if splitext(m.path)[0] not in paired}
         yield from paired.items()
     elif read:
         yield from read.items()
         for stem, own in apart.items():
             if stem not in read:
-                yield from (Unused(f"members .{end}", member.name) for end, member in own.items())
+                yield from (Unused(f"members .{end}", member.path) for end, member in own.items())
     else:
         yield key, members
 
 
-def _take_image(row: Row, members: Members, used: set[str]) -> None:
-    ending, image = _first("image", members, IMAGE_ENDINGS)
-    row.path, row.offset, row.size = image.name, image.offset, image.size
-    used.add(ending)
-
-
-def _take_audio(row: Row, members: Members, used: set[str]) -> None:
-    ending, sound = _first("sound", members, AUDIO_ENDINGS)
-    row.audio = AudioFile(sound.name, "", sound.offset, sound.size, row.mtime_ns)
-    used.add(ending)
-
-
-def _first(what: str, members: Members, endings: Sequence[str]) -> tuple[str, Member]:
-    found = next((ending for ending in members if ending in endings), None)
-    if found is None:
-        raise BadSample("orphan-member", f"no {what} among {', '.join(members)}")
-    member = members[found]
-    check_characters(member.name, "the name of the member")
-    if member.size > FILE_LIMIT:
-        raise BadSample(
-            "unreadable", f"the {what} has {member.size:,} bytes; at most {FILE_LIMIT:,} are read"
-        )
-    return found, member
-
-
-def _take_text(row: Row, shard: _Shard, members: Members, used: set[str]) -> None:
-    problems = []
+def _first_good_text(
+    shard: _Shard, members: Members, used: set[str]
+) -> Captions | BadSample | None:
+    """The first of a sample's texts with a good caption, or what is wrong with the first of them.
+    `used` keeps the endings of those that were read."""
+    problems: list[BadSample] = []
     for ending, key in TEXTS:
         if ending in members:
             used.add(ending)
             try:
-                take_captions(row, shard.text(members[ending], key))
-                break
+                good, dropped = checked_captions(shard.text(members[ending], key))
             except BadSample as problem:
                 problems.append(problem)
-    else:
-        raise (
-            problems[0]
-            if problems
-            else BadSample("orphan-member", f"no text among {', '.join(members)}")
-        )
-    row.dropped += [problem for problem in problems if problem.reason not in ABSENCES]
+                continue
+            return Captions(good, dropped + [p for p in problems if p.reason not in ABSENCES])
+    return problems[0] if problems else None
 
 
 class _OpenShards:
@@ -393,9 +315,8 @@ class _OpenShards:
         return os.pread(self._files[path].fileno(), size, offset)
 
 
-def _shown(name: str) -> str:
-    return name.encode("utf-8", "backslashreplace").decode()
-
-
 def _refusal(name: str) -> str:
-    return f"{name} is compressed, and samples are read from any place of a shard; decompress it first (gunzip) and name the .tar"
+    return (
+        f"{name} is compressed, and samples are read from any place of a shard; decompress it "
+        "first (gunzip) and name the .tar"
+    )

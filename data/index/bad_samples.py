@@ -1,4 +1,4 @@
-"""What can be wrong with a sample: one exception, one vocabulary, and the limits behind it."""
+"""What can be wrong with a sample: one exception, one vocabulary, and its limits."""
 
 import contextlib
 import time
@@ -15,26 +15,26 @@ SECONDS_LIMIT = 1_200
 SAMPLES_LIMIT = SECONDS_LIMIT * 96_000
 # seconds of processor time that decoding one image or sound may take; the largest image takes 3
 DECODE_LIMIT_S = 20.0
-RATE_LIMITS = (1_000, 768_000)  # Hz
+LOWEST_HZ, HIGHEST_HZ = 1_000, 768_000
 CHANNEL_LIMIT = 24  # mixed to one; as many as the largest layout of loudspeakers has, 22.2
 
 # The position in this table is part of every index: new reasons go to its end, and none is ever
 # taken out.
 REASONS: dict[str, str] = {
     "missing-file": "the file of the image or the sound does not exist",
-    "outside-root": "the path of the image or the sound leaves the folders it may lie in (--data-root), by itself or through a link; it was not opened",
+    "outside-root": "the path leaves the folders that files may lie in (--data-root); not opened",
     "empty-file": "the file has no byte",
     "not-an-image": "no known image format",
     "truncated-image": "the image ends before its last pixel",
     "too-many-pixels": f"more than {PIXEL_LIMIT:,} pixels",
-    "impossible-size": f"a side of 0 or more than {SIDE_LIMIT:,} pixels, or one side over {ASPECT_LIMIT} times the other",
+    "impossible-size": f"a side of 0, of over {SIDE_LIMIT:,}, or {ASPECT_LIMIT} times the other",
     "unreadable": "the bytes cannot be read or decoded, for another reason than those above",
     "no-caption": "no text is given",
     "empty-caption": "the text is white space only",
     "huge-caption": f"the text has more than {CAPTION_LIMIT:,} characters",
     "invalid-utf8": "a text or a name is not valid UTF-8",
     "nul-character": "a text or a name holds the character NUL",
-    "invalid-row": "the line or row cannot be understood: not JSON, missing columns, values of another type",
+    "invalid-row": "not understood: not JSON, missing columns, values of another type",
     "duplicate-id": "an earlier sample has the same id",
     "orphan-member": "an image or a sound without its text, or a text alone",
     "truncated-archive": "the archive is damaged or cut off; what comes before remains",
@@ -44,10 +44,10 @@ REASONS: dict[str, str] = {
     "truncated-audio": "the sound ends before the samples that its header promises",
     "empty-audio": "the sound has no sample",
     "silent-audio": "every sample of the sound, mixed to one channel, is 0",
-    "huge-audio": f"the sound is longer than --max-audio-seconds, or than {SECONDS_LIMIT:,} seconds; or it has more than {SAMPLES_LIMIT:,} samples",
-    "impossible-audio": f"a rate outside {RATE_LIMITS[0]:,} to {RATE_LIMITS[1]:,} Hz, or more than {CHANNEL_LIMIT} channels",
+    "huge-audio": f"over --max-audio-seconds, {SECONDS_LIMIT:,} seconds, {SAMPLES_LIMIT:,} samples",
+    "impossible-audio": f"not {LOWEST_HZ:,} to {HIGHEST_HZ:,} Hz, or over {CHANNEL_LIMIT} channels",
     "not-finite-audio": "a sample of the sound is not a number, or infinite",
-    "too-slow": f"decoding it takes over {DECODE_LIMIT_S:g} seconds of processor time, or millions of strips",
+    "too-slow": f"over {DECODE_LIMIT_S:g} seconds of processor time, or millions of strips",
 }
 ABSENCES = ("no-value", "no-caption", "empty-caption", "orphan-member")
 """Reasons that say of one modality that it was never there, not that it is broken."""
@@ -117,7 +117,7 @@ class Absent(LookupError):
 def check_sound(rate: float, channels: int, samples: int | None = None) -> None:
     """Rate in Hz and number of channels, as a sound's header has them, and the number of samples
     per channel where it is known. Raises BadSample: impossible-audio, huge-audio."""
-    if not RATE_LIMITS[0] <= rate <= RATE_LIMITS[1] or not 1 <= channels <= CHANNEL_LIMIT:
+    if not LOWEST_HZ <= rate <= HIGHEST_HZ or not 1 <= channels <= CHANNEL_LIMIT:
         raise BadSample("impossible-audio", f"{rate:,} Hz, {channels} channels")
     if samples is not None and samples > SECONDS_LIMIT * rate:
         raise BadSample(

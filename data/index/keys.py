@@ -6,6 +6,13 @@ from collections.abc import Iterable
 
 import numpy as np
 
+HASH_BYTES = 16
+
+
+def content_hash(content: bytes) -> bytes:
+    """16 bytes, equal for equal encoded images or sounds."""
+    return hashlib.blake2b(content, digest_size=HASH_BYTES).digest()
+
 
 def hash64(value: str | bytes) -> int:
     """Unsigned; different values have equal numbers once in 10^19 pairs."""
@@ -14,7 +21,7 @@ def hash64(value: str | bytes) -> int:
 
 
 def plain_caption(text: str) -> str:
-    """As captions are compared: upper and lower case, and how many spaces, make no difference."""
+    """A caption as it is compared: case, and how many spaces, make no difference."""
     return " ".join(text.split()).casefold()
 
 

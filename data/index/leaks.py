@@ -71,7 +71,7 @@ def find_leaks(
 
 
 def _is_same(train: Source, i: int, held_out: Source, j: int) -> bool:
-    """Of two samples with the same id."""
+    """Whether two samples with the same id also have a caption in common."""
     captions, others = train.captions(i), held_out.captions(j)
     if not captions and not others and not train.keys("content")[i]:
         return not train.identity(i).isdigit()
@@ -90,8 +90,8 @@ def _equal(own: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _near(own: np.ndarray, other: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray]:
-    """As `_equal`, for hashes at most `bits` apart: those agree in one of `bits` + 1 bands of bits
-    at least, so only such are compared."""
+    """Places as of `_equal`, for hashes at most `bits` apart: those agree in one of `bits` + 1
+    bands of bits at least, so only such are compared."""
     partner = np.full(len(own), len(other), np.int64)
     edges = np.linspace(0, HASH_BITS, bits + 2).astype(int)
     for low, high in zip(edges, edges[1:]):

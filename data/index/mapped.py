@@ -1,19 +1,17 @@
-"""The index of a data set: one Arrow file with a row per sample, made once and then memory-mapped
-by every process.
+"""The index of a data set: a row per sample, made once and then memory-mapped by every process.
 
-    index_build.py  makes it
-    Index           reads it: whole columns without a copy, single values in microseconds
+    building.py   makes it
+    Index         reads it: whole columns without a copy, single values in microseconds
 
 On disk, in `index/<hash of the spec>/` of the cache folder:
 
-    index.json      what the file was made from, its size and checksum; replaced in one rename, so it names a whole file or the one before
-    <build>.arrow   one record batch: the columns of `SCHEMA`; where other modalities than images and texts are compared, one more,
-                    and where audio is, those of `AUDIO_COLUMNS`
-    lock            held while building: processes that start together build once
+    index.json     which of the folders beside it is the index; replaced in one rename
+    <build>/       numbers, texts.arrow, meta.json: see `Index`
+    lock           held while building: processes that start together build once
 """
 
-import contextlib
 import hashlib
+import json
 import mmap
 import os
 import zlib
@@ -26,232 +24,205 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.files import read_json
-from data.formats.rows import DEFAULT_PAIRS, Format, Roots
+from data.formats.rows import DEFAULT_PAIRS, Format
 from data.formats.specs import cache_folder
-from data.index.bad_samples import CODES
+from data.index.media import MEDIA, PLACE, media_of
 
-VERSION = 2  # raised when an index of before would say other things of the same data
-# images that are files: up to so many, each one's size and time are compared whenever the index
-# is opened
+VERSION = 3  # raised when an index of before would say other things of the same data
+NUMBERS, TEXTS, REPEATS, META, PARTS = (
+    *("numbers", "texts.arrow", "repeats.npy"),
+    *("meta.json", "parts.json"),
+)
+# Images that are files: up to so many, each one's size and time are compared whenever the index is
+# opened.
 RECHECKED_FILES = 100_000
 CHECKSUM_BLOCK, CHECKSUM_BLOCKS = 1 << 16, 256
-READS_KEPT = (
-    32  # after so many reads of single rows, this process lets go of the pages that it has mapped
-)
-HASH_BYTES = 16
-ROWS_AT_ONCE = 1 << 20  # of a column that is looked through
-
-NUMBERS = {
-    "part": np.int32,  # which of the files in index.json the row stands in
-    "row": np.int64,  # line, table row or entry
-    "offset": np.int64,
-    "size": np.int64,  # bytes of the encoded image
-    "mtime_ns": np.int64,
-    "num_captions": np.int16,
-    "num_characters": np.int32,  # of the longest caption
-    "width": np.int32,  # pixels, as shown (upright)
-    "height": np.int32,
-    # bytes of the encoded image / pixels: what an entropy coder needs, a cheap measure of detail
-    "complexity": np.float32,
-    # equal or few bits apart for images that look alike; 0 with check "header"
-    "perceptual_hash": np.uint64,
-    "bad": np.int8,  # 0: usable, else 1 + position in REASONS
-    "key": np.uint64,  # of the image's place, size and time; 0: not read
-    "id_hash": np.uint64,
-}
-TEXTS = ("id", "path", "detail")
-LIST = pa.large_list(pa.large_string())
-SCHEMA = pa.schema(
-    [(name, pa.large_string()) for name in TEXTS]
-    + [("captions", LIST), ("content_hash", pa.binary(HASH_BYTES))]
-    + [(name, pa.from_numpy_dtype(kind)) for name, kind in NUMBERS.items()]
-)
-
-AUDIO_COLUMNS = {
-    "audio_path": pa.large_string(),
-    "audio_hash": pa.binary(HASH_BYTES),  # of the encoded bytes, as `content_hash` of the image
-    "audio_offset": pa.int64(),
-    "audio_size": pa.int64(),  # bytes
-    "audio_mtime_ns": pa.int64(),
-    "audio_place": pa.uint64(),  # of its place, size and time; 0: to be read again
-    "audio_key": pa.uint64(),  # equal for equal samples, decoded to one channel, and rate
-    "audio_seconds": pa.float32(),
-    "audio_rate": pa.int32(),  # Hz
-    "audio_channels": pa.int16(),
-}
-"""Of the sound of each sample; in an index of pairs with the modality audio only."""
+# after so many reads of single rows, this process lets go of the pages that it has mapped
+READS_KEPT = 32
+UNUSED_KINDS = 50  # counted by themselves; names may be all different
 
 ABSENT = "absent"
-"""int64 [N], a bit for each of the index's modalities that the sample lacks. Only an index of other
+"""int64, a bit for each of the index's modalities that the sample lacks. Only an index of other
 pairs than images and texts has it."""
 
 
-def schema_of(modalities: Sequence[str]) -> pa.Schema:
-    """Of an index for these modalities."""
-    if tuple(modalities) == DEFAULT_PAIRS[0]:
-        return SCHEMA
-    more = AUDIO_COLUMNS if "audio" in modalities else {}
-    return pa.schema([*SCHEMA, *more.items(), pa.field(ABSENT, pa.int64())])
+def numbers_of(modalities: Sequence[str]) -> np.dtype:
+    """The columns of numbers of an index for these modalities."""
+    columns = {
+        "row": "i8",  # line, table row or entry
+        "num_captions": "i2",
+        "num_characters": "i4",  # of the longest caption
+        "bad": "i1",  # 0: usable, else 1 + position in REASONS
+        "id_hash": "u8",
+    }
+    for modality in media_of(modalities):
+        columns |= {f"{modality}_{name}": kind for name, kind in PLACE.items()}
+        columns |= MEDIA[modality].columns
+    if tuple(modalities) != DEFAULT_PAIRS[0]:
+        columns[ABSENT] = "i8"
+    # The widest first: one after the other in a file, each is aligned.
+    widest = sorted(columns.items(), key=lambda column: (-np.dtype(column[1]).itemsize, column[0]))
+    return np.dtype(widest)
+
+
+def layout(modalities: Sequence[str], rows: int) -> Iterator[tuple[str, np.dtype, int]]:
+    """Name, type and first byte of each column of numbers in their file."""
+    offset, kinds = 0, numbers_of(modalities)
+    for name in kinds.names or ():
+        yield name, kinds[name], offset
+        offset += kinds[name].itemsize * rows
+
+
+def texts_of(modalities: Sequence[str]) -> pa.Schema:
+    """The columns of texts: id, what is wrong with the sample or was dropped of it, the texts'
+    language as JSON, paths as the data set gives them, and captions."""
+    names = ["id", "detail", "language", *(f"{each}_path" for each in media_of(modalities))]
+    captions = pa.large_list(pa.large_string())
+    return pa.schema([*((name, pa.large_string()) for name in names), ("captions", captions)])
 
 
 UnusedCounts = dict[str, tuple[int, str]]
 """What is no part of a sample -> how many there are, and where the first is."""
-UNUSED_KINDS = 50  # told apart; names may be all different
 
 
-def add_unused(total: UnusedCounts, more: Mapping[str, tuple[int, str]]) -> None:
+def add_unused(total: UnusedCounts, more: Mapping[str, Sequence[Any]]) -> None:
     for what, (number, where) in more.items():
         known = what if what in total or len(total) < UNUSED_KINDS else "others"
         before, first = total.get(known, (0, where))
         total[known] = (before + number, first)
 
 
-class IndexDamaged(ValueError):
-    """The file is not what its index.json says."""
-
-
 class Index:
-    """An open index. Pickled it is a path; where it is unpickled the same file is mapped again.
+    """An open index. Pickled it is a path; where it is unpickled the same files are mapped again.
 
-    Errors: IndexDamaged, OSError.
+    `numbers` holds the columns of `numbers_of` one after the other, `texts.arrow` those of
+    `texts_of` in several batches, `repeats.npy` [n, 2] the rows whose id is not the first of its
+    kind, each with the first. meta.json names the `batches` in order, [rows, number of their file
+    among the `containers`]; parts.json what they were read from, which only building asks for.
+    Errors: ValueError where a file is not what was written, OSError.
     """
 
-    def __init__(self, file: str | Path, meta: dict[str, Any]) -> None:
-        self.file, self.meta = Path(file), meta
-        self._map, self._batch = _mapped(self.file, meta)
-        self._reads = 0
-        self._captions, self._ids = self._batch.column("captions"), self._batch.column("id")
-        self.modalities = modalities_of(meta)
-        numbers = [
-            field.name
-            for field in self._batch.schema
-            if pa.types.is_integer(field.type) or pa.types.is_floating(field.type)
-        ]
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            self.meta = read_json(folder / META)
+            for name, (size, crc) in self.meta["files"].items():
+                if os.path.getsize(folder / name) != size or checksum(folder / name) != crc:
+                    raise ValueError(f"{folder / name} is not the file that was written")
+            numbers, self._texts = _map(folder / NUMBERS), _map(folder / TEXTS)
+            self._repeats = np.load(folder / REPEATS)
+        except FileNotFoundError:
+            raise FileNotFoundError(
+                f"{folder}: this index was replaced, because the data changed; start the run again"
+            ) from None
+        self.modalities: tuple[str, ...] = tuple(self.meta["modalities"])
+        self._batches = pa.ipc.open_file(pa.py_buffer(self._texts))
+        self._starts = np.cumsum([0, *(rows for rows, _ in self.meta["batches"])])
         self._columns = {
-            name: self._batch.column(name).to_numpy(zero_copy_only=True) for name in numbers
+            name: np.frombuffer(numbers, kind, len(self), offset)
+            for name, kind, offset in layout(self.modalities, len(self))
         }
+        self._reads = 0
 
     def __len__(self) -> int:
-        return self._batch.num_rows
+        return int(self._starts[-1])
 
     def __reduce__(self):
-        return Index, (
-            self.file,
-            {name: value for name, value in self.meta.items() if name != "parts"},
-        )
+        return Index, (self.folder,)
 
     def column(self, name: str) -> np.ndarray:
-        """[N], one of `NUMBERS` or a number of `AUDIO_COLUMNS`, without a copy and not to be written
-        to. Of an index without audio the latter are 0."""
-        if name not in self._columns and name in AUDIO_COLUMNS:
-            return np.zeros(len(self), AUDIO_COLUMNS[name].to_pandas_dtype())
+        """[N], one of `numbers_of`, without a copy and not to be written to; zeros for media that
+        the index has not."""
+        if name not in self._columns:
+            return np.zeros(len(self), numbers_of([*MEDIA])[name])
         return self._columns[name]
 
-    def id(self, i: int) -> str:
-        return self._read(self._ids, i)
-
-    def captions(self, i: int) -> list[str]:
-        return self._read(self._captions, i)
-
-    def text(self, name: str, i: int) -> str:
-        return self._read(self._batch.column(name), i)
-
-    def content_hash(self, i: int) -> bytes:
-        return self._read(self._batch.column("content_hash"), i)
-
-    def audio_hash(self, i: int) -> bytes:
-        return self._read(self._batch.column("audio_hash"), i)
-
-    def _read(self, column: pa.Array, i: int) -> Any:
-        """Rows are read in any order, and each maps far more than itself: without letting go, in an
-        epoch all of the file.
-
-        What is let go of stays in the system's memory, where every process finds it again without
-        reading the disk.
-        """
+    def text(self, name: str, i: int) -> Any:
+        """One of `texts_of` of row i; empty for media that the index has not."""
+        # Rows are read in any order, and each maps far more than itself: without letting go, in an
+        # epoch all of the file. It stays in the system's memory, where every process finds it again
+        # without reading the disk.
         self._reads += 1
         if self._reads % READS_KEPT == 0 and hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)
-        return column[i].as_py()
+            self._texts.madvise(mmap.MADV_DONTNEED)
+        if name not in self._batches.schema.names:
+            return ""
+        number = self._batch_of(i)
+        column = self._batches.get_batch(number).column(name)
+        return column[i - int(self._starts[number])].as_py()
+
+    def _batch_of(self, i: int) -> int:
+        return int(np.searchsorted(self._starts, i, side="right")) - 1
+
+    def language(self, i: int) -> str | int | None:
+        text = self.text("language", i)
+        return json.loads(text) if text else None
+
+    def container(self, i: int) -> str:
+        """The file or folder that the row stands in."""
+        return self.meta["containers"][self.meta["batches"][self._batch_of(i)][1]]
+
+    def first_of(self, i: int) -> int:
+        """The first row with the id of row i, which repeats it."""
+        return int(self._repeats[np.searchsorted(self._repeats[:, 0], i), 1])
 
     def lacks(self, modality: str, i: int) -> bool:
-        """Does usable sample i have nothing of a modality?"""
-        if ABSENT not in self._columns:
-            return modality not in self.modalities
-        return modality not in self.modalities or bool(
-            self._columns[ABSENT][i] >> self.modalities.index(modality) & 1
-        )
+        """Whether usable sample i has nothing of a modality."""
+        return bool(self.lacking(modality, slice(i, i + 1))[0])
 
-    def lacking(self, modality: str) -> np.ndarray:
+    def lacking(self, modality: str, rows: slice = slice(None)) -> np.ndarray:
         """[N] bool: which usable samples have nothing of a modality."""
         if modality not in self.modalities or ABSENT not in self._columns:
-            return np.full(len(self), modality not in self.modalities)
-        return (self._columns[ABSENT] >> self.modalities.index(modality) & 1).astype(bool)
+            return np.full(len(self._columns["bad"][rows]), modality not in self.modalities)
+        bit = self.modalities.index(modality)
+        return (self._columns[ABSENT][rows] >> bit & 1).astype(bool)
 
     def broken(self) -> Iterator[tuple[int, str, str, str]]:
         """(i, modality, reason, detail) of what cannot be used of usable samples, which are used
         without it."""
-        for i in self.filled("detail"):
+        for i, noted in self.filled("detail"):
             if self._columns["bad"][i] == 0:
-                for line in self.text("detail", i).split("\n"):
+                for line in noted.split("\n"):
                     modality, reason, detail = line.split(": ", 2)
                     yield i, modality, reason, detail
 
-    def filled(self, name: str) -> Iterator[int]:
-        """The rows where one of `TEXTS` is not empty."""
-        column = self._batch.column(name)
-        for start in range(0, len(self), ROWS_AT_ONCE):
-            lengths = pc.binary_length(column.slice(start, ROWS_AT_ONCE))
-            yield from (start + np.flatnonzero(lengths.to_numpy(zero_copy_only=False))).tolist()
-
-    def content_keys(self) -> np.ndarray:
-        """[N] uint64: the first half of each content hash, not copied."""
-        column = self._batch.column("content_hash")
-        halves = np.frombuffer(column.buffers()[1], np.uint64).reshape(-1, 2)
-        return halves[column.offset : column.offset + len(column), 0]
-
-    def container(self, i: int) -> str:
-        """The file or folder that the row stands in."""
-        return self.meta["files"][self._columns["part"][i]]
-
-    def slice(self, start: int, length: int) -> pa.RecordBatch:
-        return self._batch.slice(start, length)
+    def filled(self, name: str) -> Iterator[tuple[int, str]]:
+        """Row and text of all rows where a text is not empty."""
+        for number, start in enumerate(self._starts[:-1].tolist()):
+            column = self._batches.get_batch(number).column(name)
+            lengths = pc.binary_length(column).to_numpy(zero_copy_only=False)
+            for place in np.flatnonzero(lengths).tolist():
+                yield start + place, column[place].as_py()
 
     def usable(self) -> np.ndarray:
         """[n] int64, ascending."""
         return np.flatnonzero(self._columns["bad"] == 0).astype(np.int64, copy=False)
 
+    def parts(self) -> list[tuple[str, int, UnusedCounts]]:
+        """The stamp of each part, its number of batches, and what is unused, in order."""
+        return [tuple(part) for part in read_json(self.folder / PARTS)]
 
-def _mapped(file: Path, meta: dict[str, Any]) -> tuple[mmap.mmap, pa.RecordBatch]:
-    try:
-        if os.path.getsize(file) != meta["bytes"] or checksum(file) != meta["checksum"]:
-            raise IndexDamaged(f"{file} is not the file that was written")
-        with open(file, "rb") as opened:
-            mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-        if hasattr(mmap, "MADV_NOHUGEPAGE"):
-            mapped.madvise(mmap.MADV_NOHUGEPAGE)
-        reader = pa.ipc.open_file(pa.py_buffer(mapped))
-        if reader.num_record_batches != 1 or not reader.schema.equals(
-            schema_of(modalities_of(meta))
-        ):
-            raise IndexDamaged(f"{file} has other columns")
-        return mapped, reader.get_batch(0)
-    except FileNotFoundError:
-        raise FileNotFoundError(
-            f"{file}: this index was replaced, because the data changed; start the run again"
-        ) from None
-    except (pa.ArrowException, KeyError, TypeError) as error:
-        raise IndexDamaged(f"{file}: {error}") from error
+    def batches(self, first: int, number: int) -> Iterator[tuple[pa.RecordBatch, np.ndarray]]:
+        """Texts and numbers [n] of some batches."""
+        for batch in range(first, first + number):
+            rows = slice(*self._starts[batch : batch + 2])
+            numbers = np.empty(rows.stop - rows.start, numbers_of(self.modalities))
+            for name, column in self._columns.items():
+                numbers[name] = column[rows]
+            yield self._batches.get_batch(batch), numbers
 
 
-def modalities_of(meta: dict[str, Any]) -> tuple[str, ...]:
-    """Those that an index tells apart; one of images and texts does not say so."""
-    return tuple(meta.get("modalities", DEFAULT_PAIRS[0]))
+def _map(file: Path) -> mmap.mmap:
+    with open(file, "rb") as opened:
+        mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        mapped.madvise(mmap.MADV_NOHUGEPAGE)
+    return mapped
 
 
 def checksum(file: Path) -> int:
-    """Of the whole file up to 16 MiB; of a larger one of so much of it, spread evenly: reading all
-    would take longer than opening may."""
+    """CRC-32 of the file up to 16 MiB; of a larger one of so much of it, spread evenly: reading
+    all would take longer than opening may."""
     size = os.path.getsize(file)
     starts = range(0, size, CHECKSUM_BLOCK)
     if len(starts) > CHECKSUM_BLOCKS:
@@ -263,6 +234,9 @@ def checksum(file: Path) -> int:
     return value
 
 
+# -- finding one
+
+
 def index_folder(
     format: Format,
     check: str = "decode",
@@ -271,98 +245,56 @@ def index_folder(
 ) -> Path:
     """Where the index of a data set lies; `folder` instead of the cache folder's `index`. The rest
     as `load_index` has it."""
-    words = f"{VERSION}\0{check}\0{format.index_name()}"
-    if max_audio_seconds is not None and "audio" in format.modalities:
-        words += f"\0{max_audio_seconds}"
-    name = hashlib.blake2b(words.encode(errors="backslashreplace"), digest_size=12).hexdigest()
-    return (folder or cache_folder() / "index") / name
+    words: list[Any] = [VERSION, check, format.spec, format.pairs]
+    if "audio" in format.modalities:
+        words.append(max_audio_seconds)
+    return (folder or cache_folder() / "index") / fingerprint(words)
 
 
-def open_index(format: Format, folder: Path, recheck: bool = True) -> Index | None:
+def open_index(format: Format, folder: Path) -> Index | None:
     """The index in `folder` if it is whole and made from the files as they are now, else None.
 
-    `recheck` also compares the size and time of every image that is a file of its own, up to
-    100,000 of them.
+    Up to 100,000 images and sounds that are files of their own are compared by size and time.
     """
     index = kept_index(folder)
-    if index is None or index.meta["fingerprint"] != fingerprint_of(format):
+    if index is None or index.meta["fingerprint"] != fingerprint(format.fingerprint()):
         return None
-    if (
-        recheck
-        and format.images_are_files
-        and len(index) <= RECHECKED_FILES
-        and _images_changed(format, index)
-    ):
-        return None
-    if (
-        recheck
-        and format.audio_is_files
-        and "audio" in index.modalities
-        and len(index) <= RECHECKED_FILES
-        and _sounds_changed(format, index)
-    ):
-        return None
-    return index
+    return None if _files_changed(format, index) else index
 
 
 def kept_index(folder: Path) -> Index | None:
+    """The index in `folder` as it was made; None: there is none, or it is damaged."""
     try:
-        meta = read_json(folder / "index.json")
-        return Index(folder / meta["file"], meta) if meta["version"] == VERSION else None
-    except (OSError, ValueError, KeyError, TypeError):  # none there, another version, damaged
+        return Index(folder / read_json(folder / "index.json")["build"])
+    except (OSError, ValueError, KeyError, TypeError, pa.ArrowException):
         return None
 
 
-def fingerprint_of(format: Format) -> str:
-    """Equal as long as everything that lists the rows is what it was."""
-    return hashlib.blake2b(
-        repr([format.spec, format.fingerprint()]).encode(errors="backslashreplace"), digest_size=16
-    ).hexdigest()
+def fingerprint(what: Any) -> str:
+    """A hash that is equal for what is equal by its `repr`."""
+    words = repr(what).encode(errors="backslashreplace")
+    return hashlib.blake2b(words, digest_size=12).hexdigest()
 
 
-def _images_changed(format: Format, index: Index) -> bool:
-    sizes, times, bad = (index.column(name) for name in ("size", "mtime_ns", "bad"))
-    missing, outside = CODES["missing-file"], CODES["outside-root"]
-    passed_over = _missing(index, "image")  # their samples are used without them
-    for i in index.filled("path"):
-        lost = bad[i] == missing or i in passed_over
-        if bad[i] == outside or (sizes[i] < 0 and not lost):
-            continue  # nothing that may be read
-        found = _status(format.roots, index.text("path", i))
-        if (found is None) != lost or (
-            found and (found.st_size != sizes[i] or found.st_mtime_ns != times[i])
-        ):
-            return True
+def _files_changed(format: Format, index: Index) -> bool:
+    for modality in media_of(index.modalities):
+        # a time of 0: no file of its own
+        sizes, times = (index.column(f"{modality}_{name}") for name in ("size", "mtime_ns"))
+        if not 0 < np.count_nonzero(times) <= RECHECKED_FILES:
+            continue
+        for i, path in index.filled(f"{modality}_path"):
+            known = (sizes[i], times[i])
+            if times[i] and _size_and_time(format.roots.folders, path) != known:
+                return True
     return False
 
 
-def _sounds_changed(format: Format, index: Index) -> bool:
-    sizes, times = index.column("audio_size"), index.column("audio_mtime_ns")
-    for i in index.filled("audio_path"):
-        if sizes[i] < 0:
+def _size_and_time(folders: Sequence[str], path: str) -> tuple[int, int]:
+    """Find the file that a path leads to, without the checks of `Roots.find`; -1: none."""
+    for folder in folders:
+        try:
+            found = os.stat(os.path.join(folder, path))
+        except (OSError, ValueError):
             continue
-        found = _status(format.roots, index.text("audio_path", i))
-        if not found or found.st_size != sizes[i] or found.st_mtime_ns != times[i]:
-            return True
-    # one that was not there may have come since
-    lost = np.flatnonzero((sizes < 0) & (index.column("bad") == CODES["missing-file"]))
-    return any(
-        _status(format.roots, index.text("audio_path", i)) is not None
-        for i in (*lost.tolist(), *_missing(index, "audio"))
-        if index.text("audio_path", i)
-    )
-
-
-def _missing(index: Index, modality: str) -> set[int]:
-    """The usable samples of which the file of this modality was not there."""
-    return {
-        i for i, name, reason, _ in index.broken() if (name, reason) == (modality, "missing-file")
-    }
-
-
-def _status(roots: Roots, path: str) -> os.stat_result | None:
-    """Of the file that a path leads to, without the checks of `locate`."""
-    for folder in roots.folders:
-        with contextlib.suppress(OSError, ValueError):
-            return os.stat(os.path.join(folder, path))
-    return None
+        return found.st_size, found.st_mtime_ns
+    return -1, -1

@@ -22,7 +22,7 @@ FLAG = "--data-root"
 
 
 def with_roots(spec: str, roots: Sequence[str] | None) -> str:
-    """The spec with `roots` behind those that it has; as it is where its kind takes none."""
+    """The spec with `roots` after those that it has; unchanged where its kind takes none."""
     if not roots or not takes_roots(spec):
         return spec
     kind, _, where = spec.partition(":")
@@ -64,8 +64,9 @@ def add_root_flag(group: argparse._ActionsContainer, of: str) -> None:
         action="append",
         type=root,
         metavar="DIR",
-        help=f"a further folder that the images of {of} may lie in: paths in data files count from the file's own folder first, then from "
-        "each DIR in order; repeat it for several (default: the own folder only)",
+        help=f"a further folder that the images of {of} may lie in: paths in data files count from "
+        "the file's own folder first, then from each DIR in order; repeat it for several "
+        "(default: the own folder only)",
     )
 
 

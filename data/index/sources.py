@@ -1,29 +1,27 @@
 """Where samples come from: the interface that every kind of data set offers, and the words that
 open one."""
 
-import difflib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from common.secrets import HIDDEN, redact
-from data.formats.coco import CocoFormat, KarpathyFormat
-from data.formats.demo import DemoFormat, family_key, text_of, toneless_key
-from data.formats.imagefolder import AudioFolderFormat, ImageFolderFormat
-from data.formats.jsonl import JsonlFormat
+from data.formats.demo import Concept, DemoFormat
+from data.formats.folders import AudioFolderFormat, CocoFormat, ImageFolderFormat, KarpathyFormat
 from data.formats.parquet import ParquetFormat
 from data.formats.python import PythonFormat
-from data.formats.rows import DEFAULT_PAIRS, Format, Pairs
-from data.formats.table import open_csv, open_tsv
-from data.formats.voices import WORD, VoicesFormat, is_new, spoken_text
+from data.formats.rows import DEFAULT_PAIRS, Format, Media, Pairs, near
+from data.formats.tables import JsonlFormat, TableFormat
 from data.formats.webdataset import WebdatasetFormat
-from data.index.bad_samples import REASON_OF_CODE, Absent, BadSample
-from data.index.building import content_hash, load_index
-from data.index.hearing import hash_of
+from data.index.bad_samples import CODES, REASON_OF_CODE, Absent, BadSample
+from data.index.building import load_index
+from data.index.keys import content_hash
 from data.index.mapped import Index, UnusedCounts
+from data.index.media import MEDIA
 
 MAX_SHOWN = 5
 
@@ -89,27 +87,15 @@ class Source(Protocol):
         """(identity, where, reason, detail) of each."""
 
     def broken_values(self) -> Iterator[tuple[str, str, str, str]]:
-        """The same of each value that cannot be used of a usable sample, which is used without
-        it, and of captions that are dropped beside good ones."""
+        """(identity, where, reason, detail) of each value that a usable sample is used without, and
+        of captions that are dropped beside good ones."""
 
     def unused(self) -> UnusedCounts:
         """What is no part of a sample -> how many there are, and where the first is."""
 
 
-@runtime_checkable
-class ConceptSource(Source, Protocol):
-    """A source that knows which samples are variants of one concept, so that whole concepts can be
-    held out."""
-
-    def family(self, i: int) -> str:
-        """Equal for all skin tones and genders of one concept."""
-
-    def toneless(self, i: int) -> str:
-        """Equal for samples that differ in skin tone only."""
-
-
 class IndexedSource:
-    """A format's samples, as the index has them. Pickled it is two paths and some options."""
+    """A format's samples, as the index has them. Pickled it is a path and some options."""
 
     def __init__(self, spec: str, format: Format, index: Index) -> None:
         self.spec = redact(spec)
@@ -120,95 +106,65 @@ class IndexedSource:
         return len(self.index)
 
     def identity(self, i: int) -> str:
-        return self.index.id(i)
+        return self.index.text("id", i)
 
     def captions(self, i: int) -> list[str]:
-        return self.index.captions(i)
+        return self.index.text("captions", i)
 
     def language(self, i: int) -> str | int | None:
-        return self.format.language(int(self.column("row")[i]))
+        return self.index.language(i)
 
     def label(self, i: int) -> str | None:
         """The class of the image; None: this kind of data set has no classes of its own."""
-        return self.format.label(self.index.text("path", i))
+        return self.format.label(self.identity(i))
 
     def image_bytes(self, i: int) -> bytes:
-        """Raises BadSample for a sample that the index calls bad, and when the image is not the
-        one that it knows."""
-        if code := int(self.column("bad")[i]):
-            raise BadSample(REASON_OF_CODE[code], self.index.text("detail", i))
-        if self.index.lacks("image", i):
-            raise Absent(f"{self.where(i)} has no image")
-        offset, size = int(self.column("offset")[i]), int(self.column("size")[i])
-        image = self.format.image_bytes(
-            self.index.container(i), self.index.text("path", i), offset, size
-        )
-        if content_hash(image) != self.content_hash(
-            i
-        ):  # a GB/s; bytes of another image would go unnoticed into every cache
-            raise BadSample(
-                "unreadable",
-                f"the image has changed since it was checked; {self.format.when_changed}",
-            )
-        return image
+        return self.value("image", i)
 
     def value(self, modality: str, i: int) -> Any:
+        if modality in MEDIA and (code := int(self.column("bad")[i])):
+            raise BadSample(REASON_OF_CODE[code], self._detail(i))
         if self.index.lacks(modality, i):
             raise Absent(f"{self.where(i)} has no {modality}")
-        if modality == "audio":
-            return self._audio_bytes(i)
-        return self.format.value(
-            modality,
-            self.index.container(i),
-            self.index.text("path", i),
-            int(self.column("row")[i]),
-        )
-
-    def _audio_bytes(self, i: int) -> bytes:
-        if code := int(self.column("bad")[i]):
-            raise BadSample(REASON_OF_CODE[code], self.index.text("detail", i))
-        sound = self.format.audio_bytes(
-            self.index.container(i),
-            self.index.text("audio_path", i),
-            int(self.column("audio_offset")[i]),
-            int(self.column("audio_size")[i]),
-            int(self.column("row")[i]),
-        )
-        if hash_of(sound) != self.index.audio_hash(i):
+        number = int(self.column("row")[i])
+        if modality not in MEDIA:
+            return self.format.value(modality, number)
+        offset, size = (int(self.column(f"{modality}_{name}")[i]) for name in ("offset", "size"))
+        media = Media(self.index.text(f"{modality}_path", i), offset, size)
+        content = self.format.read(modality, self.index.container(i), number, media)
+        # a GB/s; bytes of another file would go unnoticed into every cache
+        if content_hash(content) != self._hash(modality, i):
             raise BadSample(
                 "unreadable",
-                f"the sound has changed since it was checked; {self.format.when_changed}",
+                f"the {modality} has changed since it was checked; {self.format.when_changed}",
             )
-        return sound
+        return content
 
     def lacking(self, modality: str) -> np.ndarray:
         return self.index.lacking(modality)
 
     def content_hash(self, i: int) -> bytes:
-        return self.index.content_hash(i)
+        return self._hash("image", i)
 
     def audio_hash(self, i: int) -> bytes:
-        return self.index.audio_hash(i)
+        return self._hash("audio", i)
+
+    def _hash(self, modality: str, i: int) -> bytes:
+        return self.column(f"{modality}_hash")[i].tobytes()
 
     def where(self, i: int, modality: str | None = None) -> str:
-        path = self.index.text("audio_path" if self._is_sound(i, modality) else "path", i)
+        names = [modality] if modality in MEDIA else []
+        paths = (self.index.text(f"{name}_path", i) for name in (*names, *MEDIA))
+        path = next(filter(None, paths), None) or self.identity(i)
         return self.format.where(self.index.container(i), path, int(self.column("row")[i]))
-
-    def _is_sound(self, i: int, modality: str | None) -> bool:
-        """Is what is asked for in a file or a member of its own, beside that of the image?"""
-        return (
-            modality == "audio"
-            and modality in self.index.modalities
-            and bool(self.index.text("audio_path", i))
-        )
 
     def column(self, name: str) -> np.ndarray:
         return self.index.column(name)
 
     def keys(self, kind: str) -> np.ndarray:
         if kind == "content":
-            return self.index.content_keys()
-        return self.index.column("audio_key" if kind == "audio" else "id_hash")
+            return self.column("image_hash").view(np.uint64)[::2]  # the first half of each
+        return self.column("audio_key" if kind == "audio" else "id_hash")
 
     def usable(self) -> np.ndarray:
         return self.index.usable()
@@ -217,12 +173,13 @@ class IndexedSource:
         bad = self.column("bad")
         # one number after the other: no list of the size of the data set is made
         for i in map(int, np.flatnonzero(bad)):
-            yield (
-                self.identity(i),
-                self.where(i),
-                REASON_OF_CODE[int(bad[i])],
-                self.index.text("detail", i),
-            )
+            yield self.identity(i), self.where(i), REASON_OF_CODE[int(bad[i])], self._detail(i)
+
+    def _detail(self, i: int) -> str:
+        if self.column("bad")[i] != CODES["duplicate-id"]:
+            return self.index.text("detail", i)
+        first = self.where(self.index.first_of(i))
+        return f"id '{self.identity(i)}' is already that of {first}; ids must differ"
 
     def broken_values(self) -> Iterator[tuple[str, str, str, str]]:
         for i, modality, reason, detail in self.index.broken():
@@ -236,48 +193,19 @@ class IndexedSource:
         }
 
 
-@runtime_checkable
-class SpeakerSource(ConceptSource, Protocol):
-    """A source whose samples are spoken, so that whole speakers can be held out."""
+class ConceptSource(IndexedSource):
+    """A source that knows which samples are variants of one concept, and by whom they are spoken,
+    so that whole concepts and speakers can be held out."""
 
-    def is_new_speaker(self, i: int) -> bool:
-        """Is the sample's speaker one that training never hears?"""
-
-
-class DemoSource(IndexedSource):
-    """The embedded emoji, which know their concepts."""
-
-    def family(self, i: int) -> str:
-        return family_key(text_of(self.identity(i)))
-
-    def toneless(self, i: int) -> str:
-        return toneless_key(text_of(self.identity(i)))
-
-
-class VoicesSource(DemoSource):
-    """The same with their names spoken."""
-
-    def family(self, i: int) -> str:
-        return family_key(spoken_text(self.identity(i)))
-
-    def toneless(self, i: int) -> str:
-        return toneless_key(spoken_text(self.identity(i)))
-
-    def is_new_speaker(self, i: int) -> bool:
-        return is_new(self.identity(i))
-
-
-def open_demo(where: str) -> DemoFormat:
-    """`voices` and `voices:LANG+LANG` have sounds; else as `DemoFormat`."""
-    first, _, languages = where.partition(":")
-    return VoicesFormat(languages) if first == WORD else DemoFormat(where)
+    def concept(self, i: int) -> Concept:
+        return self.format.concept(self.identity(i))
 
 
 KINDS: dict[str, tuple[str, Callable[..., Format]]] = {
-    "demo": ("demo[:voices][:LANG+LANG]", open_demo),
+    "demo": ("demo[:voices][:LANG+LANG]", DemoFormat),
     "jsonl": ("jsonl:FILE", JsonlFormat),
-    "csv": ("csv:FILE", open_csv),
-    "tsv": ("tsv:FILE", open_tsv),
+    "csv": ("csv:FILE", partial(TableFormat, "csv")),
+    "tsv": ("tsv:FILE", partial(TableFormat, "tsv")),
     "parquet": ("parquet:FILE_OR_PATTERN", ParquetFormat),
     "coco": ("coco:IMAGES:CAPTIONS.json", CocoFormat),
     "karpathy": ("karpathy:FILE?split=test", KarpathyFormat),
@@ -303,21 +231,18 @@ def open_format(spec: str, pairs: Pairs = DEFAULT_PAIRS) -> Format:
     kind, _, where = spec.partition(":")
     if kind not in KINDS:
         known = ", ".join(usage for usage, _ in KINDS.values())
-        near = difflib.get_close_matches(kind.lower(), KINDS, n=1, cutoff=0.5)
-        hint = f"did you mean '{near[0]}'?" if near else "give one of these."
+        hint = near(kind, KINDS) or "; give one of these"
         if meant := ENDINGS.get(Path(kind.lower()).suffix):
-            hint = f"did you mean '{meant}:{spec}'?"
-        raise ValueError(f"data spec '{spec}': unknown kind '{kind}'; known: {known}; {hint}")
+            hint = f"; did you mean '{meant}:{spec}'?"
+        raise ValueError(f"data spec '{spec}': unknown kind '{kind}'; known: {known}{hint}")
     format = KINDS[kind][1](where)
-    if pairs != DEFAULT_PAIRS or format.lacks_all({*DEFAULT_PAIRS[0]}):
-        format.pairs = tuple(
-            (first, second) for first, second in pairs if not format.lacks_all({first, second})
-        )
+    if pairs != DEFAULT_PAIRS or format.lacks_all(DEFAULT_PAIRS[0]):
+        format.pairs = tuple(pair for pair in pairs if not format.lacks_all(pair))
         if not format.pairs:
             raise ValueError(
-                f"data spec '{spec}': it holds {' and '.join(format.holds or ())}, and --pairs compares "
-                f"{', '.join(map(':'.join, pairs))}; give data of the modalities of a pair, such "
-                "as python:MODULE:NAME, or other --pairs"
+                f"data spec '{spec}': it holds {' and '.join(format.holds or ())}, and --pairs "
+                f"compares {', '.join(map(':'.join, pairs))}; give data of the modalities of a "
+                "pair, such as python:MODULE:NAME, or other --pairs"
             )
     return format
 
@@ -327,9 +252,9 @@ def open_source(spec: str, pairs: Pairs = DEFAULT_PAIRS, **building: Any) -> Ind
     made, which reads every image. `pairs`: of modalities that are compared; a sample that has
     both of none is bad.
 
-    `building`: workers, progress, check, refresh, folder of `data.index.building.load_index`.
-    Processes may call this together. Errors: ValueError for a spec that breaks a rule or data
-    without a usable sample, OSError (FileNotFoundError) for files.
+    `building`: workers, progress, check, refresh, folder, max_audio_seconds of
+    `data.index.building.load_index`. Processes may call this together. Errors: ValueError for a
+    spec that breaks a rule or data without a usable sample, OSError (FileNotFoundError) for files.
     """
     if HIDDEN in spec and "://" in spec:
         raise ValueError(
@@ -337,13 +262,9 @@ def open_source(spec: str, pairs: Pairs = DEFAULT_PAIRS, **building: Any) -> Ind
             "(--data, --val-data), or keep them in the environment or the store's own files"
         )
     format = open_format(spec, pairs)
-    kinds: dict[type, type[IndexedSource]] = {
-        DemoFormat: DemoSource,
-        VoicesFormat: VoicesSource,
-    }
-    source = kinds.get(type(format), IndexedSource)(
-        "demo" if spec in ("demo:", "demo:en") else spec, format, load_index(format, **building)
-    )
+    kind = ConceptSource if format.has_concepts else IndexedSource
+    spec = "demo" if spec in ("demo:", "demo:en") else spec
+    source = kind(spec, format, load_index(format, **building))
     if not (source.column("bad") == 0).any():
         raise ValueError(_no_usable_sample(source))
     return source
@@ -353,21 +274,12 @@ def _no_usable_sample(source: IndexedSource) -> str:
     codes, counts = np.unique(source.column("bad"), return_counts=True)
     reasons = Counter({REASON_OF_CODE[int(code)]: int(count) for code, count in zip(codes, counts)})
     of = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
-    first = [
-        f"{where}: {reason}: {detail}"
-        for (_, where, reason, detail), _ in zip(source.bad_samples(), range(MAX_SHOWN))
-    ]
-    more = [f"... and {len(source) - MAX_SHOWN} more"] if len(source) > MAX_SHOWN else []
-    pairs = ", ".join(map(":".join, source.format.pairs))
-    other = (
-        f", or give other --pairs than {pairs}"
-        if reasons.keys() <= {"no-value", "no-caption"}
-        else ""
-    )
-    return "\n".join(
-        [
-            f"{source.spec}: none of {len(source)} samples can be used ({of}); mend them{other}",
-            *first,
-            *more,
-        ]
-    )
+    other = ""
+    if reasons.keys() <= {"no-value", "no-caption"}:
+        other = f", or give other --pairs than {', '.join(map(':'.join, source.format.pairs))}"
+    lines = [f"{source.spec}: none of {len(source)} samples can be used ({of}); mend them{other}"]
+    for (_, where, reason, detail), _ in zip(source.bad_samples(), range(MAX_SHOWN)):
+        lines.append(f"{where}: {reason}: {detail}")
+    if len(source) > MAX_SHOWN:
+        lines.append(f"... and {len(source) - MAX_SHOWN} more")
+    return "\n".join(lines)

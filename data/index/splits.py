@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from data.index.keys import hash64, plain_caption
-from data.index.sources import ConceptSource, Source, SpeakerSource
+from data.index.sources import ConceptSource, Source
 from data.modalities.decoding import decode_bytes, pixel_key
 from data.progress import progress_bar
 
 
 @dataclass(frozen=True, eq=False)
 class Splits:
-    """Indices into one source, int64, ascending; no index twice."""
+    """Samples of one source by side, int64, ascending; no index twice."""
 
     train: np.ndarray  # [N]
     held_out: dict[str, np.ndarray] = field(default_factory=dict)  # name -> [n]
@@ -55,8 +55,8 @@ def split_source(
         )
     everything = source.usable()
     spoken_anew = np.empty(0, np.int64)
-    if isinstance(source, SpeakerSource):
-        new = np.array([source.is_new_speaker(int(i)) for i in everything], bool)
+    if isinstance(source, ConceptSource):
+        new = np.array([source.concept(int(i)).by_new_speaker for i in everything], bool)
         everything, spoken_anew = everything[~new], everything[new]
     if val_fraction == 0:
         return Splits(train=everything)
@@ -118,7 +118,7 @@ def content_groups(source: Source, subset: np.ndarray, progress: bool = False) -
 
 def concept_groups(source: ConceptSource, subset: np.ndarray, groups: np.ndarray) -> np.ndarray:
     """[n] int64: `groups` joined further, so that all variants of a concept have one number."""
-    families = np.array([hash64(source.family(int(i))) for i in subset], np.uint64)
+    families = np.array([hash64(source.concept(int(i)).family) for i in subset], np.uint64)
     places = np.arange(len(subset))
     return _connected(
         len(subset),
@@ -174,9 +174,9 @@ def split_report(source: Source, splits: Splits) -> dict[str, int]:
     counts = {"samples": len(source.usable()), "train": len(splits.train)}
     counts |= {name: len(indices) for name, indices in splits.held_out.items()}
     if isinstance(source, ConceptSource) and "composition" in splits.held_out:
-        trained = {source.toneless(int(i)) for i in splits.train}
+        trained = {source.concept(int(i)).toneless for i in splits.train}
         counts["composition_in_another_skin_tone"] = sum(
-            source.toneless(int(i)) in trained for i in splits.held_out["composition"]
+            source.concept(int(i)).toneless in trained for i in splits.held_out["composition"]
         )
     return counts
 

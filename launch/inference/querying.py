@@ -17,7 +17,7 @@ from torch import Tensor
 from common.output import plain
 from data.batching.mixture import open_sources
 from data.index.bad_samples import Absent
-from data.index.building import content_hash
+from data.index.keys import content_hash
 from data.index.sources import Source
 from data.modules import import_recorded, modules_of_specs
 from launch.inference.embedding import Embedder

@@ -38,7 +38,7 @@ from bench.open_clip_report import (
     save_record,
     speed,
 )
-from data.formats.table import open_csv
+from data.formats.tables import TableFormat
 from engine.config.reading import check_config
 
 OPEN_CLIP_LOG = """\
@@ -103,10 +103,10 @@ def test_the_files_hold_every_sample_once_and_a_tenth_is_held_out(written):
 
 
 def test_this_program_reads_the_files_as_they_were_written(written):
-    table = open_csv(f"{written.train}?separator=%09")
-    rows = [row for part in table.parts() for row in table.rows(part)]
-    assert [row.captions for row in rows] == [[row["title"]] for row in read_rows(written.train)]
-    assert all(row.problem is None for row in rows)
+    table = TableFormat("csv", f"{written.train}?separator=%09")
+    samples = [sample for part in table.parts() for sample in table.samples(part)]
+    assert [s.captions for s in samples] == [[row["title"]] for row in read_rows(written.train)]
+    assert all(table.problem(sample) is None for sample in samples)
 
 
 def test_images_are_flattened_onto_white(written):

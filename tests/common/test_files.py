@@ -41,7 +41,7 @@ EXCEPTIONS = {
     "launch/tools/balance_plot.py": "into the new file that `replacing` gives",
     "launch/inference/gallery.py": "into the new file that `replacing` gives",
     "data/inspect.py": "into the new file that `replacing` gives",
-    "data/formats/voices.py": "sounds into the new folder that `replacing_folder` gives",
+    "data/formats/speech.py": "sounds into the new folder that `replacing_folder` gives",
     "engine/checkpoint/layout.py": "opens to read, and to flush",
     "common/output.py": "the system's null device",
 }

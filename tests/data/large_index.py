@@ -6,18 +6,19 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from data.formats.jsonl import JsonlFormat
-from data.index.building import publish
-from data.index.mapped import HASH_BYTES, NUMBERS, SCHEMA, fingerprint_of, index_folder
+from data.formats.rows import ROWS_OF_A_PART
+from data.formats.tables import JsonlFormat
+from data.index.building import IndexWriter
+from data.index.keys import HASH_BYTES
+from data.index.mapped import fingerprint, index_folder, numbers_of, texts_of
 
 DIGITS = 9
 CAPTIONS = [f"picture number {n} of a thing that has a colour and a place" for n in range(1000)]
-ROWS_AT_ONCE = 1 << 20
 
 
-def write_large_index(folder: Path, rows: int) -> str:
+def write_large_index(folder: Path, rows: int, pairs=(("image", "text"),)) -> str:
     """Writes an index of `rows` rows to `folder`/index; returns the spec under which
-    `open_source(spec, folder=...)` finds it.
+    `open_source(spec, pairs, folder=...)` finds it.
 
     Row i has the id and the name i in nine digits, and the caption `CAPTIONS[i % 1000]`; every
     thousandth is bad (missing-file).
@@ -25,60 +26,42 @@ def write_large_index(folder: Path, rows: int) -> str:
     file = folder / "large.jsonl"
     file.write_text("{}\n")
     format = JsonlFormat(str(file))
+    format.pairs = pairs
     target = index_folder(format, folder=folder / "index")
     (target / "build").mkdir(parents=True)
-    written = target / "build" / "index.arrow"
-    # One record batch is what the index is; its columns are made in pieces, and joined.
-    pieces = [
-        _columns(start, min(ROWS_AT_ONCE, rows - start)) for start in range(0, rows, ROWS_AT_ONCE)
-    ]
-    batch = pa.record_batch(
-        [pa.concat_arrays([piece[field.name] for piece in pieces]) for field in SCHEMA],
-        schema=SCHEMA,
-    )
-    del pieces
-    with pa.OSFile(str(written), "wb") as sink, pa.ipc.new_file(sink, SCHEMA) as writer:
-        writer.write_batch(batch)
-    publish(target, written, format.spec, "decode", fingerprint_of(format), [str(file)], {})
+    with IndexWriter(target / "build", format.modalities) as writer:
+        for start in range(0, rows, ROWS_OF_A_PART):
+            batch = _batch(start, min(ROWS_OF_A_PART, rows - start), format.modalities)
+            writer.append(f"{start:032}", str(file), [batch], {})
+    writer.publish(target, fingerprint(format.fingerprint()))
     return f"jsonl:{file}"
 
 
-def _columns(start: int, rows: int) -> dict[str, pa.Array]:
-    number = np.arange(start, start + rows, dtype=np.int64)
-    names = _texts(number)
+def _batch(start: int, rows: int, modalities: tuple[str, ...]) -> tuple[pa.RecordBatch, np.ndarray]:
+    number = np.arange(start, start + rows)
     bad = number % 1000 == 999
-    values = {name: np.zeros(rows, kind) for name, kind in NUMBERS.items()}
-    captions = pa.array(CAPTIONS, pa.large_string()).take(pa.array(number % len(CAPTIONS)))
-    values |= {
+    numbers = np.zeros(rows, numbers_of(modalities))
+    measured = {
         "row": number + 1,
-        "size": np.full(rows, 50_000),
-        "num_captions": np.ones(rows, np.int16),
-        "num_characters": np.array([len(text) for text in CAPTIONS], np.int32)[
-            number % len(CAPTIONS)
-        ],
-        "width": np.full(rows, 640, np.int32),
-        "height": np.full(rows, 480, np.int32),
-        "complexity": (number % 97 / 97).astype(np.float32),
+        "id_hash": number + 1,
+        "num_captions": 1,
+        "num_characters": np.array([len(text) for text in CAPTIONS])[number % len(CAPTIONS)],
+        "bad": bad,
+        "width": 640,
+        "height": 480,
+        "complexity": number % 97 / 97,
         "perceptual_hash": number.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15),
-        "bad": bad.astype(np.int8),
+        "audio_seconds": number % 7 + 1,
     }
-    columns = {name: pa.array(value, SCHEMA.field(name).type) for name, value in values.items()}
-    hashes = np.repeat(number[:, None].astype("<u8"), HASH_BYTES // 8, axis=1)  # [N, 2]
-    return columns | {
-        "id": names,
-        "path": names,
-        "detail": pa.array(["", "made up"], pa.large_string()).take(pa.array(bad.astype(np.int8))),
-        "captions": pa.LargeListArray.from_arrays(pa.array(np.arange(rows + 1)), captions),
-        "content_hash": pa.Array.from_buffers(
-            pa.binary(HASH_BYTES), rows, [None, pa.py_buffer(hashes)]
-        ),
-    }
-
-
-def _texts(number: np.ndarray) -> pa.Array:
-    digits = (number[:, None] // 10 ** np.arange(DIGITS - 1, -1, -1)) % 10  # [N, 9]
-    content = (digits + ord("0")).astype(np.uint8)
-    offsets = np.arange(len(number) + 1, dtype=np.int64) * DIGITS
-    return pa.Array.from_buffers(
-        pa.large_string(), len(number), [None, pa.py_buffer(offsets), pa.py_buffer(content)]
-    )
+    for modality in modalities:
+        hashes = np.repeat(number[:, None].astype("<u8"), HASH_BYTES // 8, axis=1)  # [N, 2]
+        measured |= {f"{modality}_hash": hashes.view(f"V{HASH_BYTES}")[:, 0]}
+        measured |= {f"{modality}_size": 50_000}
+    for name in measured.keys() & {*numbers.dtype.names}:
+        numbers[name] = measured[name]
+    names = [f"{i:0{DIGITS}}" for i in number.tolist()]
+    texts = {"detail": ["made up" if each else "" for each in bad], "language": [""] * rows}
+    texts["captions"] = [[CAPTIONS[i % len(CAPTIONS)]] for i in number.tolist()]
+    schema = texts_of(modalities)
+    columns = [pa.array(texts.get(field.name, names), field.type) for field in schema]
+    return pa.record_batch(columns, schema=schema), numbers

@@ -414,6 +414,7 @@ def test_no_sound_is_on_both_sides_and_a_leak_is_found(tmp_path):
 
 
 def test_only_what_changed_is_heard_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.formats.rows.ROWS_OF_A_PART", 1)
     spec, _ = jsonl(
         tmp_path, {n: (None, wav(tone(0.2, 300 + 50 * i))) for i, n in enumerate("abc")}
     )
@@ -422,12 +423,12 @@ def test_only_what_changed_is_heard_again(tmp_path, monkeypatch):
     (tmp_path / "set/b.wav").write_bytes(wav(tone(0.3, 900)))
     heard = []
     monkeypatch.setattr(
-        "data.index.hearing.decode_audio",
+        "data.index.media.decode_audio",
         lambda data, strict: heard.append(data) or decode_audio(data, strict),
     )
     source = open_source(spec, pairs)
     assert len(heard) == 1 and source.column("audio_seconds").max() == pytest.approx(0.3)
-    assert open_source(spec, pairs).index.file == source.index.file  # nothing changed since
+    assert open_source(spec, pairs).index.folder == source.index.folder  # nothing changed since
     (tmp_path / "set/b.wav").write_bytes(wav(tone(0.4, 900)))
     with pytest.raises(BadSample, match="has changed since it was checked"):
         source.value("audio", 1)

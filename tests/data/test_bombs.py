@@ -18,7 +18,8 @@ import pytest
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from data.formats.specs import expand
+from data.formats.rows import Media
+from data.formats.shards import expand
 from data.index import bad_samples
 from data.index.bad_samples import BadSample
 from data.index.sources import open_source
@@ -110,8 +111,8 @@ def test_a_row_group_is_kept_by_what_it_decodes_to_and_not_by_its_footer(tmp_pat
     source = open_source(f"parquet:{tmp_path}/a.parquet", workers=1)
     file = source.format.files[0]
     assert pq.ParquetFile(file).metadata.row_group(0).total_byte_size < 10 * MB
-    assert source.format.image_bytes(file, "", 60, len(image)) == image
-    assert source.format._opened._group is None
+    assert source.format.read("image", file, 60, Media()) == image
+    assert source.format._kept["image"][1] is None
 
 
 def test_a_table_of_ever_the_same_short_row_ends(tmp_path, monkeypatch):

@@ -66,7 +66,7 @@ def test_csv_with_other_columns_and_separator(tmp_path):
 @pytest.mark.parametrize("end", ["a.png,fine", 'a.png,"a quoted, fine one"'])
 def test_a_quote_that_is_never_closed_costs_no_other_row(tmp_path, monkeypatch, limit, end):
     """Whether the reader gives up, comes to another quote, or to the end of the file."""
-    monkeypatch.setattr("data.formats.table.FIELD_LIMIT", limit)
+    monkeypatch.setattr("data.formats.tables.FIELD_LIMIT", limit)
     (tmp_path / "a.png").write_bytes(encoded_image())
     rows = ["a.png,fine"] * 3 + ['a.png,"open'] + ["a.png,fine"] * 300 + [end]
     (tmp_path / "set.csv").write_text("filepath,title\n" + "\n".join(rows) + "\n")
@@ -96,6 +96,13 @@ def test_a_row_with_more_fields_than_the_first_line_has_is_bad(tmp_path):
     ((_, _, reason, detail),) = source.bad_samples()
     assert reason == "invalid-row" and "3 columns, but the first line names 2" in detail
     assert source.usable().tolist() == [1, 2]
+
+
+def test_a_column_of_languages_may_end_early(tmp_path):
+    (tmp_path / "a.png").write_bytes(encoded_image())
+    (tmp_path / "set.csv").write_text("filepath,title,language\na.png,eins,de\na.png,two\n")
+    source = open_source(f"csv:{tmp_path}/set.csv")
+    assert [source.language(i) for i in (0, 1)] == ["de", None]
 
 
 def test_a_file_whose_name_looks_like_options(tmp_path):
@@ -333,7 +340,7 @@ def test_parquet_reads_bytes_or_else_the_path(tmp_path, order, of_polars):
     rooted = open_source(f"{spec}?root={away}")
     assert rooted.image_bytes(4) == encoded_image(1) and len(rooted.usable()) == 5
     # as long as nothing changes, the index stays; a file that changes is read again
-    assert open_source(spec).index.file == source.index.file
+    assert open_source(spec).index.folder == source.index.folder
     (folder / "img" / "0.png").write_bytes(encoded_image(9))
     assert open_source(spec).image_bytes(1) == encoded_image(9)
 
@@ -389,7 +396,7 @@ def test_parquet_large_row_groups_are_not_kept(tmp_path, monkeypatch):
     pq.write_table(pa.table({"image": images, "text": ["words"] * 11}), tmp_path / "a.parquet")
     source = open_source(f"parquet:{tmp_path}/a.parquet")
     assert [source.image_bytes(i) for i in (10, 0, 5)] == [images[10], images[0], images[5]]
-    assert source.format._opened._group is None
+    assert source.format._kept["image"][1] is None
 
 
 def test_parquet_refusals(tmp_path):

@@ -38,12 +38,12 @@ def test_reads_in_file_order_from_paths_with_spaces(emoji_set, demo):
         (
             {"image_path": "images of emoji/0.png", "txt": "a"},
             "invalid-row",
-            "no key 'text'; given: image_path, txt; rename 'txt'?",
+            "no key 'text'; given: image_path, txt; did you mean 'txt'",
         ),
         (
             {"image": "images of emoji/0.png", "text": "a"},
             "invalid-row",
-            "no key 'image_path'; given: image, text; rename 'image'?",
+            "no key 'image_path'; given: image, text; did you mean 'image'",
         ),
         ("{}", "invalid-row", "no key 'image_path'; given: none"),
         ({**GOOD, "text": 5}, "invalid-row", "the text is 5; a text or a list of texts is needed"),
@@ -58,17 +58,17 @@ def test_reads_in_file_order_from_paths_with_spaces(emoji_set, demo):
         (
             {**GOOD, "image_path": "none.png"},
             "missing-file",
-            "none.png does not exist; paths count from ",
+            "'none.png' does not exist; paths count from ",
         ),
         (
             {**GOOD, "image_path": "/etc/hostname"},
             "outside-root",
-            "give a path below it, without '..'",
+            "by paths without '..'",
         ),
         (
             {**GOOD, "image_path": "images of emoji/../../x.png"},
             "outside-root",
-            "give a path below it, without '..'",
+            "by paths without '..'",
         ),
         ({**GOOD, "id": "1"}, "duplicate-id", "id '1' is already that of "),
         ({**GOOD, "id": True}, "invalid-row", "the id is True; a text or a whole number is needed"),
@@ -137,11 +137,11 @@ def test_keys_of_other_names(emoji_set):
     assert open_source(theirs).captions(0) == ["as they have it"]
     # named for sounds, it is no image's
     swapped = open_format(f"{theirs}?audio=file_name", (("image", "text"), ("audio", "text")))
-    (row,) = swapped.rows(next(swapped.parts()))
-    assert row.audio.path == image and row.path == ""
+    (sample,) = swapped.samples(next(swapped.parts()))
+    assert sample.media["audio"].path == image and "image" not in sample.media
     with pytest.raises(ValueError, match="unknown option 'txt'.*did you mean 'text'"):
         open_source(f"{theirs}?txt=words")
-    with pytest.raises(ValueError, match=r"no key 'words'; given: .*name it: \?text=word"):
+    with pytest.raises(ValueError, match=r"no key 'words'; given: .*name it: \?text=KEY"):
         open_source(f"jsonl:{emoji_set(0, {'file_name': image, 'word': 'a'})}?text=words")
 
 
@@ -155,7 +155,7 @@ def test_not_utf8(emoji_set):
 
 
 def test_a_line_without_end_is_one_faulty_line(emoji_set, monkeypatch):
-    monkeypatch.setattr("data.formats.jsonl.LINE_LIMIT", 1000)
+    monkeypatch.setattr("data.formats.tables.LINE_LIMIT", 1000)
     file = emoji_set(1, {**GOOD, "text": "x" * 5000}, GOOD)
     ((where, reason, detail),) = problems(file)
     assert (where, reason) == (f"{file}:2", "invalid-row") and "more than 1,000 bytes" in detail

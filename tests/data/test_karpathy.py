@@ -69,7 +69,7 @@ def test_refusals(split_file, options, words):
 @pytest.mark.parametrize("content", ["[]", "{", '{"images": {}}', '{"annotations": []}'])
 def test_another_json_is_refused(content, tmp_path):
     (tmp_path / "dataset.json").write_text(content)
-    with pytest.raises(ValueError, match="is no file of Karpathy's splits"):
+    with pytest.raises(ValueError, match="no file of Karpathy's splits"):
         open_source(f"karpathy:{tmp_path / 'dataset.json'}?split=test")
 
 

@@ -114,7 +114,7 @@ def test_pairs_of_images_and_texts(module, name):
     shown = eval_transform(16)
     assert (shown(shown.stored(source.image_bytes(4)), None) == 28).all()
     assert pickle.loads(pickle.dumps(source)).image_bytes(3) == source.image_bytes(3)
-    assert source.format.spec not in open_source(f"python:{module}:Broken").index.file.as_posix()
+    assert source.format.spec not in open_source(f"python:{module}:Broken").index.folder.as_posix()
 
 
 def test_items_as_hugging_face_and_pandas_give_them(module, tmp_path):

