@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.batching.sampler import MicroBatchRequest
+from data.batching.requests import MicroBatchRequest
 from data.options import LoadingOptions
 from data.prepare import PreparedData
 from data.progress import progress_bar

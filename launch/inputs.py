@@ -19,7 +19,7 @@ from data.modalities.text import Languages, TextModality
 from data.modalities.transforms import augmented, eval_transform, normalise
 from data.prepare import PreparedData
 from engine.executor import FromBytes
-from launch.balancing.choosing import side_multiple
+from launch.batching.planned import side_multiple
 from launch.config.groups import InputOptions
 from launch.modalities import MODALITIES, audio_features
 from models.towers.layers import Tower

@@ -19,7 +19,7 @@ from data.modalities.modality import Loaded, Modality
 from data.modalities.tokenizer import batch_tokens_counted
 
 if TYPE_CHECKING:
-    from data.batching.sampler import MicroBatchRequest
+    from data.batching.requests import MicroBatchRequest
     from data.index.sources import Source
 
 

@@ -37,7 +37,7 @@ from data.options import (
     read_pairs,
 )
 from engine.planning.devices import DEVICES, find_device
-from launch.balancing.loss_weights import MODES, check_mode
+from launch.batching.loss_weights import MODES, check_mode
 from launch.tracking.login import MODES as MODES_OF_WANDB
 
 OPEN_CLIP = "open_clip:"  # how the names of OpenCLIP's models begin

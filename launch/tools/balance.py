@@ -25,7 +25,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from common.output import outlive_output, run_program
-from data.batching.feed import BRANCH_OF
+from data.batching.load_control import BRANCH_OF
 from launch.run.report import duration as seconds
 from launch.run.report import show
 from launch.run.step_line import rates

@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from common.files import replacing
-from data.batching.feed import BRANCH_OF
+from data.batching.load_control import BRANCH_OF
 
 DOTS_PER_INCH = 120
 WIDTH_INCHES, PANEL_INCHES, LINE_INCHES = 13, 1.5, 0.19

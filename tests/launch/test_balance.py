@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from data.batching.branch_cost import BranchCost
-from data.batching.feed import FeedRates
+from data.batching.load_control import FeedRates
 from data.batching.settings import Setting
 from launch.tools.balance import decisions, read_measurements, read_steps, run
 from launch.tools.balance_plot import (

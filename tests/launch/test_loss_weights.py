@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from engine.objective import Branch, Objective, Pair
-from launch.balancing.loss_weights import KEPT, MODES, MOST, RATE, LossWeights, score
+from launch.batching.loss_weights import KEPT, MODES, MOST, RATE, LossWeights, score
 from launch.config.options import parse_options
 from models.losses import InfoNCE, Matching
 

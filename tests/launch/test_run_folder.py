@@ -292,22 +292,8 @@ def test_how_a_global_batch_is_dealt_may_change_and_what_it_takes_in_may_not(fol
     feed = {"strategy": "feed", "captions_per_image": [1, 2]}
     for balance in (None, {"strategy": "off"}, {"strategy": "deal", "min_size": 4}):
         folder.refuse_other_run(*identity(block={**BLOCK, "balance": balance}))
-    for balance in (feed, {"window": 2}):
-        with pytest.raises(ValueError, match="branches.balance"):
-            folder.refuse_other_run(*identity(block={**BLOCK, "balance": balance}))
-
-
-def test_weights_of_samples_are_compared_with_their_defaults(tmp_path, decided):
-    weighed = {**BLOCK, "sample_weights": {"use": "loss", "image": 0.3, "text": 0.7}}
-    folder = RunFolder(tmp_path / "a run", first_rank=True)
-    folder.write_config(*record_of(block=weighed), *decided)
-    weighed["sample_weights"]["length"] = "tokens"
-    folder.refuse_other_run(*identity(block=weighed))
-    weighed["sample_weights"]["length"] = "characters"
-    with pytest.raises(
-        ValueError, match='branches.sample_weights.length: there "tokens", here "characters"'
-    ):
-        folder.refuse_other_run(*identity(block=weighed))
+    with pytest.raises(ValueError, match="branches.balance"):
+        folder.refuse_other_run(*identity(block={**BLOCK, "balance": feed}))
 
 
 def test_how_many_bad_steps_may_follow_each_other_is_free_to_change(folder):

@@ -66,7 +66,7 @@ class Ladders:
 
 
 @dataclass(frozen=True)
-class FeedRules:
+class LoadRules:
     """`dead_band`: part of a step that a branch may wait without a move; `max_change`: most that a
     move changes the load of a branch."""
 
@@ -106,11 +106,11 @@ def size_ladder(least: int, most: int, multiple: int) -> tuple[int, ...]:
     return (*(size for size in range(-(-least // multiple) * multiple, most, multiple)), most)
 
 
-def adjust(
+def control_load(
     observations: Observations,
     feed_rates: FeedRates,
     ladders: Ladders,
-    rules: FeedRules,
+    rules: LoadRules,
     busy_s: Mapping[str, float],
     first_step: int,
 ) -> tuple[Observations, FeedRates, str | None]:
@@ -159,7 +159,7 @@ def _waiting(busy_s: Mapping[str, float]) -> float:
 def _move(
     feed_rates: FeedRates,
     ladders: Ladders,
-    rules: FeedRules,
+    rules: LoadRules,
     busy_s: Mapping[str, float],
     busy: str,
     idle: str,

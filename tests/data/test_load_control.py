@@ -6,12 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from data.batching.feed import (
+from data.batching.load_control import (
     FeedRates,
-    FeedRules,
     Ladders,
+    LoadRules,
     Observations,
-    adjust,
+    control_load,
     patch_ladder,
     scaled_size,
     size_ladder,
@@ -23,7 +23,7 @@ BRANCHES = ("image", "text")
 LADDERS = Ladders((1, 2, 3, 4, 5), patch_ladder(0.25), (160, 192, 224))
 
 
-def run(seconds, ladders=LADDERS, rules=FeedRules(), steps=200, noise=0.0, seed=0):
+def run(seconds, ladders=LADDERS, rules=LoadRules(), steps=200, noise=0.0, seed=0):
     """`seconds(step)`: of each branch with the first feed rates. Returns (step, feed rates,
     reason) of all that was said, and how much each step waited."""
     rng, observations, seen, said, waited = np.random.default_rng(seed), Observations(), [], [], []
@@ -40,7 +40,7 @@ def run(seconds, ladders=LADDERS, rules=FeedRules(), steps=200, noise=0.0, seed=
         if (step + 1) % INTERVAL == 0:
             busy_s = {b: typical([one[b] for one in seen]) for b in BRANCHES}
             before, seen = in_force[-1][1], []
-            observations, feed_rates, reason = adjust(
+            observations, feed_rates, reason = control_load(
                 observations, before, ladders, rules, busy_s, step + 1 - INTERVAL
             )
             if feed_rates != before:
@@ -185,4 +185,4 @@ def test_ladders():
     with pytest.raises(ValueError, match="ascending"):
         Ladders((2, 1))
     with pytest.raises(ValueError, match="dead_band"):
-        FeedRules(dead_band=0)
+        LoadRules(dead_band=0)
