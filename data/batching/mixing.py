@@ -52,11 +52,13 @@ def mixed(parts: Parts, temperature: float = 1.0, floors: Sequence[float] | None
             )
     if not sizes.any():
         return parts
-    shares = raised_to_floors(_shares(sizes, temperature), least)
-    if not np.array_equal(shares, sizes / sizes.sum()):
-        parts = _visited(parts, _whole(shares, sum(round(size) for size in sizes)))
-    for number, ((count, weight), size) in enumerate(zip(parts, sizes), 1):
-        if size > 0 and round(count * weight) == 0:
+    natural = sizes / sizes.sum()
+    scaled = (sizes / sizes.max()) ** (1 / temperature)
+    shares = raised_to_floors(natural if temperature == 1 else scaled / scaled.sum(), least)
+    if not np.array_equal(shares, natural):
+        parts = _visited(parts, _whole(shares, _visits(parts).sum()))
+    for number, ((count, _), size, visits) in enumerate(zip(parts, sizes, _visits(parts)), 1):
+        if size > 0 and visits == 0:
             raise ValueError(
                 f"data set {number} has {count} training samples with a share of an epoch that is "
                 "less than one of them; give it more in --data-weights, a floor in --data-floors, "
@@ -69,27 +71,22 @@ def pulled(parts: Parts, factors: Sequence[float], floors: Sequence[float] | Non
     """The same sets with their weights times `factors` > 0; an epoch stays as long as it was. No
     share falls below its floor, and none below one visit, unless it is there already: that is where
     it stays."""
-    visits = np.array([round(count * weight) for count, weight in parts])
+    visits = _visits(parts)
     least = np.maximum(0.0 if floors is None else np.asarray(floors), 1 / visits.sum())
-    shares = raised_to_floors(
-        _shares(visits * np.asarray(factors), 1.0), np.minimum(least, visits / visits.sum())
-    )
-    found = _whole(shares, int(visits.sum()))
+    wanted = visits * np.asarray(factors)
+    least = np.minimum(least, visits / visits.sum())
+    found = _whole(raised_to_floors(wanted / wanted.sum(), least), visits.sum())
     return parts if np.array_equal(found, visits) else _visited(parts, found)
 
 
+def _visits(parts: Parts) -> np.ndarray:
+    """[sets] samples of each that an epoch visits, repetitions counted."""
+    return np.array([round(count * weight) for count, weight in parts])
+
+
 def _visited(parts: Parts, visits: np.ndarray) -> Parts:
-    return tuple(
-        (count, visit / count if count else 0.0)
-        for (count, _), visit in zip(parts, visits.tolist())
-    )
-
-
-def _shares(sizes: np.ndarray, temperature: float) -> np.ndarray:
-    if temperature == 1:
-        return sizes / sizes.sum()
-    scaled = (sizes / sizes.max()) ** (1 / temperature)
-    return scaled / scaled.sum()
+    pairs = zip(parts, visits.tolist())
+    return tuple((count, visit / count if count else 0.0) for (count, _), visit in pairs)
 
 
 def raised_to_floors(shares: np.ndarray, floors: np.ndarray) -> np.ndarray:
@@ -139,6 +136,22 @@ class Trends:
         nothing = (0.0,) * number
         return cls((1.0,) * number, nothing, nothing, nothing, (0,) * number)
 
+    def after_step(self, losses: Sequence[float], samples: Sequence[int]) -> Trends:
+        """After a step with so many samples of each set, and such a loss per sample; one that is
+        not finite does not count."""
+        sums, numbers = list(self.sums), list(self.samples)
+        for i, (loss, number) in enumerate(zip(losses, samples, strict=True)):
+            if math.isfinite(loss):
+                sums[i] += loss * number
+                numbers[i] += number
+        return replace(self, sums=tuple(sums), samples=tuple(numbers))
+
+    def falls(self) -> np.ndarray:
+        """[sets] logarithm of the last loss in parts of the one before; nan where one of them is
+        not known."""
+        pairs = zip(self.before, self.losses)
+        return np.array([math.log(now / old) if old and now else math.nan for old, now in pairs])
+
 
 @dataclass(frozen=True)
 class Adaptation:
@@ -155,15 +168,25 @@ class Adaptation:
             raise ValueError(f"rate {self.rate}: a number above 0 and at most 1 is needed")
 
     def after_epoch(self, trends: Trends) -> Trends:
-        """The epoch under way has ended."""
-        losses = tuple(
-            max(0.0, total / number) if number else 0.0
-            for total, number in zip(trends.sums, trends.samples)
+        """The epoch under way has ended: the factors move by the formula above. Sets of which
+        nothing is known have no say, and go back towards 1."""
+        pairs = zip(trends.sums, trends.samples)
+        losses = tuple(max(0.0, total / number) if number else 0.0 for total, number in pairs)
+        ended = replace(
+            Trends.start(len(self.parts)),
+            factors=trends.factors,
+            before=trends.losses,
+            losses=losses,
         )
-        factors = moved(trends.factors, self.parts, trends.losses, losses, self.rate)
-        return replace(
-            Trends.start(len(self.parts)), factors=factors, before=trends.losses, losses=losses
-        )
+        fall, factors = ended.falls(), np.array(trends.factors)
+        shares = np.array([count * weight for count, weight in self.parts]) * factors
+        known = (shares > 0) & ~np.isnan(fall)
+        logarithms = KEPT * np.log(factors)
+        if known.any():
+            mean = shares[known] @ fall[known] / shares[known].sum()
+            logarithms[known] += self.rate * (fall[known] - mean)
+        bounded = np.exp(np.clip(logarithms, -np.log(MOST), np.log(MOST)))
+        return replace(ended, factors=tuple(bounded.tolist()))
 
     def mix(self, trends: Trends) -> Parts:
         return pulled(self.parts, trends.factors, self.floors)
@@ -174,47 +197,7 @@ class Adaptation:
             f"{name} {old:.3g} -> {new:.3g} (loss {loss:.3g}, "
             f"{'trend not known' if math.isnan(fall) else f'{math.expm1(fall):+.1%}'})"
             for name, (_, old), (_, new), loss, fall in zip(
-                self.names, mixed, now, trends.losses, falls(trends.before, trends.losses)
+                self.names, mixed, now, trends.losses, trends.falls()
             )
         ]
         return f"weights {', '.join(words)}"
-
-
-def after_step(trends: Trends, losses: Sequence[float], samples: Sequence[int]) -> Trends:
-    """A step has had so many samples of each set, with such a loss per sample; one that is not
-    finite does not count."""
-    added = [
-        (loss * number, number) if math.isfinite(loss) else (0.0, 0)
-        for loss, number in zip(losses, samples, strict=True)
-    ]
-    return replace(
-        trends,
-        sums=tuple(total + more for total, (more, _) in zip(trends.sums, added)),
-        samples=tuple(number + more for number, (_, more) in zip(trends.samples, added)),
-    )
-
-
-def falls(before: Sequence[float], now: Sequence[float]) -> np.ndarray:
-    """Of losses, the logarithm of what they are now in parts of what they were; nan where one of
-    them is not known."""
-    return np.array([math.log(n / b) if b and n else math.nan for b, n in zip(before, now)])
-
-
-def moved(
-    factors: Sequence[float],
-    parts: Parts,
-    before: Sequence[float],
-    now: Sequence[float],
-    rate: float,
-) -> tuple[float, ...]:
-    """The factors after an epoch with the losses `now`, by the formula above. Sets of which nothing
-    is known have no say, and go back towards 1."""
-    fall = falls(before, now)
-    shares = np.array([count * weight * factor for (count, weight), factor in zip(parts, factors)])
-    known = (shares > 0) & ~np.isnan(fall)
-    logarithms = KEPT * np.log(factors)
-    if known.any():
-        logarithms[known] += rate * (
-            fall[known] - shares[known] @ fall[known] / shares[known].sum()
-        )
-    return tuple(np.exp(np.clip(logarithms, -np.log(MOST), np.log(MOST))).tolist())

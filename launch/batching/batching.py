@@ -15,14 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from data.batching.batches import Batches
-from data.batching.load_control import (
-    Ladders,
-    LoadRules,
-    Observations,
-    control_load,
-    typical,
-)
-from data.batching.mixing import Trends, after_step
+from data.batching.load_control import LoadControl, Observations, typical
+from data.batching.mixing import Trends
 from data.batching.mixture import source_names
 from data.batching.order import GlobalOrder, Parts
 from data.batching.requests import MicroBatchRequest
@@ -48,7 +42,7 @@ from launch.batching.planned import (
     adaptation,
     explain_batches,
     image_buckets,
-    load_ladders,
+    load_control,
     mean_length,
     num_kept,
     refuse_missing_branches,
@@ -107,19 +101,17 @@ class Batching:
         refuse_missing_branches(self.balance, plan)
         self.batches.buckets = image_buckets(self.data, self.options, patch_size)
         self.batches.texts = text_packer(self.balance, plan, self.data, self.options, self.folder)
-        self.ladders, self.rules = Ladders(), LoadRules()
+        self.control = LoadControl()
         self.first = Setting(0, {b: batch.num_micro_batches for b, batch in plan.batches.items()})
         if self.batches.texts is not None:
             length = mean_length(self.batches.texts)
-            if self.balance.strategy == "feed":
-                self.ladders = load_ladders(
-                    self.balance, plan, self.data, self.options, patch_size, length
-                )
-                self.rules = LoadRules(self.balance.dead_band, self.balance.max_change)
+            self.control = load_control(
+                self.balance, plan, self.data, self.options, patch_size, length
+            )
             first = replace(
                 self.first,
                 costs={"text": text_cost(costs, plan, length)},
-                feed_rates=self.ladders.start(),
+                feed_rates=self.control.start(),
             )
             self.first = with_numbers(
                 first, self.batches, plan, self.balance, self.order.changed_at
@@ -173,8 +165,7 @@ class Batching:
 
     def line(self, metrics: StepMetrics, step: int, step_s: float) -> dict[str, float]:
         """The step's line of metrics.jsonl, with the feed rates that may change."""
-        feed_rates = asdict(self.batches.settings.at(step - 1).feed_rates)
-        movable = {name: feed_rates[name] for name, ladder in self.ladders.items() if ladder[1:]}
+        movable = self.control.movable(self.batches.settings.at(step - 1).feed_rates)
         return step_line(metrics, step, step_s, self.order, movable, self.sources)
 
     def is_due(self, step: int, every: int | None) -> bool:
@@ -229,7 +220,7 @@ class Batching:
             return False
         if self.adaptation is not None and self._trends is not None:
             losses, samples = [each.loss for each in sources], [each.samples for each in sources]
-            self._trends = after_step(self._trends, losses, samples)
+            self._trends = self._trends.after_step(losses, samples)
             if self.order.ends_epoch(step):
                 self._trends = self.adaptation.after_epoch(self._trends)
         self._busy_s.append(branch_seconds(self.plan.graph, busy_s))
@@ -259,8 +250,8 @@ class Batching:
         costs = refitted(now.costs, points) if refits else now.costs
         observations, feed_rates, reason = self._observations, now.feed_rates, None
         if self.batches.texts is not None:
-            observations, feed_rates, reason = control_load(
-                observations, feed_rates, self.ladders, self.rules, busy_s, seen_from
+            observations, feed_rates, reason = self.control.after(
+                observations, feed_rates, busy_s, seen_from
             )
         setting = self._next_setting(
             replace(now, costs=costs, feed_rates=feed_rates),

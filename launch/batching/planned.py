@@ -13,7 +13,7 @@ import numpy as np
 from data.batching.batches import Batches, GlobalBatch, TextPacker
 from data.batching.branch_cost import BranchCost
 from data.batching.buckets import Buckets
-from data.batching.load_control import BRANCH_OF, Ladders, patch_ladder, size_ladder
+from data.batching.load_control import BRANCH_OF, LoadControl, patch_ladder, size_ladder
 from data.batching.mixing import Adaptation
 from data.batching.mixture import source_names
 from data.batching.order import Parts
@@ -263,16 +263,18 @@ def refuse_missing_branches(block: BalanceBlock, plan: RunPlan) -> None:
         raise ValueError(f"branches.balance.strategy: 'feed' packs texts, and {there}")
 
 
-def load_ladders(
+def load_control(
     block: BalanceBlock,
     plan: RunPlan,
     data: PreparedData,
     options: BatchingOptions,
     patch_size: int | None,
     typical_length: float,
-) -> Ladders:
-    """The values that the bounds in the block leave for these towers and data. Errors: ValueError
-    for bounds that they do not have."""
+) -> LoadControl:
+    """How the load is controlled: within what the bounds in the block leave for these towers and
+    data. Errors: ValueError for bounds that they do not have."""
+    if block.strategy != "feed":
+        return LoadControl()
     ladders: dict[str, tuple] = {}
     if block.captions_per_image is not None:
         least, most = block.captions_per_image
@@ -303,4 +305,4 @@ def load_ladders(
                 f"{options.image_size}"
             )
         ladders["image_size"] = size_ladder(least, most, side_multiple(patch_size))
-    return Ladders(**ladders)
+    return LoadControl(**ladders, dead_band=block.dead_band, max_change=block.max_change)

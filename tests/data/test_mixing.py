@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from data.batching.mixing import KEPT, MOST, Adaptation, Trends, after_step, mixed, moved
+from data.batching.mixing import KEPT, MOST, Adaptation, Trends, mixed
 from data.batching.order import GlobalOrder
 
 SETS = ((60, 1.0), (30, 1.0), (10, 2.0))
@@ -25,9 +25,9 @@ def after_epochs(trends, epochs, rates=(0.05, 0.01, 0.2), adaptation=adaptation(
     twice the samples."""
     for epoch in epochs:
         mean = [3 * (1 - rate) ** epoch for rate in rates]
-        trends = after_step(trends, [1.2 * loss for loss in mean], [20, 10, 4])
+        trends = trends.after_step([1.2 * loss for loss in mean], [20, 10, 4])
         trends = adaptation.after_epoch(
-            after_step(trends, [0.9 * loss for loss in mean], [40, 20, 8])
+            trends.after_step([0.9 * loss for loss in mean], [40, 20, 8])
         )
         yield trends
 
@@ -48,6 +48,13 @@ def counts(epoch, order=ORDER):
     return np.bincount(visits, minlength=ORDER.num_samples)
 
 
+def moved(factors, parts, before, now, rate):
+    """The factors after an epoch with the losses `now`."""
+    ones = (1,) * len(parts)
+    trends = Trends(factors, before, before, now, ones)
+    return Adaptation(("",) * len(parts), parts, rate).after_epoch(trends).factors
+
+
 def test_the_documented_formula():
     found = moved((1.0, 1.2), ((30, 1.0), (10, 1.0)), (2.0, 4.0), (1.0, 4.0), rate=0.5)
     shares, trend = np.array([30, 12]) / 42, np.log([0.5, 1.0])
@@ -65,7 +72,7 @@ def test_the_loss_of_an_epoch_is_the_mean_over_its_samples():
 
 
 def test_a_step_without_a_finite_loss_does_not_count():
-    trends = after_step(Trends.start(3), [2.0, math.nan, math.inf], [5, 0, 3])
+    trends = Trends.start(3).after_step([2.0, math.nan, math.inf], [5, 0, 3])
     assert trends.sums == (10.0, 0.0, 0.0) and trends.samples == (5, 0, 0)
 
 
@@ -115,7 +122,7 @@ def test_a_set_of_which_no_loss_is_known_has_no_say():
     with_empty = Adaptation(("a", "b", "c", "empty"), (*SETS, (0, 1.0)), 0.5)
     trends = Trends.start(4)
     for plain in after_epochs(Trends.start(3), range(4)):
-        trends = with_empty.after_epoch(after_step(trends, [*plain.losses, math.nan], [6, 3, 2, 0]))
+        trends = with_empty.after_epoch(trends.after_step([*plain.losses, math.nan], [6, 3, 2, 0]))
         assert with_empty.mix(trends)[:3] == adaptation().mix(plain) and trends.factors[3] == 1
     factors = moved((1.0, 1.0, 1.5), SETS, (2.0, 2.0, 0.0), (1.0, 1.5, 1.0), 0.5)
     assert factors[:2] == pytest.approx(moved((1.0, 1.0), SETS[:2], (2.0, 2.0), (1.0, 1.5), 0.5))

@@ -225,12 +225,12 @@ def test_the_ladders_are_what_bounds_towers_and_data_leave(data, tmp_path):
         "kept_patches": [0.5, 1],
         "image_size": [30, 64],
     }
-    ladders = made(data, tmp_path, "fork", feed, schedule="replay", patch_size=8).ladders
+    ladders = made(data, tmp_path, "fork", feed, schedule="replay", patch_size=8).control
     assert ladders.captions_per_image == (1, 2, 3, 4, 5)  # there are no more
     assert ladders.kept_patches == tuple(n / 16 for n in range(8, 17))
     assert ladders.image_size == (32, 40, 48, 56, 64)
     # all activations wait for the loss: memory is a bound
-    at_once = made(data, tmp_path, "fork", feed, patch_size=8).ladders
+    at_once = made(data, tmp_path, "fork", feed, patch_size=8).control
     assert 1 <= max(at_once.captions_per_image) < 5
 
 
