@@ -117,15 +117,6 @@ def test_one_loss_has_nothing_to_share():
     assert weights.after_step(5, {}) is None and weights.weights() == {"contrastive": 1.0}
 
 
-@pytest.mark.parametrize(
-    ("mode", "asked", "interval"),
-    [("fix", ASKED, 5), ("fixed", ASKED, 0), ("fixed", {"contrastive": 0.0}, 5)],
-)
-def test_what_cannot_be_is_refused(mode, asked, interval):
-    with pytest.raises(ValueError):
-        LossWeights(mode, asked, interval)
-
-
 # -- several pairs ---------------------------------------------------------------------------------
 
 
