@@ -48,8 +48,8 @@ def choose_sizes(
     area comes nearest to image_size². Chosen are those that together keep most of the images' area.
     Sizes that no image would use are left out. Errors: ValueError.
     """
-    width, height = np.asarray(width), np.asarray(height)
-    _check_images(width, height)
+    if not len(width):
+        raise ValueError("image buckets are chosen for images: at least one image is needed")
     if not (1 <= multiple <= image_size and 1 <= max_buckets <= np.iinfo(np.int8).max):
         raise ValueError(
             f"image_size {image_size}, multiple {multiple}, max_buckets {max_buckets}: 1 <= "
@@ -66,7 +66,6 @@ def nearest_sizes(
     width: np.ndarray, height: np.ndarray, sizes: Sequence[tuple[int, int]]
 ) -> np.ndarray:
     """[N] int8: the number of the size that crops least away; of equally good ones the first."""
-    _check_images(width, height)
     return np.argmax(kept_area(width / height, np.array(sizes)), axis=1).astype(np.int8)
 
 
@@ -163,16 +162,3 @@ def _best(ratio: np.ndarray, weight: np.ndarray, sizes: np.ndarray, number: int)
     for before in reversed(came_from):
         chosen.append(int(before[chosen[-1]]))
     return chosen[::-1]
-
-
-def _check_images(width: np.ndarray, height: np.ndarray) -> None:
-    if (
-        width.shape != height.shape
-        or width.ndim != 1
-        or not len(width)
-        or min(width.min(), height.min()) < 1
-    ):
-        raise ValueError(
-            f"width {width.shape}, height {height.shape}: one of each per image is needed, at "
-            "least one image, no side below 1"
-        )
