@@ -91,8 +91,8 @@ def pack_by_bucket(
     bucket_of_position = np.asarray(bucket_of_position)
     if sum(sizes) != len(bucket_of_position) or min(sizes, default=0) < 1:
         raise ValueError(
-            f"{len(bucket_of_position)} positions cannot be packed into shares of {list(sizes)}; each "
-            "needs one, and they must add up to their number"
+            f"{len(bucket_of_position)} positions cannot be packed into shares of {list(sizes)}; "
+            "each needs one, and they must add up to their number"
         )
     left = sorted(sizes, reverse=True)  # of shares that are not filled yet
     shares: list[np.ndarray] = []

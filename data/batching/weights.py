@@ -1,6 +1,7 @@
 """What a sample weighs in the loss: the more there is to see and to read in it, the more.
 
-    weight = a · complexity / mean complexity + b · length / mean length + c · seconds / mean seconds
+    weight = a · complexity / mean complexity + b · length / mean length
+             + c · seconds / mean seconds
 
 and is then divided by its own mean.
 

@@ -10,10 +10,11 @@ that the size of a step stays what it was. Weights are updated every `interval` 
 smoothed between updates, factors stay from 1 / MOST to MOST (that of matching, under `measured`,
 from 1 / MOST² on), and every change has a reason.
 
-    uncertainty   log f = -s, and s follows the gradient of exp(-s) L + s, a loss with a learned uncertainty (Kendall, Gal & Cipolla 2018):
+    uncertainty   log f = -s, and s follows the gradient of exp(-s) L + s, a loss with a learned
+                  uncertainty (Kendall, Gal & Cipolla 2018):
                   s <- s - RATE * (1 - exp(-s) L)
-    measured      a loss that falls more slowly than the others gets more (after Liu, Johns & Davison
-                  2019), with L' at the update before:
+    measured      a loss that falls more slowly than the others gets more (after Liu, Johns &
+                  Davison 2019), with L' at the update before:
                   log f <- KEPT * log f + RATE * (log L/L' - the mean over all losses)
                   And matching waits for the embeddings, for negatives are hard only where
                   similarities mean something: f of matching is times max(1/MOST, 1 - L/L1), L the

@@ -257,7 +257,8 @@ def refuse_missing_branches(block: BalanceBlock, plan: RunPlan) -> None:
     for key, branch in BRANCH_OF.items():
         if getattr(block, key) is not None and branch not in plan.batches:
             raise ValueError(
-                f"branches.balance.{key}: it moves how much the {branch} branch takes in, and {there}"
+                f"branches.balance.{key}: it moves how much the {branch} branch takes in, and "
+                f"{there}"
             )
     if "text" not in plan.batches and block.strategy == "feed":
         raise ValueError(f"branches.balance.strategy: 'feed' packs texts, and {there}")

@@ -25,8 +25,8 @@ DEFAULT_INTERVAL = 20  # steps
 
 @dataclass(frozen=True)
 class BalanceBlock:
-    """The `balance` block inside `branches`: how global batches are packed into micro-batches, and how
-    much of each modality a step takes in. Checked when made.
+    """The `balance` block inside `branches`: how global batches are packed into micro-batches, and
+    how much of each modality a step takes in. Checked when made.
 
     "deal": by cost, sizes from `min_size` to `max_size` (None: whatever the memory of the planned
     micro-batches holds); "off": in order; "feed": packed, and feed rates within bounds [least,

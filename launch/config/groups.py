@@ -592,7 +592,7 @@ class BatchingOptions(DataOptions, TowerOptions, LengthOptions):
     title = "tracking"
     explain_balance: int = option(
         0,
-        "print how N global batches are dealt before training starts",
+        "print how N global batches are packed before training starts",
         "N",
         at_least(0),
         free=True,

@@ -84,7 +84,8 @@ def test_a_set_that_falls_more_slowly_comes_more_often_and_the_log_says_why(data
     assert first["losses_before"] == pytest.approx([3.0, 3.0])
     de, fr = first["weights"]
     assert first["reason"] == (
-        f"weights demo:de 1 -> {de:.3g} (loss 2.7, -10.0%), demo:fr 1 -> {fr:.3g} (loss 2.94, -2.0%)"
+        f"weights demo:de 1 -> {de:.3g} (loss 2.7, -10.0%), "
+        f"demo:fr 1 -> {fr:.3g} (loss 2.94, -2.0%)"
     )
     assert all(record["reason"] is None for record in ranks.records)  # nothing on feed rates
 
@@ -117,9 +118,7 @@ def test_a_run_that_goes_on_mixes_as_one_that_never_stopped(data, tmp_path, kill
 
 
 @pytest.mark.parametrize("size, ended", [(96, False), (300, True)])
-def test_losses_of_an_epoch_are_counted_over_a_change_of_the_batch_and_the_epoch_ends_with_what_it_had(
-    data, tmp_path, size, ended
-):
+def test_losses_of_an_epoch_are_counted_over_a_change_of_the_batch(data, tmp_path, size, ended):
     """After 4 steps of the second epoch. What it has left is three batches of 96, and less than one
     of 300."""
     before = world(data, tmp_path)
