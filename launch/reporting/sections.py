@@ -28,7 +28,7 @@ from launch.reporting.timelines import (
 )
 from launch.run.report import duration, retrieval_rows
 from launch.run.trace_file import FIRST_STEP, read_trace
-from launch.tools.balance import Decision, decisions
+from launch.tools.balance import decisions
 from models.metrics.retrieval import RECALL_AT
 
 MOST_MARKS = 20  # decisions that are drawn in a chart

@@ -32,9 +32,9 @@ from rich.table import Table
 from common.files import replacing
 from common.output import outlive_output, run_program
 from data.batching.load_control import BRANCH_OF
+from launch.run.report import duration as seconds
 from launch.run.report import show
 from launch.run.step_line import rates
-from launch.run.report import duration as seconds
 from launch.tools.plan import OneLineParser, figure_path
 
 WIDTH_INCHES, PANEL_INCHES, LINE_INCHES, DOTS_PER_INCH = 13, 1.5, 0.19, 120

@@ -296,6 +296,17 @@ def test_how_a_global_batch_is_dealt_may_change_and_what_it_takes_in_may_not(fol
         folder.refuse_other_run(*identity(block={**BLOCK, "balance": feed}))
 
 
+def test_weights_of_samples_are_compared_with_their_defaults(tmp_path, decided):
+    weighed = {**BLOCK, "sample_weights": {"use": "loss", "image": 0.3, "text": 0.7}}
+    folder = RunFolder(tmp_path / "a run", first_rank=True)
+    folder.write_config(*record_of(block=weighed), *decided)
+    weighed["sample_weights"]["audio"] = 0.0
+    folder.refuse_other_run(*identity(block=weighed))
+    weighed["sample_weights"]["audio"] = 1.0
+    with pytest.raises(ValueError, match="branches.sample_weights.audio: there 0.0, here 1.0"):
+        folder.refuse_other_run(*identity(block=weighed))
+
+
 def test_how_many_bad_steps_may_follow_each_other_is_free_to_change(folder):
     folder.refuse_other_run(*identity(block={**BLOCK, "max_bad_steps": 50}))
 
