@@ -54,7 +54,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
 
     # DeepSpeed around this rank's stage, with the state of the run that goes on.
     engine = prepared.build_engine(ranks.processes, clock)
-    batching.follow(engine, ranks.loading.num_workers)
+    batching.follow(engine.place, engine.replica, ranks.loading.num_workers)
     notices = resume_run(prepared, engine)
     record = write_record(prepared)
     step = saved_step = prepared.step
@@ -111,7 +111,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
                 )
 
             # What follows from measured times (batches) and from the losses (their weights).
-            journal.measurement(step, batching.after_step(metrics))
+            journal.measurement(step, batching.after_step(engine, metrics))
             reason = loss_weights.after_step(step, metrics.losses)
             journal.loss_weights(step, reason, loss_weights)
             journal.sampled_trace(step, engine)

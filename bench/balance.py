@@ -3,7 +3,7 @@ balanced.
 
     python bench/balance.py            writes bench/out/balance.md, in about 10 s on one core
 
-Balanced is `data/batching/dealing.py`. The texts have 4 to 77 tokens, log-normal. For each way:
+Balanced is `data/batching/packing.py`. The texts have 4 to 77 tokens, log-normal. For each way:
 padding, and the seconds of a step against the lower bound (all work divided evenly, nothing
 padded), for 2 to 8 stages and 1 to 8 replicas; then the time to deal. Steps are the instruction
 lists of the engine, walked with the seconds of each micro-batch, because
@@ -32,13 +32,12 @@ OUT = ROOT / "bench" / "out"
 
 from bench.common import BRANCHES
 from data.batching.branch_cost import BranchCost
-from data.batching.dealing import (
-    BranchWork,
-    Deal,
-    DealBounds,
-    deal_balanced,
+from data.batching.packing import (
+    Bounds,
+    Packing,
     lower_bound_s,
     micro_batch_seconds,
+    pack,
     padded_lengths,
     padding_share,
 )
@@ -50,9 +49,7 @@ GLOBAL_BATCH_SIZE, LARGE = 4096, 65536
 MAX_TEXT_TOKENS = 77
 TEXT_COST = BranchCost(fixed_s=1e-3, per_sample_s=2e-5, per_token_s=1e-5, per_token_squared_s=5e-8)
 MIN_SIZE = 4
-FIXED = DealBounds(
-    MIN_SIZE, min_micro_batches=NUM_MICRO_BATCHES, max_micro_batches=NUM_MICRO_BATCHES
-)
+ANY_NUMBER = range(1, 65)
 FORWARD_SHARE = 1 / 3  # of a micro-batch's seconds; the backward has the rest
 ROUNDS = 7
 
@@ -64,32 +61,36 @@ def num_tokens(samples: int, seed: int = 0) -> np.ndarray:
     ).astype(np.int64)
 
 
-def texts(samples: int) -> BranchWork:
-    return BranchWork(
-        padded_lengths(num_tokens(samples), MAX_TEXT_TOKENS, TENSOR_CORE_MULTIPLE), TEXT_COST
-    )
+def texts(samples: int) -> np.ndarray:
+    return padded_lengths(num_tokens(samples), MAX_TEXT_TOKENS, TENSOR_CORE_MULTIPLE)
+
+
+def balanced(
+    lengths: np.ndarray, replicas: int, num_stages: int, numbers: Sequence[int]
+) -> Packing:
+    return pack(lengths, TEXT_COST, replicas, numbers, num_stages, Bounds(MIN_SIZE))
 
 
 # -- ways to deal
 
 
-def deal_at_random(work: BranchWork, replicas: int, number: int) -> Deal:
+def deal_at_random(lengths: np.ndarray, replicas: int, number: int) -> Packing:
     """As the order comes: the samples of a global batch are shuffled already."""
-    return _in_equal_parts(np.arange(work.lengths.size), replicas, number)
+    return _in_equal_parts(np.arange(len(lengths)), replicas, number)
 
 
-def deal_sorted(work: BranchWork, replicas: int, number: int) -> Deal:
+def deal_sorted(lengths: np.ndarray, replicas: int, number: int) -> Packing:
     """By length, in equal parts, each replica's in a row: little padding, and the last replica has
     all the long ones."""
-    return _in_equal_parts(np.argsort(work.lengths, kind="stable"), replicas, number)
+    return _in_equal_parts(np.argsort(lengths, kind="stable"), replicas, number)
 
 
-def deal_longest_first(work: BranchWork, replicas: int, number: int) -> Deal:
+def deal_longest_first(lengths: np.ndarray, replicas: int, number: int) -> Packing:
     """Each sample, the costliest first, to the micro-batch that has least so far (LPT, Graham
     1969): even, if padding cost nothing."""
     parts: list[list[int]] = [[] for _ in range(replicas * number)]
     heap = [(0.0, i) for i in range(len(parts))]
-    seconds = work.cost.of_sample(work.lengths)
+    seconds = TEXT_COST.of_sample(lengths)
     for position in np.argsort(-seconds, kind="stable").tolist():
         load, i = heap[0]
         parts[i].append(position)
@@ -98,7 +99,7 @@ def deal_longest_first(work: BranchWork, replicas: int, number: int) -> Deal:
     return [arrays[r * number : (r + 1) * number] for r in range(replicas)]
 
 
-def _in_equal_parts(order: np.ndarray, replicas: int, number: int) -> Deal:
+def _in_equal_parts(order: np.ndarray, replicas: int, number: int) -> Packing:
     parts = np.array_split(order, replicas * number)
     return [parts[r * number : (r + 1) * number] for r in range(replicas)]
 
@@ -160,33 +161,39 @@ class Row:
 
 
 def measure(num_stages: int, replicas: int) -> Row:
-    work = texts(GLOBAL_BATCH_SIZE)
-    deals = {name: way(work, replicas, NUM_MICRO_BATCHES) for name, way in WAYS.items()}
-    deals["balanced"] = deal_balanced(work, replicas, FIXED, num_stages)
-    free = deal_balanced(work, replicas, DealBounds(MIN_SIZE), num_stages)
-    bound_s = lower_bound_s(work, replicas, NUM_MICRO_BATCHES, num_stages)
-    best_s = min(lower_bound_s(work, replicas, number, num_stages) for number in range(1, 65))
+    lengths = texts(GLOBAL_BATCH_SIZE)
+    deals = {name: way(lengths, replicas, NUM_MICRO_BATCHES) for name, way in WAYS.items()}
+    deals["balanced"] = balanced(lengths, replicas, num_stages, [NUM_MICRO_BATCHES])
+    free = balanced(lengths, replicas, num_stages, ANY_NUMBER)
+    bound_s = lower_bound_s(lengths, TEXT_COST, replicas, NUM_MICRO_BATCHES, num_stages)
+    best_s = min(
+        lower_bound_s(lengths, TEXT_COST, replicas, number, num_stages) for number in ANY_NUMBER
+    )
     return Row(
         num_stages=num_stages,
         replicas=replicas,
-        padding={name: padding_share(deal, work.lengths) for name, deal in deals.items()},
-        over={name: _step_s(deal, work, num_stages) / bound_s - 1 for name, deal in deals.items()},
+        padding={name: padding_share(deal, lengths) for name, deal in deals.items()},
+        over={
+            name: _step_s(deal, lengths, num_stages) / bound_s - 1 for name, deal in deals.items()
+        },
         free_number=len(free[0]),
-        free_over=_step_s(free, work, num_stages) / best_s - 1,
+        free_over=_step_s(free, lengths, num_stages) / best_s - 1,
     )
 
 
-def _step_s(deal: Deal, work: BranchWork, num_stages: int) -> float:
-    return simulated_s(micro_batch_seconds(deal, work), num_stages)
+def _step_s(deal: Packing, lengths: np.ndarray, num_stages: int) -> float:
+    return simulated_s(micro_batch_seconds(deal, lengths, TEXT_COST), num_stages)
 
 
 def times(samples: int) -> dict[str, list[float]]:
     """Milliseconds of processor time to deal to 8 replicas for 4 stages, each way in turn."""
-    work = texts(samples)
-    ways: dict[str, Callable[[], Deal]] = {
-        **{name: (lambda way=way: way(work, 8, NUM_MICRO_BATCHES)) for name, way in WAYS.items()},
-        "balanced": lambda: deal_balanced(work, 8, FIXED, 4),
-        "balanced, any number": lambda: deal_balanced(work, 8, DealBounds(MIN_SIZE), 4),
+    lengths = texts(samples)
+    ways: dict[str, Callable[[], Packing]] = {
+        **{
+            name: (lambda way=way: way(lengths, 8, NUM_MICRO_BATCHES)) for name, way in WAYS.items()
+        },
+        "balanced": lambda: balanced(lengths, 8, 4, [NUM_MICRO_BATCHES]),
+        "balanced, any number": lambda: balanced(lengths, 8, 4, ANY_NUMBER),
     }
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS):

@@ -29,14 +29,7 @@ import numpy as np
 from bench.balance import MAX_TEXT_TOKENS, num_tokens
 from bench.common import Setup, make_engine
 from data.batching.branch_cost import BranchCost
-from data.batching.dealing import (
-    BranchWork,
-    Deal,
-    DealBounds,
-    deal_balanced,
-    padded_lengths,
-    padding_share,
-)
+from data.batching.packing import Bounds, Packing, pack, padded_lengths, padding_share
 from data.modalities.tokenizer import TENSOR_CORE_MULTIPLE
 
 if TYPE_CHECKING:
@@ -65,17 +58,14 @@ def lengths(step: int) -> np.ndarray:
     return num_tokens(SETUP.global_batch_size, seed=step)
 
 
-def deal(step: int, way: str, num_micro_batches: int) -> Deal:
+def deal(step: int, way: str, num_micro_batches: int) -> Packing:
     """Of one replica. The seeded shuffle has fixed the order of the global batch already, so equal
     parts of it are a random deal."""
     if way == "at random":
         return [list(np.arange(SETUP.global_batch_size).reshape(num_micro_batches, -1))]
-    work = BranchWork(
-        padded_lengths(lengths(step), MAX_TEXT_TOKENS, TENSOR_CORE_MULTIPLE),
-        COST,
-        most_padded=SETUP.micro_batch_size * MAX_TEXT_TOKENS,
-    )
-    return deal_balanced(work, 1, DealBounds(1, 1 << 30, num_micro_batches, num_micro_batches))
+    padded = padded_lengths(lengths(step), MAX_TEXT_TOKENS, TENSOR_CORE_MULTIPLE)
+    bounds = Bounds(max_tokens=SETUP.micro_batch_size * MAX_TEXT_TOKENS)
+    return pack(padded, COST, 1, [num_micro_batches], bounds=bounds)
 
 
 def micro_batches(

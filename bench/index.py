@@ -74,7 +74,8 @@ def measure(spec: str, folder: Path, with_torch: bool) -> dict[str, object]:
         torch.set_num_threads(1)
         stages["torch"] = memory()
         import data.loader  # noqa: F401  transformers, torchvision
-    from data.batching.sampler import GlobalOrder, training_requests
+    from data.batching.batches import Batches
+    from data.batching.order import GlobalOrder
     from data.batching.settings import Setting, Settings
     from data.index.sources import open_source
 
@@ -93,9 +94,7 @@ def measure(spec: str, folder: Path, with_torch: bool) -> dict[str, object]:
     subset_start = time.perf_counter()
     subset = np.load(folder / "train.npy", mmap_mode="r")
     order = GlobalOrder(len(subset), GLOBAL_BATCH, SEED)
-    requests = partial(
-        training_requests, order, subset, replicas=REPLICAS, branch="image", settings=settings
-    )
+    requests = partial(Batches(order, subset, settings).requests, "image", replicas=REPLICAS)
     request = next(requests(replica=0, start_step=0, stop_step=order.steps_per_epoch))
     read = [
         (source.captions(i), source.content_hash(i), source.where(i))

@@ -188,7 +188,8 @@ def webdataset(folder: Path, samples: int, workers: int, pin: bool) -> Iterator:
 def ours(spec: str, workers: int, pin: bool, cache=None, on_host: bool = True) -> Iterator:
     import numpy as np
 
-    from data.batching.sampler import GlobalOrder, training_requests
+    from data.batching.batches import Batches
+    from data.batching.order import GlobalOrder
     from data.batching.settings import Setting, Settings
     from data.index.sources import open_source
     from data.loader import MicroBatchDataset, micro_batches
@@ -203,16 +204,8 @@ def ours(spec: str, workers: int, pin: bool, cache=None, on_host: bool = True) -
     if cache is not None:
         for i in range(len(source)):
             source.content_hash(i)  # what the index of a data set holds, made beforehand
-    requests = training_requests(
-        order,
-        np.arange(len(source)),
-        0,
-        replicas=1,
-        branch="image",
-        settings=Settings([Setting(0, {"image": 1})]),
-        start_step=0,
-        stop_step=EPOCHS * order.steps_per_epoch,
-    )
+    batches = Batches(order, np.arange(len(source)), Settings([Setting(0, {"image": 1})]))
+    requests = batches.requests("image", 0, 1, 0, EPOCHS * order.steps_per_epoch)
     for micro_batch in micro_batches(dataset, requests, workers, pin):
         pixels = micro_batch["pixel_values"]
         yield normalise(pixels) if on_host else pixels

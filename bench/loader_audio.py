@@ -118,7 +118,8 @@ def plain(folder: Path, workers: int) -> Iterator:
 def ours(folder: Path, workers: int, cache=None) -> Iterator:
     import numpy as np
 
-    from data.batching.sampler import GlobalOrder, training_requests
+    from data.batching.batches import Batches
+    from data.batching.order import GlobalOrder
     from data.batching.settings import Setting, Settings
     from data.index.sources import open_source
     from data.loader import MicroBatchDataset, micro_batches
@@ -129,16 +130,8 @@ def ours(folder: Path, workers: int, cache=None) -> Iterator:
     order = GlobalOrder(len(source), BATCH_SIZE, seed=0)
     values = {"truncation": "rand_trunc"}
     features = AudioFeatures("ClapFeatureExtractor", values, RATE * SECONDS, ("crop",))
-    requests = training_requests(
-        order,
-        np.arange(len(source)),
-        0,
-        replicas=1,
-        branch="audio",
-        settings=Settings([Setting(0, {"audio": 1})]),
-        start_step=0,
-        stop_step=EPOCHS * order.steps_per_epoch,
-    )
+    batches = Batches(order, np.arange(len(source)), Settings([Setting(0, {"audio": 1})]))
+    requests = batches.requests("audio", 0, 1, 0, EPOCHS * order.steps_per_epoch)
     dataset = MicroBatchDataset(source, [AudioModality(features, cache)])
     for micro_batch in micro_batches(dataset, requests, workers):
         yield micro_batch["input_features"]
@@ -189,7 +182,7 @@ def fill_cache(folder: Path) -> float:
     """An epoch and an evaluation's worth of sounds. Returns the bytes that a sound takes."""
     import numpy as np
 
-    from data.batching.sampler import MicroBatchRequest
+    from data.batching.requests import MicroBatchRequest
     from data.cache import SampleCache
     from data.index.sources import open_source
     from data.loader import MicroBatchDataset

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from data.batching.sampler import MicroBatchRequest
+from data.batching.requests import MicroBatchRequest
 from data.index.sources import Source
 from data.modalities import memory
 from data.modalities.modality import Loaded, Modality

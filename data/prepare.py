@@ -16,7 +16,9 @@ from transformers import PreTrainedTokenizerBase
 from common.files import read_json, remove, replacing, replacing_folder, write_text
 from common.secrets import redacted
 from data.batching.draws import LIMIT
-from data.batching.mixture import Mixture, Parts, mixed, open_sources
+from data.batching.mixing import mixed
+from data.batching.mixture import Mixture, open_sources
+from data.batching.order import Parts
 from data.index.bad_samples import REASON_OF_CODE, REASONS
 from data.index.leaks import count_leaks, describe_leaks, find_leaks
 from data.index.roots import with_roots

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.batching.sampler import MicroBatchRequest
+from data.batching.requests import MicroBatchRequest
 from data.options import LoadingOptions
 from data.prepare import PreparedData
 from data.progress import progress_bar
@@ -47,20 +47,15 @@ from models.towers.building import token_bytes
 from models.towers.fusion import pair_inputs, pair_scores
 from models.towers.layers import Tower, library_models_kept
 
-# Where the layout is given nothing is measured: stages are cut, and texts dealt, by the ratios of
-# estimates for such a device.
-NOMINAL = {
-    "cuda": "A100",
-    "cpu": "flops=50e9,memory=8e9,bandwidth=10e9",
-}  # a core, as torch reaches it
+# Where the layout is given nothing is measured: stages are cut, and texts packed, by the ratios of
+# estimates for such a device. That of a CPU is one core, as torch reaches it.
+NOMINAL = {"cuda": "A100", "cpu": "flops=50e9,memory=8e9,bandwidth=10e9"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BUDGET_S = 15.0  # for repeats; each layer is run at least twice
 SAMPLES_LOADED, LOADED, LOADING_BUDGET_S = 16, 9, 1.0  # a micro-batch; so many; for all of them
 EXAMPLE_TEXTS = 1024  # training samples among which texts of the mean length are looked for
-MEASURED_SIZES = {
-    "cpu": (4, 16, 64),
-    "cuda": (8, 32, 128),
-}  # samples per micro-batch; straight lines between
+# samples per micro-batch; straight lines between
+MEASURED_SIZES = {"cpu": (4, 16, 64), "cuda": (8, 32, 128)}
 
 
 def run_costs(
@@ -73,46 +68,24 @@ def run_costs(
     processes: Processes,
     folder: RunFolder,
 ) -> CostModel:
-    """Measured on all ranks together where the layout or `compile` is "auto", else estimated. A run that goes on
-    keeps what was measured when it began, as long as it computes in the same precision on the same
-    kind of device.
+    """The costs of the layers: measured on all ranks together where the layout or `compile` is
+    "auto", else estimated. A run that goes on keeps what was measured when it began, as long as it
+    computes in the same precision on the same kind of device.
 
     All ranks call it together and get those of the first: cores and workers of the others may be
     other ones, and ranks that plan by other costs make other groups.
     """
     costs = _kept(model, config, processes, folder)
     if costs is None:
-        # where they are dealt, texts of about equal lengths come together
-        dealt = (
-            "text" in inputs.branches
-            and dealing(block).strategy != "off"
-            and not block.loss_per_micro_batch
-        )
-        lengths = _text_lengths(data, inputs) if dealt else None
+        # where texts are packed by cost, those of about equal lengths come together
+        by_cost = dealing(block).strategy != "off" and not block.loss_per_micro_batch
+        lengths = _text_lengths(data, inputs) if by_cost and "text" in inputs.branches else None
         compiling = {tower.branch: block.compiling(tower.branch) for tower in model.towers}
-        if block.layout != AUTO and AUTO not in compiling.values():
-            costs = estimated_costs(
-                model.towers,
-                config,
-                model.embed_dim,
-                device=find_device(NOMINAL.get(processes.device.type, "A100")),
-                memory_bytes=float("inf"),
-                num_tokens=None if lengths is None else round(lengths.mean()),
-                compared=_compared(model),
-            )
-        else:
-            layers, profile = _measured(
-                model,
-                config,
-                compiling,
-                sizes=_sizes(config, block, processes.device.type, inputs.branches),
-                data=data,
-                inputs=inputs,
-                lengths=lengths,
-                processes=processes,
-            )
+        if AUTO in (block.layout, *compiling.values()):
+            sizes = _sizes(config, block, processes.device.type, inputs.branches)
+            profile = _measured(model, config, compiling, sizes, data, inputs, lengths, processes)
             costs = CostModel.of(
-                layers,
+                _with_longest(profile.layers, lengths, inputs.max_text_tokens),
                 profile.machine,
                 config,
                 embed_dim=model.embed_dim,
@@ -123,6 +96,16 @@ def run_costs(
                 loading=_loading(data, inputs, loading, processes),
             )
             folder.write_costs(cost_model_to_json(costs))
+        else:
+            costs = estimated_costs(
+                model.towers,
+                config,
+                model.embed_dim,
+                device=find_device(NOMINAL.get(processes.device.type, "A100")),
+                memory_bytes=float("inf"),
+                num_tokens=None if lengths is None else round(lengths.mean()),
+                compared=_compared(model),
+            )
     costs = cost_model_from_json(from_first_rank(cost_model_to_json(costs)))
     return with_learned(costs, model.num_learned)
 
@@ -145,7 +128,7 @@ def _kept(
     costs = cost_model_from_json(known)
     return CostModel.of(
         costs.layers,
-        replace(costs.machine, measured=True),  # files of earlier versions do not say so
+        costs.machine,
         config,
         embed_dim=model.embed_dim,
         pairs=costs.pairs,
@@ -156,29 +139,50 @@ def _kept(
     )
 
 
+def are_of(
+    costs: CostModel, towers: Sequence[Tower], config: Mapping[str, Any], device: torch.device
+) -> bool:
+    """Are these the costs of these towers here? Those of others are left when a first start failed
+    before it wrote config.json."""
+    here = {t.branch: [(spec.name, spec.num_parameters) for spec in t.specs] for t in towers}
+    found = {
+        branch: [(layer.name, layer.num_parameters) for layer in layers]
+        for branch, layers in costs.layers.items()
+    }
+    return (
+        found == here
+        and costs.machine.name == device_identity(device)["device"]
+        and costs.state.weight == StateBytes.of(config).weight
+    )
+
+
+# -- what the layers take
+
+
 def _measured(
     model: RunModel,
     config: Mapping[str, Any],
     compiling: Mapping[str, str],
-    *,
     sizes: Mapping[str, Sequence[int]],
     data: PreparedData,
     inputs: InputOptions,
     lengths: np.ndarray | None,
     processes: Processes,
-) -> tuple[dict[str, list[LayerCost]], Profile]:
-    """(the layers with the memory of the longest texts, all that was measured)."""
+) -> Profile:
     # with "auto" each layer of the branch is measured as it is and compiled
-    ways = {branch: 2 if choice == AUTO else 1 for branch, choice in compiling.items()}
+    layers = sum(len(t.specs) * (2 if compiling[t.branch] == AUTO else 1) for t in model.towers)
     measuring = progress_bar(
         None,
         "measuring what each layer costs",
         "layer",
-        sum(ways[t.branch] * len(t.specs) for t in model.towers) + bool(model.fusion),
+        layers + bool(model.fusion),
         shown=processes.rank == 0,
     )
+    pairs = None
+    if model.fusion:
+        pairs = pair_scores(model.fusion), partial(_example_pairs, model.towers), sizes["text"]
     with measuring, library_models_kept():
-        profile = profile_together(
+        return profile_together(
             {tower.branch: tower.specs for tower in model.towers},
             model.build_layer,
             {
@@ -192,80 +196,27 @@ def _measured(
             embed_dim=model.embed_dim,
             places=processes.places,
             budget_s=BUDGET_S,
-            pairs=(pair_scores(model.fusion), partial(_example_pairs, model.towers), sizes["text"])
-            if model.fusion
-            else None,
+            pairs=pairs,
             compiling=compiling,
             done=measuring.update,
         )
-    layers = dict(profile.layers)
-    # seconds are those of texts of the mean length; the memory must hold a micro-batch of the longest
-    if lengths is not None:
-        longer = inputs.max_text_tokens / lengths.mean()
-        layers["text"] = [
-            replace(layer, activation_bytes=_times(layer.activation_bytes, longer))
-            for layer in layers["text"]
-        ]
-    return layers, profile
 
 
-def _loading(
-    data: PreparedData, inputs: InputOptions, loading: LoadingOptions, processes: Processes
-) -> Loading:
-    """What the first rank measures, while the others wait, on every rank."""
-    sample_s = None
-    if processes.rank == 0:
-        sample_s = {b: _sample_s(data, inputs, loading, b) for b in inputs.branches}
-    return Loading(
-        from_first_rank(sample_s),
-        loading.num_workers,
-        # a launcher may give each rank cores of its own
-        len(os.sched_getaffinity(0)) * processes.ranks_on_node // processes.ranks_on_cores,
-        shared=processes.device.type == "cpu",
-    )
+def _with_longest(
+    layers: Mapping[str, Sequence[LayerCost]], lengths: np.ndarray | None, max_text_tokens: int
+) -> dict[str, Sequence[LayerCost]]:
+    """The layers, those of texts with the memory of the longest ones: their seconds are those of
+    texts of the mean length, but the memory must hold a micro-batch of the longest."""
+    if lengths is None:
+        return dict(layers)
+    longer = max_text_tokens / lengths.mean()
 
+    def lengthened(layer: LayerCost) -> LayerCost:
+        curve = layer.activation_bytes
+        values = tuple(longer * value for value in curve.values)
+        return replace(layer, activation_bytes=Curve(curve.sizes, values))
 
-def _sample_s(
-    data: PreparedData, inputs: InputOptions, loading: LoadingOptions, branch: str
-) -> float:
-    """Seconds to load a training sample as in all epochs but the first: from the cache, if there is
-    one."""
-    dataset = micro_batch_dataset(
-        data.source,
-        Inputs(inputs, data.tokenizer, data.length_multiple, sample_cache(loading)),
-        {branch},
-    )
-    index = np.random.default_rng(inputs.seed).choice(data.train, SAMPLES_LOADED)
-    seconds: list[float] = []
-    while len(seconds) < 2 or (len(seconds) < LOADED and sum(seconds) < LOADING_BUDGET_S):
-        request = MicroBatchRequest(
-            len(seconds), 0, index, np.arange(SAMPLES_LOADED), training=True
-        )
-        start = time.perf_counter()
-        dataset[request]
-        seconds.append(time.perf_counter() - start)
-    return statistics.fmean(seconds[1:]) / SAMPLES_LOADED
-
-
-def are_of(
-    costs: CostModel, towers: Sequence[Tower], config: Mapping[str, Any], device: torch.device
-) -> bool:
-    """Are these the costs of these towers here? Those of others are left when a first start failed
-    before it wrote config.json."""
-    here = (
-        costs.machine.name == device_identity(device)["device"]
-        and costs.state.weight == StateBytes.of(config).weight
-    )
-    return here and {
-        tower.branch: [(s.name, s.num_parameters) for s in tower.specs] for tower in towers
-    } == {
-        branch: [(layer.name, layer.num_parameters) for layer in layers]
-        for branch, layers in costs.layers.items()
-    }
-
-
-def _times(curve: Curve, factor: float) -> Curve:
-    return Curve(curve.sizes, tuple(factor * value for value in curve.values))
+    return {**layers, "text": [lengthened(layer) for layer in layers["text"]]}
 
 
 def _sizes(
@@ -273,17 +224,11 @@ def _sizes(
 ) -> dict[str, tuple[int, ...]]:
     """The micro-batch sizes to measure per branch: the one that is given, or a few that the global
     batch has room for."""
-    given = (
-        block.micro_batch_size
-        if isinstance(block.micro_batch_size, dict)
-        else dict.fromkeys(branches, block.micro_batch_size)
-    )
-    few = tuple(
-        size for size in MEASURED_SIZES[device_type] if size <= config["train_batch_size"]
-    ) or (config["train_batch_size"],)
+    batch_size, given = config["train_batch_size"], block.micro_batch_size
+    few = tuple(n for n in MEASURED_SIZES[device_type] if n <= batch_size) or (batch_size,)
     sizes = {}
     for branch in branches:
-        size = given.get(branch, AUTO)
+        size = given.get(branch, AUTO) if isinstance(given, dict) else given
         size = config.get("train_micro_batch_size_per_gpu", AUTO) if size == AUTO else size
         sizes[branch] = few if size == AUTO else (size,)
     return sizes
@@ -315,9 +260,42 @@ def _text_lengths(data: PreparedData, inputs: InputOptions) -> np.ndarray:
 
 
 def _example_pairs(towers: Sequence[Tower], size: int) -> dict[str, Tensor]:
-    """Of `size` texts, as long as they can be."""
+    """The inputs of matching for `size` texts, as long as they can be."""
     image, text = towers
     return {
         name: torch.ones(t.shape, dtype=t.dtype) if name == "text_mask" else torch.randn(t.shape)
         for name, t in pair_inputs(image, text, size).items()
     }
+
+
+# -- what loading takes
+
+
+def _loading(
+    data: PreparedData, inputs: InputOptions, loading: LoadingOptions, processes: Processes
+) -> Loading:
+    """What the first rank measures, while the others wait, on every rank."""
+    sample_s = None
+    if processes.rank == 0:
+        sample_s = {b: _sample_s(data, inputs, loading, b) for b in inputs.branches}
+    # a launcher may give each rank cores of its own
+    cores = len(os.sched_getaffinity(0)) * processes.ranks_on_node // processes.ranks_on_cores
+    shared = processes.device.type == "cpu"
+    return Loading(from_first_rank(sample_s), loading.num_workers, cores, shared)
+
+
+def _sample_s(
+    data: PreparedData, inputs: InputOptions, loading: LoadingOptions, branch: str
+) -> float:
+    """Seconds to load a training sample as in all epochs but the first: from the cache, if there is
+    one."""
+    known = Inputs(inputs, data.tokenizer, data.length_multiple, sample_cache(loading))
+    dataset = micro_batch_dataset(data.source, known, {branch})
+    index = np.random.default_rng(inputs.seed).choice(data.train, SAMPLES_LOADED)
+    place = np.arange(SAMPLES_LOADED)
+    seconds: list[float] = []
+    while len(seconds) < 2 or (len(seconds) < LOADED and sum(seconds) < LOADING_BUDGET_S):
+        start = time.perf_counter()
+        dataset[MicroBatchRequest(len(seconds), 0, index, place, training=True)]
+        seconds.append(time.perf_counter() - start)
+    return statistics.fmean(seconds[1:]) / SAMPLES_LOADED

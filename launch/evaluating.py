@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from data.batching.sampler import evaluation_requests
+from data.batching.requests import evaluation_requests
 from data.prepare import HeldOut
 from data.progress import Bar, progress_bar
 from engine.executor import ForkEngine, PairTotals
 from engine.json_messages import from_first_rank
-from launch.balancing.loss_weights import HeldOutFigures, LossWeights
+from launch.batching.loss_weights import HeldOutFigures, LossWeights
 from launch.feeding import Feeding
 from launch.run.journal import Journal
 from launch.run.queries import (

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from data.batching.sampler import MicroBatchRequest, training_requests
+from data.batching.requests import MicroBatchRequest
 from data.cache import GIB, SampleCache, default_folder, open_cache
 from data.index.sources import Source
 from data.loader import LoadReport, MicroBatchDataset, micro_batches, resolve_workers
@@ -23,7 +23,7 @@ from data.prepare import PreparedData, bad_table
 from data.processes import start_early
 from engine.executor import ForkEngine
 from engine.processes.start import Processes
-from launch.balancing.batching import Batching
+from launch.batching.batching import Batching
 from launch.config.groups import InputOptions
 from launch.inputs import micro_batch_dataset
 from launch.modalities import MODALITIES, Inputs
@@ -85,19 +85,7 @@ class Feeding:
         their outlines where a next stage waits for them; None where nothing enters."""
         if not self.modalities:
             return None
-        requests = training_requests(
-            self.batching.balance.order,
-            self.data.train,
-            self.engine.replica,
-            replicas=self.batch.replicas,
-            branch=self.branch,
-            settings=self.batching.balancer.settings,
-            start_step=start_step,
-            stop_step=stop_step,
-            dealers=[self.batching.balance.dealers[branch] for branch in self.engine.place.loads],
-            weights_of=self.batching.weights_of,
-            outlined=self.outlined,
-        )
+        requests = self.batching.requests(start_step, stop_step, self.outlined)
         on_load = partial(self._note, self.data.source, True)
         return micro_batches(
             self._dataset(self.data.source),

@@ -30,7 +30,7 @@ from data.modalities.tokenizer import num_ids
 from data.modalities.transforms import augmented, eval_transform, normalise
 from data.options import IMAGE_TEXT, branches_of, read_pairs
 from launch import views
-from launch.balancing.choosing import side_multiple
+from launch.batching.planned import side_multiple
 from launch.config.groups import InputOptions
 from launch.views import View
 from models.towers.audio import audio_tower

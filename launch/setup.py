@@ -44,8 +44,8 @@ from engine.processes.start import (
 )
 from engine.processes.watchdog import Watchdog
 from engine.trace import HostClock
-from launch.balancing.batching import Batching
-from launch.balancing.loss_weights import LossWeights
+from launch.batching.batching import Batching
+from launch.batching.loss_weights import LossWeights
 from launch.config.blocks import adapting, dealing
 from launch.config.configuration import Abilities, asked_communication, read_configuration
 from launch.config.hyperparameters import as_begun, settle

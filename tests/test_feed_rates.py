@@ -8,7 +8,7 @@ import pytest
 from forked_script import ROOT
 from launched import metrics, run_to_end, write_pairs
 
-from data.batching.feed import typical
+from data.batching.load_control import typical
 
 TOWERS = [
     "--image-tower",

@@ -142,6 +142,6 @@ def costs_of_run(folder: Path) -> list[dict[str, Any]]:
     estimated = get()
     if rank == 0:
         name = device_identity(processes.device)["device"]
-        machine = replace(estimated.machine, name=name, flops_per_s=123.0)
+        machine = replace(estimated.machine, name=name, flops_per_s=123.0, measured=True)
         run_folder.write_costs(cost_model_to_json(replace(estimated, machine=machine)))
     return [cost_model_to_json(costs) for costs in (estimated, get())]

@@ -6,35 +6,21 @@ crop. All buckets have about the same area, so that micro-batches of any bucket 
 N: images, K: buckets, G: samples of a global batch.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
-from math import comb
 
 import numpy as np
 
 MAX_RATIO = 4.0  # no bucket is longer than four times its other side
-MAX_CHOICES = 20_000  # sets of sizes that are compared one by one; where there are more, a search
 SHAPES = 512  # the data is summed up in so many classes of shape
 
 
-@dataclass(frozen=True)
-class Buckets:
-    """`sizes`: K pairs (H, W) in pixels, from the widest to the tallest."""
-
-    sizes: tuple[tuple[int, int], ...]
-
-    def assign(self, width: np.ndarray, height: np.ndarray) -> np.ndarray:
-        """[N] int8: the number of the bucket that crops least away; of equally good ones the
-        first."""
-        width, height = np.asarray(width), np.asarray(height)
-        _check_images(width, height)
-        return np.argmax(kept_area(width / height, np.array(self.sizes)), axis=1).astype(np.int8)
-
-
 @dataclass(frozen=True, eq=False)
-class BucketedSamples:
-    """The bucket of each training sample: `number` [N] int8 into `sizes`, (H, W) each."""
+class Buckets:
+    """`sizes`: K pairs (H, W) in pixels, from the widest to the tallest. `number` [N] int8: the
+    bucket of each training sample."""
 
     sizes: tuple[tuple[int, int], ...]
     number: np.ndarray
@@ -42,46 +28,45 @@ class BucketedSamples:
     @classmethod
     def choose(
         cls, width: np.ndarray, height: np.ndarray, image_size: int, multiple: int, max_buckets: int
-    ) -> "BucketedSamples":
-        """Of the samples' widths and heights [N], as the index has them: 0 of samples without an
-        image, which any bucket will do for. Errors: ValueError."""
+    ) -> Buckets:
+        """For samples of these widths and heights [N], as the index has them: 0 of samples without
+        an image, which any bucket will do for. Errors: ValueError."""
         shown = np.minimum(width, height) > 0
-        chosen = choose_buckets(width[shown], height[shown], image_size, multiple, max_buckets)
+        sizes = choose_sizes(width[shown], height[shown], image_size, multiple, max_buckets)
         number = np.zeros(len(shown), np.int8)
-        number[shown] = chosen.assign(width[shown], height[shown])
-        return cls(chosen.sizes, number)
+        number[shown] = nearest_sizes(width[shown], height[shown], sizes)
+        return cls(sizes, number)
 
 
-def choose_buckets(
+def choose_sizes(
     width: np.ndarray, height: np.ndarray, image_size: int, multiple: int = 32, max_buckets: int = 5
-) -> Buckets:
-    """At most `max_buckets` sizes for the images `width`, `height` [N] (pixels, as shown), a pure
-    function of them.
+) -> tuple[tuple[int, int], ...]:
+    """At most `max_buckets` sizes (H, W) for the images `width`, `height` [N] (pixels, as shown), a
+    pure function of them.
 
     Candidates: for each height that is a multiple of `multiple`, the width, also a multiple, whose
-    area comes nearest to image_size². Among them, those that keep most of the images' area: all
-    choices are compared where there are few, else the best next one is added until `max_buckets`
-    are there, and they are exchanged for others as long as that helps. Sizes that no image would
-    use are left out. Errors: ValueError.
+    area comes nearest to image_size². Chosen are those that together keep most of the images' area.
+    Sizes that no image would use are left out. Errors: ValueError.
     """
-    width, height = np.asarray(width), np.asarray(height)
-    _check_images(width, height)
-    if (
-        image_size < multiple
-        or multiple < 1
-        or max_buckets < 1
-        or max_buckets > np.iinfo(np.int8).max
-    ):
+    if not len(width):
+        raise ValueError("image buckets are chosen for images: at least one image is needed")
+    if not (1 <= multiple <= image_size and 1 <= max_buckets <= np.iinfo(np.int8).max):
         raise ValueError(
             f"image_size {image_size}, multiple {multiple}, max_buckets {max_buckets}: 1 <= "
             "multiple <= image_size and 1 <= max_buckets <= 127 are needed"
         )
     sizes = _candidates(image_size, multiple)
     ratio, weight = _shapes(width / height)
-    kept = kept_area(ratio, sizes)  # [shapes, candidates]
-    chosen = _best(kept, weight, min(max_buckets, len(sizes)))
-    used = np.unique(np.argmax(kept[:, chosen], axis=1))  # `chosen` is sorted, as `sizes` are
-    return Buckets(tuple((int(h), int(w)) for h, w in sizes[np.array(chosen)[used]]))
+    chosen = sizes[_best(ratio, weight, sizes, min(max_buckets, len(sizes)))]
+    used = np.unique(np.argmax(kept_area(ratio, chosen), axis=1))
+    return tuple((int(h), int(w)) for h, w in chosen[used])
+
+
+def nearest_sizes(
+    width: np.ndarray, height: np.ndarray, sizes: Sequence[tuple[int, int]]
+) -> np.ndarray:
+    """[N] int8: the number of the size that crops least away; of equally good ones the first."""
+    return np.argmax(kept_area(width / height, np.array(sizes)), axis=1).astype(np.int8)
 
 
 def kept_area(ratio: np.ndarray, sizes: np.ndarray) -> np.ndarray:
@@ -91,7 +76,7 @@ def kept_area(ratio: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     return np.minimum(ratio[:, None] / shape, shape / ratio[:, None])
 
 
-def deal_by_bucket(
+def pack_by_bucket(
     bucket_of_position: np.ndarray, sizes: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Orders a global batch so that its contiguous shares are as pure as possible.
@@ -106,8 +91,8 @@ def deal_by_bucket(
     bucket_of_position = np.asarray(bucket_of_position)
     if sum(sizes) != len(bucket_of_position) or min(sizes, default=0) < 1:
         raise ValueError(
-            f"{len(bucket_of_position)} positions cannot be dealt to shares of {list(sizes)}; each "
-            "needs one, and they must add up to their number"
+            f"{len(bucket_of_position)} positions cannot be packed into shares of {list(sizes)}; "
+            "each needs one, and they must add up to their number"
         )
     left = sorted(sizes, reverse=True)  # of shares that are not filled yet
     shares: list[np.ndarray] = []
@@ -157,39 +142,23 @@ def _shapes(ratio: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.exp(edges[number > 0]), number[number > 0].astype(np.float64)
 
 
-def _best(kept: np.ndarray, weight: np.ndarray, number: int) -> list[int]:
-    """The `number` columns of `kept` [shapes, candidates] that together keep most, sorted."""
-
-    def score(columns) -> float:
-        return float(weight @ kept[:, list(columns)].max(axis=1))
-
-    candidates = range(kept.shape[1])
-    if comb(len(candidates), number) <= MAX_CHOICES:
-        return list(max(combinations(candidates, number), key=score))
-    chosen: list[int] = []
-    while len(chosen) < number:
-        chosen.append(
-            max((c for c in candidates if c not in chosen), key=lambda c: score([*chosen, c]))
-        )
-    better = True
-    while better:
-        better = False
-        for place in range(number):
-            others = chosen[:place] + chosen[place + 1 :]
-            best = max(candidates, key=lambda c: score([*others, c]))
-            if score([*others, best]) > score(chosen) + 1e-9:
-                chosen, better = [*others, best], True
-    return sorted(chosen)
-
-
-def _check_images(width: np.ndarray, height: np.ndarray) -> None:
-    if (
-        width.shape != height.shape
-        or width.ndim != 1
-        or not len(width)
-        or min(width.min(), height.min()) < 1
-    ):
-        raise ValueError(
-            f"width {width.shape}, height {height.shape}: one of each per image is needed, at "
-            "least one image, no side below 1"
-        )
+def _best(ratio: np.ndarray, weight: np.ndarray, sizes: np.ndarray, number: int) -> list[int]:
+    """The `number` of `sizes` [candidates, 2] that together keep most of images of shapes `ratio`
+    with `weight` [shapes], ascending. Dynamic programming: an image between two neighbours among
+    the chosen goes to one of them."""
+    kept = kept_area(ratio, sizes)  # [shapes, candidates]
+    # from the widest candidate to the tallest: the shapes at least as wide as each
+    wider = ratio[:, None] >= sizes[:, 1] / sizes[:, 0]
+    total, came_from = weight @ (kept * wider), []  # [candidates] the best that end with each one
+    for _ in range(number - 1):
+        reached = np.full((len(sizes), len(sizes)), -np.inf)
+        for column in range(len(sizes) - 1):
+            nearer = np.maximum(kept[:, column : column + 1], kept[:, column + 1 :])
+            between = wider[:, column + 1 :] & ~wider[:, column : column + 1]
+            reached[column, column + 1 :] = total[column] + weight @ (nearer * between)
+        came_from.append(reached.argmax(axis=0))
+        total = reached.max(axis=0)
+    chosen = [int(np.argmax(total + weight @ (kept * ~wider)))]
+    for before in reversed(came_from):
+        chosen.append(int(before[chosen[-1]]))
+    return chosen[::-1]

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from data.batching.draws import patch_numbers
-from data.batching.feed import kept_number, scaled_size
+from data.batching.load_control import kept_number, scaled_size
 from data.index.keys import keys_of
 from data.modalities.modality import Loaded, Modality, read_values
 from data.modalities.transforms import ImageTransform, stacked
 
 if TYPE_CHECKING:
-    from data.batching.sampler import MicroBatchRequest
+    from data.batching.requests import MicroBatchRequest
     from data.cache import SampleCache
     from data.index.sources import Source
 

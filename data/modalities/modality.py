@@ -19,7 +19,7 @@ from data.index.bad_samples import Absent, BadSample
 from data.modalities.memory import empty
 
 if TYPE_CHECKING:
-    from data.batching.sampler import MicroBatchRequest
+    from data.batching.requests import MicroBatchRequest
     from data.index.sources import Source
 
 Value = TypeVar("Value")

@@ -19,7 +19,7 @@ from data.modalities.modality import Loaded, Modality
 from data.modalities.tokenizer import batch_tokens_counted
 
 if TYPE_CHECKING:
-    from data.batching.sampler import MicroBatchRequest
+    from data.batching.requests import MicroBatchRequest
     from data.index.sources import Source
 
 
@@ -51,7 +51,7 @@ class Languages:
 
 
 class TextModality(Modality):
-    """input_ids and attention_mask int64 [t, L]: c texts of each sample, or those that were dealt
+    """input_ids and attention_mask int64 [t, L]: c texts of each sample, or those that were packed
     by themselves; with `languages` also language_ids int64 [t]. `length_multiple`: of L."""
 
     name = "text"

@@ -12,26 +12,32 @@ from engine.config.reading import BranchesBlock
 from engine.config.spelling import nearest, strict_block
 from models.towers.adapters.lora import LoRA
 
+REMOVED = {
+    "balance.window": "texts are packed within their global batch, which leaves next to no padding "
+    "to save; remove the key",
+    "sample_weights.epochs": 'it belonged to "use": "curriculum", which is no longer there; remove '
+    "the key",
+    "sample_weights.length": "lengths are counted in tokens; remove the key",
+}
 FEED_RATES = ("captions_per_image", "kept_patches", "image_size")  # of the `balance` block
 DEFAULT_INTERVAL = 20  # steps
 
 
 @dataclass(frozen=True)
 class BalanceBlock:
-    """The `balance` block inside `branches`: how global batches are dealt to micro-batches, and how
-    much of each modality a step takes in. Checked when made.
+    """The `balance` block inside `branches`: how global batches are packed into micro-batches, and
+    how much of each modality a step takes in. Checked when made.
 
     "deal": by cost, sizes from `min_size` to `max_size` (None: whatever the memory of the planned
-    micro-batches holds); "off": in order; "feed": dealt, and feed rates within bounds [least,
+    micro-batches holds); "off": in order; "feed": packed, and feed rates within bounds [least,
     most], moved when a branch waits more than `dead_band` of a step, by a load of at most
     `max_change` times. Times are measured every `interval` steps (0: never; None:
-    `measurement_interval`). `window`: global batches dealt together.
+    `measurement_interval`).
     """
 
     strategy: str = "deal"
     min_size: int = 1
     max_size: int | None = None
-    window: int = 1
     interval: int | None = None
     captions_per_image: Any = None
     kept_patches: Any = None
@@ -41,8 +47,7 @@ class BalanceBlock:
 
     def __post_init__(self):
         check_choice("balance.strategy", self.strategy, ("off", "deal", "feed"))
-        for name, least in (("min_size", 1), ("window", 1)):
-            check_counts(f"balance.{name}", getattr(self, name), (), least=least)
+        check_counts("balance.min_size", self.min_size, (), least=1)
         if self.interval is not None:
             check_counts("balance.interval", self.interval, (), least=0)
         if self.max_size is not None:
@@ -79,10 +84,6 @@ class BalanceBlock:
             raise ValueError(
                 f'branches.balance.{moved[0]}: only "strategy": "feed" moves it, this one is "{self.strategy}"'
             )
-        if self.strategy == "off" and self.window > 1:
-            raise ValueError(
-                'branches.balance.window: "strategy": "off" deals nothing; use "deal" or "feed"'
-            )
 
     def measurement_interval(self, adapts: bool) -> int:
         """Steps between measurements of times. By default only where something is decided by them,
@@ -104,23 +105,24 @@ class SampleWeightsBlock:
     """The `sample_weights` block inside `branches`: samples weighed by what there is to see and to
     read in them. Checked when made.
 
-    `use`: "loss", each counts by its weight, or "curriculum", from light to heavy in the first
-    `epochs` epochs. `image`, `text`, `audio`: how much the complexity of the image, the length of
-    the text and the seconds of the sound count. `length`: in "tokens" or, as runs before it was a choice, in "characters".
+    `use`: "loss", each counts by its weight. `image`, `text`, `audio`: how much the complexity of
+    the image, the length of the text and the seconds of the sound count.
     """
 
     use: str | None = None
     image: float = 0.3
     text: float = 0.7
-    epochs: int | None = None
-    length: str = "tokens"
     audio: float = 0.0
 
     def __post_init__(self):
-        check_choice("sample_weights.length", self.length, ("tokens", "characters"))
+        if self.use == "curriculum":
+            raise ValueError(
+                'branches.sample_weights.use: an order from light to heavy samples, "curriculum", '
+                'is no longer there; use "loss", which weighs the samples in the loss instead'
+            )
         if self.use is None:
-            raise ValueError('branches.sample_weights: no "use"; it takes "loss" or "curriculum"')
-        check_choice("sample_weights.use", self.use, ("loss", "curriculum"))
+            raise ValueError('branches.sample_weights: no "use"; it takes "loss"')
+        check_choice("sample_weights.use", self.use, ("loss",))
         weights = {
             field.name: getattr(self, field.name)
             for field in fields(self)
@@ -141,22 +143,12 @@ class SampleWeightsBlock:
                 f"branches.sample_weights: {', '.join(weights)} are all 0, so nothing is "
                 "weighed; raise one, or remove the block"
             )
-        if self.use == "loss" and self.epochs is not None:
-            raise ValueError(
-                'branches.sample_weights.epochs: only "use": "curriculum" ends; remove the key'
-            )
-        if self.use == "curriculum" and (
-            isinstance(self.epochs, bool) or not isinstance(self.epochs, int) or self.epochs < 1
-        ):
-            raise ValueError(
-                f'branches.sample_weights.epochs: got {self.epochs!r}; "use": "curriculum" needs the number of epochs after which the order is the '
-                "plain shuffle, a whole number of at least 1"
-            )
 
 
 def balance_block(written: Any) -> BalanceBlock:
     """`branches.balance` as written; None: its defaults. Raises ValueError for what is wrong in
     it."""
+    _refuse_removed("balance", written)
     return BalanceBlock(
         **strict_block(
             "balance", {} if written is None else written, BalanceBlock, '{"strategy": "deal"}'
@@ -169,9 +161,16 @@ def sample_weights_block(written: Any) -> SampleWeightsBlock | None:
     what is wrong in it."""
     if written is None:
         return None
+    _refuse_removed("sample_weights", written)
     return SampleWeightsBlock(
         **strict_block("sample_weights", written, SampleWeightsBlock, '{"use": "loss"}')
     )
+
+
+def _refuse_removed(name: str, written: Any) -> None:
+    for key in written if isinstance(written, Mapping) else ():
+        if f"{name}.{key}" in REMOVED:
+            raise ValueError(f"branches.{name}.{key}: {REMOVED[f'{name}.{key}']}")
 
 
 def train_block(written: Any) -> dict[str, LoRA]:

@@ -37,7 +37,7 @@ from data.options import (
     read_pairs,
 )
 from engine.planning.devices import DEVICES, find_device
-from launch.balancing.loss_weights import MODES, check_mode
+from launch.batching.loss_weights import MODES, check_mode
 from launch.tracking.login import MODES as MODES_OF_WANDB
 
 OPEN_CLIP = "open_clip:"  # how the names of OpenCLIP's models begin
@@ -592,7 +592,7 @@ class BatchingOptions(DataOptions, TowerOptions, LengthOptions):
     title = "tracking"
     explain_balance: int = option(
         0,
-        "print how N global batches are dealt before training starts",
+        "print how N global batches are packed before training starts",
         "N",
         at_least(0),
         free=True,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.batching.sampler import evaluation_requests
+from data.batching.requests import evaluation_requests
 from data.index.keys import caption_key
 from data.index.sources import Source
 from data.loader import LoadReport, micro_batches

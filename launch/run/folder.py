@@ -339,10 +339,10 @@ def training_identity(
 
 
 def _of_training(balance: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """The `balance` block where it changes what is trained. Dealing a global batch in another way
-    does not; other feed rates and global batches of other samples do."""
+    """The `balance` block where it changes what is trained. Packing a global batch in another way
+    does not; other feed rates do."""
     balance = balance or {}
-    return balance if balance.get("strategy") == "feed" or balance.get("window", 1) > 1 else None
+    return balance if balance.get("strategy") == "feed" else None
 
 
 def _joined(lines: Iterable[str]) -> str:

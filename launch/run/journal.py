@@ -16,7 +16,7 @@ from engine.executor import ForkEngine
 from engine.optimizer.bad_steps import BadStep
 from engine.planning.planner import RunPlan
 from engine.step_metrics import StepMetrics
-from launch.balancing.loss_weights import HeldOutFigures, LossWeights
+from launch.batching.loss_weights import HeldOutFigures, LossWeights
 from launch.config.groups import TrackingOptions
 from launch.run.folder import RunFolder
 from launch.run.queries import Answers, write_queries

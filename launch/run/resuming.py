@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data.batching.sampler import BatchSizes, GlobalOrder
+from data.batching.order import BatchSizes, GlobalOrder
 from engine.checkpoint.layout import BrokenCheckpoint, checkpoints_in, read_manifest
 from engine.checkpoint.together import load_checkpoint, newest_checkpoint, verify_together
 from engine.executor import ForkEngine

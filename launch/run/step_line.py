@@ -7,37 +7,31 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # who reads lines needs none of it
-    from data.batching.settings import Settings
+    from data.batching.order import GlobalOrder
     from engine.step_metrics import StepMetrics
-    from launch.balancing.choosing import Balance
 
 
 def step_line(
     metrics: StepMetrics,
     step: int,
     step_s: float,
-    balance: Balance,
-    settings: Settings,
+    order: GlobalOrder,
+    feed_rates: dict[str, float],
     sources: Sequence[str],
 ) -> dict[str, float]:
-    """Of the `step`-th step, from 1, which took `step_s` seconds. Beside what the engine measured:
-    `rates`, the feed rates that may change, and of each of several `sources` `loss/<source>`, see
-    `mean_losses`, and `epochs/<source>`, how often its samples have been visited so far."""
-    order, feed_rates = balance.order, settings.at(step - 1).feed_rates
+    """The line of the `step`-th step, from 1, which took `step_s` seconds. Beside what the engine
+    measured: `rates`, the `feed_rates` that may change, and for each of several `sources`
+    `loss/<source>`, see `mean_losses`, and `epochs/<source>`, how often its samples have been
+    visited so far."""
     line = metrics.record(step, order.epochs_before(step), order.global_batch_size / step_s, step_s)
-    movable = {
-        name: getattr(feed_rates, name)
-        for name, ladder in balance.ladders.items()
-        if len(ladder) > 1
-    }
     losses = {f"loss/{name}": source.loss for name, source in zip(sources, metrics.sources)}
-    visited = order.visits(step, settings.mixes)
+    visited = order.visits(step)
     visits = {
         f"epochs/{name}": round(number, 4)
         for name, number in zip(sources, visited)
         if not math.isnan(number)
     }
-    return line | rates(line) | movable | losses | visits
+    return line | rates(line) | feed_rates | losses | visits
 
 
 def rates(line: Mapping[str, float]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from scipy.signal import resample_poly
 sys.path.insert(0, str(Path(__file__).parent))
 from bad_audio import RATE, tone, wav  # noqa: E402
 
-from data.batching.sampler import MicroBatchRequest
+from data.batching.requests import MicroBatchRequest
 from data.cache import SampleCache
 from data.index.sources import open_source
 from data.loader import MicroBatchDataset

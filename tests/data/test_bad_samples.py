@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data.batching.sampler import MicroBatchRequest
+from data.batching.requests import MicroBatchRequest
 from data.index.bad_samples import CODES, REASONS, BadSample, check_size, refusing
 from data.index.sources import open_source
 from data.loader import MicroBatchDataset

@@ -17,7 +17,7 @@ import pytest
 from PIL import Image
 
 from data.batching.mixture import open_sources
-from data.batching.sampler import MicroBatchRequest
+from data.batching.requests import MicroBatchRequest
 from data.index.bad_samples import CODES
 from data.index.building import load_index
 from data.index.mapped import index_folder, numbers_of, texts_of

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from data.batching.sampler import MicroBatchRequest
+from data.batching.requests import MicroBatchRequest
 from data.index.sources import open_source
 from data.loader import MicroBatchDataset
 from data.modalities import lengths

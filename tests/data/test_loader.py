@@ -12,8 +12,9 @@ from dying_source import NamesItsReaders
 from number_modality import Long, Numbers
 from plain_requests import plain_requests
 
-from data.batching.feed import FeedRates
-from data.batching.sampler import GlobalOrder, MicroBatchRequest, TextRows, evaluation_requests
+from data.batching.load_control import FeedRates
+from data.batching.order import GlobalOrder
+from data.batching.requests import MicroBatchRequest, TextRows, evaluation_requests
 from data.cache import SampleCache
 from data.index.sources import open_source
 from data.loader import MicroBatchDataset, _lost, micro_batches, resolve_workers
@@ -439,7 +440,7 @@ def test_several_captions_of_a_sample_are_different_ones_while_it_has_them(token
         dealt = TextRows(index[np.arange(2 * c) // c], np.arange(2 * c), None) if of_texts else None
         own = (index[:0], position[:0]) if of_texts else (index, position)
         asked = MicroBatchRequest(
-            0, 3, *own, True, feed_rates=FeedRates(captions_per_image=c), dealt_texts=dealt
+            0, 3, *own, True, feed_rates=FeedRates(captions_per_image=c), packed_texts=dealt
         )
         loaded = dataset[asked]
         assert (
@@ -525,7 +526,7 @@ OUTLINED = {
     "captions": replace(ASKED, feed_rates=FeedRates(captions_per_image=3)),
     "weights": replace(ASKED, weight=np.array([1, 2, 3])),
     "dealt texts": replace(
-        ASKED, dealt_texts=TextRows(np.array([8, 9]), np.array([1, 2]), np.array([4, 5]))
+        ASKED, packed_texts=TextRows(np.array([8, 9]), np.array([1, 2]), np.array([4, 5]))
     ),
     "captions with weights": replace(
         ASKED, feed_rates=FeedRates(captions_per_image=2), weight=np.array([1, 2, 3])

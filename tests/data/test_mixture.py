@@ -1,4 +1,4 @@
-"""Several data sets as one, and the share of each in an epoch."""
+"""Several data sets as one."""
 
 import json
 import pickle
@@ -9,8 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data.batching.mixture import mixed, open_sources, source_names
-from data.batching.sampler import GlobalOrder
+from data.batching.mixture import open_sources, source_names
 from data.index.sources import open_source
 
 
@@ -58,131 +57,6 @@ def test_it_travels_small(mixture):
 def test_one_data_set_is_not_wrapped(emoji_set):
     spec = f"jsonl:{emoji_set(3)}"
     assert type(open_sources([spec])) is type(open_source(spec))
-
-
-# -- shares of an epoch
-
-
-def shares(parts):
-    visits = np.array([round(count * weight) for count, weight in parts])
-    return visits / visits.sum()
-
-
-PARTS = ((80_000, 1.0), (15_000, 1.0), (5_000, 1.0))
-
-
-def test_without_temperature_and_floors_the_weights_stay_as_they_are():
-    for parts in (PARTS, ((7, 0.3), (11, 2.7), (5, 0.0)), ((0, 1.0), (10, 1.0))):
-        assert mixed(parts) == parts == mixed(parts, floors=[0.0] * len(parts))
-    assert mixed(PARTS, floors=(0.5, 0.1, 0.05)) == PARTS  # floors that hold already
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.5, 1 / 0.7, 1 / 0.3, 100])
-def test_shares_go_with_the_root_of_the_sizes_and_an_epoch_stays_as_long(temperature):
-    sizes = np.array([80_000, 2 * 15_000, 5_000])
-    found = mixed(((80_000, 1.0), (15_000, 2.0), (5_000, 1.0)), temperature)
-    assert sum(round(count * weight) for count, weight in found) == sizes.sum()
-    assert shares(found) == pytest.approx(
-        sizes ** (1 / temperature) / (sizes ** (1 / temperature)).sum(), abs=1e-5
-    )
-    assert [count for count, _ in found] == [80_000, 15_000, 5_000]
-
-
-def test_a_large_temperature_makes_shares_equal_and_leaves_out_what_has_weight_0():
-    assert shares(mixed(PARTS, 1e9)) == pytest.approx([1 / 3] * 3, abs=1e-5)
-    assert shares(mixed(((80_000, 1.0), (15_000, 0.0), (5_000, 1.0)), 1e9)) == pytest.approx(
-        [0.5, 0, 0.5], abs=1e-5
-    )
-
-
-@pytest.mark.parametrize(
-    "floors, expected",
-    [
-        ((0, 0, 0.2), (0.8 * 80 / 95, 0.8 * 15 / 95, 0.2)),  # the others give up in proportion
-        ((0, 0.14, 0.2), (0.66, 0.14, 0.2)),  # which brings the second below its own floor
-        ((0.8, 0.1, 0.1), (0.8, 0.1, 0.1)),
-        ((0.1, 0.1, 0.1), (0.9 * 80 / 95, 0.9 * 15 / 95, 0.1)),
-    ],
-)
-def test_floors_hold(floors, expected):
-    found = shares(mixed(PARTS, floors=floors))
-    assert found == pytest.approx(expected, abs=1e-5) and (found >= np.array(floors) - 1e-5).all()
-
-
-def test_floors_hold_for_any_sizes_and_temperatures():
-    rng = np.random.default_rng(0)
-    for _ in range(300):
-        number = int(rng.integers(2, 7))
-        parts = tuple(
-            (int(count), float(weight))
-            for count, weight in zip(rng.integers(50, 3000, number), rng.uniform(0.2, 3, number))
-        )
-        floors = rng.dirichlet(np.ones(number)) * rng.uniform(0.2, 0.9)
-        temperature = float(rng.uniform(0.8, 5))
-        found = mixed(parts, temperature, floors)
-        total = sum(round(count * weight) for count, weight in parts)
-        assert sum(round(count * weight) for count, weight in found) == total
-        assert (shares(found) >= floors - 1 / total).all()
-        free = shares(found) > floors + 2 / total  # those above their floor keep their proportions
-        natural = np.array([count * weight for count, weight in parts])[free] ** (1 / temperature)
-        assert shares(found)[free] / shares(found)[free].sum() == pytest.approx(
-            natural / natural.sum(), abs=number / total / free.sum() * 20
-        )
-
-
-def test_the_order_visits_as_the_shares_say_and_says_how_often():
-    parts = mixed(((90, 1.0), (20, 1.0), (10, 1.0)), 1e9, (0, 0, 0.5))
-    order = GlobalOrder(120, 10, seed=2, parts=parts)
-    assert order.epoch_samples == 120 and order.steps_per_epoch == 12
-    counts = np.zeros(120, int)
-    for step in range(36):
-        np.add.at(counts, order.batch(step), 1)
-        if step % 12 == 11:
-            assert order.visits(step + 1) == pytest.approx(
-                [counts[:90].mean(), counts[90:110].mean(), counts[110:].mean()]
-            )
-    assert (
-        counts[110:].tolist() == [18] * 10
-    )  # half of each epoch, 60 visits of 10 samples, is noticed
-    assert order.visits(6)[2] == pytest.approx(3) and order.visits(0) == (0, 0, 0)
-    assert GlobalOrder(120, 10, seed=2).visits(5) == ()
-    assert GlobalOrder(120, 50, seed=2, parts=parts).visits(2)[2] == pytest.approx(
-        6 * 100 / 120
-    )  # a last partial global batch is dropped
-
-
-@pytest.mark.parametrize(
-    "parts, temperature, floors, words",
-    [
-        (PARTS, 0, None, "temperature 0: a number above 0"),
-        (PARTS, float("inf"), None, "temperature inf: a number above 0"),
-        (PARTS, 1, (0.5, 0.4, 0.2), "floors .* together at most 1"),
-        (PARTS, 1, (-0.1, 0, 0), "floors .* at least 0"),
-        (
-            ((9, 1.0), (0, 1.0)),
-            1,
-            (0, 0.1),
-            "data set 2 has no training samples, and a floor of 0.1; give it the floor 0, or take "
-            "it out",
-        ),
-        (((9, 1.0), (9, 0.0)), 1, (0, 0.1), "data set 2 has weight 0, and a floor of 0.1"),
-        (
-            PARTS,
-            1,
-            (0, 0.5, 0.5),
-            "data set 1 has 80000 training samples with a share .* less than one of them",
-        ),
-        (
-            ((9000, 1.0), (9, 0.01)),
-            1,
-            None,
-            "data set 2 has 9 training samples with a share .* less than one of them; give it more",
-        ),
-    ],
-)
-def test_what_no_shares_can_keep_is_refused(parts, temperature, floors, words):
-    with pytest.raises(ValueError, match=words):
-        mixed(parts, temperature, floors)
 
 
 def test_names_of_sources_are_short_and_different():

@@ -20,7 +20,7 @@ if __name__ == "__main__":
     from data import cache, processes
     from data.loader import MicroBatchDataset, micro_batches
     from data.modalities.image import ImageModality
-    from data.batching.sampler import MicroBatchRequest
+    from data.batching.requests import MicroBatchRequest
     from data.index.sources import open_source
     from data.modalities.transforms import eval_transform, train_transform
 

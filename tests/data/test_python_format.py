@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from data.batching.mixture import open_sources
-from data.batching.sampler import MicroBatchRequest
+from data.batching.requests import MicroBatchRequest
 from data.formats.python import encoded, encoded_audio
 from data.formats.rows import DEFAULT_PAIRS
 from data.index.bad_samples import BadSample

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from plain_requests import plain_requests
 
-from data.batching.sampler import GlobalOrder
+from data.batching.order import GlobalOrder
 from data.index.sources import open_source
 from data.loader import MicroBatchDataset, micro_batches
 from data.modalities.image import ImageModality

@@ -1,18 +1,20 @@
-"""What a sample weighs, in the loss or for the order from easy to hard."""
+"""What a sample weighs in the loss."""
 
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
 import pytest
 
-from data.batching.feed import FeedRates
+from data.batching.batches import Batches, GlobalBatch, TextPacker
+from data.batching.branch_cost import BranchCost
+from data.batching.load_control import FeedRates
 from data.batching.mixture import open_sources
-from data.batching.sampler import GlobalOrder, training_requests
+from data.batching.order import GlobalOrder
 from data.batching.settings import Setting, Settings
-from data.batching.weights import LARGEST, SPREAD, Curriculum, loss_weights, sample_weights
+from data.batching.weights import LARGEST, loss_weights, sample_weights
 from data.loader import MicroBatchDataset, micro_batches
 from data.modalities.image import ImageModality
+from data.modalities.lengths import TokenCounts
 from data.modalities.text import TextModality
 from data.modalities.transforms import eval_transform, train_transform
 
@@ -23,8 +25,8 @@ COMPLEXITY, CHARACTERS = (
 )
 
 
-def spearman(a, b):
-    return float(np.corrcoef(np.argsort(np.argsort(a)), np.argsort(np.argsort(b)))[0, 1])
+def batch_of(visited, indices):
+    return GlobalBatch(0, 0, visited, indices, Setting(0, {}))
 
 
 # -- the formula
@@ -72,12 +74,9 @@ def test_the_weights_of_a_global_batch_are_whole_millionths_of_the_indexs_column
     source = open_sources(
         [f"jsonl:{emoji_set(12, texts=lambda caption: caption * (1 + len(caption) % 5))}"]
     )
-    indices, subset, lengths = (
-        np.array([3, 11, 0, 7]),
-        np.array([0, 3, 5, 7, 11]),
-        np.array([9, 4, 100, 6, 2]),
-    )
-    found = loss_weights(source, subset, lengths, 0.3, 0.7, indices)
+    visited, indices = np.array([1, 4, 0, 3]), np.array([3, 11, 0, 7])
+    lengths = np.array([9, 4, 100, 6, 2])
+    found = loss_weights(source, lengths, 0.3, 0.7, 0.0, batch_of(visited, indices))
     assert found.dtype == np.int64 and len(set(found.tolist())) == 4
     expected = sample_weights(
         source.column("complexity")[indices], np.array([4, 2, 9, 6]), 0.3, 0.7
@@ -91,40 +90,35 @@ def test_no_weight_leaves_31_bits():
             return np.array([1e8] + [1] * 9999)
 
     numbers = np.arange(10_000)
-    assert (
-        loss_weights(Source(), numbers, numbers, 1, 0, numbers).tolist() == [LARGEST] + [100] * 9999
-        and LARGEST < 2**31
-    )
+    found = loss_weights(Source(), numbers, 1, 0, 0, batch_of(numbers, numbers))
+    assert found.tolist() == [LARGEST] + [100] * 9999 and LARGEST < 2**31
 
 
 # -- how a weight travels
 
 
-class Whole:
-    """Deals texts in contiguous parts."""
-
-    deals_texts, equal_shares = True, False
-
-    def shares(self, batch, replicas, num_micro_batches):
-        texts = np.arange(len(batch.visited) * batch.setting.feed_rates.captions_per_image)
-        return [(part, None) for part in np.array_split(texts, replicas * num_micro_batches)]
-
-
-@pytest.mark.parametrize("captions, dealer", [(1, None), (3, None), (3, Whole())])
+@pytest.mark.parametrize("captions, packed", [(1, False), (3, False), (3, True)])
 def test_every_row_of_a_batch_has_the_weight_of_its_sample_in_the_whole_batch(
-    demo, tokenizer, captions, dealer
+    demo, tokenizer, captions, packed
 ):
     """Whoever loads it, in however many micro-batches: a weight is of the global batch, not of the
     micro-batch."""
-    order, subset, weights_of = (
+    lengths = np.random.default_rng(0).integers(3, 30, 40)
+    texts = TextPacker(TokenCounts(lengths, np.arange(41)), 32, 0) if packed else None
+    setting = Setting(
+        0,
+        {"image": 3, "text": 2},
+        {"text": BranchCost(1, 1)},
+        FeedRates(captions_per_image=captions),
+    )
+    batches = Batches(
         GlobalOrder(40, 12, seed=1),
         np.arange(300, 340),
-        partial(loss_weights, demo, np.arange(len(demo)), demo.column("num_characters"), 0.3, 0.7),
+        Settings([setting]),
+        texts=texts,
+        weights_of=partial(loss_weights, demo, lengths, 0.3, 0.7, 0.0),
     )
-    settings = Settings(
-        [Setting(0, {"image": 3, "text": 2}, feed_rates=FeedRates(captions_per_image=captions))]
-    )
-    expected = weights_of(subset[order.batch(2)])
+    expected = batches.weights_of(batches.at(2))
     dataset = {
         "image": MicroBatchDataset(demo, [ImageModality(train_transform(16), eval_transform(16))]),
         "text": MicroBatchDataset(demo, [TextModality(tokenizer, 16)]),
@@ -132,107 +126,14 @@ def test_every_row_of_a_batch_has_the_weight_of_its_sample_in_the_whole_batch(
     for branch, per_sample in (("image", 1), ("text", captions)):
         found = np.zeros(12 * per_sample, np.int64)
         for replica in range(2):
-            own = [dealer] if branch == "text" and dealer else []
-            requests = training_requests(
-                order, subset, replica, 2, branch, settings, 2, 3, own, weights_of
-            )
+            requests = batches.requests(branch, replica, 2, 2, 3)
             for batch in micro_batches(dataset[branch], requests):
                 weight = batch[f"{branch}_weight"]
-                assert str(weight.dtype) == "torch.int64" and {
-                    n for n in batch if n.endswith("_weight")
-                } == {f"{branch}_weight"}
+                assert str(weight.dtype) == "torch.int64"
+                assert {n for n in batch if n.endswith("_weight")} == {f"{branch}_weight"}
                 found[batch[f"{branch}_position"]] = weight
-        assert (
-            found.tolist() == np.repeat(expected, per_sample).tolist()
-            and len(set(expected.tolist())) > 4
-        )
-    plain = training_requests(order, subset, 0, 1, "image", settings, 2, 3)
-    assert not any(
-        name.endswith("weight")
-        for batch in micro_batches(dataset["image"], plain)
-        for name in batch
-    )
-
-
-# -- the curriculum
-
-N, G, EPOCHS = 400, 24, 4
-PLAIN = GlobalOrder(N, G, seed=5)
-TAUGHT = replace(PLAIN, curriculum=Curriculum(CHARACTERS, EPOCHS))
-
-
-def epoch(order, number):
-    steps = order.steps_per_epoch
-    return np.concatenate(
-        [order.batch(step) for step in range(number * steps, (number + 1) * steps)]
-    )
-
-
-def test_every_epoch_visits_the_samples_of_the_plain_shuffle_once():
-    for number in range(EPOCHS + 2):
-        assert sorted(epoch(TAUGHT, number).tolist()) == sorted(epoch(PLAIN, number).tolist())
-        assert len(set(epoch(TAUGHT, number).tolist())) == 16 * G
-
-
-def test_the_order_goes_from_easy_to_hard_less_each_epoch_until_it_is_the_plain_shuffle():
-    along = [
-        spearman(np.arange(16 * G), CHARACTERS[epoch(TAUGHT, number)]) for number in range(EPOCHS)
-    ]
-    assert (
-        along[0] > 0.9
-        and all(later < earlier for earlier, later in zip(along, along[1:]))
-        and 0.05 < along[-1] < 0.5
-    )
-    for number in (EPOCHS, EPOCHS + 1):
-        assert epoch(TAUGHT, number).tolist() == epoch(PLAIN, number).tolist()
-
-
-def test_the_documented_order_of_an_epoch():
-    shuffled = epoch(PLAIN, 1)
-    mixed = SPREAD + (1 - SPREAD) / EPOCHS
-    rank = {
-        visit: place
-        for place, visit in enumerate(
-            sorted(range(len(shuffled)), key=lambda u: (CHARACTERS[shuffled[u]], u))
-        )
-    }
-    order = sorted(range(len(shuffled)), key=lambda u: (1 - mixed) * rank[u] + mixed * u)
-    assert epoch(TAUGHT, 1).tolist() == shuffled[order].tolist()
-
-
-def test_a_batch_is_not_made_of_equals_only():
-    rank = np.argsort(np.argsort(CHARACTERS, kind="stable"))
-    in_the_middle = [rank[TAUGHT.batch(step)] for step in range(4, 12)]
-    assert np.mean([np.ptp(ranks) for ranks in in_the_middle]) > 0.25 * N
-
-
-def test_only_the_order_of_the_difficulties_counts_and_equals_come_as_the_shuffle_has_them():
-    assert (
-        epoch(replace(PLAIN, curriculum=Curriculum(np.exp(0.1 * CHARACTERS), EPOCHS)), 0).tolist()
-        == epoch(TAUGHT, 0).tolist()
-    )
-    assert (
-        epoch(replace(PLAIN, curriculum=Curriculum(np.ones(N), EPOCHS)), 0).tolist()
-        == epoch(PLAIN, 0).tolist()
-    )
-
-
-def test_a_curriculum_goes_together_with_weights_of_data_sets_and_with_resuming():
-    parts = ((100, 2.0), (300, 0.5))
-    order = GlobalOrder(N, G, 5, parts, curriculum=Curriculum(CHARACTERS, EPOCHS))
-    assert sorted(epoch(order, 0).tolist()) == sorted(
-        epoch(replace(order, curriculum=None), 0).tolist()
-    )
-    assert (
-        np.bincount(epoch(replace(order, global_batch_size=1), 0), minlength=N)[:100].tolist()
-        == [2] * 100
-    )
-    again = replace(order, curriculum=Curriculum(CHARACTERS.copy(), EPOCHS))
-    assert all(np.array_equal(again.batch(step), order.batch(step)) for step in (40, 3, 17))
-
-
-def test_a_curriculum_of_another_number_of_samples_is_refused():
-    with pytest.raises(
-        ValueError, match="a curriculum of 399 samples for an order of 400; they must be equal"
-    ):
-        replace(PLAIN, curriculum=Curriculum(CHARACTERS[1:], EPOCHS))
+        assert found.tolist() == np.repeat(expected, per_sample).tolist()
+    assert len(set(expected.tolist())) > 4
+    batches.weights_of = None
+    for batch in micro_batches(dataset["image"], batches.requests("image", 0, 1, 2, 3)):
+        assert not any(name.endswith("weight") for name in batch)

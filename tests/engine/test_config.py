@@ -62,15 +62,7 @@ def test_sample_weights_are_off_unless_the_file_says_otherwise():
     block = weighting(
         check_config(config({"sample_weights": {"use": "loss"}}), BRANCHES, READERS)[1]
     )
-    assert (block.use, block.image, block.text, block.epochs) == ("loss", 0.3, 0.7, None)
-    block = weighting(
-        check_config(
-            config({"sample_weights": {"use": "curriculum", "image": 1, "text": 0, "epochs": 4}}),
-            BRANCHES,
-            READERS,
-        )[1]
-    )
-    assert (block.use, block.image, block.text, block.epochs) == ("curriculum", 1, 0, 4)
+    assert (block.use, block.image, block.text, block.audio) == ("loss", 0.3, 0.7, 0.0)
 
 
 def test_the_given_dictionary_stays_as_it_is():
@@ -222,7 +214,7 @@ REFUSED_BRANCHES = [
 REFUSED_WEIGHTS = [
     ("loss", ["branches.sample_weights: got 'loss'", 'an object such as {"use": "loss"}']),
     ([], ["branches.sample_weights: got []", "an object"]),
-    ({}, ["branches.sample_weights", 'no "use"', '"loss" or "curriculum"']),
+    ({}, ["branches.sample_weights", 'no "use"', 'takes "loss"']),
     ({"use": "los"}, ["branches.sample_weights.use", "'los'", "did you mean 'loss'?"]),
     (
         {"use": "loss", "imgae": 1},
@@ -241,17 +233,10 @@ REFUSED_WEIGHTS = [
     ({"use": "loss", "image": 0, "text": 0}, ["image, text, audio are all 0", "remove the block"]),
     (
         {"use": "loss", "epochs": 3},
-        ["branches.sample_weights.epochs", 'only "use": "curriculum"', "remove the key"],
+        ["branches.sample_weights.epochs", "no longer there", "remove the key"],
     ),
-    (
-        {"use": "curriculum"},
-        ["branches.sample_weights.epochs", "got None", "whole number of at least 1"],
-    ),
-    (
-        {"use": "curriculum", "epochs": 0},
-        ["branches.sample_weights.epochs", "got 0", "whole number of at least 1"],
-    ),
-    ({"use": "curriculum", "epochs": 2.0}, ["branches.sample_weights.epochs", "got 2.0"]),
+    ({"use": "curriculum"}, ["branches.sample_weights.use", 'use "loss"']),
+    ({"use": "loss", "length": "tokens"}, ["branches.sample_weights.length", "remove the key"]),
 ]
 REFUSED_BRANCHES += [({"sample_weights": written}, words) for written, words in REFUSED_WEIGHTS]
 REFUSED_VALUES = [

@@ -9,17 +9,21 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from data.batching.branch_cost import BranchCost
-from data.batching.feed import FeedRates
+from data.batching.load_control import FeedRates
 from data.batching.settings import Setting
-from launch.tools.balance import decisions, read_measurements, read_steps, run
-from launch.tools.balance_plot import (
+from launch.tools.balance import (
     MOST_LISTED,
     MOST_POINTS,
     STYLES,
     Decision,
     curve,
+    decisions,
+    draw,
     listed,
     panels_of,
+    read_measurements,
+    read_steps,
+    run,
 )
 
 FIRST = Setting(
@@ -140,9 +144,9 @@ def test_weights_of_data_sets_that_were_moved_are_reported_beside_feed_rates(run
 
 
 def test_panels_over_the_steps(run_dir):
-    lines, measurements = read_steps(run_dir), read_measurements(run_dir)
-    panels = panels_of(lines, measurements)
-    assert [name.partition(",")[0] for name in panels] == [
+    panels = panels_of(read_steps(run_dir), read_measurements(run_dir))
+    of = {panel.title.partition(",")[0]: panel for panel in panels}
+    assert list(of) == [
         "idle share of a step",
         "text: seconds of the micro-batches of a measurement",
         "padding share of the texts",
@@ -150,34 +154,20 @@ def test_panels_over_the_steps(run_dir):
         "text tokens per second",
         "captions_per_image",
     ]
-    drawn = {}
-    for name, draw in panels.items():
-        axes = drawn[name.partition(",")[0]] = Figure().subplots()
-        draw(axes)
-    of = {
-        line.get_label(): line
-        for line in drawn["text: seconds of the micro-batches of a measurement"].lines
-    }
-    assert of["measured"].get_xydata().tolist() == [[10, 0.6], [20, 0.6], [30, 0.6], [40, 0.6]]
-    assert of["predicted"].get_ydata().tolist() == [0.15, 0.3, 0.6, 0.66] and of[
-        "costs refitted"
-    ].get_xdata().tolist() == [10, 20]
-    (rate,) = drawn["captions_per_image"].lines
-    assert (
-        rate.get_ydata()[rate.get_xdata() <= 23].tolist() == [1] * 23
-        and len(rate.get_xdata()) == 120
-    )
-    (padding,) = drawn["padding share of the texts"].lines
-    assert set(padding.get_ydata()) == {0.5, 0.3}
+    times = of["text: seconds of the micro-batches of a measurement"]
+    assert times.curves["measured"] == ([10, 20, 30, 40], [0.6] * 4)
+    assert times.curves["predicted"][1] == [0.15, 0.3, 0.6, 0.66] and times.marked == [10, 20]
+    _, rates = of["captions_per_image"].curves[""]
+    assert rates == [1] * 23 + [2] * 97
+    assert set(of["padding share of the texts"].curves[""][1]) == {0.5, 0.3}
 
 
 def test_curves_are_distinguishable_without_colour(run_dir):
     axes = Figure().subplots()
-    panels_of(read_steps(run_dir), [])["idle share of a step, by stage"](axes)
+    draw(axes, panels_of(read_steps(run_dir), [])[0], last=True)
     assert len({(line.get_linestyle(), line.get_marker()) for line in axes.lines}) == 2
-    assert (
-        len({line for _, line, _ in STYLES}) == len({mark for _, _, mark in STYLES}) == len(STYLES)
-    )
+    for look in zip(*STYLES):
+        assert len(set(look)) == len(STYLES)
 
 
 def test_many_steps_are_drawn_as_medians():
@@ -213,9 +203,7 @@ def test_without_measurements_it_draws_what_there_is_and_says_what_to_do(run_dir
     out = capsys.readouterr().out
     assert "no balance.jsonl" in out and '"strategy": "deal"' in out and "Decisions" not in out
     assert (run_dir / "balance.png").is_file()
-    assert not any(
-        "predicted" in name for name in panels_of(read_steps(run_dir), read_measurements(run_dir))
-    )
+    assert not any("predicted" in panel.title for panel in panels_of(read_steps(run_dir), []))
 
 
 def test_a_line_that_is_being_written_is_passed_over(run_dir):

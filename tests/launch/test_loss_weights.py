@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from engine.objective import Branch, Objective, Pair
-from launch.balancing.loss_weights import KEPT, MODES, MOST, RATE, LossWeights, score
+from launch.batching.loss_weights import KEPT, MODES, MOST, RATE, LossWeights, score
 from launch.config.options import parse_options
 from models.losses import InfoNCE, Matching
 
@@ -115,15 +115,6 @@ def test_a_run_that_goes_on_weighs_as_one_that_never_stopped(mode):
 def test_one_loss_has_nothing_to_share():
     weights = LossWeights("fixed", {"contrastive": 1.0}, 5)
     assert weights.after_step(5, {}) is None and weights.weights() == {"contrastive": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("mode", "asked", "interval"),
-    [("fix", ASKED, 5), ("fixed", ASKED, 0), ("fixed", {"contrastive": 0.0}, 5)],
-)
-def test_what_cannot_be_is_refused(mode, asked, interval):
-    with pytest.raises(ValueError):
-        LossWeights(mode, asked, interval)
 
 
 # -- several pairs ---------------------------------------------------------------------------------

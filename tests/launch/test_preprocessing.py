@@ -12,7 +12,7 @@ from PIL import Image
 from torch import nn
 from transformers import CLIPImageProcessor, ViTImageProcessor
 
-from data.batching.sampler import evaluation_requests
+from data.batching.requests import evaluation_requests
 from data.index.sources import open_source
 from data.loader import MicroBatchDataset
 from data.modalities.image import ImageModality

@@ -8,7 +8,7 @@ from forked_script import ROOT
 from launched import run_to_end, write_pairs
 from ranks import run_ranks
 
-from data.batching.sampler import GlobalOrder
+from data.batching.order import GlobalOrder
 from launch.run.resuming import change_of_size, earlier_sizes, state_of
 from launch.run.stopping import STOPPED
 

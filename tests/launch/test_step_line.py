@@ -2,18 +2,10 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from cost_models import BRANCHES, proportional
 
-from data.batching.feed import FeedRates, FeedRules, Ladders
-from data.batching.sampler import GlobalOrder
-from data.batching.settings import Setting, Settings
-from engine.config.reading import check_config
-from engine.planning.planner import plan_run
+from data.batching.order import GlobalOrder
 from engine.step_metrics import SourceLoss, StepMetrics
-from launch.balancing.choosing import Balance
-from launch.config.blocks import dealing
 from launch.run.step_line import step_line
 
 METRICS = StepMetrics(
@@ -42,21 +34,8 @@ METRICS = StepMetrics(
 ORDER = GlobalOrder(40, 10, 0, ((30, 1.0), (10, 3.0)))
 
 
-SETTINGS = Settings(
-    [Setting(0, {}), Setting(3, {}, feed_rates=FeedRates(captions_per_image=2, image_size=64))]
-)
-
-
-def line_of(step, sources=(), metrics=METRICS, order=ORDER, ladders=Ladders(), settings=SETTINGS):
-    config, block = check_config(
-        {"train_batch_size": 10, "optimizer": {"type": "AdamW"}, "branches": {"layout": "fork"}},
-        BRANCHES,
-    )
-    plan = plan_run(config, block, 2, proportional({"image": [1.0], "text": [1.0]}))
-    balance = Balance(
-        dealing(block), plan, {}, order, np.arange(40), ladders, FeedRules(), SETTINGS.at(0)
-    )
-    return step_line(metrics, step, 2.0, balance, settings, sources)
+def line_of(step, sources=(), metrics=METRICS, order=ORDER, feed_rates={}):
+    return step_line(metrics, step, 2.0, order, feed_rates, sources)
 
 
 def test_rates_are_of_the_step():
@@ -95,15 +74,8 @@ def test_a_step_without_texts_has_no_padding():
     assert line_of(6, metrics=replace(METRICS, counts={}))["padding_share/text"] == 0.0
 
 
-def test_only_feed_rates_that_may_change_are_reported_as_they_were_in_the_step():
-    ladders = Ladders(captions_per_image=(1, 2, 3))
-    assert [line_of(step, ladders=ladders)["captions_per_image"] for step in (1, 3, 4, 9)] == [
-        1,
-        1,
-        2,
-        2,
-    ]
-    assert not {"image_size", "kept_patches"} & line_of(4, ladders=ladders).keys()
+def test_feed_rates_that_may_change_are_reported():
+    assert line_of(4, feed_rates={"captions_per_image": 2})["captions_per_image"] == 2
     assert "captions_per_image" not in line_of(4)
 
 
@@ -129,8 +101,7 @@ def test_of_several_sources_it_says_what_their_losses_were():
 
 def test_visits_follow_the_mixes_so_far():
     """Epochs of 6 steps: of 9 steps, 3 are of the second."""
-    settings = Settings([Setting(0, {})], ((1, ((30, 1.5), (10, 1.5))),))
-    line = line_of(9, ("a", "b"), settings=settings)
+    line = line_of(9, ("a", "b"), order=ORDER.with_mix(1, ((30, 1.5), (10, 1.5))))
     assert line["epochs/a"] == pytest.approx(1 + 1.5 / 2) and line["epochs/b"] == pytest.approx(
         3 + 1.5 / 2
     )

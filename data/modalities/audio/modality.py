@@ -14,7 +14,7 @@ from data.modalities.audio.features import AudioFeatures
 from data.modalities.modality import Loaded, ValueModality
 
 if TYPE_CHECKING:
-    from data.batching.sampler import MicroBatchRequest
+    from data.batching.requests import MicroBatchRequest
     from data.cache import SampleCache
     from data.index.sources import Source
 

@@ -6,12 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from data.batching.feed import (
+from data.batching.load_control import (
     FeedRates,
-    FeedRules,
-    Ladders,
+    LoadControl,
     Observations,
-    adjust,
     patch_ladder,
     scaled_size,
     size_ladder,
@@ -20,14 +18,14 @@ from data.batching.feed import (
 
 INTERVAL, AHEAD = 20, 10  # steps between measurements; steps until a move holds
 BRANCHES = ("image", "text")
-LADDERS = Ladders((1, 2, 3, 4, 5), patch_ladder(0.25), (160, 192, 224))
+CONTROL = LoadControl((1, 2, 3, 4, 5), patch_ladder(0.25), (160, 192, 224))
 
 
-def run(seconds, ladders=LADDERS, rules=FeedRules(), steps=200, noise=0.0, seed=0):
+def run(seconds, control=CONTROL, steps=200, noise=0.0, seed=0):
     """`seconds(step)`: of each branch with the first feed rates. Returns (step, feed rates,
     reason) of all that was said, and how much each step waited."""
     rng, observations, seen, said, waited = np.random.default_rng(seed), Observations(), [], [], []
-    start = ladders.start()
+    start = control.start()
     in_force = [(0, start)]
     for step in range(steps):
         feed_rates = next(feed_rates for begin, feed_rates in reversed(in_force) if begin <= step)
@@ -40,8 +38,8 @@ def run(seconds, ladders=LADDERS, rules=FeedRules(), steps=200, noise=0.0, seed=
         if (step + 1) % INTERVAL == 0:
             busy_s = {b: typical([one[b] for one in seen]) for b in BRANCHES}
             before, seen = in_force[-1][1], []
-            observations, feed_rates, reason = adjust(
-                observations, before, ladders, rules, busy_s, step + 1 - INTERVAL
+            observations, feed_rates, reason = control.after(
+                observations, before, busy_s, step + 1 - INTERVAL
             )
             if feed_rates != before:
                 in_force.append((step + 1 + AHEAD, feed_rates))
@@ -84,16 +82,16 @@ def test_a_reason_says_what_was_seen_and_done():
 
 @pytest.mark.parametrize("slow", BRANCHES)
 def test_a_branch_that_becomes_twice_as_slow_is_answered_within_100_steps(slow):
-    for ladders in (
-        LADDERS,
-        Ladders((1, 2, 3)),
-        Ladders(kept_patches=patch_ladder(0.25)),
-        Ladders((2, 3, 4), patch_ladder(0.25)),
+    for control in (
+        CONTROL,
+        LoadControl((1, 2, 3)),
+        LoadControl(kept_patches=patch_ladder(0.25)),
+        LoadControl((2, 3, 4), patch_ladder(0.25)),
     ):
         for changed in (100, 110, 119):
             said, waited = run(
                 lambda step: {b: 2.0 if b == slow and step >= changed else 1.0 for b in BRANCHES},
-                ladders,
+                control,
                 steps=500,
                 noise=0.05,
             )
@@ -117,7 +115,7 @@ def test_bounds_hold_whatever_is_measured():
     for seed in range(1000):
         rng = np.random.default_rng(seed)
         captions = tuple(range(int(rng.integers(1, 4)), int(rng.integers(4, 9))))
-        ladders = Ladders(
+        control = LoadControl(
             captions,
             patch_ladder(float(rng.uniform(0.1, 0.9))),
             size_ladder(int(rng.integers(64, 160)), 224, 32),
@@ -125,13 +123,13 @@ def test_bounds_hold_whatever_is_measured():
         level = rng.lognormal(0, 1, (2, 8))
         said, _ = run(
             lambda step: dict(zip(BRANCHES, level[:, step // 50])),
-            ladders,
+            control,
             steps=400,
             noise=0.2,
             seed=seed,
         )
         before, moves = (
-            ladders.start(),
+            control.start(),
             [
                 (step, feed_rates)
                 for step, feed_rates, reason in said
@@ -139,7 +137,7 @@ def test_bounds_hold_whatever_is_measured():
             ],
         )
         for (step, feed_rates), earlier in zip(moves, [0, *(step for step, _ in moves)]):
-            for name, ladder in ladders.items():
+            for name, ladder in control.ladders():
                 assert getattr(feed_rates, name) in ladder
             changes = [feed_rates.load(b) / before.load(b) for b in BRANCHES]
             assert (
@@ -151,7 +149,7 @@ def test_bounds_hold_whatever_is_measured():
 
 
 def test_a_bound_is_named_once():
-    said, _ = run(steady(1.0, 5.0), Ladders((1, 2), (1.0,), (224,)), steps=400)
+    said, _ = run(steady(1.0, 5.0), LoadControl((1, 2), (1.0,), (224,)), steps=400)
     assert len(said) == 1
     assert said[0][2] == (
         "bound reached: the image branch waits 80% of a step (image 1 s, text 5 s), and no feed "
@@ -163,7 +161,7 @@ def test_what_was_taken_comes_back_first():
     """Once the slow branch is fast again, its relief is what the idle one gets back."""
     said, waited = run(
         lambda step: {"image": 2.0 if step < 200 else 1.0, "text": 1.0},
-        Ladders(kept_patches=patch_ladder(0.25)),
+        LoadControl(kept_patches=patch_ladder(0.25)),
         steps=600,
     )
     shares = [feed_rates.kept_patches for _, feed_rates, _ in said]
@@ -183,6 +181,6 @@ def test_ladders():
         (32, 32), 8, 224, 32
     ) == (32, 32)
     with pytest.raises(ValueError, match="ascending"):
-        Ladders((2, 1))
+        LoadControl((2, 1))
     with pytest.raises(ValueError, match="dead_band"):
-        FeedRules(dead_band=0)
+        LoadControl(dead_band=0)

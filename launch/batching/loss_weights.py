@@ -10,10 +10,11 @@ that the size of a step stays what it was. Weights are updated every `interval` 
 smoothed between updates, factors stay from 1 / MOST to MOST (that of matching, under `measured`,
 from 1 / MOST² on), and every change has a reason.
 
-    uncertainty   log f = -s, and s follows the gradient of exp(-s) L + s, a loss with a learned uncertainty (Kendall, Gal & Cipolla 2018):
+    uncertainty   log f = -s, and s follows the gradient of exp(-s) L + s, a loss with a learned
+                  uncertainty (Kendall, Gal & Cipolla 2018):
                   s <- s - RATE * (1 - exp(-s) L)
-    measured      a loss that falls more slowly than the others gets more (after Liu, Johns & Davison
-                  2019), with L' at the update before:
+    measured      a loss that falls more slowly than the others gets more (after Liu, Johns &
+                  Davison 2019), with L' at the update before:
                   log f <- KEPT * log f + RATE * (log L/L' - the mean over all losses)
                   And matching waits for the embeddings, for negatives are hard only where
                   similarities mean something: f of matching is times max(1/MOST, 1 - L/L1), L the
@@ -52,7 +53,7 @@ class Followed:
     """What is known of the losses, by name: JSON-like, for a checkpoint. Under `alignment` of their
     scores."""
 
-    logarithms: Mapping[str, float] = field(default_factory=dict)  # of the factors
+    logarithms: Mapping[str, float]  # of the factors
     smoothed: Mapping[str, float] = field(default_factory=dict)
     before: Mapping[str, float] = field(default_factory=dict)  # at the last update
     first: Mapping[str, float] = field(default_factory=dict)  # at the first update
@@ -60,26 +61,16 @@ class Followed:
 
 
 class LossWeights:
-    """The weights of a run. `asked`: by loss, see above; `interval`: steps from update to update.
+    """The weights of a run. `mode`: one of `MODES`; `asked`: by loss, above 0, see above;
+    `interval`: steps from update to update, at least 1.
 
-    Raises ValueError for a mode or numbers that cannot be, and where `alignment` has no two pairs.
+    Raises ValueError where `alignment` has no two pairs.
     """
 
     def __init__(self, mode: str, asked: Mapping[str, float], interval: int):
-        if mode not in MODES:
-            raise ValueError(f"loss weights {mode!r} are not known; give one of {', '.join(MODES)}")
-        if interval < 1 or any(not 0 < weight < math.inf for weight in asked.values()):
-            raise ValueError(
-                f"loss weights {dict(asked)}, an update every {interval} steps: weights must be "
-                "above 0, and steps at least 1"
-            )
         check_mode(mode, asked)
-        self.mode, self.asked, self.interval, self._followed = (
-            mode,
-            dict(asked),
-            interval,
-            Followed(),
-        )
+        self.mode, self.asked, self.interval = mode, dict(asked), interval
+        self._followed = Followed(dict.fromkeys(asked, 0.0))
 
     @classmethod
     def of(
@@ -99,11 +90,10 @@ class LossWeights:
 
     def weights(self) -> dict[str, float]:
         """What each loss counts in the next step."""
-        factors = {name: math.exp(self._followed.logarithms.get(name, 0.0)) for name in self.asked}
+        factors = {name: math.exp(log) for name, log in self._followed.logarithms.items()}
         if self.mode == "measured":
             for name in filter(_is_matching, factors):
-                of_pair = name.replace("matching", "contrastive", 1)
-                factors[name] *= max(1 / MOST, aligned(self._followed, of_pair))
+                factors[name] *= max(1 / MOST, self._aligned(name))
         asked = {name: self.asked[name] for name in self._followers}
         total = sum(asked.values()) / sum(weight * factors[name] for name, weight in asked.items())
         return self.asked | {name: weight * factors[name] * total for name, weight in asked.items()}
@@ -149,7 +139,8 @@ class LossWeights:
         """Take these logarithms, within bounds; why weights are others then. `seen`: what they
         follow from."""
         before, limit = self.weights(), math.log(MOST)
-        logarithms = {name: min(max(value, -limit), limit) for name, value in moved.items()}
+        bounded = {name: min(max(value, -limit), limit) for name, value in moved.items()}
+        logarithms = {**self._followed.logarithms, **bounded}
         first = self._followed.first or seen
         self._followed = replace(self._followed, logarithms=logarithms, before=seen, first=first)
         after = self.weights()
@@ -163,26 +154,24 @@ class LossWeights:
 
     def _moved(self) -> dict[str, float]:
         """The logarithms of the factors, by the formulas above."""
-        now, known = (
-            self._followed.smoothed,
-            {name: self._followed.logarithms.get(name, 0.0) for name in self.asked},
-        )
+        now, known = self._followed.smoothed, self._followed.logarithms
         if self.mode == "uncertainty":
-            return {
-                name: log + RATE * (1 - math.exp(log) * now[name]) for name, log in known.items()
-            }
+            return {n: log + RATE * (1 - math.exp(log) * now[n]) for n, log in known.items()}
         last = self._followed.before or now
-        positive = {name: now[name] > 0 and last[name] > 0 for name in known}
-        return self._towards(
-            {name: math.log(now[name] / last[name]) if positive[name] else 0.0 for name in known}
-        )
+        falls = {n: now[n] / last[n] if now[n] > 0 and last[n] > 0 else 1.0 for n in known}
+        return self._towards({name: math.log(fall) for name, fall in falls.items()})
 
     def _towards(self, lag: Mapping[str, float]) -> dict[str, float]:
-        """The logarithms of the factors after a step towards what is behind the mean of all."""
+        """The logarithms of the factors after a step towards what lags behind the mean of all."""
         known, mean = self._followed.logarithms, sum(lag.values()) / len(lag)
-        return {
-            name: KEPT * known.get(name, 0.0) + RATE * (own - mean) for name, own in lag.items()
-        }
+        return {name: KEPT * known[name] + RATE * (own - mean) for name, own in lag.items()}
+
+    def _aligned(self, matching: str) -> float:
+        """How far the contrastive loss of a pair that is matched had come at the last update from
+        the first, from 0 to 1."""
+        contrastive = matching.replace("matching", "contrastive", 1)
+        first = self._followed.first.get(contrastive, 0.0)
+        return max(0.0, 1 - self._followed.before[contrastive] / first) if first > 0 else 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-like."""
@@ -211,10 +200,11 @@ def score(pair: str, held_out: HeldOutFigures) -> float:
     figures and do not count; ValueError where that is all of them."""
     scores = []
     for figures in held_out.values():
-        names = [
-            name for name in figures if name.startswith("uniformity/") and name.endswith(f"/{pair}")
+        uniformity = [
+            figure
+            for name, figure in figures.items()
+            if name.startswith("uniformity/") and name.endswith(f"/{pair}")
         ]
-        uniformity = [figures[name] for name in names]
         if uniformity:
             scores.append(figures[f"alignment/{pair}"] + sum(uniformity) / len(uniformity))
     if not scores:
@@ -225,13 +215,6 @@ def score(pair: str, held_out: HeldOutFigures) -> float:
             "give other --loss-weights"
         )
     return sum(scores) / len(scores)
-
-
-def aligned(followed: Followed, contrastive: str = "contrastive") -> float:
-    """How far a contrastive loss had come at the last update from the first, from 0 to 1."""
-    if not followed.first or followed.first[contrastive] <= 0:
-        return 0.0
-    return max(0.0, 1 - followed.before[contrastive] / followed.first[contrastive])
 
 
 def _is_matching(loss: str) -> bool:

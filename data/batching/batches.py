@@ -1,0 +1,226 @@
+"""The global batches of a run, and the requests for their micro-batches: which samples, on which
+replica.
+
+Every rank works them out by itself, without communication: they are a pure function of seed, step
+and settings, which are the same everywhere.
+
+G: samples of a global batch, R: replicas of a branch, M: micro-batches of each, b: samples of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from data.batching.buckets import Buckets, pack_by_bucket
+from data.batching.order import GlobalOrder
+from data.batching.packing import Bounds, Packing, pack, padded_lengths
+from data.batching.requests import MicroBatchRequest, Size, TextRows, check_replica
+from data.batching.settings import Setting, Settings
+from data.modalities.lengths import TokenCounts
+
+
+@dataclass(frozen=True, eq=False)
+class GlobalBatch:
+    """`visited` [G]: numbers of the training samples; `indices` [G]: the same samples in the
+    source; `setting`: what holds in this step."""
+
+    step: int
+    epoch: int
+    visited: np.ndarray
+    indices: np.ndarray
+    setting: Setting
+
+
+@dataclass(frozen=True, eq=False)
+class TextPacker:
+    """Packs texts by what they cost: those of similar lengths together, so equal work and little
+    padding. Costs are those of the setting.
+
+    It packs c · G texts where an image has c captions; those of the image at position p have the
+    positions c · p .. c · p + c − 1. Texts alone, also where images share the stages: batch
+    normalisation sees the images of a micro-batch, and a caption's length says what is in the
+    image. `length_multiple`: to which lengths are rounded up.
+    """
+
+    tokens: TokenCounts
+    max_text_tokens: int
+    seed: int
+    bounds: Bounds = Bounds()
+    num_stages: int = 1
+    length_multiple: int = 1
+
+    def lengths(self, batch: GlobalBatch) -> np.ndarray:
+        """[c · G] what the texts of a global batch are padded to alone."""
+        captions = batch.setting.feed_rates.captions_per_image
+        counts = self.tokens.of(batch.visited, batch.indices, self.seed, batch.epoch, captions)
+        return padded_lengths(counts, self.max_text_tokens, self.length_multiple).ravel()
+
+    def pack(self, batch: GlobalBatch, replicas: int, numbers: Sequence[int]) -> Packing:
+        """As many micro-batches, of `numbers`, as take least time. Where the texts do not fit, the
+        limit of tokens is exceeded by as little as goes."""
+        lengths, bounds = self.lengths(batch), self.bounds
+        cost = batch.setting.costs["text"]
+        while True:
+            try:
+                return pack(lengths, cost, replicas, numbers, self.num_stages, bounds)
+            except ValueError:
+                if bounds.max_tokens > lengths.max() * lengths.size:
+                    raise  # not for want of memory
+                bounds = replace(bounds, max_tokens=bounds.max_tokens * 9 // 8 + 1)
+
+
+@dataclass
+class Batches:
+    """All global batches of a run: the order of the samples, and how they are packed.
+
+    `train` [N]: the source's indices of the training samples. `buckets`: the shapes of their
+    images; None: one square. `texts`: what packs texts by cost; None: they come with their samples,
+    which are packed in order. `weights_of`: a global batch -> what its samples count in its loss,
+    [G] int64 millionths; None: all the same.
+
+    `order` and `settings` change in the course of a run, for steps that no loader has begun with.
+    """
+
+    order: GlobalOrder
+    train: np.ndarray
+    settings: Settings
+    buckets: Buckets | None = None
+    texts: TextPacker | None = None
+    weights_of: Callable[[GlobalBatch], np.ndarray] | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.train) != self.order.num_samples:
+            raise ValueError(
+                f"the training subset has {len(self.train)} samples, the order is made for "
+                f"{self.order.num_samples}; they must be equal"
+            )
+
+    def at(self, step: int, setting: Setting | None = None) -> GlobalBatch:
+        """The global batch of a step, under another setting than its own if one is given."""
+        visited = self.order.batch(step)
+        setting = self.settings.at(step) if setting is None else setting
+        indices = np.asarray(self.train[visited])
+        return GlobalBatch(step, self.order.epoch(step), visited, indices, setting)
+
+    def requests(
+        self,
+        branch: str,
+        replica: int,
+        replicas: int,
+        start_step: int,
+        stop_step: int,
+        loads: Sequence[str] = (),
+        outlined: bool = False,
+    ) -> Iterator[MicroBatchRequest | list[MicroBatchRequest]]:
+        """The micro-batches of one replica of the stages on which `branch` enters, for steps
+        start_step..stop_step-1, in the order they are run.
+
+        `loads`: all branches that enter there, `branch` alone by default. The step after the one
+        that is asked for is packed in a thread of its own, so the settings of a step must be there
+        when the micro-batches of the step before are asked for. `outlined`: before those of each
+        step comes the list of them. Errors: ValueError.
+        """
+        loads = loads or (branch,)
+        check_replica(replica, replicas)
+        if self._in_order(loads):
+            number = self.settings.at(start_step).num_micro_batches[branch]
+            _check_shares(self.order.global_batch_size, replicas, number)
+
+        def requests_of(step: int) -> list[MicroBatchRequest]:
+            number = self.settings.at(step).num_micro_batches[branch]
+            own = slice(replica * number, (replica + 1) * number)
+            return self._requests_of(step, loads, replicas, number, own)
+
+        return _one_ahead(requests_of, range(start_step, stop_step), outlined)
+
+    def packed_texts(self, batch: GlobalBatch, replicas: int, number: int) -> list[np.ndarray]:
+        """Positions of the texts of each micro-batch, R · M of them, those of replica 0 first."""
+        if self.texts is None:
+            raise ValueError("the texts of this run are not packed by cost")
+        return [part for line in self.texts.pack(batch, replicas, (number,)) for part in line]
+
+    def _in_order(self, loads: Sequence[str]) -> bool:
+        """Do samples enter there, equally many in each micro-batch?"""
+        return self.texts is None or any(branch != "text" for branch in loads)
+
+    def _requests_of(
+        self, step: int, loads: Sequence[str], replicas: int, number: int, own: slice
+    ) -> list[MicroBatchRequest]:
+        batch = self.at(step)
+        weights = None if self.weights_of is None else self.weights_of(batch)  # [G]
+        feed_rates = batch.setting.feed_rates
+        nothing = np.zeros(0, dtype=np.int64)
+        samples: list[tuple[np.ndarray, Size | None]] = [(nothing, None)] * number
+        if self._in_order(loads):
+            samples = self._samples(batch, replicas, number)[own]
+        texts: list[TextRows | None] = [None] * number
+        if self.texts is not None and "text" in loads:
+            positions = self.packed_texts(batch, replicas, number)[own]
+            texts = [_text_rows(batch, position, weights) for position in positions]
+        return [
+            MicroBatchRequest(
+                step=step,
+                epoch=batch.epoch,
+                index=batch.indices[position],
+                position=position,
+                training=True,
+                size=size,
+                feed_rates=feed_rates,
+                weight=None if weights is None else weights[position],
+                packed_texts=rows,
+            )
+            for (position, size), rows in zip(samples, texts)
+        ]
+
+    def _samples(
+        self, batch: GlobalBatch, replicas: int, number: int
+    ) -> list[tuple[np.ndarray, Size | None]]:
+        """Positions of each micro-batch and the size of its images, R · M of them: as equal as the
+        global batch allows, and of one bucket each as far as that is possible."""
+        parts = in_equal_parts(len(batch.visited), replicas, number)
+        if self.buckets is None:
+            return [(part, None) for part in parts]
+        sizes = [len(part) for part in parts]
+        positions, bucket = pack_by_bucket(self.buckets.number[batch.visited], sizes)
+        parts = np.split(positions, np.cumsum(sizes)[:-1])
+        return [(part, self.buckets.sizes[b]) for part, b in zip(parts, bucket)]
+
+
+def in_equal_parts(
+    global_batch_size: int, replicas: int, num_micro_batches: int
+) -> list[np.ndarray]:
+    """The positions of each micro-batch in order, R · M of them: the shares of replicas differ by
+    at most one sample, and so do the micro-batches of a replica."""
+    shares = np.array_split(np.arange(global_batch_size, dtype=np.int64), replicas)
+    return [part for share in shares for part in np.array_split(share, num_micro_batches)]
+
+
+def _text_rows(batch: GlobalBatch, position: np.ndarray, weights: np.ndarray | None) -> TextRows:
+    sample = position // batch.setting.feed_rates.captions_per_image
+    return TextRows(batch.indices[sample], position, None if weights is None else weights[sample])
+
+
+def _one_ahead(
+    requests_of: Callable[[int], list[MicroBatchRequest]], steps: range, outlined: bool
+) -> Iterator[MicroBatchRequest | list[MicroBatchRequest]]:
+    with ThreadPoolExecutor(1, thread_name_prefix="pack") as pool:
+        coming = None
+        for step in steps:
+            requests = coming.result() if coming else requests_of(step)
+            coming = pool.submit(requests_of, step + 1) if step + 1 in steps else None
+            if outlined:
+                yield requests
+            yield from requests
+
+
+def _check_shares(global_batch_size: int, replicas: int, num_micro_batches: int) -> None:
+    """Raises ValueError where a micro-batch would have no sample."""
+    if min(replicas, num_micro_batches) < 1 or global_batch_size // replicas < num_micro_batches:
+        raise ValueError(
+            f"global_batch_size {global_batch_size} cannot be packed for {replicas} replicas x "
+            f"{num_micro_batches} micro-batches; each needs a sample"
+        )

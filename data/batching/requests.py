@@ -1,0 +1,91 @@
+"""Requests for micro-batches: what the workers of a loader are asked to make.
+
+b: samples of one micro-batch, t: its texts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from data.batching.load_control import FeedRates
+
+Size = tuple[int, int]  # H, W in pixels
+
+
+@dataclass(frozen=True, eq=False)
+class TextRows:
+    """Texts [t], all int64: their samples in the source, their positions 0..c·G-1, their weights in
+    millionths (None: all the same)."""
+
+    index: np.ndarray
+    position: np.ndarray
+    weight: np.ndarray | None
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatchRequest:
+    """What one micro-batch is to hold; small, so that it travels to the workers instead of the
+    samples."""
+
+    step: int  # evaluation: number of the micro-batch within its replica
+    epoch: int  # evaluation: 0
+    index: np.ndarray  # [b] int64, samples of the source
+    # [b] int64, where they stand in the global batch; evaluation: in the subset
+    position: np.ndarray
+    training: bool
+    # H, W of its images, pixels, before the feed rates; None: that of the transform
+    size: Size | None = None
+    feed_rates: FeedRates = field(default_factory=FeedRates)
+    # [b] int64, millionths: what each counts in the loss; None: all the same
+    weight: np.ndarray | None = None
+    packed_texts: TextRows | None = None  # texts that were packed by themselves; None: its samples'
+
+    def texts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of its texts [t]: the sample, the position 0..c·G-1, the number 0..c-1 among the c
+        captions that the sample shows."""
+        c = self.feed_rates.captions_per_image
+        if self.packed_texts is not None:
+            position = self.packed_texts.position
+            return self.packed_texts.index, position, position % c
+        position = (self.position[:, None] * c + np.arange(c)).ravel()
+        return np.repeat(self.index, c), position, position % c
+
+    def text_weight(self) -> np.ndarray | None:
+        """[t] the weights of its texts' samples."""
+        if self.packed_texts is not None:
+            return self.packed_texts.weight
+        if self.weight is None:
+            return None
+        return np.repeat(self.weight, self.feed_rates.captions_per_image)
+
+
+def evaluation_requests(
+    subset: np.ndarray, replica: int, replicas: int, micro_batch_size: int
+) -> list[MicroBatchRequest]:
+    """One replica's share of the whole held-out subset [n], in order; shares are contiguous and
+    differ by at most one.
+
+    The last micro-batch may be smaller; a replica without a share gets none. Positions are 0..n-1
+    over the subset.
+    """
+    check_replica(replica, replicas)
+    if micro_batch_size < 1:
+        raise ValueError(f"micro_batch_size {micro_batch_size}: a whole number >= 1 is needed")
+    share = np.array_split(np.arange(len(subset), dtype=np.int64), replicas)[replica]
+    parts = [
+        share[start : start + micro_batch_size] for start in range(0, len(share), micro_batch_size)
+    ]
+    return [
+        MicroBatchRequest(number, 0, subset[part], part, training=False)
+        for number, part in enumerate(parts)
+    ]
+
+
+def check_replica(replica: int, replicas: int) -> None:
+    if not 0 <= replica < replicas:
+        raise ValueError(
+            f"replica {replica} of {replicas}: replicas count from 0, so 0..{replicas - 1} is "
+            "needed"
+        )

@@ -1,0 +1,101 @@
+"""What the ranks measure of micro-batches, and costs that follow from it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from data.batching.batches import Batches
+from data.batching.branch_cost import BranchCost, fit_branch_cost, smoothed
+from engine.topology import StageGraph
+from engine.trace import Span
+
+DRIFT = 0.05  # costs that predict what was seen as nearly as this stay
+SMOOTHING = 0.3  # least weight of a new fit
+PASSES = (
+    "EmbedPass",
+    "ForwardPass",
+    "ReplayPass",
+    "BackwardPass",
+    "BackwardInputs",
+    "BackwardWeights",
+)
+
+# texts of a micro-batch, tokens that they are padded to, seconds
+Point = tuple[int, int, float]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank reports at a measurement: seconds of its micro-batches, and how many steps its
+    loader may be ahead."""
+
+    stage: str
+    points: list[Point]
+    ahead: int
+
+
+def branch_seconds(graph: StageGraph, busy_s: Mapping[str, float]) -> dict[str, float]:
+    """Seconds of each branch's slowest stage, from those of all stages."""
+    return {
+        branch: max(busy_s[stage.name] for stage in graph.stages if branch in stage.layers)
+        for branch in graph.branches
+    }
+
+
+def seconds_of_micro_batches(spans: Sequence[Span]) -> dict[int, float]:
+    """By number: forward and backward, and the second forward of a replay."""
+    seconds: dict[int, float] = defaultdict(float)
+    for span in spans:
+        if span.name in PASSES and span.micro_batch is not None:
+            seconds[span.micro_batch] += span.seconds
+    return dict(seconds)
+
+
+def points_of(
+    batches: Batches, step: int, spans: Sequence[Span], replica: int, replicas: int
+) -> list[Point]:
+    """The points of one replica's micro-batches of texts in a step, as far as they were traced."""
+    if batches.texts is None:
+        return []
+    batch, seconds = batches.at(step), seconds_of_micro_batches(spans)
+    lengths = batches.texts.lengths(batch)
+    numbers = (batch.setting.num_micro_batches["text"],)
+    packed = batches.texts.pack(batch, replicas, numbers)[replica]
+    return [
+        (len(part), int(lengths[part].max()), seconds[m])
+        for m, part in enumerate(packed)
+        if seconds.get(m, 0) > 0
+    ]
+
+
+def slowest_points(graph: StageGraph, reports: Sequence[Report]) -> dict[str, list[Point]]:
+    """The points of all replicas of each branch's slowest stage. A merged stage has no times of one
+    branch alone, so it reports none."""
+    by_stage: dict[str, list[Point]] = defaultdict(list)
+    for report in reports:
+        by_stage[report.stage] += report.points
+    found: dict[str, list[Point]] = {}
+    for stage in graph.stages:
+        branch, points = next(iter(stage.layers)), by_stage[stage.name]
+        if points and sum(s for _, _, s in points) > sum(s for _, _, s in found.get(branch, ())):
+            found[branch] = points
+    return found
+
+
+def refitted(
+    costs: Mapping[str, BranchCost], points: Mapping[str, Sequence[Point]]
+) -> dict[str, BranchCost]:
+    """Costs moved towards those that fit the points, where they predict them badly; else as they
+    are."""
+    new = dict(costs)
+    for branch in costs.keys() & points.keys():
+        texts, length, seconds = map(np.array, zip(*points[branch]))
+        found, old = fit_branch_cost(texts, length, seconds), costs[branch]
+        if np.abs(found.at(texts, length) / old.at(texts, length) - 1).max() > DRIFT:
+            # the mean of all fits, later of the last few; the profile was a guess
+            new[branch] = smoothed(old, found, max(SMOOTHING, 1 / (1 + old.version)))
+    return new

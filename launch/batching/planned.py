@@ -1,0 +1,309 @@
+"""How the global batches of a run are packed and controlled, from the `balance` block, the plan and
+the costs of the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from data.batching.batches import Batches, GlobalBatch, TextPacker
+from data.batching.branch_cost import BranchCost
+from data.batching.buckets import Buckets
+from data.batching.load_control import BRANCH_OF, LoadControl, patch_ladder, size_ladder
+from data.batching.mixing import Adaptation
+from data.batching.mixture import source_names
+from data.batching.order import Parts
+from data.batching.packing import Bounds, explain, padded_lengths
+from data.batching.settings import Setting
+from data.batching.weights import loss_weights
+from data.modalities.lengths import TokenCounts, token_counts
+from data.prepare import PreparedData
+from engine.optimizer.locking import lock_costs
+from engine.planning.costs import CostModel
+from engine.planning.planner import RunPlan
+from launch.config.blocks import BalanceBlock, SampleWeightsBlock
+from launch.config.groups import BatchingOptions
+
+INSTRUCTIONS = 3  # of a micro-batch on a stage, at least: load or receive, forward, backward
+CONV_STRIDE = 32  # of ResNets and ConvNeXts, in pixels
+MARGIN = 0.9  # of the memory of a micro-batch: other global batches may have longer texts
+TYPICAL_TEXTS = 1 << 16
+SAMPLED_BATCHES = 4  # global batches that decide how many micro-batches there are
+# micro-batches of texts that are packed alone: more leave next to no padding to save
+MOST_PACKED = 32
+
+
+def side_multiple(patch_size: int | None) -> int:
+    """Pixels that the sides of an image are multiples of. `patch_size` of a ViT; None:
+    convolutions."""
+    return patch_size or CONV_STRIDE
+
+
+def image_buckets(
+    data: PreparedData, options: BatchingOptions, patch_size: int | None
+) -> Buckets | None:
+    """The input sizes that --image-buckets asks for, chosen from the sizes of the training
+    images; None: one square."""
+    if options.image_buckets == 1:
+        return None
+    widths, heights = (data.source.column(name)[data.train] for name in ("width", "height"))
+    return Buckets.choose(
+        widths, heights, options.image_size, side_multiple(patch_size), options.image_buckets
+    )
+
+
+def adaptation(block: BalanceBlock, parts: Parts, options: BatchingOptions) -> Adaptation | None:
+    """What --data-adapt asks for; None: the weights of the data sets stay. Errors: ValueError where
+    nothing is ever measured."""
+    if not options.data_adapt:
+        return None
+    if not block.measurement_interval(adapts=True):
+        raise ValueError(
+            f"--data-adapt {options.data_adapt:g} decides when times are measured, and "
+            "branches.balance.interval is 0, never; give an interval of at least 1, or leave "
+            "--data-adapt out"
+        )
+    return Adaptation(source_names(options.data), parts, options.data_adapt, options.data_floors)
+
+
+# -- what samples weigh in the loss
+
+
+def sample_weights_of(
+    data: PreparedData, block: SampleWeightsBlock | None, max_text_tokens: int, folder: Path
+) -> Callable[[GlobalBatch], np.ndarray] | None:
+    """A global batch -> what its samples count in its loss, [G] int64 millionths; None: all the
+    same."""
+    if block is None:
+        return None
+    lengths = np.zeros(len(data.train))
+    if data.tokenizer is not None:
+        counts = counted_tokens(data, max_text_tokens, folder)
+        lengths = np.where(data.source.lacking("text")[data.train], 0, counts.longest())
+    return partial(loss_weights, data.source, lengths, block.image, block.text, block.audio)
+
+
+# -- texts that are packed by cost
+
+
+def counted_tokens(data: PreparedData, max_text_tokens: int, folder: Path) -> TokenCounts:
+    """Tokens of all captions, counted by the first process that comes and kept in the run's
+    folder."""
+    return token_counts(
+        data.source,
+        data.train,
+        data.text_tokenizer,
+        max_text_tokens=max_text_tokens,
+        folder=folder / "token_counts",
+        progress=True,
+    )
+
+
+def text_packer(
+    block: BalanceBlock, plan: RunPlan, data: PreparedData, options: BatchingOptions, folder: Path
+) -> TextPacker | None:
+    """None: texts are not packed by cost."""
+    planned = plan.batches.get("text")
+    if block.strategy == "off" or plan.schedule_type.loss_per_micro_batch or planned is None:
+        return None
+    fork = plan.graph.layout == "fork"
+    return TextPacker(
+        tokens=counted_tokens(data, options.max_text_tokens, folder),
+        max_text_tokens=options.max_text_tokens,
+        seed=options.seed,
+        bounds=Bounds(
+            min_size=block.min_size,
+            max_size=block.max_size or Bounds.max_size,
+            max_tokens=planned.micro_batch_size * options.max_text_tokens,
+        ),
+        num_stages=sum("text" in stage.layers for stage in plan.graph.stages if fork)
+        or len(plan.graph.stages),
+        length_multiple=data.length_multiple,
+    )
+
+
+def mean_length(texts: TextPacker) -> float:
+    """What a text is padded to alone, on average."""
+    counts = texts.tokens.counts[:TYPICAL_TEXTS]
+    return float(padded_lengths(counts, texts.max_text_tokens, texts.length_multiple).mean())
+
+
+def text_cost(costs: CostModel, plan: RunPlan, typical_length: float) -> BranchCost:
+    """The cost of the slowest stage with texts: a line through the seconds of its smallest and
+    largest measured micro-batch. A text's seconds are in proportion to the length it is padded
+    to."""
+    costs = lock_costs(costs, plan.trainable)
+    found = []
+    for stage in plan.graph.stages:
+        layers = [costs.layers["text"][i] for i in stage.layers.get("text", ())]
+        if not layers:
+            continue
+        sizes = layers[0].forward_s.sizes
+        few, many = (sum(layer.training_s(n) for layer in layers) for n in (sizes[0], sizes[-1]))
+        slope = few / sizes[0]
+        if len(sizes) > 1 and many > few:
+            slope = (many - few) / (sizes[-1] - sizes[0])
+        found.append((max(0.0, few - slope * sizes[0]), slope))
+    size = plan.batches["text"].micro_batch_size
+    fixed_s, per_sample_s = max(found, key=lambda line: line[0] + size * line[1])
+    fixed_s += INSTRUCTIONS * costs.machine.instruction_s
+    return BranchCost(fixed_s, 0.0, per_sample_s / typical_length)
+
+
+# -- how many micro-batches
+
+
+def with_numbers(
+    setting: Setting,
+    batches: Batches,
+    plan: RunPlan,
+    block: BalanceBlock,
+    step: int | None = None,
+) -> Setting:
+    """The setting with as many micro-batches as take least time for the global batches from `step`
+    on (None: from its own first one), by its costs and feed rates."""
+    # On shared stages all branches have as many, and memory and batch normalisation see the
+    # images: the planned number stays.
+    apart = batches.texts is not None and plan.graph.layout == "fork"
+    start = setting.from_step if step is None else step
+    numbers = {
+        branch: _num_packed(setting, batches, plan, block, start)
+        if apart and branch == "text"
+        else _num_in_order(setting, batches.order.global_batch_size, plan, block, branch)
+        for branch in plan.batches
+    }
+    return replace(setting, num_micro_batches=numbers)
+
+
+def _num_in_order(
+    setting: Setting, global_batch_size: int, plan: RunPlan, block: BalanceBlock, branch: str
+) -> int:
+    planned = plan.batches[branch]
+    share = global_batch_size // planned.replicas
+    wanted = planned.num_micro_batches * _captions(plan, branch, setting)
+    most = max(1, share // block.min_size)
+    if not planned.is_even:
+        return min(wanted, most)
+    if wanted > most:
+        return max(m for m in range(1, most + 1) if share % m == 0)
+    return next((m for m in range(wanted, share) if share % m == 0), share)
+
+
+def _num_packed(
+    setting: Setting, batches: Batches, plan: RunPlan, block: BalanceBlock, step: int
+) -> int:
+    planned, texts = plan.batches["text"], batches.texts
+    if texts is None:
+        raise ValueError("the texts of this run are not packed by cost")
+    captions = _captions(plan, "text", setting)
+    positions = batches.order.global_batch_size * captions
+    # Texts of several captions are so many more. Shorter texts together need less memory than the
+    # planned micro-batches, so there may be more of them.
+    most = max(planned.num_micro_batches * captions, MOST_PACKED)
+    most = max(1, min(most, positions // (planned.replicas * block.min_size)))
+    tokens = max(texts.max_text_tokens, int(MARGIN * texts.bounds.max_tokens))
+    careful = replace(texts, bounds=replace(texts.bounds, max_tokens=tokens))
+    packed = (
+        careful.pack(batches.at(each, setting), planned.replicas, range(1, most + 1))
+        for each in range(step, step + SAMPLED_BATCHES)
+    )
+    return max(len(packing[0]) for packing in packed)
+
+
+def _captions(plan: RunPlan, branch: str, setting: Setting) -> int:
+    """Captions of each image on the stages that hold `branch`."""
+    with_texts = branch == "text" or plan.graph.layout != "fork"
+    return setting.feed_rates.captions_per_image if with_texts else 1
+
+
+def num_kept(plan: RunPlan, branch: str, setting: Setting) -> int:
+    """Micro-batches that keep their activations where the schedule recomputes: those of as many
+    samples as planned."""
+    planned = plan.batches[branch]
+    expected = planned.num_micro_batches * _captions(plan, branch, setting)
+    return planned.num_kept * setting.num_micro_batches[branch] // expected
+
+
+def explain_batches(batches: Batches, plan: RunPlan, steps: range) -> str:
+    """Tables of how the texts of these steps are packed by cost; one line of other branches."""
+    lines = []
+    for branch, own in plan.batches.items():
+        texts = batches.texts if branch == "text" else None
+        if texts is None:
+            how = "in order" if batches.buckets is None else "by shape"
+            most = "" if own.is_even else "at most "
+            size = f"{most}{own.micro_batch_size} samples in every micro-batch"
+            lines.append(f"{branch}: {how}, {size}")
+            continue
+        for step in steps:
+            batch = batches.at(step)
+            numbers = (batch.setting.num_micro_batches[branch],)
+            packing, cost = texts.pack(batch, own.replicas, numbers), batch.setting.costs[branch]
+            table = explain(packing, texts.lengths(batch), cost, texts.num_stages)
+            lines.append(f"{branch}, step {step + 1}: {table}")
+    return "\n".join(lines)
+
+
+# -- load control
+
+
+def refuse_missing_branches(block: BalanceBlock, plan: RunPlan) -> None:
+    """Raise ValueError for keys of a branch that this run does not have."""
+    there = f"this run has the branches {', '.join(plan.batches)}; remove the key"
+    for key, branch in BRANCH_OF.items():
+        if getattr(block, key) is not None and branch not in plan.batches:
+            raise ValueError(
+                f"branches.balance.{key}: it moves how much the {branch} branch takes in, and "
+                f"{there}"
+            )
+    if "text" not in plan.batches and block.strategy == "feed":
+        raise ValueError(f"branches.balance.strategy: 'feed' packs texts, and {there}")
+
+
+def load_control(
+    block: BalanceBlock,
+    plan: RunPlan,
+    data: PreparedData,
+    options: BatchingOptions,
+    patch_size: int | None,
+    typical_length: float,
+) -> LoadControl:
+    """How the load is controlled: within what the bounds in the block leave for these towers and
+    data. Errors: ValueError for bounds that they do not have."""
+    if block.strategy != "feed":
+        return LoadControl()
+    ladders: dict[str, tuple] = {}
+    if block.captions_per_image is not None:
+        least, most = block.captions_per_image
+        have = int(data.source.column("num_captions")[data.train].max())
+        if least > have:
+            raise ValueError(
+                f"branches.balance.captions_per_image: [{least}, {most}], but no image of this "
+                f"data has more than {have} captions"
+            )
+        most = min(most, have)
+        if not plan.schedule_type.recomputes:
+            # All activations wait for the loss: no more padded tokens than the plan had at their
+            # longest.
+            most = min(most, max(1, int(MARGIN * options.max_text_tokens / typical_length)))
+        ladders["captions_per_image"] = tuple(range(least, max(least, most) + 1))
+    if block.kept_patches is not None:
+        if patch_size is None:
+            raise ValueError(
+                f"branches.balance.kept_patches: {options.image_tower} has no patches to leave "
+                "out; use a ViT, or remove the key"
+            )
+        ladders["kept_patches"] = patch_ladder(*map(float, block.kept_patches))
+    if block.image_size is not None:
+        least, most = block.image_size
+        if most > options.image_size:
+            raise ValueError(
+                f"branches.balance.image_size: [{least}, {most}] goes beyond --image-size "
+                f"{options.image_size}"
+            )
+        ladders["image_size"] = size_ladder(least, most, side_multiple(patch_size))
+    return LoadControl(**ladders, dead_band=block.dead_band, max_change=block.max_change)

@@ -1,0 +1,237 @@
+"""From the order to the micro-batches of each replica, and to the requests for them."""
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+from plain_requests import plain_requests
+
+from data.batching.batches import Batches, TextPacker, in_equal_parts
+from data.batching.branch_cost import BranchCost
+from data.batching.buckets import Buckets
+from data.batching.load_control import FeedRates
+from data.batching.order import GlobalOrder
+from data.batching.requests import evaluation_requests
+from data.batching.settings import Setting, Settings
+from data.modalities.lengths import TokenCounts
+
+ORDER = GlobalOrder(num_samples=103, global_batch_size=12, seed=5)
+SUBSET = np.arange(1000, 1103)
+COST = {"text": BranchCost(0.1, 0.0, 1.0)}
+# one caption each, of 3 to 29 tokens
+TEXTS = TextPacker(
+    TokenCounts(np.random.default_rng(0).integers(3, 30, 103), np.arange(104)), 32, seed=5
+)
+
+
+def requests_of(branch, number, step=0, replicas=1, captions=1, texts=None, loads=()):
+    """Of all replicas."""
+    setting = Setting(0, {branch: number}, COST, FeedRates(captions))
+    batches = Batches(ORDER, SUBSET, Settings([setting]), texts=texts)
+    return [
+        request
+        for replica in range(replicas)
+        for request in batches.requests(branch, replica, replicas, step, step + 1, loads)
+    ]
+
+
+def together(columns):
+    return [np.concatenate(column).tolist() for column in zip(*columns)]
+
+
+# -- samples
+
+
+def test_the_order_does_not_depend_on_how_it_is_packed():
+    by_position = []
+    for replicas, num_micro_batches in ((1, 1), (3, 2), (2, 3), (1, 12), (12, 1)):
+        seen = {}
+        for replica in range(replicas):
+            for request in plain_requests(
+                ORDER, SUBSET, replica, replicas, num_micro_batches, 6, 11
+            ):
+                assert request.training and request.epoch == ORDER.epoch(request.step)
+                assert len(request.index) == 12 // (replicas * num_micro_batches)
+                assert request.index.dtype == request.position.dtype == np.int64
+                for position, index in zip(request.position.tolist(), request.index.tolist()):
+                    assert seen.setdefault((request.step, position), index) == index
+        assert len(seen) == 5 * 12
+        by_position.append(seen)
+    assert all(seen == by_position[0] for seen in by_position)
+    assert by_position[0][(9, 4)] == 1000 + ORDER.batch(9)[4]
+
+
+def test_without_buckets_parts_are_contiguous_equal_and_complete():
+    parts = in_equal_parts(24, 2, 3)
+    assert parts[3].tolist() == [12, 13, 14, 15]  # replica 1, micro-batch 0
+    assert np.concatenate(parts).tolist() == list(range(24))
+    assert all(request.size is None for request in plain_requests(ORDER, SUBSET, 0, 1, 1, 0, 2))
+
+
+def test_with_buckets_a_micro_batch_has_images_of_one_shape():
+    number = np.random.default_rng(0).choice(3, 103, p=(0.5, 0.3, 0.2)).astype(np.int8)
+    buckets = Buckets(((32, 64), (48, 48), (64, 32)), number)
+    for replicas, num_micro_batches in ((1, 4), (2, 2), (2, 3)):
+        own = total = 0
+        for step in range(16):
+            requests = [
+                request
+                for replica in range(replicas)
+                for request in plain_requests(
+                    ORDER, SUBSET, replica, replicas, num_micro_batches, step, step + 1, buckets
+                )
+            ]
+            positions = np.concatenate([request.position for request in requests])
+            assert sorted(positions.tolist()) == list(range(12))
+            samples = SUBSET[ORDER.batch(step)]
+            for request in requests:
+                assert request.index.tolist() == samples[request.position].tolist()
+                shape = buckets.sizes.index(request.size)
+                mine = number[request.index - 1000]
+                # the most common one
+                assert (mine == shape).sum() == np.bincount(mine, minlength=3).max()
+                own, total = own + (mine == shape).sum(), total + len(mine)
+        assert own / total > 0.75
+
+
+def test_requests_come_in_the_order_they_are_run_and_may_begin_anywhere():
+    requests = list(plain_requests(ORDER, SUBSET, 1, 3, 2, 4, 6))
+    assert [(r.step, r.position.tolist()) for r in requests] == [
+        (4, [4, 5]),
+        (4, [6, 7]),
+        (5, [4, 5]),
+        (5, [6, 7]),
+    ]
+    whole = list(plain_requests(ORDER, SUBSET, 0, 2, 3, 0, 20))
+    rest = list(plain_requests(ORDER, SUBSET, 0, 2, 3, 13, 20))
+    assert [r.index.tolist() for r in rest] == [r.index.tolist() for r in whole[13 * 3 :]]
+
+
+def test_the_requests_of_a_step_may_come_after_the_list_of_them():
+    batches = Batches(ORDER, SUBSET, Settings([Setting(0, {"image": 2})]))
+    outlined = batches.requests("image", 1, 3, 4, 6, outlined=True)
+    for step in (4, 5):
+        requests = next(outlined)
+        assert [r.step for r in requests] == [step, step]
+        assert [next(outlined), next(outlined)] == requests
+    assert list(outlined) == []
+
+
+# -- texts
+
+
+def test_several_captions_are_texts_of_their_own_or_come_with_their_samples():
+    samples = SUBSET[ORDER.batch(0)]
+    of_texts = requests_of("text", 5, captions=3, texts=TEXTS)
+    of_samples = requests_of("text", 4, captions=3)
+    for requests in (of_texts, of_samples):
+        index, position, number = together(request.texts() for request in requests)
+        assert sorted(position) == list(range(36)) and number == [p % 3 for p in position]
+        assert index == [samples[p // 3] for p in position]
+    assert len({len(request.texts()[0]) for request in of_texts}) > 1
+    assert {len(request.texts()[0]) for request in of_samples} == {9}
+
+
+@pytest.mark.parametrize("captions", [1, 3])
+def test_texts_are_packed_apart_from_the_images_that_share_their_stages(captions):
+    """Images in order and equally many; the texts of a micro-batch may be those of other samples,
+    and of other numbers."""
+    loads = ("image", "text")
+    own = {"step": 2, "replicas": 2, "captions": captions}
+    requests = requests_of("image", 2, texts=TEXTS, loads=loads, **own)
+    for request, expected in zip(requests, requests_of("image", 2, **own), strict=True):
+        assert request.index.tolist() == expected.index.tolist()
+        assert request.position.tolist() == expected.position.tolist()
+    texts = [request.texts() for request in requests]
+    alone = requests_of("image", 2, texts=TEXTS, loads=("text",), **own)
+    assert together(texts) == together(request.texts() for request in alone)
+    _, position, _ = together(texts)
+    assert position != sorted(position) and sorted(position) == list(range(12 * captions))
+
+
+def test_texts_of_similar_lengths_come_together():
+    for step in range(4):
+        batch = Batches(ORDER, SUBSET, Settings([Setting(0, {"text": 3}, COST)])).at(step)
+        lengths = TEXTS.lengths(batch)
+        packed = [lengths[part] for line in TEXTS.pack(batch, 2, [3]) for part in line]
+        ends = sorted((part.min(), part.max()) for part in packed)
+        assert all(one[1] <= other[0] for one, other in zip(ends, ends[1:]))
+
+
+# -- settings
+
+
+def test_a_setting_holds_from_its_step_on_for_every_replica():
+    settings = Settings(
+        [Setting(0, {"image": 2}), Setting(3, {"image": 3}, feed_rates=FeedRates(image_size=32))]
+    )
+    for replica in (0, 1):
+        found = Batches(ORDER, SUBSET, settings).requests("image", replica, 2, 1, 5)
+        assert [(r.step, len(r.index), r.feed_rates.image_size) for r in found] == [
+            (1, 3, 0)
+        ] * 2 + [(2, 3, 0)] * 2 + [(3, 2, 32)] * 3 + [(4, 2, 32)] * 3
+
+
+def test_settings_and_mixes_may_come_while_the_requests_of_the_step_before_are_asked_for():
+    parts = ((60, 1.0), (43, 1.0))
+    order = GlobalOrder(103, 51, 5, parts)
+    batches = Batches(order, SUBSET, Settings([Setting(0, {"image": 1})]))
+    found = batches.requests("image", 0, 1, 0, 5)
+    assert len(next(found).index) == 51  # step 0; step 1 is being packed
+    batches.settings.add(Setting(2, {"image": 2}))
+    batches.order = order.with_mix(1, ((60, 0.0), (43, 103 / 43)))  # from step 2 on
+    rest = list(found)
+    assert [(r.step, len(r.index)) for r in rest[:3]] == [(1, 51), (2, 26), (2, 25)]
+    assert (rest[0].index < 1060).any() and all((r.index >= 1060).all() for r in rest[1:])
+
+
+def test_settings_follow_each_other_and_come_back_from_their_records():
+    settings = Settings(
+        [Setting(0, {"text": 4}, {"text": BranchCost(0.5, 0.25, 0.125, version=3)})]
+    )
+    settings.add(Setting(7, {"text": 2}, feed_rates=FeedRates(2, 0.5, 96), reason="it waited"))
+    again = Settings.from_records(json.loads(json.dumps(settings.records())))
+    assert [again.at(step) for step in range(12)] == [settings.at(step) for step in range(12)]
+    assert again.at(6).costs["text"].version == 3 and again.at(7).feed_rates.image_size == 96
+    for from_step in (0, 7):
+        with pytest.raises(ValueError, match="cannot follow those from"):
+            settings.add(Setting(from_step, {}))
+    with pytest.raises(ValueError, match="from step 2"):
+        Settings([Setting(2, {})])
+
+
+# -- evaluation, refusals
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 5, 20])
+@pytest.mark.parametrize("micro_batch_size", [1, 4, 100])
+def test_evaluation_visits_each_sample_once_in_order(replicas, micro_batch_size):
+    subset = np.arange(50, 63)
+    per_replica = [
+        evaluation_requests(subset, r, replicas, micro_batch_size) for r in range(replicas)
+    ]
+    flat = [request for requests in per_replica for request in requests]
+    assert np.concatenate([r.position for r in flat]).tolist() == list(range(13))
+    assert np.concatenate([r.index for r in flat]).tolist() == subset.tolist()
+    assert all(
+        1 <= len(r.index) <= micro_batch_size and not r.training and r.epoch == 0 for r in flat
+    )
+    sizes = Counter(sum(len(r.index) for r in requests) for requests in per_replica)
+    assert max(sizes) - min(sizes) <= 1
+    assert per_replica[0][0].step == 0 and (replicas < 13 or per_replica[-1] == [])
+
+
+def test_refusals():
+    for words, given in (
+        ("12 cannot be packed for 5 replicas x 3 micro-batches; each needs", (SUBSET, 0, 5, 3)),
+        ("each needs a sample", (SUBSET, 0, 1, 0)),
+        ("replica 3 of 3: .* 0..2", (SUBSET, 3, 3, 2)),
+        ("subset has 100 samples, the order is made for 103", (SUBSET[:100], 0, 3, 2)),
+    ):
+        with pytest.raises(ValueError, match=words):
+            plain_requests(ORDER, *given, 0, 1)
+    with pytest.raises(ValueError, match="micro_batch_size 0"):
+        evaluation_requests(SUBSET, 0, 1, 0)
+    with pytest.raises(ValueError, match="replica -1 of 2"):
+        evaluation_requests(SUBSET, -1, 2, 4)

@@ -1,0 +1,324 @@
+"""From the balance block, a plan and costs to the micro-batches of a run."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from batching_runs import make_batching
+from cost_models import BRANCHES, proportional
+
+from data.batching.branch_cost import BranchCost
+from data.batching.buckets import Buckets
+from data.batching.load_control import FeedRates
+from data.batching.order import GlobalOrder
+from data.batching.packing import padding_share, predicted_s
+from data.options import DataOptions
+from data.prepare import prepare_data
+from launch.batching.planned import num_kept, text_cost, with_numbers
+
+COSTS = proportional({"image": [1.0, 2.0], "text": [0.5, 1.5]})
+
+
+@pytest.fixture(scope="module")
+def data(module_folder):
+    return prepare_data(DataOptions(data=("demo:en+de+es+fr+it",)), None, module_folder("run"))
+
+
+def made(data, folder, layout, balance, **keys):
+    stages = {"merged": 2} if layout == "merged" else {"image": 1, "text": 1}
+    block = {"layout": layout, "stages": stages, "micro_batch_size": 12, "schedule": "batch_sync"}
+    return make_batching(data, folder, COSTS, **block | {"balance": balance} | keys)
+
+
+def numbers(batching, setting, step=0):
+    found = with_numbers(setting, batching.batches, batching.plan, batching.balance, step)
+    return found.num_micro_batches
+
+
+def images(batching, step=0):
+    """Positions of the images of the first replica's micro-batches."""
+    requests = batching.batches.requests("image", 0, 1, step, step + 1)
+    return [request.position for request in requests]
+
+
+def texts(batching, step, number):
+    """(positions of the texts of each micro-batch, lengths of all)."""
+    batch, packer = batching.batches.at(step), batching.batches.texts
+    return [part for line in packer.pack(batch, 1, [number]) for part in line], packer.lengths(
+        batch
+    )
+
+
+@pytest.mark.parametrize(
+    ("layout", "keys", "packed"),
+    [
+        ("fork", {"balance": None}, True),  # the default
+        ("fork", {"balance": {"strategy": "off"}}, False),
+        ("fork", {"balance": {"strategy": "deal"}}, True),
+        ("chain", {"balance": {"strategy": "deal"}}, True),
+        ("merged", {"balance": {"strategy": "deal"}}, True),
+        # another objective, a loss for each micro-batch
+        ("merged", {"balance": {"strategy": "deal"}, "schedule": "per_micro_batch"}, False),
+    ],
+)
+def test_texts_are_packed_and_images_stay_in_order(data, tmp_path, layout, keys, packed):
+    batching = made(data, tmp_path, layout, **keys)
+    assert (batching.batches.texts is not None) == packed
+    assert batching.equal_shares == (not packed)
+    assert np.concatenate(images(batching)).tolist() == list(range(48))
+    batching.batches.buckets = Buckets(((32, 64), (64, 32)), np.arange(len(data.train)) % 2)
+    assert sorted(np.concatenate(images(batching)).tolist()) == list(range(48))
+
+
+@pytest.mark.parametrize("layout", ["fork", "merged"])
+def test_packed_texts_of_the_demo_have_little_padding_and_keep_the_bounds(data, tmp_path, layout):
+    batching = made(data, tmp_path, layout, {"strategy": "deal", "min_size": 5, "max_size": 30})
+    number = batching.first.num_micro_batches["text"]
+    # A branch that is packed alone may have more micro-batches than planned; images keep theirs,
+    # for batch normalisation.
+    planned = batching.plan.batches["text"]
+    assert number <= (48 // 5 if layout == "fork" else planned.num_micro_batches)
+    parts, lengths = texts(batching, 3, number)
+    assert sorted(np.concatenate(parts).tolist()) == list(range(48))
+    assert min(map(len, parts)) >= 5 and max(map(len, parts)) <= 30
+    in_order = [np.array_split(np.arange(48), number)]
+    assert padding_share([parts], lengths) < padding_share(in_order, lengths)
+
+
+def test_texts_are_cut_into_as_many_micro_batches_as_their_padding_asks_for(data, tmp_path):
+    """By default, also where the plan has one: here a micro-batch costs as much as 20 tokens
+    besides its tokens."""
+    batching = made(data, tmp_path, "fork", None, micro_batch_size={"image": 12, "text": 48})
+    cost = BranchCost(20.0, 0.0, per_token_s=1.0)
+    first = replace(batching.first, costs={"text": cost})
+    number = numbers(batching, first)
+    assert batching.plan.batches["text"].num_micro_batches == 1
+    assert number["image"] == 4 and 4 <= number["text"] <= 16
+    seconds, padding = {n: 0.0 for n in (1, number["text"], 32)}, []
+    for step in range(8):
+        for n in seconds:
+            parts, lengths = texts(batching, step, n)
+            seconds[n] += predicted_s([parts], lengths, cost)
+            padding += [padding_share([parts], lengths)] * (n == number["text"])
+    assert min(seconds, key=seconds.get) == number["text"]  # neither whole nor in crumbs
+    assert np.mean(padding) < 0.15
+    free = replace(first, costs={"text": replace(cost, fixed_s=1.0)})
+    # the less another one costs, the more there are
+    assert number["text"] < numbers(batching, free)["text"] <= 32
+
+
+def test_by_default_less_than_5_percent_of_the_demo_is_padding(tmp_path):
+    data = prepare_data(DataOptions(data=("demo",)), None, tmp_path)
+    batching = make_batching(data, tmp_path, COSTS, 120, layout="fork")
+    number = batching.first.num_micro_batches["text"]
+    padding = [
+        padding_share([texts(batching, s, number)[0]], texts(batching, s, number)[1])
+        for s in range(8)
+    ]
+    assert np.mean(padding) < 0.05
+
+
+@pytest.mark.parametrize("layout", ["chain", "merged"])
+@pytest.mark.parametrize("fixed_s", [0.0, 1.0, 1e3])
+def test_branches_on_shared_stages_keep_the_planned_micro_batches(data, tmp_path, layout, fixed_s):
+    """Whatever another micro-batch would cost: memory and batch normalisation see their images."""
+    batching = made(data, tmp_path, layout, None, schedule="replay")  # 4 of 12 together
+    costs = {"text": replace(batching.first.costs["text"], fixed_s=fixed_s)}
+    planned = {branch: own.num_micro_batches for branch, own in batching.plan.batches.items()}
+    assert numbers(batching, replace(batching.first, costs=costs)) == planned
+    size = batching.plan.batches["image"].micro_batch_size
+    assert all(len(part) == size for step in range(4) for part in images(batching, step))
+
+
+@pytest.mark.parametrize("layout", ["chain", "merged"])
+@pytest.mark.parametrize("min_size", [13, 20, 24, 33, 48])
+def test_a_least_size_beyond_the_planned_one_leaves_fewer_micro_batches(
+    data, tmp_path, layout, min_size
+):
+    batching = made(data, tmp_path, layout, {"min_size": min_size})  # 4 of 12 were planned
+    assert batching.first.num_micro_batches["image"] == 48 // min_size
+    sizes = [len(part) for part in images(batching)]
+    assert min(sizes) >= min_size and sum(sizes) == 48
+
+
+def test_a_micro_batch_of_one_text_holds_the_longest(data, tmp_path):
+    """With a limit of tokens that some texts reach."""
+    size = {"image": 12, "text": 1}
+    options = ["--max-text-tokens", "10"]
+    batching = made(data, tmp_path, "fork", None, micro_batch_size=size, options=options)
+    assert max(texts(batching, step, 48)[1].max() for step in range(4)) == 10
+    assert batching.first.num_micro_batches["text"] >= 1
+
+
+def test_replay_keeps_the_activations_of_as_many_samples_as_planned(data, tmp_path):
+    """Micro-batches that are smaller and more than planned leave room for more of them; those of
+    further captions do not."""
+    keys = {"schedule": "replay", "kept_micro_batches": {"image": 1, "text": 2}}
+    batching = made(data, tmp_path, "fork", None, **keys)  # 4 micro-batches of 12
+
+    def kept(number, captions=1):
+        setting = replace(
+            batching.first,
+            num_micro_batches={"image": 4, "text": number},
+            feed_rates=FeedRates(captions_per_image=captions),
+        )
+        return [num_kept(batching.plan, branch, setting) for branch in BRANCHES]
+
+    assert kept(10) == [1, 5] and kept(12, captions=3) == [1, 2]
+    assert kept(2) == [1, 1]  # twice as large
+
+
+def test_costs_are_those_of_the_slowest_stage(data, tmp_path):
+    plan = made(data, tmp_path, "merged", None).plan
+    text = text_cost(COSTS, plan, typical_length=16.0)
+    batch = plan.batches["text"].micro_batch_size
+    slowest = max(
+        sum(COSTS.layers["text"][i].training_s(batch) for i in stage.layers["text"])
+        for stage in plan.graph.stages
+    )
+    assert text.at(batch, 16) == pytest.approx(slowest)
+    assert text.at(batch, 32) == pytest.approx(2 * text.at(batch, 16) - text.fixed_s)
+
+
+def test_the_explanation_is_of_the_packings_that_are_made(data, tmp_path):
+    options = ["--explain-balance", "2"]
+    batching = made(data, tmp_path, "fork", {"strategy": "deal"}, options=options)
+    number = batching.first.num_micro_batches["text"]
+    told = batching.explain(3)
+    assert told.startswith(
+        "image: in order, 12 samples in every micro-batch\n"
+        f"text, step 4: 48 samples, 1 replicas × {number} micro-batches"
+    )
+    lines = told.partition("text, step 5")[2].splitlines()
+    sizes = [int(line.split()[2]) for line in lines if line.split()[:1] == ["0"]]
+    assert sizes == [len(part) for part in texts(batching, 4, number)[0]] + [48]
+    assert made(data, tmp_path, "merged", None).explain(0) == ""  # not asked for
+
+
+def test_a_run_that_goes_on_packs_the_same(data, tmp_path):
+    first, again = (made(data, tmp_path, "fork", {"strategy": "deal"}) for _ in range(2))
+    assert first.first == again.first
+
+    def packed(batching, step):
+        return [part.tolist() for part in texts(batching, step, 3)[0]]
+
+    for step in (0, 7):
+        assert packed(first, step) == packed(again, step) != packed(first, step + 1)
+
+
+def test_a_batch_that_does_not_fit_takes_as_little_more_as_goes(data, tmp_path):
+    batching = made(data, tmp_path, "fork", {"strategy": "deal"})
+    packer = batching.batches.texts
+    batching.batches.texts = replace(packer, bounds=replace(packer.bounds, max_tokens=70))
+    parts, lengths = texts(batching, 0, 4)
+    assert sorted(np.concatenate(parts).tolist()) == list(range(48))
+    assert 70 < max(len(p) * lengths[p].max() for p in parts) <= 1.35 * lengths.sum() / 4
+
+
+# -- load control
+
+
+def test_the_ladders_are_what_bounds_towers_and_data_leave(data, tmp_path):
+    feed = {
+        "strategy": "feed",
+        "captions_per_image": [1, 40],
+        "kept_patches": [0.5, 1],
+        "image_size": [30, 64],
+    }
+    ladders = made(data, tmp_path, "fork", feed, schedule="replay", patch_size=8).control
+    assert ladders.captions_per_image == (1, 2, 3, 4, 5)  # there are no more
+    assert ladders.kept_patches == tuple(n / 16 for n in range(8, 17))
+    assert ladders.image_size == (32, 40, 48, 56, 64)
+    # all activations wait for the loss: memory is a bound
+    at_once = made(data, tmp_path, "fork", feed, patch_size=8).control
+    assert 1 <= max(at_once.captions_per_image) < 5
+
+
+@pytest.mark.parametrize("layout", ["fork", "chain"])
+def test_several_captions_get_micro_batches_of_their_own_in_a_fork_and_more_with_their_images(
+    data, tmp_path, layout
+):
+    feed = {"strategy": "feed", "captions_per_image": [1, 5]}
+    batching = made(data, tmp_path, layout, feed, schedule="replay")
+    setting = replace(batching.first, feed_rates=FeedRates(captions_per_image=5))
+    setting = replace(setting, num_micro_batches=numbers(batching, setting, 8))
+    batch, packer = batching.batches.at(8, setting), batching.batches.texts
+    number = setting.num_micro_batches["text"]
+    (parts,), lengths = packer.pack(batch, 1, [number]), packer.lengths(batch)
+    assert sorted(np.concatenate(parts).tolist()) == list(range(48 * 5))
+    # no more than was planned
+    planned = batching.plan.batches["text"].micro_batch_size * 32
+    assert max(len(part) * lengths[part].max() for part in parts) <= planned
+    assert setting.num_micro_batches["image"] == (4 if layout == "fork" else number)
+
+
+# -- weights of samples
+
+
+def tokens(data, i):
+    """Tokens of the longest caption, the special ones included."""
+    return max(len(data.tokenizer(text)["input_ids"]) for text in data.source.captions(int(i)))
+
+
+def test_the_sample_weights_block_weighs_the_samples_and_leaves_their_order(data, tmp_path):
+    plain = GlobalOrder(len(data.train), 48, 0, data.parts)
+    weights = {"use": "loss", "image": 0, "text": 1}
+    batching = made(data, tmp_path, "fork", None, sample_weights=weights)
+    assert batching.order == plain == made(data, tmp_path, "fork", None).order
+    batch = batching.batches.at(5)
+    expected = np.array([tokens(data, i) for i in batch.indices])
+    found = batching.batches.weights_of(batch) / 1e6
+    assert found == pytest.approx(expected / expected.mean(), abs=1e-6)
+    assert made(data, tmp_path, "fork", None).batches.weights_of is None
+
+
+def test_a_caption_weighs_by_its_tokens_in_any_script(tmp_path):
+    """Chinese has a third as many characters as English for about the same tokens."""
+    data = prepare_data(DataOptions(data=("demo:en", "demo:zh"), val_fraction=0.0), None, tmp_path)
+    weights = {"use": "loss", "image": 0, "text": 1}
+    batching = made(data, tmp_path, "fork", None, batch_size=960, sample_weights=weights)
+    batch = batching.batches.at(0)
+    chinese = batch.indices >= data.source_starts[1]
+    found = batching.batches.weights_of(batch)
+    assert 0.7 < found[chinese].mean() / found[~chinese].mean() < 1.5
+    characters = data.source.column("num_characters")[batch.indices]
+    assert characters[chinese].mean() < 0.5 * characters[~chinese].mean()
+
+
+# -- refusals
+
+BALANCE_REFUSALS = [
+    ({"strategy": "deel"}, "fork", "did you mean 'deal'"),
+    ({"strategie": "deal"}, "fork", "unknown key 'branches.balance.strategie'.* 'strategy'"),
+    ({"min_size": 0}, "fork", "whole numbers of at least 1"),
+    ({"min_size": 9, "max_size": 3}, "fork", "min_size 9 is above max_size 3"),
+    ("deal", "fork", "it is an object"),
+    ({"window": 4}, "fork", "branches.balance.window: .* remove the key"),
+    ({"strategy": "feed"}, "fork", "needs bounds of one of captions_per_image, kept_patches"),
+    (
+        {"strategy": "feed", "captions_per_image": [1, 4], "interval": 0},
+        "fork",
+        "an interval of at least 1",
+    ),
+    ({"captions_per_image": [1, 4]}, "fork", 'only "strategy": "feed" moves it'),
+    ({"strategy": "feed", "captions_per_image": [1, 4]}, "merged", "different GPUs"),
+    (
+        {"strategy": "feed", "captions_per_image": [4, 1]},
+        "fork",
+        r"takes \[least, most\], two whole numbers from 1 to 64",
+    ),
+    (
+        {"strategy": "feed", "captions_per_image": [6, 20]},
+        "fork",
+        "no image of this data has more than 5 captions",
+    ),
+    ({"strategy": "feed", "kept_patches": [0.5, 1]}, "fork", "has no patches to leave out"),
+    ({"strategy": "feed", "image_size": [32, 128]}, "fork", "goes beyond --image-size 64"),
+    ({"strategy": "deal", "dead_band": 1.5}, "fork", "a number between 0 and 1"),
+]
+
+
+@pytest.mark.parametrize(("balance", "layout", "words"), BALANCE_REFUSALS)
+def test_a_balance_block_that_cannot_be_is_refused(data, tmp_path, balance, layout, words):
+    with pytest.raises(ValueError, match=words):
+        made(data, tmp_path, layout, balance)
