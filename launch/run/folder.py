@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 
+from common import __version__
 from common.files import (
     append_text,
     make_folder,
@@ -169,6 +170,7 @@ class RunFolder:
         """Everything that was decided; returns it. `training`: what `refuse_other_run` compares;
         `decided`: the flags by name, and whatever else is to be kept."""
         record = {
+            "version": __version__,
             "training": training,
             **decided,
             "total_steps": total_steps,

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from common import __version__
 from common.files import read_json
 from data.options import IMAGE_TEXT, branches_of
 
@@ -30,8 +31,16 @@ RECORD, WEIGHTS, TEXT_FOLDER = "wye.json", "model.safetensors", "text"
 
 def read_run(folder: Path) -> dict[str, Any] | None:
     """What was decided when the run in `folder` began; None where there is none. Errors: ValueError
-    for a damaged record."""
-    return _read(folder / RUN_RECORD, "delete it, and the same command writes it again")
+    for a damaged record, and for one of a version whose runs cannot be read."""
+    record = _read(folder / RUN_RECORD, "delete it, and the same command writes it again")
+    if record is not None and "options" in record:
+        made_by, ours = record.get("version", "before 0.1.0"), __version__.rsplit(".", 1)[0]
+        if made_by.rsplit(".", 1)[0] != ours:
+            raise ValueError(
+                f"{folder / RUN_RECORD}: the run was made by version {made_by}, and this is "
+                f"{__version__}, which reads runs of {ours}; use that version, or begin another run"
+            )
+    return record
 
 
 def read_export(folder: Path) -> dict[str, Any] | None:

@@ -8,6 +8,7 @@ import re
 import pytest
 from cost_models import BRANCHES, proportional
 
+from common import __version__
 from common.options import flags_of
 from data.options import DataOptions
 from engine.config.reading import BranchesBlock, read_config
@@ -162,7 +163,10 @@ def test_an_average_that_is_not_kept_is_not_evaluated():
 
 def test_the_strongest_of_those_that_say_a_value_wins(tmp_path):
     """--set, the command line, a recipe, the run that goes on, defaults: in this order."""
-    begun = {"options": {"embed_dim": 96, "image_size": 48, "epochs": 5, "seed": 3, "data": ["x"]}}
+    begun = {
+        "version": __version__,
+        "options": {"embed_dim": 96, "image_size": 48, "epochs": 5, "seed": 3, "data": ["x"]},
+    }
     (tmp_path / "config.json").write_text(json.dumps(begun))
     own = json.loads((ROOT / "ds_configs" / "recipes" / "clip_vit_b32.json").read_text())
     own["recipe"]["flags"] = {"embed-dim": 32, "epochs": 7, "image-size": 40, "fusion": 0}

@@ -21,7 +21,6 @@ from data.modalities.transforms import eval_transform
 from launch.config.options import parse_options
 from launch.config.pixels import describe_pixels, trained_with
 from launch.inputs import as_values
-from launch.run.folder import RunFolder, training_identity
 from models.towers.image import image_tower
 from models.weights.reading import open_weights
 
@@ -231,28 +230,6 @@ def test_the_first_lines_say_which_pixels_are_used(tmp_path):
         parse_options(["--data", "jsonl:x", "--image-weights", str(tmp_path / "mine.pth")])
     )
     assert "so CLIP's values are assumed; give --image-normalization imagenet" in unknown
-
-
-def test_a_run_from_before_these_options_goes_on_with_clip_s_values(tmp_path):
-    """Whatever its weights: that is what it was trained with. Given another normalization, it is
-    another run."""
-    arguments = ["--run-dir", str(tmp_path), "--data", "jsonl:x", "--image-weights", "DEFAULT"]
-    config, block = {"train_batch_size": 8}, {}
-    identity = json.loads(
-        json.dumps(training_identity(parse_options(arguments).record(), config, block))
-    )
-    new = ("image_mean", "image_std", "image_interpolation", "image_resize")
-    old = {key: value for key, value in identity["options"].items() if key not in new}
-    (tmp_path / "config.json").write_text(
-        json.dumps({"training": {**identity, "options": old}, "options": old})
-    )
-    options = parse_options(arguments)
-    assert Preprocessing.from_options(vars(options)) == CLIP and options.image_size == 224
-    folder = RunFolder(tmp_path, first_rank=True)
-    folder.refuse_other_run(training_identity(options.record(), config, block), "auto")
-    options = parse_options([*arguments, "--image-normalization", "imagenet"])
-    with pytest.raises(ValueError, match=r"options.image_mean: there \[0.4814"):
-        folder.refuse_other_run(training_identity(options.record(), config, block), "auto")
 
 
 def test_the_pixels_of_timms_weights(tmp_path):

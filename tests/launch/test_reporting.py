@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from common import __version__
 from launch.reporting.charts import MOST_POINTS, thin, trend
 from launch.reporting.page import MOST_BYTES, render_page
 from launch.reporting.reading import labels, read_folder, read_runs
@@ -22,6 +23,7 @@ from launch.tools.report import run
 from models.metrics.retrieval import Relevance, first_answers, nearest
 
 RECORD = {
+    "version": __version__,
     "training": {"options": {"seed": 0}, "deepspeed_config": {}, "branches": {}},
     "options": {"data": ["jsonl:a.jsonl"], "seed": 0, "loss": "infonce"},
     "total_steps": 10,

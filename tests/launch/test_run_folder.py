@@ -15,6 +15,7 @@ import pytest
 from cost_models import BRANCHES, proportional
 from launched import SMALL, run_to_end
 
+from common import __version__
 from engine.config.deepspeed_keys import DEEPSPEED_KEYS
 from engine.config.reading import BranchesBlock, check_config
 from engine.optimizer.bad_steps import BadStep
@@ -331,6 +332,19 @@ def test_the_record_of_another_program_is_refused(tmp_path):
         ValueError, match="--run-dir .*: its config.json is of another program; give another folder"
     ):
         RunFolder(tmp_path, True).previous()
+
+
+@pytest.mark.parametrize("version", [None, "0.2.0", "1.0.0"])
+def test_a_run_of_another_version_is_named_as_such_and_refused(folder, version):
+    file = folder.path / "config.json"
+    record = json.loads(file.read_text())
+    assert record["version"] == __version__ and folder.previous() == record
+    file.write_text(json.dumps({**record, "version": "0.1.7"}))  # its runs are read
+    assert folder.previous()["version"] == "0.1.7"
+    record.pop("version")
+    file.write_text(json.dumps(record | ({"version": version} if version else {})))
+    with pytest.raises(ValueError, match=f"made by version {version or 'before 0.1.0'}, and this"):
+        folder.previous()
 
 
 def test_long_lists_are_cut(folder):
