@@ -47,6 +47,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     stop = StopRequest(options.max_hours)
     ranks = LiveRanks(options, run, stop)
     prepared = prepare_run(options, ranks)
+    ranks.watchdog.describe = prepared.plan.graph.describe_rank
     options, folder, batching = prepared.options, prepared.folder, prepared.batching
     loss_weights, total_steps = prepared.loss_weights, batching.total_steps
     journal = Journal(folder, options.trace_every)

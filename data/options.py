@@ -78,9 +78,13 @@ def compared(given: str) -> tuple[tuple[str, str], ...]:
 
 def pairs(text: str) -> str:
     """`--pairs`, written in one way."""
+    try:
+        found = read_pairs(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
     return ",".join(
         f"{pair.first}:{pair.second}" + ("" if pair.weight == 1 else f":{pair.weight:g}")
-        for pair in read_pairs(text)
+        for pair in found
     )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from data.modalities.modality import ValueModality
 from examples.dataset import GRID
-from launch.modalities import MODALITIES, ModalityEntry
+from launch.modalities import MODALITIES, ModalityEntry, Wanted
 from models.towers.layers import Layer, Tower, cut, reset
 
 COLOURS = 3 * GRID * GRID
@@ -42,9 +42,9 @@ class Mix(Layer):
         return self.net(palette_values)
 
 
-def palette_tower(name: str) -> Tower:
-    """`name`: of --tower palette=NAME; here the width."""
-    width = int(name or 128)
+def palette_tower(wanted: Wanted) -> Tower:
+    """`wanted.name`: of --tower palette=NAME; here the width."""
+    width = int(wanted.name or 128)
     with torch.device("meta"):
         layer = Mix(width)
     specs = cut("palette", layer, [("mix", layer)], reset)
@@ -55,6 +55,4 @@ def example(samples: int) -> dict[str, Tensor]:
     return {"palette_values": torch.empty(samples, COLOURS, device="meta")}
 
 
-MODALITIES["palette"] = ModalityEntry(
-    lambda inputs: Palette(), lambda wanted: palette_tower(wanted.name)
-)
+MODALITIES["palette"] = ModalityEntry(lambda inputs: Palette(), palette_tower)

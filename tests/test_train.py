@@ -27,6 +27,7 @@ from launched import (
     wait_for,
     write_pairs,
 )
+from PIL import Image
 
 from engine.trace import COMPUTE
 from launch.inference.trained import open_run
@@ -359,7 +360,8 @@ def test_bad_input_is_answered_with_one_message(tmp_path, merged, pairs, argumen
 
 def test_every_rank_meets_the_error_and_one_tells_it(tmp_path):
     data = tmp_path / "pairs.jsonl"
-    data.write_text('{"image_path": "a.png", "text": "a"}\n{"image_path": "b.png", "txet": "b"}\n')
+    data.write_text('{"image_path": "a.png", "txet": "a"}\n{"image_path": "a.png", "txet": "b"}\n')
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     given = ["--data", f"jsonl:{data}", "--run-dir", tmp_path / "run"]
     status, output = run_to_end("train.py", *given, ranks=2)
     assert status == 2 and output.count("train.py: error:") == 1, output[-3000:]

@@ -78,7 +78,7 @@ class Preprocessing:
     def from_options(cls, options: Mapping[str, Any]) -> Preprocessing:
         """Read train.py's options by name, as config.json and wye.json keep them. CLIP's are used
         where they are missing."""
-        if "image_mean" not in options:
+        if options.get("image_mean") is None:
             return cls()
         crop_pct = options["image_size"] / options["image_resize"]
         return cls(

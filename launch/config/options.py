@@ -148,9 +148,9 @@ def decide(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Options
     import_modules(given.get("import_module"))
     began = _began(given.get("run_dir"))
     layers["the run that goes on"] = began
-    for layer in given.maps:
-        if layer.get("imported"):
-            layer["imported"] = _model_folder(layer["imported"])
+    strongest = next((layer for layer in given.maps if layer.get("imported")), None)
+    if strongest is not None:
+        strongest["imported"] = _model_folder(strongest["imported"])
     imported, held = _of_import(given)
     layers["--import"] = {
         name: value for name, value in imported.items() if name not in (*PIXELS, *began)
