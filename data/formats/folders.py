@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+from data.bad_samples import BadSample
 from data.formats.prompts import TEMPLATES, ClassCaptions
 from data.formats.rows import (
     AUDIO_ENDINGS,
@@ -25,7 +26,6 @@ from data.formats.rows import (
     stamp,
 )
 from data.formats.specs import ROOT, local_file, local_folder, split_options
-from data.index.bad_samples import BadSample
 
 DEPTH_LIMIT = 100  # folders within a class
 

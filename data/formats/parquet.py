@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from data.bad_samples import CAPTION_LIMIT, FILE_LIMIT, BadSample
 from data.formats.rows import (
     DEFAULT_PAIRS,
     ENCODED,
@@ -30,7 +31,6 @@ from data.formats.rows import (
 )
 from data.formats.shards import ShardsFormat
 from data.formats.specs import ROOT, is_remote, split_options
-from data.index.bad_samples import CAPTION_LIMIT, FILE_LIMIT, BadSample
 
 USAGE = (
     "parquet:FILE_OR_PATTERN or "

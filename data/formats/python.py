@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from data.bad_samples import Absent, BadSample, check_sound, refusing
 from data.formats.rows import (
     ROWS_OF_A_PART,
     Format,
@@ -27,7 +28,6 @@ from data.formats.rows import (
     stamp,
 )
 from data.formats.specs import local_path
-from data.index.bad_samples import Absent, BadSample, check_sound, refusing
 from data.modalities.decoding import upright_8bit
 
 USAGE = (

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
-from data.index.bad_samples import CAPTION_LIMIT, FILE_LIMIT, Absent, BadSample
+from data.bad_samples import CAPTION_LIMIT, FILE_LIMIT, Absent, BadSample
 
 ROWS_OF_A_PART = 1024
 BYTES_OF_A_PART = 8 << 20

@@ -9,9 +9,9 @@ import os
 from collections.abc import Iterator
 from typing import Any, TextIO
 
+from data.bad_samples import BadSample
 from data.formats.rows import DEFAULT_PAIRS, EntriesFormat, Roots, near
 from data.formats.specs import ROOT, local_file, split_options
-from data.index.bad_samples import BadSample
 
 # Of each, the first that a line has. Hugging Face's metadata.jsonl has `file_name`.
 KEYS = {

@@ -14,6 +14,7 @@ from functools import cached_property
 from posixpath import splitext
 from typing import Any, BinaryIO, cast
 
+from data.bad_samples import ABSENCES, BadSample
 from data.formats.rows import (
     AUDIO_ENDINGS,
     IMAGE_ENDINGS,
@@ -28,7 +29,6 @@ from data.formats.rows import (
 )
 from data.formats.shards import ShardsFormat
 from data.formats.tables import parsed_object
-from data.index.bad_samples import ABSENCES, BadSample
 
 USAGE = "webdataset:PATTERN, for example webdataset:shards/{000..012}.tar"
 PACKED = (".gz", ".tgz", ".bz2", ".xz", ".zst")

@@ -23,9 +23,8 @@ import pyarrow as pa
 from filelock import FileLock
 
 from common.files import make_folder, move, remove_folder, write_text
+from data.bad_samples import ABSENCES, CODES, BadSample
 from data.formats.rows import Format, Part, Sample, Unused
-from data.index.bad_samples import ABSENCES, CODES, BadSample
-from data.index.keys import HASH_BYTES, content_hash, hash64
 from data.index.mapped import (
     ABSENT,
     META,
@@ -46,6 +45,7 @@ from data.index.mapped import (
     texts_of,
 )
 from data.index.media import MEDIA, media_of, refuse_too_long
+from data.keys import HASH_BYTES, content_hash, hash64
 from data.processes import end_with_parent, start_method
 from data.progress import progress_bar
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from common.secrets import HIDDEN, redact
+from data.bad_samples import CODES, REASON_OF_CODE, Absent, BadSample
 from data.formats.demo import Concept, DemoFormat
 from data.formats.folders import AudioFolderFormat, CocoFormat, ImageFolderFormat, KarpathyFormat
 from data.formats.parquet import ParquetFormat
@@ -17,11 +18,10 @@ from data.formats.python import PythonFormat
 from data.formats.rows import DEFAULT_PAIRS, Format, Media, Pairs, near
 from data.formats.tables import JsonlFormat, TableFormat
 from data.formats.webdataset import WebdatasetFormat
-from data.index.bad_samples import CODES, REASON_OF_CODE, Absent, BadSample
 from data.index.building import load_index
-from data.index.keys import content_hash
 from data.index.mapped import Index, UnusedCounts
 from data.index.media import MEDIA
+from data.keys import content_hash
 
 MAX_SHOWN = 5
 

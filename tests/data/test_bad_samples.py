@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.bad_samples import CODES, REASONS, BadSample, check_size, refusing
 from data.batching.requests import MicroBatchRequest
-from data.index.bad_samples import CODES, REASONS, BadSample, check_size, refusing
 from data.index.sources import open_source
 from data.loader import MicroBatchDataset
 from data.modalities.image import ImageModality
@@ -31,7 +31,7 @@ def note(event, arguments):
         opened.add(os.path.realpath(os.fsdecode(arguments[0])))
 sys.addaudithook(note)
 from data.index.sources import open_source
-from data.index.bad_samples import BadSample
+from data.bad_samples import BadSample
 for spec in json.loads(sys.argv[1]):
     source = open_source(spec, workers=1)
     for i in range(len(source)):

@@ -18,10 +18,10 @@ import pytest
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from data import bad_samples
+from data.bad_samples import BadSample
 from data.formats.rows import Media
 from data.formats.shards import expand
-from data.index import bad_samples
-from data.index.bad_samples import BadSample
 from data.index.sources import open_source
 from data.modalities import decoding
 from data.modalities.audio.decoding import decode_audio

@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from data.bad_samples import BadSample
 from data.formats import parquet as parquet_format
-from data.index.bad_samples import BadSample
 from data.index.sources import open_source
 
 sys.path.insert(0, str(Path(__file__).parent))

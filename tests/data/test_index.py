@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from data.bad_samples import CODES
 from data.batching.mixture import open_sources
 from data.batching.requests import MicroBatchRequest
-from data.index.bad_samples import CODES
 from data.index.building import load_index
 from data.index.mapped import index_folder, numbers_of, texts_of
 from data.index.media import perceptual_hash

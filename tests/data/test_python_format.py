@@ -10,11 +10,11 @@ import pytest
 import torch
 from PIL import Image
 
+from data.bad_samples import BadSample
 from data.batching.mixture import open_sources
 from data.batching.requests import MicroBatchRequest
 from data.formats.python import encoded, encoded_audio
 from data.formats.rows import DEFAULT_PAIRS
-from data.index.bad_samples import BadSample
 from data.index.sources import open_source
 from data.index.splits import split_source
 from data.inspect import main as inspect
