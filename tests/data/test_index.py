@@ -419,9 +419,8 @@ def test_a_large_index_is_read_without_being_loaded(tmp_path):
             CAPTIONS[i % len(CAPTIONS)]
         ]
     assert resident_bytes()["RssAnon"] - before["RssAnon"] < 8 << 20
-    assert (
-        resident_bytes()["RssFile"] - before["RssFile"] < 32 << 20
-    )  # what was read is let go of; the whole file would be 64 MB
+    # what was read is let go of; the whole file would be 64 MB
+    assert resident_bytes()["RssFile"] - before["RssFile"] < 32 << 20
     usable = source.usable()
     assert (
         usable.dtype == np.int64 and len(usable) == rows - rows // 1000 and 999 not in usable[:1001]
