@@ -101,10 +101,10 @@ class PythonFormat(Format):
         return len(self._items)
 
     def parts(self) -> Iterator[Part]:
-        unchanging = repr(self.fingerprint())
+        unchanging = self.fingerprint()
         for start in range(0, len(self._items), ROWS_OF_A_PART):
             numbers = range(start, min(start + ROWS_OF_A_PART, len(self._items)))
-            yield Part(self.spec, numbers, len(numbers), f"{unchanging}{numbers}")
+            yield Part(self.spec, numbers, len(numbers), (unchanging, numbers))
 
     def rows(self, part: Part) -> Iterator[Row]:
         for number in part.content:

@@ -78,9 +78,8 @@ def test_nothing_outside_is_opened(tmp_path):
     )
     assert run.returncode == 0, run.stderr
     opened = json.loads(run.stdout.splitlines()[-1])
-    assert (
-        str((tmp_path / "jsonl/set/images/good.png").resolve()) in opened
-    )  # the hook sees what is opened
+    # the hook sees what is opened
+    assert str((tmp_path / "jsonl/set/images/good.png").resolve()) in opened
     assert [path for path in opened if "/outside" in path or path == "/etc/hostname"] == []
 
 
