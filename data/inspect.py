@@ -22,7 +22,7 @@ from rich.text import Text
 
 from common.files import make_folder, replacing
 from common.output import outlive_output, plain, run_program
-from data.index.bad_samples import REASONS, Absent, BadSample
+from data.bad_samples import REASONS, Absent, BadSample
 from data.index.roots import add_root_flag, given_roots, with_roots
 from data.index.sources import IndexedSource, Source, open_source
 from data.modalities.audio.decoding import decode_audio

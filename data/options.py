@@ -19,7 +19,7 @@ from common.options import (
     option,
     positive,
 )
-from data.index.bad_samples import SECONDS_LIMIT
+from data.bad_samples import SECONDS_LIMIT
 from data.index.roots import KINDS_WITH_PATHS, root, takes_roots
 from data.modules import add_module_flag
 

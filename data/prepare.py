@@ -15,11 +15,11 @@ from transformers import PreTrainedTokenizerBase
 
 from common.files import read_json, remove, replacing, replacing_folder, write_text
 from common.secrets import redacted
+from data.bad_samples import REASON_OF_CODE, REASONS
 from data.batching.draws import LIMIT
 from data.batching.mixing import mixed
 from data.batching.mixture import Mixture, open_sources
 from data.batching.order import Parts
-from data.index.bad_samples import REASON_OF_CODE, REASONS
 from data.index.leaks import count_leaks, describe_leaks, find_leaks
 from data.index.roots import with_roots
 from data.index.sources import Source, open_source

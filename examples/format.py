@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 
 from data.formats.rows import IMAGE_ENDINGS, Format, Part, Roots, Row, in_parts
-from data.formats.specs import local_folder
+from data.formats.specs import existing
 from data.index.sources import KINDS
 
 USAGE = "named:FOLDER"
@@ -18,7 +18,7 @@ USAGE = "named:FOLDER"
 
 class NamedFormat(Format):
     def __init__(self, where: str) -> None:
-        self.folder = local_folder("named", where, USAGE)
+        self.folder = existing(f"data spec 'named:{where}':", where, "folder", USAGE)
         self.roots = Roots.of(self.folder)  # nothing outside is opened, whatever a link says
         self.spec = f"named:{self.folder}"  # what the index is filed under
         # The index is made anew when one of these changes: a folder's time does with its entries.
@@ -27,7 +27,7 @@ class NamedFormat(Format):
     def parts(self) -> Iterator[Part]:
         """Pieces that processes read side by side."""
         names = [name for name in sorted(os.listdir(self.folder)) if is_image(name)]
-        return in_parts(self.folder, ((entry, 1, 1) for entry in enumerate(names)))
+        return in_parts(self.folder, ((entry, 1) for entry in enumerate(names)))
 
     def rows(self, part: Part) -> Iterator[Row]:
         """What is given, unchecked: a sample that cannot be used is listed with its reason."""

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from data.bad_samples import BadSample
 from data.cache import SampleCache
 from data.formats.rows import near
-from data.index.bad_samples import BadSample
 from data.modalities.audio.features import AudioFeatures
 from data.modalities.audio.modality import AudioModality
 from data.modalities.image import ImageModality

@@ -17,8 +17,8 @@ from forked_script import ROOT
 from launched import SMALL, finish, metrics, ranks_of, reached, start, wait_for
 from PIL import Image
 
+from data.bad_samples import REASONS
 from data.formats.demo import DemoFormat
-from data.index.bad_samples import REASONS
 from data.index.sources import open_source
 
 sys.path.insert(0, str(Path(__file__).parent / "data"))

@@ -32,8 +32,8 @@ import numpy as np
 from filelock import FileLock
 
 from common.files import make_folder, refuse_link
+from data.bad_samples import BadSample
 from data.formats.specs import cache_folder
-from data.index.bad_samples import BadSample
 from data.index.sources import Source
 from data.modalities.transforms import Stored
 from data.processes import end_with_parent, start_method

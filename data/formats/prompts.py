@@ -9,9 +9,10 @@ import functools
 import json
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from data.formats.rows import is_inside, near
-from data.formats.specs import local_file
+from data.formats.specs import existing
 
 TEMPLATES = (
     "a photo of a {}",
@@ -24,68 +25,51 @@ PUBLISHED = {"openai": "OPENAI_IMAGENET_TEMPLATES", "simple": "SIMPLE_IMAGENET_T
 """By name -> what open_clip calls them."""
 IMAGENET = "imagenet"  # in place of a file with names of classes
 NAMES_FILE = "classnames.txt"  # taken from the data set's folder where no other is named
+OPTIONS = ("names", "classnames", "templates")
 SHOWN = 3
 
 
-class ClassCaptions:
-    """`texts`: folder of a class -> its captions. `files`: those that they are made of. `named`:
-    what tells these captions from others of the same folders."""
-
-    OPTIONS = ("names", "classnames", "templates")
-
-    def __init__(
-        self,
-        spec: str,
-        options: dict[str, str],
-        root: str,
-        classes: Sequence[str],
-        usual: Sequence[str],
-    ) -> None:
-        """`usual`: templates where the options give none. Errors: ValueError, OSError."""
-        kind = spec.partition(":")[0]
-        usage = f"{kind}:DIR?names=FILE&templates=FILE"
-        self.files: list[str] = []
-
-        def file_of(given: str, what: str) -> str:
-            self.files.append(local_file(kind, given, usage, what))
-            return self.files[-1]
-
-        templates = given = options.get("templates")
-        if templates in PUBLISHED:
-            usual = published_templates(templates)
-        elif templates and "{}" in templates:
-            usual = (templates,)
-        elif templates:
-            templates = file_of(templates, f"sentences with {{}}; or {', '.join(PUBLISHED)}")
-            usual = _read_templates(templates)
-        names = _chosen_names(spec, options, root)
-        if names is None and given in PUBLISHED and {*classes} <= {*_wordnet_ids()}:
-            names = IMAGENET
-        of_class = {name: name.replace("_", " ") for name in classes}
-        if names == IMAGENET:
-            of_class = imagenet_names(classes)
-        elif names:
-            names = file_of(names, f"class names; or {IMAGENET} for ImageNet's")
-            of_class = _read_names(names, classes)
-        self.named = f"{names}&{templates}"
-        self.texts = {
-            folder: [template.replace("{}", name) for template in usual]
-            for folder, name in of_class.items()
-        }
+def class_captions(
+    spec: str, options: dict[str, str], root: str, classes: Sequence[str], usual: Sequence[str]
+) -> tuple[dict[str, list[str]], tuple[str | None, str | None]]:
+    """The captions of each class, and where the names and the templates of these are from: a file,
+    or what the option says itself. `usual`: templates where the options give none. `spec` begins
+    messages. Errors: ValueError, OSError."""
+    names, templates = _chosen_names(spec, options, root), options.get("templates")
+    if names is None and templates in PUBLISHED and {*classes} <= {*_imagenet()[1]}:
+        names = IMAGENET
+    if templates in PUBLISHED:
+        usual = published_templates(templates)
+    elif templates and "{}" in templates:
+        usual = (templates,)
+    elif templates:
+        needed = f"a file of sentences with {{}}; or {', '.join(PUBLISHED)}"
+        templates = existing(spec, templates, "file", needed)
+        usual = _read_templates(templates)
+    of_class = {name: name.replace("_", " ") for name in classes}
+    if names == IMAGENET:
+        of_class = imagenet_names(classes)
+    elif names:
+        names = existing(spec, names, "file", f"a file of class names; or {IMAGENET}")
+        of_class = _read_names(names, classes)
+    texts = {
+        folder: [template.replace("{}", name) for template in usual]
+        for folder, name in of_class.items()
+    }
+    return texts, (names, templates)
 
 
 def published_templates(name: str) -> tuple[str, ...]:
     """Templates of `PUBLISHED`, with {} where the class stands. Errors: ValueError without the
     package."""
-    library = _open_clip(f"templates={name}")
-    return tuple(template("{}") for template in getattr(library, PUBLISHED[name]))
+    return tuple(template("{}") for template in getattr(_imagenet()[0], PUBLISHED[name]))
 
 
 def imagenet_names(folders: Sequence[str]) -> dict[str, str]:
     """OpenAI's name of each folder, `n01440764` -> "tench"; any part of ImageNet's classes. Errors:
     ValueError without the package, and for a folder that is none of these classes."""
-    named = _open_clip(f"names={IMAGENET}").IMAGENET_CLASSNAMES
-    names = dict(zip(_wordnet_ids(), named, strict=True))
+    library, ids = _imagenet()
+    names = dict(zip(ids, library.IMAGENET_CLASSNAMES, strict=True))
     unknown = [folder for folder in folders if folder not in names]
     if unknown:
         raise ValueError(
@@ -97,40 +81,27 @@ def imagenet_names(folders: Sequence[str]) -> dict[str, str]:
 
 
 @functools.cache
-def _wordnet_ids() -> tuple[str, ...]:
-    """ImageNet's ids, in the order of the classes."""
-    try:
-        from timm.data import ImageNetInfo
-    except ImportError as error:
-        raise _lacking(f"names={IMAGENET}", error) from error
-    return tuple(ImageNetInfo("imagenet-1k").label_names())
-
-
-def _open_clip(asked: str):
+def _imagenet() -> tuple[Any, tuple[str, ...]]:
+    """The package open_clip, and the WordNet ids of ImageNet's classes in its order."""
     try:
         import open_clip
+        from timm.data import ImageNetInfo
     except ImportError as error:
-        raise _lacking(asked, error) from error
-    return open_clip
-
-
-def _lacking(asked: str, error: ImportError) -> ValueError:
-    return ValueError(
-        f"{asked} of an imagefolder is taken from the package open_clip_torch ({error}); install "
-        "it with pip install -r requirements-models.txt, or give a file"
-    )
+        raise ValueError(
+            "names and templates of ImageNet are taken from the package open_clip_torch "
+            f"({error}); install it with pip install -r requirements-models.txt, or give a file"
+        ) from error
+    return open_clip, tuple(ImageNetInfo("imagenet-1k").label_names())
 
 
 def _chosen_names(spec: str, options: dict[str, str], root: str) -> str | None:
     """The file with the names of the classes, or `IMAGENET`; None: the folders' own names. Errors:
     ValueError where two are given."""
-    given = [options[key] for key in ("names", "classnames") if key in options]
-    if len(given) > 1:
-        raise ValueError(f"data spec '{spec}': names and classnames are the same; give one of them")
+    if "names" in options and "classnames" in options:
+        raise ValueError(f"{spec} names and classnames are the same; give one of them")
     own = os.path.join(root, NAMES_FILE)
-    if not given and os.path.isfile(own) and is_inside(root, os.path.realpath(own)):
-        return own
-    return given[0] if given else None
+    has_own = os.path.isfile(own) and is_inside(root, os.path.realpath(own))
+    return options.get("names", options.get("classnames", own if has_own else None))
 
 
 def _read_text(file: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from data.bad_samples import Absent, BadSample, check_sound, refusing
 from data.formats.rows import (
     ROWS_OF_A_PART,
     Format,
@@ -27,7 +28,6 @@ from data.formats.rows import (
     stamp,
 )
 from data.formats.specs import local_path
-from data.index.bad_samples import Absent, BadSample, check_sound, refusing
 from data.modalities.decoding import upright_8bit
 
 USAGE = (
@@ -101,10 +101,10 @@ class PythonFormat(Format):
         return len(self._items)
 
     def parts(self) -> Iterator[Part]:
-        unchanging = repr(self.fingerprint())
+        unchanging = self.fingerprint()
         for start in range(0, len(self._items), ROWS_OF_A_PART):
             numbers = range(start, min(start + ROWS_OF_A_PART, len(self._items)))
-            yield Part(self.spec, numbers, len(numbers), f"{unchanging}{numbers}")
+            yield Part(self.spec, numbers, len(numbers), (unchanging, numbers))
 
     def rows(self, part: Part) -> Iterator[Row]:
         for number in part.content:

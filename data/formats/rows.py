@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
-from data.index.bad_samples import CAPTION_LIMIT, FILE_LIMIT, Absent, BadSample
+from data.bad_samples import CAPTION_LIMIT, FILE_LIMIT, Absent, BadSample
 
 ROWS_OF_A_PART = 1024
-BYTES_OF_A_PART = 8 << 20
+WEIGHT_OF_A_PART = 8 << 20
 ID_LIMIT = 1000  # characters
 ROOTS_SHOWN = 3
 AUDIO_ENDINGS = ("wav", "flac", "ogg", "opus", "mp3", "m4a", "aac", "aif", "aiff")
@@ -47,8 +47,8 @@ class Part(NamedTuple):
     file: str  # the file or folder that the rows stand in
     content: Any  # what the format's `rows` turns into rows
     weight: int  # its share of `Format.total`
-    # Equal while all rows are unchanged; empty: they follow from other files too, such as images.
-    stamp: str = ""
+    # Equal while all rows are unchanged; None: they follow from other files too, such as images.
+    stamp: Any = None
 
 
 class Row(NamedTuple):
@@ -59,6 +59,7 @@ class Row(NamedTuple):
     # "id", "language" and each modality -> what is given, or what is wrong with it. An image or a
     # sound is a path below the format's roots, encoded bytes, or the `Media` of an archive.
     values: Mapping[str, Any] | BadSample
+    beside: Sequence["Unused"] = ()  # counted where the sample is used
 
 
 class Unused(NamedTuple):
@@ -81,7 +82,7 @@ class Media:
     """Where the encoded image or sound of a sample is."""
 
     path: str = ""  # as the data set gives it, or of the member in its archive
-    offset: int = 0  # in its archive, bytes
+    offset: int = 0  # in its archive: bytes, or whatever place its format finds it by
     size: int = -1  # bytes; -1: not known
     mtime_ns: int = 0  # of a file of its own; 0: it is none; -1: the file is missing
     true_path: str = ""  # of a file of its own that was just found
@@ -117,7 +118,6 @@ class Format:
     holds: tuple[str, ...] | None = ("image", "text")  # modalities; None: any, each sample some
     # of modalities that are compared: a sample is usable where it has both of some pair
     pairs: Pairs = DEFAULT_PAIRS
-    has_concepts = False  # see `concept`
 
     def fingerprint(self) -> list[Stamp]:
         """The stamps of everything that the list of rows follows from. Raises FileNotFoundError."""
@@ -145,10 +145,6 @@ class Format:
         """A name that is equal for all images of a class; None: there are no classes."""
         return None
 
-    def concept(self, identity: str) -> Any:
-        """The `Concept` of a sample, where the format has concepts."""
-        raise NotImplementedError
-
     def where(self, file: str, path: str, number: int) -> str:
         """For messages. `path`: of the image or the sound, else the sample's id."""
         return f"{file}:{number}"
@@ -156,9 +152,17 @@ class Format:
     def samples(self, part: Part) -> Iterator[Sample | Unused]:
         """The rows of a part, each checked as far as that needs no decoding."""
         for row in self.rows(part):
-            yield row if isinstance(row, Unused) else self._checked(row)
+            if isinstance(row, Unused):
+                yield row
+                continue
+            sample = self.checked(row)
+            # asked before whoever gets the sample adds what its image lacks
+            is_used = self.problem(sample) is None
+            yield sample
+            yield from row.beside if is_used else ()
 
-    def _checked(self, row: Row) -> Sample:
+    def checked(self, row: Row) -> Sample:
+        """A row as a sample, with what is wrong with it."""
         sample = Sample(row.name, row.number)
         try:
             if isinstance(row.values, BadSample):
@@ -233,8 +237,8 @@ class EntriesFormat(Format):
     def fingerprint(self) -> list[Stamp]:
         return [stamp(self.file)]
 
-    def entries(self) -> Iterator[tuple[tuple[int, Any], int, int]]:
-        """(number, content), the bytes that it takes, and its share of `total`, of each."""
+    def entries(self) -> Iterator[tuple[tuple[int, Any], int]]:
+        """(number, content) of each, and its share of `total`."""
         raise NotImplementedError
 
     def values(self, content: Any) -> Mapping[str, Any]:
@@ -432,16 +436,16 @@ def checked_id(given: Any, otherwise: str) -> str:
 # -- lists
 
 
-def in_parts(file: str, entries: Iterable[tuple[Any, int, int]]) -> Iterator[Part]:
-    """Entries (content, bytes it takes, share of the total) -> parts of at most 1024 of them and
-    about 8 MiB."""
-    content, size, weight = [], 0, 0
-    for entry, entry_size, entry_weight in entries:
+def in_parts(file: str, entries: Iterable[tuple[Any, int]]) -> Iterator[Part]:
+    """Entries (content, weight) -> parts of at most 1024 of them and a weight of about 8 Mi, which
+    are bytes where lines are read."""
+    content, weight = [], 0
+    for entry, entry_weight in entries:
         content.append(entry)
-        size, weight = size + entry_size, weight + entry_weight
-        if len(content) == ROWS_OF_A_PART or size >= BYTES_OF_A_PART:
+        weight += entry_weight
+        if len(content) == ROWS_OF_A_PART or weight >= WEIGHT_OF_A_PART:
             yield Part(file, content, weight)
-            content, size, weight = [], 0, 0
+            content, weight = [], 0
     if content:
         yield Part(file, content, weight)
 

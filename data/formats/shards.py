@@ -1,7 +1,6 @@
 """Data sets as shards: patterns that name files, files that are elsewhere, and names of both."""
 
 import glob
-import hashlib
 import os
 import re
 from collections import Counter
@@ -14,7 +13,7 @@ from common.files import make_folder, replacing
 from common.secrets import redact
 from data.formats.rows import Format
 from data.formats.specs import cache_folder, is_remote, local_path
-from data.progress import progress_bar
+from data.keys import content_hash
 
 COPIES_AT_ONCE = 8
 MAX_SHOWN = 5
@@ -28,17 +27,19 @@ BRACES = re.compile(
 class ShardsFormat(Format):
     """The rows of all files that a pattern names, in order."""
 
-    def __init__(self, kind: str, pattern: str, usage: str, progress: bool) -> None:
+    def __init__(self, kind: str, pattern: str, usage: str) -> None:
         """Errors: ValueError, OSError."""
         self.names = expand(kind, pattern, usage)
         for name in self.names:
             self.check(name)
-        self.files = local_copies(self.names, progress)
+        self.files = local_copies(self.names)
         shown = [redact(name) for name in self.names]
         # a local file -> its address without credentials, and a short name of it: a part of ids
         self.shown = dict(zip(self.files, shown))
         self.short = dict(zip(self.files, short_names(shown)))
-        self.spec = redact(f"{kind}:{absolute_pattern(pattern)}")
+        # What an index of the pattern is filed under, whichever files it names by now.
+        parts = (each if is_remote(each) else local_path(each) for each in pattern.split("::"))
+        self.spec = redact(f"{kind}:{'::'.join(parts)}")
 
     def check(self, name: str) -> None:
         """Raises ValueError for a file that cannot be read, before it is copied."""
@@ -102,13 +103,7 @@ def _number_of_names(pattern: str) -> int:
     return open_braces[0][0]
 
 
-def absolute_pattern(pattern: str) -> str:
-    """The pattern from any folder: what an index of it is filed under, whichever files it names by
-    now."""
-    return "::".join(part if is_remote(part) else local_path(part) for part in pattern.split("::"))
-
-
-def local_copies(names: list[str], progress: bool = False) -> list[str]:
+def local_copies(names: list[str]) -> list[str]:
     """Local names of the files: a remote one is copied once, into the cache folder, and is
     not asked for again.
 
@@ -117,16 +112,14 @@ def local_copies(names: list[str], progress: bool = False) -> list[str]:
     """
     remote = [name for name in names if is_remote(name)]
     with ThreadPoolExecutor(COPIES_AT_ONCE) as pool:
-        copied = pool.map(_local_copy, remote)
-        bar = progress_bar(copied, "copying", "file", len(remote), shown=progress)
-        copies = dict(zip(remote, bar))
+        copies = dict(zip(remote, pool.map(_local_copy, remote)))
     return [copies.get(name, name) for name in names]
 
 
 def _local_copy(url: str) -> str:
     import fsspec
 
-    folder = cache_folder() / "copies" / hashlib.blake2b(url.encode(), digest_size=16).hexdigest()
+    folder = cache_folder() / "copies" / content_hash(url.encode()).hex()
     copy = folder / (os.path.basename(url.partition("?")[0]) or "file")
     if copy.is_file():
         return str(copy)

@@ -1,6 +1,7 @@
 """What stands after the kind in a data spec: a file or a folder, and options."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -45,6 +46,40 @@ def split_options(
     return file, options, tuple(roots)
 
 
+def names_of(
+    usual: dict[str, tuple[str, ...]], options: dict[str, str]
+) -> dict[str, tuple[str, ...]]:
+    """What a row holds -> the names of columns or keys that it may stand under: the one of the
+    options, else the usual ones. A name that is given for one thing is not read as another."""
+    given = {key: (options[key],) for key in usual if key in options}
+    free = {
+        key: tuple(n for n in names if n not in options.values()) for key, names in usual.items()
+    }
+    return {key: given.get(key) or free[key] or usual[key] for key in usual}
+
+
+def chosen_columns(
+    spec: str, columns: Sequence[str], usual: dict[str, tuple[str, ...]], options: dict[str, str]
+) -> dict[str, str]:
+    """What a table has -> its column, the first of `names_of`. Beside sounds the image or the text
+    is not needed. `spec` begins messages. Errors: ValueError."""
+    names = names_of(usual, options)
+    found = {key: name for key in usual for name in reversed(names[key]) if name in columns}
+    needed = {*options}
+    if "audio" not in found:
+        needed |= {"image", "text"}
+    elif "image" not in found:
+        needed.add("text")  # a sound alone is compared with nothing
+    for key in usual:
+        if key in needed and key not in found:
+            raise ValueError(
+                f"{spec} no column {' or '.join(names[key])}; there are: "
+                f"{', '.join(columns) or 'none'}{near(names[key][0], columns)}; name it: "
+                f"?{key}=COLUMN"
+            )
+    return found
+
+
 def has_options(kind: str, where: str) -> bool:
     """Whether what follows the kind ends with `?key=value`, and no file (coco: folder and file)
     exists under the whole name."""
@@ -58,27 +93,32 @@ def has_options(kind: str, where: str) -> bool:
     )
 
 
-def root_folder(given: str, of: str) -> str:
-    """The absolute path of a further folder that images may lie in. Errors: ValueError,
-    FileNotFoundError; `of` begins their messages."""
+def existing(of: str, given: str, what: str, needed: str) -> str:
+    """The absolute path of a file or a folder, whichever `what` says. `of` begins the messages,
+    `needed` says what to give. Errors: ValueError, FileNotFoundError."""
     if not given:
-        raise ValueError(f"{of} names no folder; give one that images lie in")
+        raise ValueError(f"{of} names no {what}; give {needed}")
     if is_remote(given):
         raise ValueError(
-            f"{of} '{given}' is remote; images that are files of their own are read from local "
-            "folders: copy it, and name the copy"
+            f"{of} '{given}' is remote, and files of their own would have to be fetched one by one; "
+            "copy it, or give remote shards that hold the images: webdataset:URL or parquet:URL"
         )
     path = local_path(given)
+    if not (os.path.isfile(path) if what == "file" else os.path.isdir(path)):
+        found = f"is not a {what}" if os.path.exists(path) else "does not exist"
+        raise FileNotFoundError(f"{of} '{path}' {found}; give {needed}")
+    return path
+
+
+def root_folder(given: str, of: str) -> str:
+    """The absolute path of a further folder that images may lie in. Errors: as `existing`."""
     try:
-        path.encode()
+        local_path(given).encode()
     except UnicodeEncodeError:
         raise ValueError(
-            f"{of} {path!r}: the name is not UTF-8; give a link to it that is"
+            f"{of} {given!r}: the name is not UTF-8; give a link to it that is"
         ) from None
-    if not os.path.isdir(path):
-        what = "is not a folder" if os.path.exists(path) else "does not exist"
-        raise FileNotFoundError(f"{of} '{path}' {what}; give a folder that images lie in")
-    return path
+    return existing(of, given, "folder", "a folder that images lie in")
 
 
 def is_remote(path: str) -> bool:
@@ -88,36 +128,3 @@ def is_remote(path: str) -> bool:
 def local_path(path: str) -> str:
     """Absolute, of a path or a file:// address."""
     return os.path.abspath(os.path.expanduser(path.removeprefix("file://")))
-
-
-def local_file(kind: str, where: str, usage: str, content: str) -> str:
-    """The absolute path of the one file that a spec names. Errors: ValueError,
-    FileNotFoundError."""
-    path = _local(kind, where, "file", usage)
-    if not os.path.isfile(path):
-        what = "is a folder" if os.path.isdir(path) else "does not exist"
-        raise FileNotFoundError(f"data spec '{kind}:{where}': {what}; give a file of {content}")
-    return path
-
-
-def local_folder(kind: str, where: str, usage: str) -> str:
-    """The absolute path of the folder that a spec names. Errors: ValueError, FileNotFoundError."""
-    path = _local(kind, where, "folder", usage)
-    if not os.path.isdir(path):
-        what = "is a file" if os.path.exists(path) else "does not exist"
-        raise FileNotFoundError(
-            f"data spec '{kind}:{where}': {path} {what}; a folder is needed: {usage}"
-        )
-    return path
-
-
-def _local(kind: str, where: str, what: str, usage: str) -> str:
-    if not where:
-        raise ValueError(f"data spec '{kind}:' names no {what}; write {usage}")
-    if is_remote(where):
-        raise ValueError(
-            f"data spec '{kind}:{where}': a remote {what} cannot be read, its images would have to "
-            "be fetched one by one; copy it, or give remote shards that hold the images: "
-            "webdataset:URL or parquet:URL"
-        )
-    return local_path(where)

@@ -19,6 +19,7 @@ from filelock import FileLock
 
 from common.files import make_folder, replacing_folder
 from data.formats.specs import cache_folder
+from data.keys import hash64
 from data.progress import progress_bar
 
 INSTALL = "pip install espeakng-loader"
@@ -55,16 +56,6 @@ NEW_SPEAKERS = (Speaker("m5", 160, 45), Speaker("f5", 175, 65))
 VOICES = {code: code for code in "en es pt it fr de id ru tr ko fa ar".split()} | {"zh": "cmn"}
 
 
-def check_languages(spec: str, languages: Iterable[str]) -> None:
-    """Errors: ValueError for one that eSpeak does not speak."""
-    for language in languages:
-        if language not in VOICES:
-            raise ValueError(
-                f"data spec '{spec}': eSpeak does not read names in '{language}'; it does in "
-                f"{' '.join(sorted(VOICES))}"
-            )
-
-
 def spoken_names(names: Iterable[tuple[str, list[str]]], languages: tuple[str, ...]) -> Path:
     """The folder of the sounds of all names, which are made where they are not there yet.
     Processes that start together make them once.
@@ -75,7 +66,7 @@ def spoken_names(names: Iterable[tuple[str, list[str]]], languages: tuple[str, .
     spoken = [
         (file_of(points, speaker), captions[number], languages[number], speaker)
         for points, captions in names
-        for number in [_hash(points) // 64 % len(languages)]
+        for number in [hash64(points) // 64 % len(languages)]
         for speaker in speakers_of(points)
     ]
     what = repr((VERSION, spoken, Path(_loader().get_library_path()).stat().st_size))
@@ -94,7 +85,7 @@ def spoken_names(names: Iterable[tuple[str, list[str]]], languages: tuple[str, .
 
 def speakers_of(points: str) -> list[Speaker]:
     """The speakers of an emoji's samples."""
-    number = _hash(points)
+    number = hash64(points)
     speakers = [SPEAKERS[number % len(SPEAKERS)]]
     if number // 8 % NEW_EVERY == 0:
         speakers.append(NEW_SPEAKERS[number // 512 % len(NEW_SPEAKERS)])
@@ -107,10 +98,6 @@ def is_new(speaker: str) -> bool:
 
 def file_of(points: str, speaker: Speaker) -> str:
     return f"{points}_{speaker.name}{ENDING}"
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 # -- eSpeak NG, by the functions of its speak_lib.h

@@ -9,9 +9,9 @@ import os
 from collections.abc import Iterator
 from typing import Any, TextIO
 
+from data.bad_samples import BadSample
 from data.formats.rows import DEFAULT_PAIRS, EntriesFormat, Roots, near
-from data.formats.specs import ROOT, local_file, split_options
-from data.index.bad_samples import BadSample
+from data.formats.specs import ROOT, chosen_columns, existing, names_of, split_options
 
 # Of each, the first that a line has. Hugging Face's metadata.jsonl has `file_name`.
 KEYS = {
@@ -28,8 +28,7 @@ LINE = (
 )
 LINE_LIMIT = 16 << 20  # bytes, or characters of a table
 
-COLUMNS = {"image": "filepath", "text": "title", "id": "id", "language": "language"}
-AUDIO_COLUMNS = ("audio_path", "audio")
+COLUMNS = KEYS | {"image": ("filepath",), "text": ("title",)}
 FIELD_LIMIT = 1 << 20  # characters; a quote that is never closed takes no more than this with it
 # Stands for the character NUL within the reader, which before Python 3.11 refuses the whole row; no
 # other byte is read as it.
@@ -45,21 +44,16 @@ class JsonlFormat(EntriesFormat):
     def __init__(self, where: str) -> None:
         """`where`: `FILE[?image=KEY&…&root=DIR]`. Errors: ValueError, FileNotFoundError."""
         name, options, more = split_options("jsonl", where, (*KEYS, ROOT))
-        self.file = local_file("jsonl", name, JSONL, LINE)
-        # A key that is named for one thing is not read as another by its usual name.
-        self.keys = {
-            what: (options[what],)
-            if what in options
-            else tuple(key for key in usual if key not in options.values())
-            for what, usual in KEYS.items()
-        }
+        spec = f"data spec 'jsonl:{where}':"
+        self.file = existing(spec, name, "file", f"a file of {LINE}: {JSONL}")
+        self.keys = names_of(KEYS, options)
         self.roots = Roots.of(os.path.dirname(self.file), more)
         self.spec = f"jsonl:{self.file}{options or ''}{self.roots.options()}"
 
     def total(self) -> int:
         return os.path.getsize(self.file)
 
-    def entries(self) -> Iterator[tuple[tuple[int, bytes], int, int]]:
+    def entries(self) -> Iterator[tuple[tuple[int, bytes], int]]:
         number = 0
         with open(self.file, "rb") as file:
             while line := file.readline(LINE_LIMIT):
@@ -72,7 +66,7 @@ class JsonlFormat(EntriesFormat):
                     if len(rest) < LINE_LIMIT or rest.endswith(b"\n"):
                         line = b""
                 if line.strip() or size >= LINE_LIMIT:
-                    yield (number, line), len(line), size
+                    yield (number, line), size
 
     def values(self, content: bytes) -> dict[str, Any]:
         if not content:
@@ -83,10 +77,11 @@ class JsonlFormat(EntriesFormat):
             given = [fields[key] for key in keys if key in fields]
             values[what] = next((value for value in given if value is not None), None)
             if not given and self.pairs == DEFAULT_PAIRS and what in self.modalities:
-                key = (keys or KEYS[what])[0]
-                hint = near(key, fields) and f"{near(key, fields)} or name it: ?{what}=KEY"
+                hint = near(keys[0], fields)
+                hint += hint and f" or name it: ?{what}=KEY"
                 listed = ", ".join(fields) or "none"
-                values[what] = BadSample("invalid-row", f"no key '{key}'; given: {listed}{hint}")
+                detail = f"no key '{keys[0]}'; given: {listed}{hint}"
+                values[what] = BadSample("invalid-row", detail)
         return values
 
 
@@ -120,21 +115,22 @@ class TableFormat(EntriesFormat):
     def __init__(self, kind: str, where: str) -> None:
         """`where`: `FILE[?image=COLUMN&…&separator=;&root=DIR]`. Errors: ValueError,
         FileNotFoundError."""
-        known = (*KEYS, "separator", ROOT)
-        name, options, more = split_options(kind, where, known)
+        name, options, more = split_options(kind, where, (*COLUMNS, "separator", ROOT))
         usage = f"{kind}:FILE or {kind}:FILE?image=COLUMN&text=COLUMN&audio=COLUMN&id=COLUMN"
         usage += "&language=COLUMN&separator=CHARACTER&root=DIR"
-        self.file = local_file(kind, name, usage, f"rows below a line of column names: {usage}")
+        spec = f"data spec '{kind}:{where}':"
+        needed = f"a file of rows below a line of column names: {usage}"
+        self.file = existing(spec, name, "file", needed)
         self.separator = options.pop("separator", "\t" if kind == "tsv" else ",")
         if len(self.separator) != 1:
             raise ValueError(
-                f"data spec '{kind}:{where}': separator '{self.separator}': one character is "
-                "needed (%09 is a tab)"
+                f"{spec} separator '{self.separator}': one character is needed (%09 is a tab)"
             )
         self.roots = Roots.of(os.path.dirname(self.file), more)
         header = self._header()
         self.num_columns = len(header)
-        self.columns = _columns(f"{kind}:{where}", header, options)
+        given = f"{spec} separator '{self.separator}' (or give another: ?separator=CHARACTER):"
+        self.columns = chosen_columns(given, header, COLUMNS, options)
         self.positions = {key: header.index(column) for key, column in self.columns.items()}
         self.holds = tuple(key for key in ("image", "text", "audio") if key in self.columns)
         self.spec = f"{kind}:{self.file}?{self.columns}{self.separator}{self.roots.options()}"
@@ -155,7 +151,7 @@ class TableFormat(EntriesFormat):
     def total(self) -> int:
         return os.path.getsize(self.file)
 
-    def entries(self) -> Iterator[tuple[tuple[int, list[str] | BadSample], int, int]]:
+    def entries(self) -> Iterator[tuple[tuple[int, list[str] | BadSample], int]]:
         before = csv.field_size_limit(FIELD_LIMIT)
         try:
             with self._opened() as file:
@@ -173,8 +169,7 @@ class TableFormat(EntriesFormat):
                     read = file.buffer.tell()  # type: ignore[attr-defined]
                     if start > 1:  # after the column names
                         for number, row in self._apart(start, lines, fields):
-                            size = sum(map(len, row)) if isinstance(row, list) else 0
-                            yield (number, row), size, read - position
+                            yield (number, row), read - position
                             position = read
                     start = reader.line_num + 1
                     lines.clear()
@@ -234,27 +229,6 @@ class TableFormat(EntriesFormat):
         }
         # An empty cell is how a table says that there is no file.
         return cells | {key: cells.get(key) or None for key in ("image", "audio")}
-
-
-def _columns(spec: str, header: list[str], options: dict[str, str]) -> dict[str, str]:
-    """What the table has -> its column. Beside sounds the image or the text is not needed; a column
-    that is named for something else holds no sounds. Errors: ValueError."""
-    columns = COLUMNS | options
-    taken = columns.values()
-    usual = next((name for name in AUDIO_COLUMNS if name in header and name not in taken), None)
-    if "audio" not in columns and usual:
-        columns["audio"] = usual
-    needed = {*options} if "audio" in columns else {*options, "image", "text"}
-    if not {columns["image"], columns["text"]} & {*header}:
-        needed.add("text")  # a sound alone is compared with nothing
-    for key, column in columns.items():
-        if column not in header and key in needed:
-            raise ValueError(
-                f"data spec '{spec}': no column '{column}'; the first line names: "
-                f"{', '.join(header) or 'none'}{near(column, header)}; name it: "
-                f"?{key}=COLUMN, or another separator: ?separator=CHARACTER"
-            )
-    return {key: column for key, column in columns.items() if column in header}
 
 
 def _noted(file: TextIO, lines: list[str]) -> Iterator[str]:

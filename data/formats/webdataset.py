@@ -8,12 +8,12 @@ read. Names of members are names only, they are never opened as paths.
 import os
 import re
 import tarfile
-from collections import OrderedDict
-from collections.abc import Iterator
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from functools import cached_property, lru_cache
 from posixpath import splitext
 from typing import Any, BinaryIO, cast
 
+from data.bad_samples import ABSENCES, BadSample
 from data.formats.rows import (
     AUDIO_ENDINGS,
     IMAGE_ENDINGS,
@@ -28,7 +28,6 @@ from data.formats.rows import (
 )
 from data.formats.shards import ShardsFormat
 from data.formats.tables import parsed_object
-from data.index.bad_samples import ABSENCES, BadSample
 
 USAGE = "webdataset:PATTERN, for example webdataset:shards/{000..012}.tar"
 PACKED = (".gz", ".tgz", ".bz2", ".xz", ".zst")
@@ -59,9 +58,9 @@ class WebdatasetFormat(ShardsFormat):
     unit = "B"
     holds = ("image", "text", "audio")
 
-    def __init__(self, where: str, progress: bool = False) -> None:
+    def __init__(self, where: str) -> None:
         """`where`: patterns of shards, joined by `::`. Errors: ValueError, OSError."""
-        super().__init__("webdataset", where, USAGE, progress)
+        super().__init__("webdataset", where, USAGE)
 
     def check(self, name: str) -> None:
         if name.partition("?")[0].lower().endswith(PACKED):
@@ -73,7 +72,7 @@ class WebdatasetFormat(ShardsFormat):
     def parts(self) -> Iterator[Part]:
         for file in self.files:
             found = stamp(file)
-            yield Part(file, None, found[1], "\0".join(map(str, found)))
+            yield Part(file, None, found[1], found)
 
     def rows(self, part: Part) -> Iterator[Row | Unused]:
         name, short = self.shown[part.file], self.short[part.file]
@@ -85,35 +84,29 @@ class WebdatasetFormat(ShardsFormat):
             if file.read(2) == b"\x1f\x8b":
                 raise ValueError(_refusal(name))
             shard, number = _Shard(file, size), 0
-            # The last sample, until it is known whether the shard goes on, and what is wrong with
-            # it.
-            waiting, problem = None, None
+            last: Row | None = None  # held back until it is known whether the shard goes on
             for found in shard.samples():
                 if isinstance(found, Unused):
                     yield found
                     continue
-                if waiting is not None:
-                    yield waiting
-                    number += 1
+                if last is not None:
+                    yield last
                 key, members = found
-                values, used = self._values(shard, members)
-                waiting = Row(f"{short}/{key}", number, values)
-                problem = self.problem(self._checked(waiting))
-                if problem is None:
-                    for ending, member in members.items():
-                        if ending not in used:
-                            yield Unused(f"members .{ending}", member.path)
-            # An orphan at a damaged end lost its other half with it.
-            lost = shard.fault and problem is not None and problem.reason == "orphan-member"
-            if waiting is not None and not lost:
-                yield waiting
+                last = Row(f"{short}/{key}", number, *self._values(shard, members))
                 number += 1
+            # An orphan at a damaged end lost its other half with it.
+            if last is not None and not (shard.fault and self._is_orphan(last)):
+                yield last
             if shard.fault:
                 fault = BadSample("truncated-archive", shard.fault)
                 yield Row(f"{short}/end of shard", number, fault)
 
-    def _values(self, shard: "_Shard", members: Members) -> tuple[dict[str, Any], set[str]]:
-        """What a sample holds of each modality that is compared, and the endings that were read."""
+    def _is_orphan(self, row: Row) -> bool:
+        problem = self.problem(self.checked(row))
+        return problem is not None and problem.reason == "orphan-member"
+
+    def _values(self, shard: "_Shard", members: Members) -> tuple[dict[str, Any], list[Unused]]:
+        """What a sample holds of each modality that is compared, and the members beside that."""
         values: dict[str, Any] = {}
         used: set[str] = set()
         listed = ", ".join(members)
@@ -125,16 +118,18 @@ class WebdatasetFormat(ShardsFormat):
                 found = next((each for each in members if each in ENDINGS[modality]), None)
                 values[modality] = missing if found is None else members[found]
                 used |= {found} if found else set()
-        return values, used
+        names = {ending: member.path for ending, member in members.items() if ending not in used}
+        return values, [Unused(f"members .{ending}", path) for ending, path in names.items()]
 
     @cached_property
-    def _shards(self) -> "_OpenShards":
-        return _OpenShards()
+    def _opened(self) -> Callable[[str], Any]:
+        """Opens a shard; of those that are kept open, the longest unused closes for the next."""
+        return lru_cache(OPEN_SHARDS)(lambda file: open(file, "rb", buffering=0))
 
     def read(self, modality: str, file: str, number: int, media: Media) -> bytes:
         name = self.shown[file]
         try:
-            found = self._shards.read(file, media.offset, media.size)
+            found = os.pread(self._opened(file).fileno(), media.size, media.offset)
         except OSError as error:
             raise BadSample("unreadable", f"{name}: {error.strerror}") from error
         if len(found) < media.size:
@@ -222,10 +217,8 @@ class _Shard:
                 "huge-caption",
                 f"{member.path} has {member.size:,} bytes; at most {TEXT_LIMIT:,} are read",
             )
-        position = self._file.tell()
         self._file.seek(member.offset)
         content = self._file.read(member.size)
-        self._file.seek(position)
         if key is not None:
             return parsed_object(content, member.path).get(key)
         # Bytes that are not UTF-8 become lone surrogates, which the checks of texts find.
@@ -298,21 +291,6 @@ def _first_good_text(
                 continue
             return Captions(good, dropped + [p for p in problems if p.reason not in ABSENCES])
     return problems[0] if problems else None
-
-
-class _OpenShards:
-    """Files kept open by one process, the longest unused of which is closed for the next."""
-
-    def __init__(self) -> None:
-        self._files: OrderedDict[str, Any] = OrderedDict()
-
-    def read(self, path: str, offset: int, size: int) -> bytes:
-        if path not in self._files:
-            if len(self._files) == OPEN_SHARDS:
-                self._files.popitem(last=False)[1].close()
-            self._files[path] = open(path, "rb", buffering=0)
-        self._files.move_to_end(path)
-        return os.pread(self._files[path].fileno(), size, offset)
 
 
 def _refusal(name: str) -> str:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-import tempfile
 import time
 import uuid
 from collections import deque
@@ -23,14 +22,12 @@ import pyarrow as pa
 from filelock import FileLock
 
 from common.files import make_folder, move, remove_folder, write_text
-from data.formats.rows import Format, Part, Sample, Unused
-from data.index.bad_samples import ABSENCES, CODES, BadSample
-from data.index.keys import HASH_BYTES, content_hash, hash64
+from data.bad_samples import ABSENCES, CODES, BadSample
+from data.formats.rows import Format, Media, Part, Sample, Unused
 from data.index.mapped import (
     ABSENT,
     META,
     NUMBERS,
-    PARTS,
     REPEATS,
     TEXTS,
     Index,
@@ -40,12 +37,12 @@ from data.index.mapped import (
     fingerprint,
     index_folder,
     kept_index,
-    layout,
     numbers_of,
     open_index,
     texts_of,
 )
 from data.index.media import MEDIA, media_of, refuse_too_long
+from data.keys import HASH_BYTES, content_hash, hash64
 from data.processes import end_with_parent, start_method
 from data.progress import progress_bar
 
@@ -98,7 +95,7 @@ def load_index(
             return index  # made by another process while this one waited
         for left in target.glob("build-*"):  # by a process that was killed
             remove_folder(left, target)
-        _build(_Work(format, check, max_audio_seconds), target, workers, progress)
+        _build(format, target, check, max_audio_seconds, workers, progress)
     index = kept_index(target)
     if index is None:
         raise OSError(
@@ -114,37 +111,42 @@ class _Work:
     format: Format
     check: str
     max_audio_seconds: float | None
-    known: frozenset[str] = frozenset()  # stamps of the parts that the index of before has
+    known: frozenset[str]  # stamps of the parts that the index of before has
 
 
 @dataclass
 class _Indexed:
-    """The rows of a part; none where its stamp is known."""
+    """The rows of a part; None where its stamp is known."""
 
     stamp: str
-    is_known: bool = False
-    batches: list[tuple[pa.RecordBatch, np.ndarray]] = field(default_factory=list)
+    batches: list[tuple[pa.RecordBatch, np.ndarray]] | None = None
     unused: UnusedCounts = field(default_factory=dict)
 
 
-def _build(work: _Work, target: Path, workers: int | None, progress: bool) -> None:
-    format, old = work.format, kept_index(target)
-    made_of = fingerprint(format.fingerprint())
-    known: dict[str, tuple[int, int, UnusedCounts]] = {}  # first batch, batches, unused
+def _build(
+    format: Format,
+    target: Path,
+    check: str,
+    max_audio_seconds: float | None,
+    workers: int | None,
+    progress: bool,
+) -> None:
+    old, made_of = kept_index(target), fingerprint(format.fingerprint())
+    known: dict[str, tuple[range, UnusedCounts]] = {}  # the batches of each part
     first = 0
-    for stamp, number, unused in old.parts() if old else ():
+    for stamp, _, batches, unused in old.meta["parts"] if old else ():
         if stamp:
-            known[stamp] = (first, number, unused)
-        first += number
-    work = _Work(format, work.check, work.max_audio_seconds, frozenset(known))
+            known[stamp] = (range(first, first + len(batches)), unused)
+        first += len(batches)
+    work = _Work(format, check, max_audio_seconds, frozenset(known))
     build = make_folder(target / f"build-{os.getpid()}-{uuid.uuid4().hex[:8]}")
     try:
         with IndexWriter(build, format.modalities) as writer:
             for part, found in _indexed(work, workers, progress):
-                if old is not None and found.is_known:
-                    first, number, found.unused = known[found.stamp]
-                    found.batches = [*old.batches(first, number)]
-                writer.append(found.stamp, part.file, found.batches, found.unused)
+                if old is not None and found.batches is None:
+                    numbers, found.unused = known[found.stamp]
+                    found.batches = [*map(old.batch, numbers)]
+                writer.append(found.stamp, part.file, found.batches or [], found.unused)
         if not writer.rows:
             raise ValueError(f"{format.spec} holds no sample")
         writer.publish(target, made_of)
@@ -152,28 +154,21 @@ def _build(work: _Work, target: Path, workers: int | None, progress: bool) -> No
         remove_folder(build, target)
 
 
-class IndexWriter:
+class IndexWriter(contextlib.ExitStack):
     """Writes the files of an index, part after part: memory does not grow with the rows."""
 
     def __init__(self, folder: Path, modalities: tuple[str, ...]) -> None:
+        super().__init__()
         self._folder, self._modalities = folder, modalities
-        self._kinds = numbers_of(modalities)
-        self._batches: list[tuple[int, int]] = []
-        self._containers: dict[str, int] = {}
-        self._parts: list[tuple[str, int, UnusedCounts]] = []
-        self._unused = UnusedCounts()
-        self.rows = 0
-
-    def __enter__(self) -> "IndexWriter":
-        self._open = contextlib.ExitStack()
-        self._texts = self._open.enter_context(
-            pa.ipc.new_file(str(self._folder / TEXTS), texts_of(self._modalities))
-        )
+        schema = texts_of(modalities)
+        self._texts = self.enter_context(pa.ipc.new_file(str(folder / TEXTS), schema))
         self._columns = {
-            name: self._open.enter_context(tempfile.TemporaryFile(dir=self._folder))
-            for name in self._kinds.names or ()
+            name: self.enter_context(open(folder / name, "xb"))
+            for name in numbers_of(modalities).names or ()
         }
-        return self
+        self._containers: dict[str, int] = {}
+        self._parts: list[tuple[str, int, list[int], UnusedCounts]] = []
+        self.rows = 0
 
     def append(
         self,
@@ -182,7 +177,6 @@ class IndexWriter:
         batches: list[tuple[pa.RecordBatch, np.ndarray]],
         unused: UnusedCounts,
     ) -> None:
-        container = self._containers.setdefault(file, len(self._containers))
         for texts, numbers in batches:
             # Which ids come twice depends on all rows, so a part does not know.
             bad = numbers["bad"]
@@ -190,30 +184,23 @@ class IndexWriter:
             self._texts.write_batch(texts)
             for name, column in self._columns.items():
                 column.write(numbers[name].tobytes())
-            self._batches.append((len(numbers), container))
-            self.rows += len(numbers)
-        self._parts.append((stamp, len(batches), unused))
-        add_unused(self._unused, unused)
-
-    def __exit__(self, *error: object) -> None:
-        with self._open:
-            with open(self._folder / NUMBERS, "xb") as joined:
-                for column in self._columns.values():
-                    column.seek(0)
-                    shutil.copyfileobj(column, joined)
+        sizes = [len(numbers) for _, numbers in batches]
+        self.rows += sum(sizes)
+        container = self._containers.setdefault(file, len(self._containers))
+        self._parts.append((stamp, container, sizes, unused))
 
     def publish(self, target: Path, made_of: str) -> None:
         """Move the files into the folder of the index, and then name them: others find them whole,
         or the ones before."""
         np.save(self._folder / REPEATS, self._mark_repeats())
-        write_text(self._folder / PARTS, json.dumps(self._parts))
+        begins = self._join_columns()
         files = [self._folder / name for name in (NUMBERS, TEXTS, REPEATS)]
         meta = {
             "modalities": self._modalities,
+            "columns": begins,
             "fingerprint": made_of,
-            "batches": self._batches,
+            "parts": self._parts,
             "containers": list(self._containers),
-            "unused": self._unused,
             "files": {file.name: (os.path.getsize(file), checksum(file)) for file in files},
         }
         write_text(self._folder / META, json.dumps(meta))
@@ -225,26 +212,32 @@ class IndexWriter:
         for folder in builds[KEPT_BUILDS - 1 :]:
             remove_folder(folder, target)
 
+    def _join_columns(self) -> dict[str, int]:
+        """Put the columns one after the other into one file, since each file that is mapped costs
+        every process a descriptor; the first byte of each."""
+        begins = {}
+        with open(self._folder / NUMBERS, "xb") as joined:
+            for name in self._columns:
+                begins[name] = joined.tell()
+                with open(self._folder / name, "rb") as column:
+                    shutil.copyfileobj(column, joined)
+                os.remove(self._folder / name)
+        return begins
+
     def _mark_repeats(self) -> np.ndarray:
         """Mark the usable rows whose id an earlier row has; int64 [n, 2] of each, ascending, and
         the first row with that id."""
+        kinds = numbers_of(self._modalities)
         hashes, bad = (
-            np.memmap(self._folder / NUMBERS, kind, "r+", offset, self.rows)
-            for wanted in ("id_hash", "bad")
-            for name, kind, offset in layout(self._modalities, self.rows)
-            if name == wanted
+            np.memmap(self._folder / name, kinds[name], "r+") for name in ("id_hash", "bad")
         )
         named = np.flatnonzero(~np.isin(bad, UNNAMED))
-        order = named[np.argsort(hashes[named], kind="stable")]
-        again = np.zeros(len(order), bool)
-        again[1:] = hashes[order[1:]] == hashes[order[:-1]]
-        # the place in `order` where the ids equal to each begin
-        begins = np.maximum.accumulate(np.where(again, 0, np.arange(len(order))))
-        repeats = np.stack([order, order[begins]], 1)[again]
-        repeats = repeats[bad[repeats[:, 0]] == 0]
+        _, first, of = np.unique(hashes[named], return_index=True, return_inverse=True)
+        repeats = np.stack([named, named[first[of.reshape(-1)]]], 1)
+        repeats = repeats[(repeats[:, 0] != repeats[:, 1]) & (bad[named] == 0)]
         bad[repeats[:, 0]] = DUPLICATE
         bad.flush()
-        return repeats[np.argsort(repeats[:, 0])]
+        return repeats
 
 
 # -- parts, in processes
@@ -254,7 +247,7 @@ def _indexed(work: _Work, workers: int | None, progress: bool) -> Iterator[tuple
     """All parts, in order: at first in this process, and in several when that is not done after
     some seconds."""
     format = work.format
-    workers = workers if workers is not None else min(_cores(), MAX_WORKERS)
+    workers = min(len(os.sched_getaffinity(0)), MAX_WORKERS) if workers is None else workers
     bar = progress_bar(
         None, "reading the data", format.unit, format.total(), shown=progress, scaled=True
     )
@@ -290,10 +283,6 @@ def _indexed(work: _Work, workers: int | None, progress: bool) -> Iterator[tuple
             yield take()
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 _work: _Work  # of a worker process
 
 
@@ -316,8 +305,9 @@ def _index_part(work: _Work, part: Part) -> _Indexed:
             _update(digest, sample)
         stamp = digest.hexdigest()
     if stamp in work.known:
-        return _Indexed(stamp, is_known=True)
+        return _Indexed(stamp)
     found, rows = _Indexed(stamp), []
+    batches = found.batches = []
     digest = hashlib.blake2b(digest_size=HASH_BYTES)
     may_pass = False
     for sample in work.format.samples(part):
@@ -330,10 +320,10 @@ def _index_part(work: _Work, part: Part) -> _Indexed:
         may_pass = may_pass or passing
         rows.append(row)
         if len(rows) == ROWS_AT_ONCE:
-            found.batches.append(_as_batch(work.format, rows))
+            batches.append(_as_batch(work.format, rows))
             rows = []
     if rows:
-        found.batches.append(_as_batch(work.format, rows))
+        batches.append(_as_batch(work.format, rows))
     found.stamp = "" if may_pass else stamp or digest.hexdigest()
     return found
 
@@ -364,19 +354,13 @@ def _row(work: _Work, part: Part, sample: Sample) -> tuple[dict[str, Any], bool]
     row: dict[str, Any] = {}
     may_pass = False
     for modality in media_of(format.modalities):
-        media = sample.media.get(modality)
-        row |= {
-            f"{modality}_path": "",
-            f"{modality}_size": -1,
-            f"{modality}_hash": bytes(HASH_BYTES),
-        }
-        if media is None:
-            continue
+        media = sample.media.get(modality, Media())
         row |= {
             f"{modality}_path": _clean(media.path),
             f"{modality}_offset": media.offset,
             f"{modality}_size": media.size,
             f"{modality}_mtime_ns": media.mtime_ns,
+            f"{modality}_hash": bytes(HASH_BYTES),
         }
         if modality in lacks or format.problem(sample) is not None:
             continue
@@ -409,7 +393,7 @@ def _row(work: _Work, part: Part, sample: Sample) -> tuple[dict[str, Any], bool]
 
 
 def _noted(sample: Sample) -> str:
-    """What is broken of a sample that is used without it, as `Index.broken` reads it: a line for
+    """What is broken of a sample that is used without it, as `IndexedSource.broken_values` reads it: a line for
     each modality, and one for captions beside good ones."""
     noted = [(name, each) for name, each in sample.lacks.items() if each.reason not in ABSENCES]
     broken = [each for each in sample.dropped if each.reason not in ABSENCES]

@@ -42,32 +42,21 @@ def find_leaks(
     images nor captions are compared by their ids alone, unless these are numbers.
     """
     found, left = [], np.ones(len(train_subset), bool)
-    kinds = ["content", "audio", "id"] + (["near"] if near_bits is not None else [])
-    for kind in kinds:
-        if kind == "near" and near_bits is not None:
-            trained_on, kept_back = (
-                source.column("perceptual_hash")[subset]
-                for source, subset in ((train, train_subset), (held_out, held_out_subset))
-            )
-            own, other = _near(trained_on, kept_back, near_bits)
-        else:
-            own, other = _equal(
-                train.keys(kind)[train_subset], held_out.keys(kind)[held_out_subset]
-            )
+    sides = ((train, train_subset), (held_out, held_out_subset))
+    for kind in ("content", "audio", "id"):
+        own, other = _equal(*(source.keys(kind)[subset] for source, subset in sides))
         fresh = left[own]
         if kind == "id":
-            fresh &= np.array(
-                [
-                    _is_same(train, int(i), held_out, int(j))
-                    for i, j in zip(train_subset[own], held_out_subset[other])
-                ],
-                bool,
-            )
-        own, other = own[fresh], other[fresh]
-        left[own] = False
-        if len(own):
-            found.append(Leak(kind, train_subset[own], held_out_subset[other]))
-    return found
+            pairs = zip(train_subset[own].tolist(), held_out_subset[other].tolist())
+            fresh &= np.array([_is_same(train, i, held_out, j) for i, j in pairs], bool)
+        found.append(Leak(kind, train_subset[own[fresh]], held_out_subset[other[fresh]]))
+        left[own[fresh]] = False
+    if near_bits is not None:
+        hashes = [source.column("perceptual_hash")[subset] for source, subset in sides]
+        own, other = _near(hashes[0], hashes[1], near_bits)
+        fresh = left[own]
+        found.append(Leak("near", train_subset[own[fresh]], held_out_subset[other[fresh]]))
+    return [leak for leak in found if len(leak.train)]
 
 
 def _is_same(train: Source, i: int, held_out: Source, j: int) -> bool:
@@ -124,23 +113,17 @@ def _bits_set(values: np.ndarray) -> np.ndarray:
 
 def describe_leaks(train: Source, held_out: Source, name: str, leaks: list[Leak]) -> str:
     """How many of each kind, and the first few."""
-    counts = ", ".join(f"{len(leak.train)} by {leak.kind}" for leak in leaks)
+    counts = ", ".join(f"{number} by {kind}" for kind, number in count_leaks(leaks).items())
     pairs = [
         (leak.kind, int(i), int(j)) for leak in leaks for i, j in zip(leak.train, leak.held_out)
     ]
-    shown = [
-        f"    {train.where(i, of)} is {held_out.where(j, of)} ({kind})"
-        for kind, i, j in pairs[:MAX_SHOWN]
-        for of in [kind if kind == "audio" else None]
-    ]
-    more = [f"    ... and {len(pairs) - MAX_SHOWN} more"] if len(pairs) > MAX_SHOWN else []
-    return "\n".join(
-        [
-            f"{len(pairs)} training samples are also in the held-out set '{name}' ({counts}):",
-            *shown,
-            *more,
-        ]
-    )
+    lines = [f"{len(pairs)} training samples are also in the held-out set '{name}' ({counts}):"]
+    for kind, i, j in pairs[:MAX_SHOWN]:
+        of = kind if kind == "audio" else None
+        lines.append(f"    {train.where(i, of)} is {held_out.where(j, of)} ({kind})")
+    if len(pairs) > MAX_SHOWN:
+        lines.append(f"    ... and {len(pairs) - MAX_SHOWN} more")
+    return "\n".join(lines)
 
 
 def count_leaks(leaks: list[Leak]) -> Mapping[str, int]:

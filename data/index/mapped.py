@@ -6,12 +6,11 @@
 On disk, in `index/<hash of the spec>/` of the cache folder:
 
     index.json     which of the folders beside it is the index; replaced in one rename
-    <build>/       numbers, texts.arrow, meta.json: see `Index`
+    <build>/       numbers, texts.arrow, repeats.npy, meta.json: see `Index`
     lock           held while building: processes that start together build once
 """
 
 import hashlib
-import json
 import mmap
 import os
 import zlib
@@ -28,11 +27,8 @@ from data.formats.rows import DEFAULT_PAIRS, Format
 from data.formats.specs import cache_folder
 from data.index.media import MEDIA, PLACE, media_of
 
-VERSION = 3  # raised when an index of before would say other things of the same data
-NUMBERS, TEXTS, REPEATS, META, PARTS = (
-    *("numbers", "texts.arrow", "repeats.npy"),
-    *("meta.json", "parts.json"),
-)
+VERSION = 4  # raised when an index of before would say other things of the same data
+NUMBERS, TEXTS, REPEATS, META = "numbers", "texts.arrow", "repeats.npy", "meta.json"
 # Images that are files: up to so many, each one's size and time are compared whenever the index is
 # opened.
 RECHECKED_FILES = 100_000
@@ -61,16 +57,7 @@ def numbers_of(modalities: Sequence[str]) -> np.dtype:
     if tuple(modalities) != DEFAULT_PAIRS[0]:
         columns[ABSENT] = "i8"
     # The widest first: one after the other in a file, each is aligned.
-    widest = sorted(columns.items(), key=lambda column: (-np.dtype(column[1]).itemsize, column[0]))
-    return np.dtype(widest)
-
-
-def layout(modalities: Sequence[str], rows: int) -> Iterator[tuple[str, np.dtype, int]]:
-    """Name, type and first byte of each column of numbers in their file."""
-    offset, kinds = 0, numbers_of(modalities)
-    for name in kinds.names or ():
-        yield name, kinds[name], offset
-        offset += kinds[name].itemsize * rows
+    return np.dtype(sorted(columns.items(), key=lambda column: -np.dtype(column[1]).itemsize))
 
 
 def texts_of(modalities: Sequence[str]) -> pa.Schema:
@@ -97,9 +84,10 @@ class Index:
 
     `numbers` holds the columns of `numbers_of` one after the other, `texts.arrow` those of
     `texts_of` in several batches, `repeats.npy` [n, 2] the rows whose id is not the first of its
-    kind, each with the first. meta.json names the `batches` in order, [rows, number of their file
-    among the `containers`]; parts.json what they were read from, which only building asks for.
-    Errors: ValueError where a file is not what was written, OSError.
+    kind, each with the first. meta.json names the first byte of each of the `columns`, and the
+    `parts` that the rows were read from, in order: [stamp, number of its file among the
+    `containers`, rows of each of its batches, what is unused in it]. Errors: ValueError where a
+    file is not what was written, OSError.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -110,17 +98,20 @@ class Index:
                 if os.path.getsize(folder / name) != size or checksum(folder / name) != crc:
                     raise ValueError(f"{folder / name} is not the file that was written")
             numbers, self._texts = _map(folder / NUMBERS), _map(folder / TEXTS)
-            self._repeats = np.load(folder / REPEATS)
+            self.repeats = np.load(folder / REPEATS)
         except FileNotFoundError:
             raise FileNotFoundError(
                 f"{folder}: this index was replaced, because the data changed; start the run again"
             ) from None
         self.modalities: tuple[str, ...] = tuple(self.meta["modalities"])
         self._batches = pa.ipc.open_file(pa.py_buffer(self._texts))
-        self._starts = np.cumsum([0, *(rows for rows, _ in self.meta["batches"])])
+        sizes = [(rows, file) for _, file, batches, _ in self.meta["parts"] for rows in batches]
+        self._starts = np.cumsum([0, *(rows for rows, _ in sizes)])
+        self._files = [file for _, file in sizes]  # of each batch
+        kinds = numbers_of(self.modalities)
         self._columns = {
-            name: np.frombuffer(numbers, kind, len(self), offset)
-            for name, kind, offset in layout(self.modalities, len(self))
+            name: np.frombuffer(numbers, kinds[name], len(self), begin)
+            for name, begin in self.meta["columns"].items()
         }
         self._reads = 0
 
@@ -143,7 +134,7 @@ class Index:
         # epoch all of the file. It stays in the system's memory, where every process finds it again
         # without reading the disk.
         self._reads += 1
-        if self._reads % READS_KEPT == 0 and hasattr(mmap, "MADV_DONTNEED"):
+        if self._reads % READS_KEPT == 0:
             self._texts.madvise(mmap.MADV_DONTNEED)
         if name not in self._batches.schema.names:
             return ""
@@ -154,37 +145,16 @@ class Index:
     def _batch_of(self, i: int) -> int:
         return int(np.searchsorted(self._starts, i, side="right")) - 1
 
-    def language(self, i: int) -> str | int | None:
-        text = self.text("language", i)
-        return json.loads(text) if text else None
-
     def container(self, i: int) -> str:
         """The file or folder that the row stands in."""
-        return self.meta["containers"][self.meta["batches"][self._batch_of(i)][1]]
+        return self.meta["containers"][self._files[self._batch_of(i)]]
 
-    def first_of(self, i: int) -> int:
-        """The first row with the id of row i, which repeats it."""
-        return int(self._repeats[np.searchsorted(self._repeats[:, 0], i), 1])
-
-    def lacks(self, modality: str, i: int) -> bool:
-        """Whether usable sample i has nothing of a modality."""
-        return bool(self.lacking(modality, slice(i, i + 1))[0])
-
-    def lacking(self, modality: str, rows: slice = slice(None)) -> np.ndarray:
-        """[N] bool: which usable samples have nothing of a modality."""
-        if modality not in self.modalities or ABSENT not in self._columns:
-            return np.full(len(self._columns["bad"][rows]), modality not in self.modalities)
-        bit = self.modalities.index(modality)
-        return (self._columns[ABSENT][rows] >> bit & 1).astype(bool)
-
-    def broken(self) -> Iterator[tuple[int, str, str, str]]:
-        """(i, modality, reason, detail) of what cannot be used of usable samples, which are used
-        without it."""
-        for i, noted in self.filled("detail"):
-            if self._columns["bad"][i] == 0:
-                for line in noted.split("\n"):
-                    modality, reason, detail = line.split(": ", 2)
-                    yield i, modality, reason, detail
+    def unused(self) -> UnusedCounts:
+        """What is no part of a sample, of all parts."""
+        total = UnusedCounts()
+        for *_, counts in self.meta["parts"]:
+            add_unused(total, counts)
+        return total
 
     def filled(self, name: str) -> Iterator[tuple[int, str]]:
         """Row and text of all rows where a text is not empty."""
@@ -194,29 +164,19 @@ class Index:
             for place in np.flatnonzero(lengths).tolist():
                 yield start + place, column[place].as_py()
 
-    def usable(self) -> np.ndarray:
-        """[n] int64, ascending."""
-        return np.flatnonzero(self._columns["bad"] == 0).astype(np.int64, copy=False)
-
-    def parts(self) -> list[tuple[str, int, UnusedCounts]]:
-        """The stamp of each part, its number of batches, and what is unused, in order."""
-        return [tuple(part) for part in read_json(self.folder / PARTS)]
-
-    def batches(self, first: int, number: int) -> Iterator[tuple[pa.RecordBatch, np.ndarray]]:
-        """Texts and numbers [n] of some batches."""
-        for batch in range(first, first + number):
-            rows = slice(*self._starts[batch : batch + 2])
-            numbers = np.empty(rows.stop - rows.start, numbers_of(self.modalities))
-            for name, column in self._columns.items():
-                numbers[name] = column[rows]
-            yield self._batches.get_batch(batch), numbers
+    def batch(self, number: int) -> tuple[pa.RecordBatch, np.ndarray]:
+        """Texts and numbers [n] of a batch."""
+        rows = slice(*self._starts[number : number + 2])
+        numbers = np.empty(rows.stop - rows.start, numbers_of(self.modalities))
+        for name, column in self._columns.items():
+            numbers[name] = column[rows]
+        return self._batches.get_batch(number), numbers
 
 
 def _map(file: Path) -> mmap.mmap:
     with open(file, "rb") as opened:
         mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        mapped.madvise(mmap.MADV_NOHUGEPAGE)
+    mapped.madvise(mmap.MADV_NOHUGEPAGE)
     return mapped
 
 

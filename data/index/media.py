@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from data.index.bad_samples import BadSample
-from data.index.keys import HASH_BYTES, hash64
+from data.bad_samples import BadSample
+from data.keys import HASH_BYTES, hash64
 from data.modalities.audio.decoding import decode_audio, describe_audio
 from data.modalities.decoding import decode_bytes, read_image_size, upright_8bit
 

@@ -9,14 +9,8 @@ from urllib.parse import unquote
 
 from data.formats.specs import ROOT, has_options, is_remote, local_path, root_folder
 
-KINDS_WITH_PATHS = (
-    "jsonl",
-    "csv",
-    "tsv",
-    "parquet",
-    "coco",
-    "karpathy",
-)  # their images may be files of their own, named by paths
+# Their images may be files of their own, named by paths.
+KINDS_WITH_PATHS = ("jsonl", "csv", "tsv", "parquet", "coco", "karpathy")
 ESCAPES = {"%": "%25", "&": "%26", "?": "%3F"}  # what has a meaning in a spec; see split_options
 FLAG = "--data-root"
 
@@ -45,9 +39,8 @@ def takes_roots(spec: str) -> bool:
 
 def _absolute(word: str) -> str:
     key, _, value = word.partition("=")
-    return (
-        word if key != ROOT or not value or is_remote(unquote(value)) else _option(unquote(value))
-    )
+    root = unquote(value)
+    return _option(root) if key == ROOT and root and not is_remote(root) else word
 
 
 def _option(root: str) -> str:

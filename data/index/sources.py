@@ -1,6 +1,7 @@
 """Where samples come from: the interface that every kind of data set offers, and the words that
 open one."""
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from common.secrets import HIDDEN, redact
+from data.bad_samples import CODES, REASON_OF_CODE, Absent, BadSample
 from data.formats.demo import Concept, DemoFormat
 from data.formats.folders import AudioFolderFormat, CocoFormat, ImageFolderFormat, KarpathyFormat
 from data.formats.parquet import ParquetFormat
@@ -17,11 +19,10 @@ from data.formats.python import PythonFormat
 from data.formats.rows import DEFAULT_PAIRS, Format, Media, Pairs, near
 from data.formats.tables import JsonlFormat, TableFormat
 from data.formats.webdataset import WebdatasetFormat
-from data.index.bad_samples import CODES, REASON_OF_CODE, Absent, BadSample
 from data.index.building import load_index
-from data.index.keys import content_hash
-from data.index.mapped import Index, UnusedCounts
+from data.index.mapped import ABSENT, Index, UnusedCounts
 from data.index.media import MEDIA
+from data.keys import content_hash
 
 MAX_SHOWN = 5
 
@@ -112,7 +113,8 @@ class IndexedSource:
         return self.index.text("captions", i)
 
     def language(self, i: int) -> str | int | None:
-        return self.index.language(i)
+        text = self.index.text("language", i)
+        return json.loads(text) if text else None
 
     def label(self, i: int) -> str | None:
         """The class of the image; None: this kind of data set has no classes of its own."""
@@ -124,7 +126,7 @@ class IndexedSource:
     def value(self, modality: str, i: int) -> Any:
         if modality in MEDIA and (code := int(self.column("bad")[i])):
             raise BadSample(REASON_OF_CODE[code], self._detail(i))
-        if self.index.lacks(modality, i):
+        if self._lacks(modality, i):
             raise Absent(f"{self.where(i)} has no {modality}")
         number = int(self.column("row")[i])
         if modality not in MEDIA:
@@ -141,7 +143,16 @@ class IndexedSource:
         return content
 
     def lacking(self, modality: str) -> np.ndarray:
-        return self.index.lacking(modality)
+        return self._lacking(modality, slice(None))
+
+    def _lacking(self, modality: str, rows: slice) -> np.ndarray:
+        modalities = self.index.modalities
+        if modality not in modalities or modalities == DEFAULT_PAIRS[0]:  # these have no column
+            return np.full(len(self.column("bad")[rows]), modality not in modalities)
+        return (self.column(ABSENT)[rows] >> modalities.index(modality) & 1).astype(bool)
+
+    def _lacks(self, modality: str, i: int) -> bool:
+        return bool(self._lacking(modality, slice(i, i + 1))[0])
 
     def content_hash(self, i: int) -> bytes:
         return self._hash("image", i)
@@ -167,7 +178,7 @@ class IndexedSource:
         return self.column("audio_key" if kind == "audio" else "id_hash")
 
     def usable(self) -> np.ndarray:
-        return self.index.usable()
+        return np.flatnonzero(self.column("bad") == 0).astype(np.int64, copy=False)
 
     def bad_samples(self) -> Iterator[tuple[str, str, str, str]]:
         bad = self.column("bad")
@@ -178,24 +189,27 @@ class IndexedSource:
     def _detail(self, i: int) -> str:
         if self.column("bad")[i] != CODES["duplicate-id"]:
             return self.index.text("detail", i)
-        first = self.where(self.index.first_of(i))
+        repeats = self.index.repeats
+        first = self.where(int(repeats[np.searchsorted(repeats[:, 0], i), 1]))
         return f"id '{self.identity(i)}' is already that of {first}; ids must differ"
 
     def broken_values(self) -> Iterator[tuple[str, str, str, str]]:
-        for i, modality, reason, detail in self.index.broken():
-            what = f"its {modality}" if self.index.lacks(modality, i) else "them"
-            without = f"{detail}; the sample is used without {what}"
-            yield self.identity(i), self.where(i, modality), reason, without
+        for i, noted in self.index.filled("detail"):
+            for line in noted.split("\n") if self.column("bad")[i] == 0 else ():
+                modality, reason, detail = line.split(": ", 2)
+                what = f"its {modality}" if self._lacks(modality, i) else "them"
+                without = f"{detail}; the sample is used without {what}"
+                yield self.identity(i), self.where(i, modality), reason, without
 
     def unused(self) -> UnusedCounts:
-        return {
-            what: (number, where) for what, (number, where) in self.index.meta["unused"].items()
-        }
+        return self.index.unused()
 
 
 class ConceptSource(IndexedSource):
     """A source that knows which samples are variants of one concept, and by whom they are spoken,
     so that whole concepts and speakers can be held out."""
+
+    format: DemoFormat
 
     def concept(self, i: int) -> Concept:
         return self.format.concept(self.identity(i))
@@ -215,14 +229,8 @@ KINDS: dict[str, tuple[str, Callable[..., Format]]] = {
     "python": ("python:MODULE:NAME", PythonFormat),
 }
 """Kind -> how it is written, and what reads it, made from what follows the colon."""
-ENDINGS = {
-    ".jsonl": "jsonl",
-    ".json": "jsonl",
-    ".csv": "csv",
-    ".tsv": "tsv",
-    ".parquet": "parquet",
-    ".tar": "webdataset",
-}
+ENDINGS = {f".{kind}": kind for kind in ("jsonl", "csv", "tsv", "parquet")}
+ENDINGS |= {".json": "jsonl", ".tar": "webdataset"}
 
 
 def open_format(spec: str, pairs: Pairs = DEFAULT_PAIRS) -> Format:
@@ -262,7 +270,7 @@ def open_source(spec: str, pairs: Pairs = DEFAULT_PAIRS, **building: Any) -> Ind
             "(--data, --val-data), or keep them in the environment or the store's own files"
         )
     format = open_format(spec, pairs)
-    kind = ConceptSource if format.has_concepts else IndexedSource
+    kind = ConceptSource if isinstance(format, DemoFormat) else IndexedSource
     spec = "demo" if spec in ("demo:", "demo:en") else spec
     source = kind(spec, format, load_index(format, **building))
     if not (source.column("bad") == 0).any():

@@ -6,30 +6,23 @@ aside). Such groups, and for `family` whole concepts, are
 never divided.
 """
 
+from array import array
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from data.index.keys import hash64, plain_caption
 from data.index.sources import ConceptSource, Source
+from data.keys import hash64, plain_caption
 from data.modalities.decoding import decode_bytes, pixel_key
 from data.progress import progress_bar
 
 
 @dataclass(frozen=True, eq=False)
 class Splits:
-    """Samples of one source by side, int64, ascending; no index twice."""
+    """Samples of one source by side, int64, ascending; no sample is on two sides."""
 
     train: np.ndarray  # [N]
     held_out: dict[str, np.ndarray] = field(default_factory=dict)  # name -> [n]
-
-    def __post_init__(self) -> None:
-        every = np.concatenate([self.train, *self.held_out.values()])
-        if len(np.unique(every)) < len(every):
-            raise ValueError(
-                f"splits share samples: {len(every)} indices, {len(np.unique(every))} different; "
-                "each sample is on one side"
-            )
 
 
 def split_source(
@@ -97,22 +90,21 @@ def _of_trained(
 def content_groups(source: Source, subset: np.ndarray, progress: bool = False) -> np.ndarray:
     """[n] int64: equal numbers for samples of the subset joined, directly or through others, by an
     equal image, sound or caption."""
-    with_image = np.flatnonzero(~source.lacking("image")[subset])
-    with_text = np.flatnonzero(~source.lacking("text")[subset])
-    with_audio = np.flatnonzero(~source.lacking("audio")[subset])
-    samples = [with_image, with_audio]
-    keys = [_image_keys(source, subset[with_image]), source.keys("audio")[subset[with_audio]]]
-    first_text = np.zeros(len(with_text), np.uint64)
-    for place, sample in enumerate(
-        progress_bar(with_text, "comparing captions", "sample", shown=progress)
-    ):
-        texts = set(map(plain_caption, source.captions(int(subset[sample]))))
-        first_text[place], *others = [hash64(text) for text in texts]
-        if others:
-            samples.append(np.full(len(others), sample))
-            keys.append(np.array(others, np.uint64))
+    has = {
+        modality: np.flatnonzero(~source.lacking(modality)[subset])
+        for modality in ("image", "audio", "text")
+    }
+    # compact, for there are as many as captions
+    with_text, text_keys = array("q"), array("Q")
+    for sample in progress_bar(has["text"], "comparing captions", "sample", shown=progress):
+        texts = {plain_caption(text) for text in source.captions(int(subset[sample]))}
+        with_text.extend([sample] * len(texts))
+        text_keys.extend(map(hash64, texts))
+    keys = [_image_keys(source, subset[has["image"]]), source.keys("audio")[subset[has["audio"]]]]
     return _connected(
-        len(subset), np.concatenate([*samples, with_text]), np.concatenate([*keys, first_text])
+        len(subset),
+        np.concatenate([has["image"], has["audio"], np.array(with_text, np.int64)]),
+        np.concatenate([*keys, np.array(text_keys, np.uint64)]),
     )
 
 
@@ -131,20 +123,13 @@ def _image_keys(source: Source, subset: np.ndarray) -> np.ndarray:
     """[n] uint64, equal for images with equal pixels. Only those are decoded that look alike and
     are not equal byte for byte."""
     keys = source.keys("content")[subset]
-    features = np.stack(
-        [
-            source.column(name)[subset].astype(np.uint64)
-            for name in ("width", "height", "perceptual_hash")
-        ],
-        1,
-    )
-    _, group = np.unique(features, axis=0, return_inverse=True)
-    group = group.reshape(-1)
-    each, first, of = np.unique(
-        keys, return_index=True, return_inverse=True
-    )  # each different content, once
-    _, alike, count = np.unique(group[first], return_inverse=True, return_counts=True)
-    for n in np.flatnonzero((count[alike] > 1) & (features[first, 2] != 0)):
+    # each different content, once
+    each, first, of = np.unique(keys, return_index=True, return_inverse=True)
+    columns = [source.column(name)[subset[first]] for name in ("width", "height")]
+    looks = source.column("perceptual_hash")[subset[first]]
+    features = np.stack([column.astype(np.uint64) for column in (*columns, looks)], 1)
+    _, alike, count = np.unique(features, axis=0, return_inverse=True, return_counts=True)
+    for n in np.flatnonzero((count[alike.reshape(-1)] > 1) & (looks != 0)):
         each[n] = hash64(pixel_key(decode_bytes(source.image_bytes(int(subset[first[n]])))))
     return each[of.reshape(-1)]
 
@@ -166,19 +151,6 @@ def _connected(count: int, samples: np.ndarray, keys: np.ndarray) -> np.ndarray:
         if np.array_equal(spread, labels):
             return labels
         labels = spread
-
-
-def split_report(source: Source, splits: Splits) -> dict[str, int]:
-    """Sample counts: `samples`, `train`, each held-out set; where skin tones are known also
-    `composition_in_another_skin_tone`: held-out samples of which training has another skin tone."""
-    counts = {"samples": len(source.usable()), "train": len(splits.train)}
-    counts |= {name: len(indices) for name, indices in splits.held_out.items()}
-    if isinstance(source, ConceptSource) and "composition" in splits.held_out:
-        trained = {source.concept(int(i)).toneless for i in splits.train}
-        counts["composition_in_another_skin_tone"] = sum(
-            source.concept(int(i)).toneless in trained for i in splits.held_out["composition"]
-        )
-    return counts
 
 
 def _draw(

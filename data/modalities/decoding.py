@@ -27,7 +27,7 @@ from PIL import (
     WebPImagePlugin,  # noqa: F401
 )
 
-from data.index.bad_samples import PIXEL_LIMIT, Allowance, BadSample, check_size, refusing
+from data.bad_samples import PIXEL_LIMIT, Allowance, BadSample, check_size, refusing
 
 # What Pillow opens beside these is rare in data sets, and some of it (EPS, for one) runs programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from data.batching.draws import patch_numbers
 from data.batching.load_control import kept_number, scaled_size
-from data.index.keys import keys_of
+from data.keys import keys_of
 from data.modalities.modality import Loaded, Modality, read_values
 from data.modalities.transforms import ImageTransform, stacked
 

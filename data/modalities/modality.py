@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data.bad_samples import Absent, BadSample
 from data.batching.draws import AUGMENTATION
-from data.index.bad_samples import Absent, BadSample
 from data.modalities.memory import empty
 
 if TYPE_CHECKING:

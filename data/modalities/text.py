@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from data.batching.draws import caption_numbers
-from data.index.keys import caption_key
+from data.keys import caption_key
 from data.modalities.modality import Loaded, Modality
 from data.modalities.tokenizer import batch_tokens_counted
 

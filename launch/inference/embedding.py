@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from data.batching.requests import evaluation_requests
-from data.index.keys import caption_key
 from data.index.sources import Source
+from data.keys import caption_key
 from data.loader import LoadReport, micro_batches
 from data.modalities.tokenizer import batch_tokens, length_multiple
 from data.progress import progress_bar

@@ -15,10 +15,10 @@ from rich.table import Table
 from torch import Tensor
 
 from common.output import plain
+from data.bad_samples import Absent
 from data.batching.mixture import open_sources
-from data.index.bad_samples import Absent
-from data.index.keys import content_hash
 from data.index.sources import Source
+from data.keys import content_hash
 from data.modules import import_recorded, modules_of_specs
 from launch.inference.embedding import Embedder
 from launch.inference.evaluation import caption_of

@@ -101,9 +101,8 @@ def folder_with_images(folder: Path) -> Path:
     outside.mkdir()
     (outside / "secret.png").write_bytes(encoded_image(9))
     (root / "images" / "good.png").write_bytes(encoded_image())
-    (root / "images" / "inside.png").symlink_to(
-        "good.png"
-    )  # a link that stays inside is as good as a file
+    # a link that stays inside is as good as a file
+    (root / "images" / "inside.png").symlink_to("good.png")
     (root / "images" / "link.png").symlink_to(outside / "secret.png")
     (root / "linked").symlink_to(outside)
     for reason, content in BAD_IMAGES.items():
@@ -141,9 +140,8 @@ def jsonl(folder: Path):
             }
         ).encode()
         lines.append(line.replace(b"TEXT", text) if isinstance(text, bytes) else line)
-    del expected[
-        "invalid-utf8"
-    ]  # of a line that cannot be read the id is not known: the line's number stands for it
+    # of a line that cannot be read the id is not known: the line's number stands for it
+    del expected["invalid-utf8"]
     expected[str(len(lines))] = "invalid-utf8"
     more = {
         b'{"image_path": ': "invalid-row",
@@ -237,9 +235,8 @@ def coco(folder: Path):
 
 
 def imagefolder(folder: Path):
-    root = folder_with_images(
-        folder
-    )  # its folder `images` is a class, `linked` is one that leads out
+    # its folder `images` is a class, `linked` is one that leads out
+    root = folder_with_images(folder)
     (root / "images" / "notes.txt").write_text("passed over")
     (folder / "outside" / "names.txt").write_text("images secret\n")
     (root / "classnames.txt").symlink_to(folder / "outside" / "names.txt")
@@ -279,9 +276,8 @@ def parquet(folder: Path, in_struct: bool = True):
         # without bytes it is read from its path, and that is a way out
         "missing": "outside-root" if in_struct else "missing-file"
     }
-    texts = pa.array([text for *_, text in rows], pa.binary()).view(
-        pa.string()
-    )  # bytes that are no text, as faulty writers leave them
+    # bytes that are no text, as faulty writers leave them
+    texts = pa.array([text for *_, text in rows], pa.binary()).view(pa.string())
     images = [
         {"bytes": image, "path": "../outside/secret.png"} if in_struct else image
         for _, image, _ in rows

@@ -9,8 +9,8 @@ import pyarrow as pa
 from data.formats.rows import ROWS_OF_A_PART
 from data.formats.tables import JsonlFormat
 from data.index.building import IndexWriter
-from data.index.keys import HASH_BYTES
 from data.index.mapped import fingerprint, index_folder, numbers_of, texts_of
+from data.keys import HASH_BYTES
 
 DIGITS = 9
 CAPTIONS = [f"picture number {n} of a thing that has a colour and a place" for n in range(1000)]

@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from bad_audio import BAD_AUDIO, RATE, film, m4a, tone, wav  # noqa: E402
 from bad_sets import encoded_image  # noqa: E402
 
+from data.bad_samples import BadSample
 from data.batching.mixture import open_sources
 from data.batching.requests import MicroBatchRequest
-from data.index.bad_samples import BadSample
 from data.index.leaks import find_leaks
 from data.index.mapped import index_folder
 from data.index.sources import open_format, open_source

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from data.bad_samples import CODES, REASONS, BadSample, check_size, refusing
 from data.batching.requests import MicroBatchRequest
-from data.index.bad_samples import CODES, REASONS, BadSample, check_size, refusing
 from data.index.sources import open_source
 from data.loader import MicroBatchDataset
 from data.modalities.image import ImageModality
@@ -31,7 +31,7 @@ def note(event, arguments):
         opened.add(os.path.realpath(os.fsdecode(arguments[0])))
 sys.addaudithook(note)
 from data.index.sources import open_source
-from data.index.bad_samples import BadSample
+from data.bad_samples import BadSample
 for spec in json.loads(sys.argv[1]):
     source = open_source(spec, workers=1)
     for i in range(len(source)):
@@ -78,9 +78,8 @@ def test_nothing_outside_is_opened(tmp_path):
     )
     assert run.returncode == 0, run.stderr
     opened = json.loads(run.stdout.splitlines()[-1])
-    assert (
-        str((tmp_path / "jsonl/set/images/good.png").resolve()) in opened
-    )  # the hook sees what is opened
+    # the hook sees what is opened
+    assert str((tmp_path / "jsonl/set/images/good.png").resolve()) in opened
     assert [path for path in opened if "/outside" in path or path == "/etc/hostname"] == []
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageSequence
 
-from data.index.bad_samples import BadSample
+from data.bad_samples import BadSample
 from data.modalities.decoding import FORMATS, decode_bytes, pixel_key, read_image_size, upright_8bit
 from data.modalities.transforms import eval_transform, train_transform
 

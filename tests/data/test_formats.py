@@ -1,7 +1,6 @@
 """What each format reads beyond what all have in common, and what it refuses."""
 
 import json
-import os
 import subprocess
 import sys
 import tarfile
@@ -14,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from data.bad_samples import BadSample
 from data.formats import parquet as parquet_format
-from data.index.bad_samples import BadSample
 from data.index.sources import open_source
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -40,26 +39,18 @@ def write_shard(file: Path, keys: list[str], form: int = tarfile.PAX_FORMAT) -> 
 def test_csv_with_other_columns_and_separator(tmp_path):
     (tmp_path / "a.png").write_bytes(encoded_image())
     file = tmp_path / "set.csv"
-    file.write_text(
-        '\ufefftext;nr;photo\n"one; two\nthree";7;a.png\n', encoding="utf-8"
-    )  # with a byte order mark
+    # with a byte order mark
+    file.write_text('\ufefftext;nr;photo\n"one; two\nthree";7;a.png\n', encoding="utf-8")
     source = open_source(f"csv:{file}?image=photo&text=text&id=nr&separator=;")
-    assert (
-        identities(source) == ["7"]
-        and source.captions(0) == ["one; two\nthree"]
-        and source.where(0) == f"{file}:2"
-    )
-    with pytest.raises(
-        ValueError,
-        match="no column 'phot'; the first line names: text, nr, photo; did you mean 'photo'",
+    assert identities(source) == ["7"] and source.captions(0) == ["one; two\nthree"]
+    assert source.where(0) == f"{file}:2"
+    for options, words in (
+        ("?image=phot&separator=;", "no column phot; there are: text, nr, photo; did you mean 'ph"),
+        ("", "no column filepath; there are: text;nr;photo.*name it: .image=COLUMN"),
+        ("?separator=ab", "separator 'ab': one character is needed"),
     ):
-        open_source(f"csv:{file}?image=phot&separator=;")
-    with pytest.raises(
-        ValueError, match="no column 'filepath'; the first line names: text;nr;photo"
-    ):
-        open_source(f"csv:{file}")
-    with pytest.raises(ValueError, match="separator 'ab': one character is needed"):
-        open_source(f"csv:{file}?separator=ab")
+        with pytest.raises(ValueError, match=words):
+            open_source(f"csv:{file}{options}")
 
 
 @pytest.mark.parametrize("limit", [1000, 1 << 20])
@@ -105,39 +96,24 @@ def test_a_column_of_languages_may_end_early(tmp_path):
     assert [source.language(i) for i in (0, 1)] == ["de", None]
 
 
-def test_a_file_whose_name_looks_like_options(tmp_path):
-    (tmp_path / "a.png").write_bytes(encoded_image())
-    (tmp_path / "what?.csv").write_text("filepath,title\na.png,fine\n")
-    assert len(open_source(f"csv:{tmp_path}/what?.csv")) == 1
-
-
 # -- coco
 
 
 def test_coco_keeps_all_captions_of_an_image(tmp_path):
+    """One that is null costs no other."""
     (tmp_path / "val").mkdir()
     (tmp_path / "val" / "1.jpg").write_bytes(encoded_image(kind="JPEG"))
+    captions = [*(f"caption {n}" for n in range(4)), None]
     content = {
         "info": {},
         "images": [{"id": 42, "file_name": "1.jpg"}],
-        "annotations": [{"id": n, "image_id": 42, "caption": f"caption {n}"} for n in range(5)],
+        "annotations": [{"image_id": 42, "caption": caption} for caption in captions],
     }
     (tmp_path / "captions.json").write_text(json.dumps(content))
     source = open_source(f"coco:{tmp_path / 'val'}:{tmp_path / 'captions.json'}")
-    assert identities(source) == ["42"] and source.captions(0) == [f"caption {n}" for n in range(5)]
+    assert identities(source) == ["42"] and source.captions(0) == captions[:-1]
+    assert source.unused()["captions without text"][0] == 1
     assert source.image_bytes(0) == (tmp_path / "val" / "1.jpg").read_bytes()
-
-
-def test_coco_a_caption_that_is_null_costs_no_other(tmp_path):
-    (tmp_path / "1.jpg").write_bytes(encoded_image(kind="JPEG"))
-    captions = ["good", None]
-    content = {
-        "images": [{"id": 1, "file_name": "1.jpg"}],
-        "annotations": [{"image_id": 1, "caption": caption} for caption in captions],
-    }
-    (tmp_path / "captions.json").write_text(json.dumps(content))
-    source = open_source(f"coco:{tmp_path}:{tmp_path / 'captions.json'}")
-    assert source.captions(0) == ["good"] and source.unused()["captions without text"][0] == 1
 
 
 @pytest.mark.parametrize(
@@ -226,20 +202,16 @@ def test_imagefolder_counts_what_it_does_not_use(classes):
 
 
 def test_imagefolder_refusals(classes, tmp_path):
-    names, templates = tmp_path / "names.txt", tmp_path / "templates.txt"
-    names.write_text("n01 tench\nn02_bigcat tiger\n")
-    with pytest.raises(
-        ValueError,
-        match="no name for 1 of 2 folders, the first is 'n02_big_cat'; did you mean 'n02_bigcat'",
+    (tmp_path / "names.txt").write_text("n01 tench\nn02_bigcat tiger\n")
+    (tmp_path / "templates.txt").write_text("a photo\n")
+    for where, error, words in (
+        (f"{classes}?names={tmp_path}/names.txt", ValueError, "1 of 2 .* mean 'n02_bigcat'"),
+        (f"{classes}?templates={tmp_path}/templates.txt", ValueError, "'a photo'; each line is a"),
+        (f"{classes}/n01", ValueError, "has no folder in it; a folder per class is needed"),
+        (f"{tmp_path}/none", FileNotFoundError, "does not exist; give a folder"),
     ):
-        open_source(f"imagefolder:{classes}?names={names}")
-    templates.write_text("a photo\n")
-    with pytest.raises(ValueError, match=r"'a photo'; each line is a sentence with one \{\}"):
-        open_source(f"imagefolder:{classes}?templates={templates}")
-    with pytest.raises(ValueError, match="has no folder in it; a folder per class is needed"):
-        open_source(f"imagefolder:{classes / 'n01'}")
-    with pytest.raises(FileNotFoundError, match="does not exist; a folder is needed"):
-        open_source(f"imagefolder:{tmp_path / 'none'}")
+        with pytest.raises(error, match=words):
+            open_source(f"imagefolder:{where}")
 
 
 # -- parquet
@@ -401,19 +373,15 @@ def test_parquet_large_row_groups_are_not_kept(tmp_path, monkeypatch):
 
 def test_parquet_refusals(tmp_path):
     pq.write_table(pa.table({"img": [b""], "txt": ["a"]}), tmp_path / "a.parquet")
-    with pytest.raises(
-        ValueError,
-        match="no column image or image_path or filepath; there are: img, txt.*name it: .image=COLUMN",
-    ):
-        open_source(f"parquet:{tmp_path}/a.parquet")
     pq.write_table(pa.table({"image": [1.5], "text": ["a"]}), tmp_path / "b.parquet")
-    with pytest.raises(
-        ValueError, match="column 'image' is double; bytes, {bytes, path} or a path is needed"
-    ):
-        open_source(f"parquet:{tmp_path}/b.parquet")
     (tmp_path / "c.parquet").write_bytes(b"hello")
-    with pytest.raises(ValueError, match="no file of it is a parquet file"):
-        open_source(f"parquet:{tmp_path}/c.parquet")
+    for name, words in (
+        ("a", "no column image or image_path or filepath; there are: img, txt.*: .image=COLUMN"),
+        ("b", "column 'image' is double; bytes, {bytes, path} or a path is needed"),
+        ("c", "no file of it is a parquet file"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            open_source(f"parquet:{tmp_path}/{name}.parquet")
 
 
 # -- webdataset
@@ -445,9 +413,8 @@ def test_webdataset_finds_what_webdataset_finds(tmp_path):
     )
     write_shard(tmp_path / "001.tar", ["3", "x__/__y", "with space", "\u00fc/\U0001f34e"])
     every = webdataset.WebDataset(f"{tmp_path}/{{000..001}}.tar", shardshuffle=False)
-    theirs = [
-        sample for sample in every if "png" in sample
-    ]  # it also gives what has neither image nor text
+    # it also gives what has neither image nor text
+    theirs = [sample for sample in every if "png" in sample]
     ours = open_source(f"webdataset:{tmp_path}/{{000..001}}.tar")
     assert [identity.split("/", 1)[1] for identity in identities(ours)] == [
         sample["__key__"] for sample in theirs
@@ -583,19 +550,18 @@ def test_webdataset_shards_cut_off_anywhere(tmp_path):
 
 def test_webdataset_refusals(tmp_path):
     (tmp_path / "a.tar.gz").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"a.tar.gz is compressed.*decompress it first"):
-        open_source(f"webdataset:{tmp_path}/a.tar.gz")
     with tarfile.open(tmp_path / "b.tar", "w:gz") as tar:
         add(tar, "a.txt", b"")
-    with pytest.raises(ValueError, match=r"b.tar is compressed.*decompress it first"):
-        open_source(f"webdataset:{tmp_path}/b.tar")
-    with pytest.raises(FileNotFoundError, match=r"no such file: .*/1.tar, .*/2.tar$"):
-        write_shard(tmp_path / "0.tar", ["a"])
-        open_source(f"webdataset:{tmp_path}/{{0..2}}.tar")
-    with pytest.raises(FileNotFoundError, match=r"no file is named like .*/x\*.tar"):
-        open_source(f"webdataset:{tmp_path}/x*.tar")
-    with pytest.raises(ValueError, match="names .*0.tar twice; name each file once"):
-        open_source(f"webdataset:{tmp_path}/0.tar::{tmp_path}/0.tar")
+    write_shard(tmp_path / "0.tar", ["a"])
+    for pattern, error, words in (
+        ("a.tar.gz", ValueError, r"a.tar.gz is compressed.*decompress it first"),
+        ("b.tar", ValueError, r"b.tar is compressed.*decompress it first"),
+        ("{0..2}.tar", FileNotFoundError, r"no such file: .*/1.tar, .*/2.tar$"),
+        ("x*.tar", FileNotFoundError, r"no file is named like .*/x\*.tar"),
+        (f"0.tar::{tmp_path}/0.tar", ValueError, "names .*0.tar twice; name each file once"),
+    ):
+        with pytest.raises(error, match=words):
+            open_source(f"webdataset:{tmp_path}/{pattern}")
 
 
 # -- files elsewhere
@@ -613,9 +579,8 @@ def test_remote_shards_are_copied_once(tmp_path, cache_folder):
     ) == encoded_image(0)
     assert source.where(0) == f"memory://{tmp_path.name}/0.tar#key0.png"
     memory.rm(f"/{tmp_path.name}", recursive=True)
-    assert identities(open_source(spec)) == identities(
-        source
-    )  # what is here is not asked for again
+    # what is here is not asked for again
+    assert identities(open_source(spec)) == identities(source)
     with pytest.raises(OSError, match="cannot copy memory://.*/2.tar to .*check the address"):
         open_source(f"webdataset:memory://{tmp_path.name}/2.tar")
     left = [
@@ -662,27 +627,11 @@ def test_remote_parquet_and_file_addresses(tmp_path):
     fsspec.filesystem("memory").pipe(
         f"/{tmp_path.name}/b.parquet", (tmp_path / "b.parquet").read_bytes()
     )
-    with pytest.raises(
-        ValueError, match="holds paths that count from the file's folder, but memory://.* is remote"
-    ):
+    with pytest.raises(ValueError, match="holds paths that count .*, but memory://.* is remote"):
         open_source(f"parquet:memory://{tmp_path.name}/b.parquet")
 
 
 # -- all
-
-
-def test_a_path_is_checked_again_when_it_is_read(tmp_path):
-    """A file that became a link after it was listed is not followed."""
-    (tmp_path / "set").mkdir()
-    (tmp_path / "set" / "a.png").write_bytes(encoded_image())
-    (tmp_path / "secret.png").write_bytes(encoded_image())
-    (tmp_path / "set" / "set.jsonl").write_text('{"image_path": "a.png", "text": "a"}\n')
-    source = open_source(f"jsonl:{tmp_path}/set/set.jsonl")
-    os.replace(tmp_path / "set" / "a.png", tmp_path / "set" / "b.png")
-    (tmp_path / "set" / "a.png").symlink_to(tmp_path / "secret.png")
-    with pytest.raises(BadSample) as error:
-        source.image_bytes(0)
-    assert error.value.reason == "outside-root"
 
 
 def test_an_image_that_changed_under_the_run_is_not_given_out(tmp_path):

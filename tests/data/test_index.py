@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from data.bad_samples import CODES
 from data.batching.mixture import open_sources
 from data.batching.requests import MicroBatchRequest
-from data.index.bad_samples import CODES
 from data.index.building import load_index
 from data.index.mapped import index_folder, numbers_of, texts_of
 from data.index.media import perceptual_hash
@@ -419,9 +419,8 @@ def test_a_large_index_is_read_without_being_loaded(tmp_path):
             CAPTIONS[i % len(CAPTIONS)]
         ]
     assert resident_bytes()["RssAnon"] - before["RssAnon"] < 8 << 20
-    assert (
-        resident_bytes()["RssFile"] - before["RssFile"] < 32 << 20
-    )  # what was read is let go of; the whole file would be 64 MB
+    # what was read is let go of; the whole file would be 64 MB
+    assert resident_bytes()["RssFile"] - before["RssFile"] < 32 << 20
     usable = source.usable()
     assert (
         usable.dtype == np.int64 and len(usable) == rows - rows // 1000 and 999 not in usable[:1001]

@@ -8,6 +8,7 @@ from data.index.sources import ConceptSource, Source, open_format, open_source
 from data.prepare import count_bad
 
 GOOD = {"image_path": "images of emoji/0.png", "text": "again"}
+OTHER_KEY = '{"image_path": "images of emoji/0.png", "txt": "a"}'
 
 
 def problems(file) -> list[tuple[str, str, str]]:
@@ -35,54 +36,27 @@ def test_reads_in_file_order_from_paths_with_spaces(emoji_set, demo):
     [
         ('{"image_path": ', "invalid-row", "invalid JSON"),
         ("[1, 2]", "invalid-row", "a list is given, an object"),
-        (
-            {"image_path": "images of emoji/0.png", "txt": "a"},
-            "invalid-row",
-            "no key 'text'; given: image_path, txt; did you mean 'txt'",
-        ),
-        (
-            {"image": "images of emoji/0.png", "text": "a"},
-            "invalid-row",
-            "no key 'image_path'; given: image, text; did you mean 'image'",
-        ),
         ("{}", "invalid-row", "no key 'image_path'; given: none"),
-        ({**GOOD, "text": 5}, "invalid-row", "the text is 5; a text or a list of texts is needed"),
-        ({**GOOD, "text": [None, 5]}, "no-caption", "no text is given"),
-        ({**GOOD, "text": "  "}, "empty-caption", "the text is empty"),
-        ({**GOOD, "text": []}, "no-caption", "no text is given"),
-        (
-            {**GOOD, "image_path": 3},
-            "invalid-row",
-            "the image's path is 3; a path as text is needed",
-        ),
-        (
-            {**GOOD, "image_path": "none.png"},
-            "missing-file",
-            "'none.png' does not exist; paths count from ",
-        ),
-        (
-            {**GOOD, "image_path": "/etc/hostname"},
-            "outside-root",
-            "by paths without '..'",
-        ),
-        (
-            {**GOOD, "image_path": "images of emoji/../../x.png"},
-            "outside-root",
-            "by paths without '..'",
-        ),
-        ({**GOOD, "id": "1"}, "duplicate-id", "id '1' is already that of "),
-        ({**GOOD, "id": True}, "invalid-row", "the id is True; a text or a whole number is needed"),
-        ({**GOOD, "id": ""}, "invalid-row", "a text or a whole number is needed"),
-        ({**GOOD, "id": "x" * 1001}, "invalid-row", "the id has 1,001 characters"),
-        (
-            {**GOOD, "text": "x" * 10_001},
-            "huge-caption",
-            "the text has 10,001 characters; at most 10,000 are read: 'xxx",
-        ),
+        (OTHER_KEY, "invalid-row", "no key 'text'; given: image_path, txt; did you mean 'txt'"),
+        ('{"image": ""}', "invalid-row", "no key 'image_path'; given: image; did you mean 'image'"),
+        # instead of what a good line has
+        ({"text": 5}, "invalid-row", "the text is 5; a text or a list of texts is needed"),
+        ({"text": [None, 5]}, "no-caption", "no text is given"),
+        ({"text": "  "}, "empty-caption", "the text is empty"),
+        ({"text": []}, "no-caption", "no text is given"),
+        ({"text": "x" * 10_001}, "huge-caption", "has 10,001 characters; at most 10,000 are read"),
+        ({"image_path": 3}, "invalid-row", "the image's path is 3; a path as text is needed"),
+        ({"image_path": "none.png"}, "missing-file", "'none.png' does not exist; paths count from"),
+        ({"image_path": "/etc/hostname"}, "outside-root", "by paths without '..'"),
+        ({"image_path": "images of emoji/../../x.png"}, "outside-root", "by paths without '..'"),
+        ({"id": "1"}, "duplicate-id", "id '1' is already that of "),
+        ({"id": True}, "invalid-row", "the id is True; a text or a whole number is needed"),
+        ({"id": ""}, "invalid-row", "a text or a whole number is needed"),
+        ({"id": "x" * 1001}, "invalid-row", "the id has 1,001 characters"),
     ],
 )
 def test_faulty_line_is_named(emoji_set, line, reason, words):
-    file = emoji_set(1, "", line)
+    file = emoji_set(1, "", line if isinstance(line, str) else GOOD | line)
     ((where, found, detail),) = problems(file)
     assert where == f"{file}:3" and found == reason and words in detail
 
@@ -96,11 +70,12 @@ def test_an_id_that_two_lines_have_names_the_first(emoji_set):
         f"id '2' is already that of {file}:2; ids must differ",
     )
     assert found[-1][2] == found[0][2]
+    # a line that cannot be read takes nobody's id
     assert [where for where, *_ in found] == [
         f"{file}:3",
         f"{file}:4",
         f"{file}:6",
-    ]  # a line that cannot be read takes nobody's id
+    ]
 
 
 def test_some_good_captions_are_kept(emoji_set):

@@ -35,9 +35,8 @@ def test_samples_of_both_in_a_row(mixture):
     assert [
         (where.rpartition("/")[2], reason) for _, where, reason, _ in mixture.bad_samples()
     ] == [("few.jsonl:4", "invalid-row")]
-    assert (
-        len({mixture.identity(i) for i in range(11)}) == 11
-    )  # lines of the same number in two files
+    # lines of the same number in two files
+    assert len({mixture.identity(i) for i in range(11)}) == 11
     assert np.array_equal(mixture.keys("content")[[0, 1, 2]], mixture.keys("content")[[8, 9, 10]])
     with pytest.raises(IndexError, match="there are 0..11"):
         mixture.captions(12)
@@ -98,8 +97,8 @@ def test_a_source_without_texts_or_without_images_is_refused_with_what_is_missin
         with tarfile.open(folder / f"{name}.tar", "w") as tar:
             tar.add(folder / "images of emoji" / "0.png" if name == "images" else file, member)
     for spec, words in (
-        (f"csv:{folder}/images.csv", "no column 'title'; the first line names: filepath"),
-        (f"tsv:{folder}/texts.tsv", "no column 'filepath'; the first line names: title"),
+        (f"csv:{folder}/images.csv", "no column title; there are: filepath"),
+        (f"tsv:{folder}/texts.tsv", "no column filepath; there are: title"),
         (f"csv:{folder}/no titles.csv", "none of 2 samples can be used .empty-caption 2."),
         (
             f"jsonl:{folder}/images.jsonl",

@@ -10,11 +10,11 @@ import pytest
 import torch
 from PIL import Image
 
+from data.bad_samples import BadSample
 from data.batching.mixture import open_sources
 from data.batching.requests import MicroBatchRequest
 from data.formats.python import encoded, encoded_audio
 from data.formats.rows import DEFAULT_PAIRS
-from data.index.bad_samples import BadSample
 from data.index.sources import open_source
 from data.index.splits import split_source
 from data.inspect import main as inspect
@@ -140,9 +140,8 @@ def test_a_sample_is_usable_where_it_has_both_of_some_pair(module):
     assert np.flatnonzero(source.lacking("image")).tolist() == sorted([*range(1, 24, 3), 9, 15])
     assert np.flatnonzero(source.lacking("tone")).tolist() == list(range(2, 24, 3))
     assert np.flatnonzero(source.lacking("text")).tolist() == [9]
-    assert (
-        open_source(f"python:{module}:Own").usable().size < source.usable().size
-    )  # an index of its own for other pairs
+    # an index of its own for other pairs
+    assert open_source(f"python:{module}:Own").usable().size < source.usable().size
 
 
 def test_languages_of_texts(module, tokenizer):
@@ -173,13 +172,14 @@ def test_what_a_sample_lacks_has_a_stand_in_that_is_marked(module, tokenizer):
         "tone_index"
     ].tolist() == [3, 4, -6, 9, 15]
     assert batch["text_index"].tolist() == [3, 4, 5, -10, 15]
+    # the next that has one
     assert batch["tone_values"].tolist() == [
         [3, 1],
         [4, 1],
         [9, 1],
         [9, 1],
         [15, 1],
-    ]  # the next that has one
+    ]
     assert torch.equal(batch["pixel_values"][1], batch["pixel_values"][2])
     assert dataset[request(5, 2)]["tone_values"].tolist() == [[0, 0], [0, 0]]  # none to show
 

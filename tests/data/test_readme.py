@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from data.index.bad_samples import REASONS
+from data.bad_samples import REASONS
 from data.index.sources import KINDS
 from launch.config.options import make_parser
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from data.index.bad_samples import SECONDS_LIMIT, Allowance, BadSample, check_sound, refusing
+from data.bad_samples import SECONDS_LIMIT, Allowance, BadSample, check_sound, refusing
 
 INSTALL = "pip install -r requirements-audio.txt"
 BLOCK = 1 << 16  # samples of a channel that are decoded at once: 6 MB with 24 channels

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from data.index.keys import keys_of
+from data.keys import keys_of
 from data.modalities.audio.decoding import decode_audio, resampled
 from data.modalities.audio.features import AudioFeatures
 from data.modalities.modality import Loaded, ValueModality
