@@ -39,7 +39,7 @@ from launch.inference.embedding import PRECISIONS, Embedder, chosen_device
 from launch.inference.evaluation import benchmark_metrics as retrieval_metrics
 from launch.inference.evaluation import by_language, examples, retrieval, write_numbers
 from launch.inference.folders import forget_embeddings, refuse_other_content, write_embeddings
-from launch.inference.gallery import Row, draw_rows
+from launch.inference.gallery import draw_rows
 from launch.inference.querying import find
 from launch.inference.reranking import fusion_of, reranked_retrieval
 from launch.inference.samples import held_out, left_out, opened
@@ -47,7 +47,6 @@ from launch.inference.trained import Trained, open_model_folder, public_model
 from launch.run.report import retrieval_table, show
 
 NUM_EXAMPLES, NUM_ANSWERS = 8, 20
-Figures = dict[Path, tuple[str, list[Row]]]  # (title, rows) by file
 OF_SPECS = ("val_data", "classify", "classify_train")
 
 
@@ -204,17 +203,13 @@ def main(arguments: argparse.Namespace) -> None:
         return
     numbers = {"step": trained.step, "precision": arguments.precision}
     numbers |= {"model": arguments.imported} if arguments.imported else {}
-    figures: Figures = {}
     if arguments.classify:
         found, table = of_classes(arguments, embedder, name)
     else:
-        found, table, figures = of_pairs(arguments, embedder, model)
+        found, table = of_pairs(arguments, embedder, model)
     output = arguments.json or results / output_name(arguments, name)
     write_numbers(output, {**numbers, **found})
     show(table)
-    notices = {draw_rows(rows, title, file) for file, (title, rows) in figures.items()}
-    for line in (*sorted(filter(None, notices)), *figures):
-        print(line)
     print(output)
 
 
@@ -263,7 +258,7 @@ def of_classes(
 
 def of_pairs(
     arguments: argparse.Namespace, embedder: Embedder, model: Mapping[str, str]
-) -> tuple[dict[str, Any], Table, Figures]:
+) -> tuple[dict[str, Any], Table]:
     """Retrieval among each set of samples, and with the same embeddings what else was asked for."""
     rerank, name = arguments.rerank, model["checkpoint"]
     if rerank and fusion_of(embedder) is None:
@@ -273,7 +268,7 @@ def of_pairs(
         )
     parts = held_out(arguments, embedder.trained)
     # by held-out set
-    sizes, metrics, figures = {}, {}, {}
+    sizes, metrics = {}, {}
     languages: dict[str, dict[str, Any]] = {}
     results: dict[str, float] = {}
     after: dict[str, float] = {}  # reranked
@@ -299,7 +294,7 @@ def of_pairs(
         if file := arguments.picture:
             file = file.with_stem(f"{file.stem}-{beside}") if beside else file
             title = f"{part_name}: queries and their first answers by embeddings, {name}"
-            figures[file] = title, examples(embedded, part.source, NUM_EXAMPLES)
+            draw_rows(examples(embedded, part.source, NUM_EXAMPLES), title, file)
     how = f", by embeddings → the nearest {rerank} by matching" if rerank else ""
     table = retrieval_table(
         f"Zero-shot retrieval, {name}{how}",
@@ -317,11 +312,8 @@ def of_pairs(
     numbers |= {"languages": languages} if languages else {}
     numbers |= {"left_out": left_out(parts["validation"])} if arguments.val_data else {}
     numbers |= results
-    return (
-        numbers | ({"reranked": {"candidates": rerank, **after}} if rerank else {}),
-        table,
-        figures,
-    )
+    numbers |= {"reranked": {"candidates": rerank, **after}} if rerank else {}
+    return numbers, table
 
 
 if __name__ == "__main__":

@@ -56,20 +56,29 @@ class Evaluator:
         self.engine, self.feeding, self.journal = engine, feeding, journal
         self.loss_weights = loss_weights
         self.prefixes = ("", AVERAGED) if averaged else ("",)
-        self._answers: dict[str, list[Answers]] = {}  # of the newest measurement, by held-out set
 
     def evaluate(self, step: int) -> None:
-        """After `step` steps."""
-        found = self.measure()
+        """Measure after `step` steps: recalls and figures of alignment by held-out set, equal on
+        all ranks. Those of the averaged weights have the prefix `ema/`."""
+        found: dict[str, dict[str, float]] = {}
+        answers: dict[str, list[Answers]] = {}
+        for prefix in self.prefixes:
+            with self.engine.averaged_weights() if prefix else nullcontext():
+                for name, held_out in self.feeding.data.held_out.items():
+                    figures, of_set = self._measure(name, held_out)
+                    found[prefix + name] = figures
+                    # the first ones are of the run's own weights
+                    answers.setdefault(name, of_set)
         epoch = self.feeding.batching.order.epochs_before(step)
-        self.journal.evaluation(step, epoch, found, self._answers)
+        self.journal.evaluation(step, epoch, found, answers)
         self._weigh(step, found)
 
     def complete(self, step: int) -> None:
         """The evaluation of the step at which this process begins, unless the run's folder has it.
         A checkpoint is written before its evaluation, so what follows from that follows now."""
         folder = self.journal.folder
-        if from_first_rank(folder.first_rank and folder.lacks(step, self.names)):
+        names = {prefix + name for prefix in self.prefixes for name in self.num_samples}
+        if from_first_rank(folder.first_rank and folder.lacks(step, names)):
             self.evaluate(step)
         elif self.loss_weights.mode == "alignment":
             self._weigh(step, from_first_rank(folder.first_rank and folder.evaluated(step)))
@@ -85,51 +94,31 @@ class Evaluator:
         """Of each held-out set."""
         return {name: len(held_out.subset) for name, held_out in self.feeding.data.held_out.items()}
 
-    @property
-    def names(self) -> set[str]:
-        """Of what `measure` returns."""
-        return {prefix + name for prefix in self.prefixes for name in self.num_samples}
-
-    def measure(self) -> dict[str, dict[str, float]]:
-        """By held-out set its recalls and figures of alignment, equal on all ranks. Those of the
-        average have the prefix `ema/`."""
-        found: dict[str, dict[str, float]] = {}
-        self._answers = {}
-        for prefix in self.prefixes:
-            with self.engine.averaged_weights() if prefix else nullcontext():
-                found |= {prefix + name: values for name, values in self._held_out()}
-        return found
-
-    def _held_out(self) -> Iterator[tuple[str, dict[str, float]]]:
+    def _measure(self, name: str, held_out: HeldOut) -> tuple[dict[str, float], list[Answers]]:
         """Where there are several pairs, the figures of one end in its name:
         `alignment/image_text`. Two branches without a loss are compared too."""
-        for name, held_out in self.feeding.data.held_out.items():
-            share = self.feeding.batch
-            requests = evaluation_requests(
-                held_out.subset, self.engine.replica, share.replicas, share.micro_batch_size
+        share, first_rank = self.feeding.batch, self.journal.folder.first_rank
+        requests = evaluation_requests(
+            held_out.subset, self.engine.replica, share.replicas, share.micro_batch_size
+        )
+        batches = self.feeding.held_out(held_out.source, requests)
+        with progress_bar(
+            None, f"evaluating {name}", "micro-batch", len(requests), shown=first_rank
+        ) as bar:
+            measured = self.engine.evaluate(
+                None if batches is None else _counted(batches, bar),
+                len(requests),
+                len(held_out.subset),
+                _measured,
             )
-            batches = self.feeding.held_out(held_out.source, requests)
-            first_rank = self.journal.folder.first_rank
-            with progress_bar(
-                None, f"evaluating {name}", "micro-batch", len(requests), shown=first_rank
-            ) as bar:
-                measured = self.engine.evaluate(
-                    None if batches is None else _counted(batches, bar),
-                    len(requests),
-                    len(held_out.subset),
-                    _measured,
-                )
-            several = len(measured) > 1
-            values: dict[str, float] = {}
-            answers: list[Answers] = []
-            for comparison in self.engine.objective.comparisons:
-                totals = measured[comparison.name]
-                of_pair = f"/{comparison.name}" if several else ""
-                values |= _figures(totals, comparison.branches, of_pair)
-                answers += _answers(held_out, totals, comparison.branches)
-            # the first measurement is of the run's own weights, later ones of averages
-            self._answers.setdefault(name, answers)
-            yield name, values
+        values: dict[str, float] = {}
+        answers: list[Answers] = []
+        for comparison in self.engine.objective.comparisons:
+            totals = measured[comparison.name]
+            of_pair = f"/{comparison.name}" if len(measured) > 1 else ""
+            values |= _figures(totals, comparison.branches, of_pair)
+            answers += _answers(held_out, totals, comparison.branches)
+        return values, answers
 
 
 def _figures(totals: PairTotals, branches: tuple[str, str], of_pair: str) -> dict[str, float]:

@@ -1,15 +1,17 @@
-"""The modalities of a run, one entry each: what loads its samples, which tower its branch has, and how
-its values are shown. A module of one's own adds or replaces one:
+"""The modalities of a run, one entry each: what loads its samples, which tower its branch has, and
+how its values are shown. A module of one's own adds or replaces one:
 
-    MODALITIES["tone"] = ModalityEntry(lambda inputs: Tone(), lambda wanted: tone_tower(wanted.name))
+    MODALITIES["tone"] = ModalityEntry(
+        lambda inputs: Tone(), lambda wanted: tone_tower(wanted.name)
+    )
 
-It is then asked for by `--pairs image:text,tone:text` and `--tower tone=NAME` (`data/README.md`, "Add
-a modality").
+It is then asked for by `--pairs image:text,tone:text` and `--tower tone=NAME` (`data/README.md`,
+"Add a modality").
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -29,10 +31,9 @@ from data.modalities.text import Languages, TextModality
 from data.modalities.tokenizer import num_ids
 from data.modalities.transforms import augmented, eval_transform, normalise
 from data.options import IMAGE_TEXT, branches_of, read_pairs
-from launch import views
 from launch.batching.planned import side_multiple
 from launch.config.groups import InputOptions
-from launch.views import View
+from launch.views import ImageView, SoundView, View
 from models.towers.audio import audio_tower
 from models.towers.building import with_head
 from models.towers.fusion import FusionSizes
@@ -41,16 +42,13 @@ from models.towers.layers import Tower
 from models.towers.text import text_tower
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from PIL import Image
-
     from data.index.sources import Source
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a modality may need to load samples. `cache`: of decoded images and sounds; `patch_size`:
-    of a ViT, pixels; `languages`: that the text tower tells apart."""
+    """What a modality may need to load samples. `cache`: of decoded images and sounds;
+    `patch_size`: of a ViT, pixels; `languages`: that the text tower tells apart."""
 
     options: InputOptions
     tokenizer: PreTrainedTokenizerBase | None = None
@@ -62,8 +60,8 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A tower that is asked for. `options`: train.py's, by name; `name`: of --tower, "" where none is
-    given."""
+    """A tower that is asked for. `options`: train.py's, by name; `name`: of --tower, "" where none
+    is given."""
 
     options: Mapping[str, Any]
     name: str
@@ -72,14 +70,14 @@ class Wanted:
 
 @dataclass(frozen=True)
 class ModalityEntry:
-    """`load`: what turns samples into the tensors of the branch. `tower`: the branch's tower without
-    a head; its `example` says what enters it. `view`: how values are shown; None: they are not, and
-    no file is a query of the modality. `from_bytes`: of tensors that are loaded as bytes, by name,
-    what makes values of them."""
+    """`load`: what turns samples into the tensors of the branch. `tower`: the branch's tower
+    without a head; its `example` says what enters it. `view`: how values are shown; None: they are
+    not, and no file is a query of the modality. `from_bytes`: of tensors that are loaded as bytes,
+    by name, what makes values of them."""
 
     load: Callable[[Inputs], Modality]
     tower: Callable[[Wanted], Tower]
-    view: View | None = None
+    view: type[View] | None = None
     from_bytes: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict)
 
 
@@ -139,7 +137,7 @@ MODALITIES: dict[str, ModalityEntry] = {
     "image": ModalityEntry(
         _load_image,
         lambda wanted: image_tower(wanted.options["image_tower"], wanted.options["image_size"]),
-        views.IMAGE,
+        ImageView,
         {"pixel_values": normalise},
     ),
     "text": ModalityEntry(_load_text, _text_tower),
@@ -148,7 +146,7 @@ MODALITIES: dict[str, ModalityEntry] = {
         lambda wanted: audio_tower(
             *(wanted.options[f"audio_{name}"] for name in ("tower", "seconds", "size"))
         ),
-        views.AUDIO,
+        SoundView,
     ),
 }
 OWN = dict(MODALITIES)  # which have flags of their own, while no module replaces them
@@ -199,8 +197,8 @@ def tower_of(
     ValueError, FileNotFoundError."""
     if branch not in MODALITIES:
         raise ValueError(
-            f"there is no modality '{branch}'; there are {', '.join(MODALITIES)}; a module that adds "
-            "one is named by --import-module"
+            f"there is no modality '{branch}'; there are {', '.join(MODALITIES)}; a module that "
+            "adds one is named by --import-module"
         )
     name = named_towers(options.get("tower") or ()).get(branch, "")
     tower = MODALITIES[branch].tower(Wanted(options, name, vocabulary))
@@ -230,78 +228,30 @@ def named_towers(given: tuple[str, ...] | list[str]) -> dict[str, str]:
 # -- how values are shown
 
 
-class Encoded(NamedTuple):
-    """A sample's value as a file has it."""
-
-    modality: str
-    data: bytes
+def view_of(modality: str) -> type[View] | None:
+    """How its values are shown; None: they are not."""
+    return MODALITIES[modality].view if modality in MODALITIES else None
 
 
-def _views(modalities: Iterable[str] | None = None) -> dict[str, View]:
-    """Of those of `modalities`, or all, whose values can be shown."""
-    names = MODALITIES if modalities is None else modalities
-    found = {name: MODALITIES[name].view for name in names if name in MODALITIES}
-    return {name: view for name, view in found.items() if view is not None}
+def encoded(source: Source, modality: str, i: int) -> View | None:
+    """The value of a sample; None for a modality that is not shown. Raises BadSample, Absent."""
+    view = view_of(modality)
+    return None if view is None else view.of(source, i)
 
 
-def shown(modalities: Iterable[str]) -> list[str]:
-    """Those whose values can be shown."""
-    return list(_views(modalities))
-
-
-def content(source: Source, modality: str, i: int) -> str | None:
-    """Equal for samples with the same value; None for a modality that is not shown."""
-    view = _views().get(modality)
-    return None if view is None else view.content(source, i)
-
-
-def several(modality: str) -> str:
-    """Its values, in messages."""
-    view = _views().get(modality)
-    return f"values of {modality}" if view is None else view.several
-
-
-def encoded(source: Source, modality: str, i: int) -> Encoded | None:
-    """Of a sample; None for a modality that is not shown. Raises BadSample, Absent."""
-    view = _views().get(modality)
-    return None if view is None else Encoded(modality, view.read(source, i))
-
-
-def draw(axes: Axes, value: Encoded) -> None:
-    """Raises BadSample."""
-    view = _views()[value.modality]
-    view.draw(axes, view.decode(value.data))
-
-
-def whole_picture(value: Encoded) -> Image.Image:
-    """Raises BadSample."""
-    view = _views()[value.modality]
-    return view.picture(view.decode(value.data))
-
-
-def small_picture(value: Encoded) -> Image.Image:
-    """Raises BadSample."""
-    picture, side = whole_picture(value).copy(), _views()[value.modality].side
-    picture.thumbnail((side, side))
-    return picture
-
-
-def played(value: Encoded) -> bytes | None:
-    """A small MP3 file, where the value can be heard and is short. Raises BadSample."""
-    view = _views()[value.modality]
-    return view.play(view.decode(value.data))
-
-
-def modality_of(file: Path, data: bytes, modalities: tuple[str, ...]) -> str:
-    """The one of `modalities` that a file is of, by its content. Raises ValueError where it is of
-    none, and where it is damaged."""
-    reasons = {}
-    for name, view in _views(modalities).items():
+def read_value(file: Path, modalities: Sequence[str]) -> tuple[str, View]:
+    """The one of `modalities` that a file is of, by its content, and its value. Raises ValueError
+    where it is of none, and where it is damaged."""
+    data, reasons = file.read_bytes(), {}
+    for name in modalities:
+        if (view := view_of(name)) is None:
+            continue
+        value = view(data)
         try:
-            view.decode(data)
-            return name
+            value.decode()
+            return name, value
         except BadSample as error:
-            if error.reason not in view.others:
+            if error.reason not in value.others:
                 raise ValueError(
                     f"{file}: cannot be read as {name}: {error.reason}, {error.detail}"
                 ) from error
@@ -318,4 +268,4 @@ def modality_of(file: Path, data: bytes, modalities: tuple[str, ...]) -> str:
 def names_a_file(text: str) -> bool:
     """Does a text end as the files of some modality do?"""
     ending = Path(text).suffix.lower().removeprefix(".")
-    return any(ending in view.endings for view in _views().values())
+    return any(each.view and ending in each.view.endings for each in MODALITIES.values())

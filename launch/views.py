@@ -1,13 +1,13 @@
 """How the values of a modality are read, drawn and heard, for evaluation, reports and trackers: a
-record each, which `launch/modalities.py` registers with the modality."""
+class each, which `launch/modalities.py` registers with the modality."""
 
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from PIL import Image
@@ -19,122 +19,147 @@ from data.modalities.decoding import decode_bytes, upright_8bit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from typing_extensions import Self  # in typing from Python 3.11 on
 
     from data.index.sources import Source
 
 SPECTROGRAM_INCHES, DOTS_PER_INCH = (1.8, 1.2), 100  # of a small picture of a sound
 MOST_KEPT = 400  # pictures, and files to play, of 90 kB at most
 MOST_PLAYED_S, MOST_PLAYED_BYTES = 10.0, 24_000  # else a sound is only drawn
-
-
-@dataclass(frozen=True)
-class View:
-    """Of one modality. `several`: its values, in messages. `read`: the encoded value of a sample; raises
-    BadSample. `content`: equal for samples with the same value. `decode`: raises BadSample, with
-    one of `others` where the content is of another kind of file. Of what `decode` returns: `draw`
-    puts it into axes; `picture` is a picture of it, and a small one is `side` pixels wide and high
-    at most; `play` is a small MP3 file, if it can be heard."""
-
-    several: str
-    endings: tuple[str, ...]
-    read: Callable[[Source, int], bytes]
-    content: Callable[[Source, int], str]
-    decode: Callable[[bytes], Any]
-    others: frozenset[str]
-    draw: Callable[[Axes, Any], None]
-    picture: Callable[[Any], Image.Image]
-    side: int
-    play: Callable[[Any], bytes | None]
-
-
-# -- images
-
-
-def on_white(data: bytes) -> np.ndarray:
-    """[h, w, 3] uint8 of an encoded image."""
-    image = np.asarray(upright_8bit(decode_bytes(data, at_least=160)))
-    if image.shape[-1] == 3:
-        return image
-    # what is transparent is shown on white, as the towers see it
-    alpha = image[..., 3:].astype(np.float32) / 255
-    return (alpha * image[..., :3] + (1 - alpha) * 255).round().astype(np.uint8)
-
-
-def _draw_image(axes: Axes, pixels: np.ndarray) -> None:
-    axes.imshow(pixels)
-    axes.set(xticks=[], yticks=[])
-
-
-# -- sounds
-
 _KEPT: dict[tuple[bytes, Callable], Any] = {}
 
 
-def _draw_sound(axes: Axes, sound: Sound) -> None:
-    """Its mel spectrogram, with seconds and Hz at the axes."""
-    found = spectrogram_of(sound)
-    axes.imshow(
-        found.decibels,
-        origin="lower",
-        aspect="auto",
-        extent=(0, found.seconds, 0, 1),
-        cmap="magma",
-        interpolation="nearest",
-    )
-    axes.set_yticks([at for at, _ in found.ticks], [f"{hz:,}" for _, hz in found.ticks])
-    axes.locator_params(axis="x", nbins=4)
-    axes.tick_params(labelsize=5.5, length=2, pad=1.5, width=0.5)
-    axes.set_xlabel("seconds", fontsize=5.5, labelpad=1)
-    axes.set_ylabel("Hz (mel scale)", fontsize=5.5, labelpad=1)
+@dataclass(frozen=True)
+class View(ABC):
+    """A value as a file has it. Its methods raise BadSample.
+
+    `several`: such values, in messages. `endings`: of their files. `others`: the reasons of
+    `decode` for a file of another kind. `side`: pixels of a small picture, at most.
+    """
+
+    data: bytes
+    several: ClassVar[str]
+    endings: ClassVar[tuple[str, ...]]
+    others: ClassVar[frozenset[str]]
+    side: ClassVar[int]
+
+    @classmethod
+    @abstractmethod
+    def of(cls, source: Source, i: int) -> Self:
+        """The value of a sample. Raises Absent, too."""
+
+    @staticmethod
+    @abstractmethod
+    def content(source: Source, i: int) -> str:
+        """Equal for samples with the same value."""
+
+    @abstractmethod
+    def decode(self) -> Any:
+        """The value itself."""
+
+    @abstractmethod
+    def draw(self, axes: Axes) -> None:
+        """Draw it into axes."""
+
+    @abstractmethod
+    def picture(self) -> Image.Image:
+        """A picture of it."""
+
+    def small_picture(self) -> Image.Image:
+        picture = self.picture().copy()
+        picture.thumbnail((self.side, self.side))
+        return picture
+
+    def played(self) -> bytes | None:
+        """A small MP3 file, where the value can be heard and is short."""
+        return None
 
 
-def _kept(make: Callable[[Sound], Any], sound: Sound) -> Any:
-    """What `make` returns, made once: evaluations of a run show the same queries again."""
-    # by content, since each evaluation decodes the sound again
-    key = hashlib.blake2b(sound.samples.tobytes(), digest_size=16).digest(), make
-    if key not in _KEPT:
-        while len(_KEPT) >= MOST_KEPT:
-            _KEPT.pop(next(iter(_KEPT)))
-        _KEPT[key] = make(sound)
-    return _KEPT[key]
+class ImageView(View):
+    several, endings = "images", IMAGE_ENDINGS
+    others, side = frozenset({"not-an-image"}), 96
+
+    @classmethod
+    def of(cls, source: Source, i: int) -> Self:
+        return cls(source.image_bytes(i))
+
+    @staticmethod
+    def content(source: Source, i: int) -> str:
+        return source.content_hash(i).hex()
+
+    def decode(self) -> np.ndarray:
+        """[h, w, 3] uint8"""
+        image = np.asarray(upright_8bit(decode_bytes(self.data, at_least=160)))
+        if image.shape[-1] == 3:
+            return image
+        # what is transparent is shown on white, as the towers see it
+        alpha = image[..., 3:].astype(np.float32) / 255
+        return (alpha * image[..., :3] + (1 - alpha) * 255).round().astype(np.uint8)
+
+    def draw(self, axes: Axes) -> None:
+        axes.imshow(self.decode())
+        axes.set(xticks=[], yticks=[])
+
+    def picture(self) -> Image.Image:
+        return Image.fromarray(self.decode())
 
 
-def _mp3(sound: Sound) -> bytes | None:
-    return playable(sound, MOST_PLAYED_S, MOST_PLAYED_BYTES)
+class SoundView(View):
+    several, endings = "sounds", AUDIO_ENDINGS
+    others, side = frozenset({"not-audio", "no-sound"}), 180
 
+    @classmethod
+    def of(cls, source: Source, i: int) -> Self:
+        return cls(source.value("audio", i))
 
-def _drawn(sound: Sound) -> Image.Image:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    @staticmethod
+    def content(source: Source, i: int) -> str:
+        return f"{int(source.keys('audio')[i]):016x}"
 
-    figure = Figure(SPECTROGRAM_INCHES, dpi=DOTS_PER_INCH)
-    _draw_sound(figure.add_axes((0.22, 0.22, 0.74, 0.74)), sound)
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3])
+    def decode(self) -> Sound:
+        return decode_audio(self.data)
 
+    def draw(self, axes: Axes) -> None:
+        """Its mel spectrogram, with seconds and Hz at the axes."""
+        found = spectrogram_of(self.decode())
+        axes.imshow(
+            found.decibels,
+            origin="lower",
+            aspect="auto",
+            extent=(0, found.seconds, 0, 1),
+            cmap="magma",
+            interpolation="nearest",
+        )
+        axes.set_yticks([at for at, _ in found.ticks], [f"{hz:,}" for _, hz in found.ticks])
+        axes.locator_params(axis="x", nbins=4)
+        axes.tick_params(labelsize=5.5, length=2, pad=1.5, width=0.5)
+        axes.set_xlabel("seconds", fontsize=5.5, labelpad=1)
+        axes.set_ylabel("Hz (mel scale)", fontsize=5.5, labelpad=1)
 
-IMAGE = View(
-    several="images",
-    endings=IMAGE_ENDINGS,
-    read=lambda source, i: source.image_bytes(i),
-    content=lambda source, i: source.content_hash(i).hex(),
-    decode=on_white,
-    others=frozenset({"not-an-image"}),
-    draw=_draw_image,
-    picture=Image.fromarray,
-    side=96,
-    play=lambda pixels: None,
-)
-AUDIO = View(
-    several="sounds",
-    endings=AUDIO_ENDINGS,
-    read=lambda source, i: source.value("audio", i),
-    content=lambda source, i: f"{int(source.keys('audio')[i]):016x}",
-    decode=decode_audio,
-    others=frozenset({"not-audio", "no-sound"}),
-    draw=_draw_sound,
-    picture=partial(_kept, _drawn),
-    side=180,
-    play=partial(_kept, _mp3),
-)
+    def picture(self) -> Image.Image:
+        return self._kept(SoundView._drawn)
+
+    def played(self) -> bytes | None:
+        return self._kept(SoundView._mp3)
+
+    def _kept(self, make: Callable[[SoundView], Any]) -> Any:
+        """What `make` returns, made once: evaluations of a run show the same queries again."""
+        key = hashlib.blake2b(self.data, digest_size=16).digest(), make
+        if key not in _KEPT:
+            while len(_KEPT) >= MOST_KEPT:
+                _KEPT.pop(next(iter(_KEPT)))
+            _KEPT[key] = make(self)
+        return _KEPT[key]
+
+    def _drawn(self) -> Image.Image:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        figure = Figure(SPECTROGRAM_INCHES, dpi=DOTS_PER_INCH)
+        self.draw(figure.add_axes((0.22, 0.22, 0.74, 0.74)))
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        return Image.fromarray(np.asarray(canvas.buffer_rgba())[..., :3])
+
+    def _mp3(self) -> bytes | None:
+        return playable(self.decode(), MOST_PLAYED_S, MOST_PLAYED_BYTES)

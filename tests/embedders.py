@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from data.modalities.preprocessing import Preprocessing
 from data.modalities.tokenizer import load_tokenizer
 from launch.inference.embedding import Embedder
 from launch.inference.trained import Trained
@@ -22,7 +23,8 @@ def make_embedder(source, fusion=None):
         *names, 16, SIZE, len(tokenizer), TOKENS, *ids, build_loss("infonce").parameters, fusion
     )
     layers = [spec.build(1).eval() for tower in towers for spec in tower.specs]
-    record = {"options": {"image_size": SIZE, "max_text_tokens": TOKENS, "seed": 0}}
+    options = {"image_size": SIZE, "max_text_tokens": TOKENS, "seed": 0}
+    record = {"options": options | Preprocessing().options(SIZE)}
     return Embedder(
         Trained(record, Path("step-00000001"), 1, tokenizer, towers, layers), "cpu", 7, 0
     )

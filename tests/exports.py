@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from data.modalities.tokenizer import load_tokenizer
+from data.modalities.tokenizer import batch_tokens, load_tokenizer
 from data.modalities.transforms import eval_transform, normalise, stacked
 from launch.config.options import parse_options
 from launch.inference.trained import Trained
@@ -106,8 +106,7 @@ def trained_model(
     return Trained({"options": options}, Path("step-00000007"), 7, tokenizer, towers, layers)
 
 
-def embeddings(layers, pixel_values, tokens):
-    tensors = {"pixel_values": pixel_values, **tokens}
+def embeddings(layers, tensors):
     with torch.no_grad():
         for layer in layers:
             tensors = layer(tensors)
@@ -151,31 +150,68 @@ def evaluated(data):
     return normalise(stacked([transform(transform.stored(data))]))[0]
 
 
-# for each folder: the code of its page, run there, on the images and texts; nothing of ours can
+# for each folder: the code of its page, run there, on the files and the texts; nothing of ours can
 # be imported
 FRESH = """
 import os, sys, torch
 _, captions, *folders = sys.argv
+texts = captions.split("|")
 for folder in folders:
     os.chdir(folder)
-    names = {}
+    names, found = {}, {}
     exec(open("page.py").read(), names)
-    model = names["model"]
-    pixels = torch.stack([model.pixel_values(f"../{i}") for i in range(7)])
-    found = pixels, model.embed_images(pixels), model.embed_texts(captions.split("|"))
+    model, library = names["model"], names.get("library_model")
+    assert type(library) is type(model.whole), folder
+    if model.record["images"]:
+        pixels = torch.stack([model.pixel_values(f"../{i}.image") for i in range(7)])
+        found["pixel_values"] = pixels
+        found["image_embeds"] = model.embed_images(pixels)
+    if model.record["sounds"]:
+        found["input_features"] = model.input_features("../sound.wav")[None]
+        found["audio_embeds"] = model.embed_sounds(found["input_features"])
+    found["text_embeds"] = model.embed_texts(texts)
+    if "tokenizer" in names:  # OpenCLIP's, beside which no code of the folder is needed
+        library.eval()
+        with torch.no_grad():
+            image = library.encode_image(pixels, normalize=True)
+            text = library.encode_text(names["tokenizer"](texts), normalize=True)
+        assert torch.equal(image, found["image_embeds"]) and torch.equal(text, found["text_embeds"])
+        found |= {"logit_scale": library.logit_scale.data.view(1)}
+        if library.logit_bias is not None:
+            found |= {"logit_bias": library.logit_bias.data.view(1)}
     torch.save(found, "result.pt")
 """
 
 
-def embed_by_pages(root, folders):
-    """Run the code of the README.md of each folder, of a folder below `root`, in a fresh process
-    that leaves pixels and embeddings in result.pt."""
+def embed_by_pages(root, folders, sound=b""):
+    """Run the code of the README.md of each folder, of a folder below `root`, in a fresh process;
+    returns the tensors that it made in each: what the towers read, by its name, and their
+    embeddings."""
     for folder in folders:
         text = (folder / "README.md").read_text(encoding="utf-8")
         code = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
         (folder / "page.py").write_text("\n".join(code), encoding="utf-8")
     for i, data in enumerate(files()):
-        (root / str(i)).write_bytes(data)
+        (root / f"{i}.image").write_bytes(data)
+    (root / "sound.wav").write_bytes(sound)
     arguments = [sys.executable, "-c", FRESH, "|".join(CAPTIONS), *map(str, folders)]
     result = subprocess.run(arguments, cwd=root, text=True, capture_output=True, timeout=1200)
     assert result.returncode == 0, result.stderr[-3000:]
+    return [torch.load(folder / "result.pt", weights_only=True) for folder in folders]
+
+
+def assert_same(trained, found, atol=1e-6):
+    """Check that a model makes what a page made of an export: embeddings to `atol`, and the scalars
+    of the loss exactly."""
+    tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)
+    stages = {}
+    for branch, values in (("image", "pixel_values"), ("audio", "input_features"), ("text", None)):
+        if f"{branch}_embeds" in found:
+            given = {values: found[values]} if values else tokens
+            stages |= embeddings(trained.layers_of(branch), given)
+    for name in ("image_embeds", "audio_embeds", "text_embeds"):
+        if name in found:
+            torch.testing.assert_close(found[name], stages[name], rtol=0, atol=atol)
+    if "logit_scale" in found:
+        assert found["logit_scale"] == stages["logit_scale"]
+        assert found.get("logit_bias") == stages.get("logit_bias")

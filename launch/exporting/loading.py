@@ -21,7 +21,6 @@ from models.towers.names import TWO_LAYERS
 from models.towers.pooling import num_heads
 
 Record = dict[str, Any]
-POOLS = {"cls": "first", "avg": "mean"}  # ours by the names of texts' pools
 # what the model's own classifier or mean becomes, in modeling_export.py's words
 NOTHING, MAX = "Identity", "AdaptiveMaxPool2d"
 
@@ -36,26 +35,16 @@ def loading_record(trained: Trained, kind: str) -> Record:
     return {
         "model": whole,
         "file": AUDIO if whole else WEIGHTS,
-        "images": _images(trained, towers["image"]) if "image" in towers else None,
+        "images": _images(towers["image"]) if "image" in towers else None,
         "texts": _texts(towers["text"]) if kind != OPEN_CLIP else None,
         "sounds": _sounds(towers["audio"]) if "audio" in towers else None,
         "towers": {name: tower_record(tower) for name, tower in own.items()},
     }
 
 
-def _images(trained: Trained, image: Tower) -> Record:
-    pixels, size = trained.preprocessing, trained.options["image_size"]
+def _images(image: Tower) -> Record:
     in_patches = image.config["architecture"] == "Siglip2VisionModel"
-    config = image.config.get("config", {})
-    return {
-        "size": size,
-        "resize": pixels.options(size)["image_resize"],
-        "resize_mode": pixels.resize_mode,
-        "mean": list(pixels.mean),
-        "std": list(pixels.std),
-        "interpolation": pixels.interpolation,
-        "patch_size": config["patch_size"] if in_patches else None,
-    }
+    return {"patch_size": image.config["config"]["patch_size"] if in_patches else None}
 
 
 def _texts(text: Tower) -> Record:
@@ -156,9 +145,7 @@ def _of_library(tower: Tower) -> Record:
 def _added_pool(config: Mapping[str, Any]) -> Record:
     """Of a tower whose library leaves a map or tokens."""
     added = config["added_pool"]
-    if added is None:
-        return {}
-    return {"pool": POOLS.get(added["pool"], added["pool"]), "channels": added["channels"]}
+    return {name: added[name] for name in ("pool", "channels")} if added else {}
 
 
 def _open_clip_image(config: Mapping[str, Any]) -> Record:
@@ -191,7 +178,7 @@ def _torchvision_by_hand(tower: Tower) -> Record:
     """`layers`, `dims` or `patch_size` say whether it is a ResNet, a ConvNeXt or a ViT."""
     sizes, pool = tower.config, tower.config["pool"]
     largest = {"avgpool": MAX} if pool == "max" else {}
-    pooled = {"pool": POOLS.get(pool, pool), "channels": 1}
+    pooled = {"pool": pool, "channels": 1}
     if "layers" in sizes:
         names = ("layers", "width_per_group", "groups")
         block = "Bottleneck" if sizes["bottleneck"] else "BasicBlock"
@@ -227,7 +214,7 @@ def _transformers_audio(audio: Tower) -> Record:
         return {"output": "pooler_output"}
     # AST: without the class and the distillation token
     skipped = 2 if architecture != "WhisperEncoder" and pool != "attention" else 0
-    return {"output": "last_hidden_state", "pool": POOLS.get(pool, pool), "skipped": skipped}
+    return {"output": "last_hidden_state", "pool": pool, "skipped": skipped}
 
 
 def _transformers_text(text: Tower) -> Record:
@@ -251,7 +238,7 @@ def _transformers_image(image: Tower) -> Record:
     return {
         "arguments": arguments,
         "output": "last_hidden_state",
-        "pool": POOLS.get(pool, pool),
+        "pool": pool,
         "channels": 1 if has_maps else -1,
         "skipped": last.skipped if isinstance(last, ImagePool) else 0,
         "norm": "post_layernorm" if "CLIP" in architecture else norm,

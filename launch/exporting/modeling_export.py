@@ -8,7 +8,7 @@
     text_embeds = model.embed_texts(["a red apple"])  # [1, D], of length 1
 
 `wye.json` beside this file says, under "loading", of which libraries the towers are, how their
-outputs are pooled, and how images, texts and sounds are prepared.
+outputs are pooled, and how texts and sounds are prepared; under "options", how images are.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from torch.nn import functional as F
 
 def load(folder: str | Path = ".") -> ExportedModel:
     """The model of an exported folder, ready to embed."""
-    record = json.loads((Path(folder) / "wye.json").read_text(encoding="utf-8"))["loading"]
-    return ExportedModel(Path(folder), record).eval()
+    record = json.loads((Path(folder) / "wye.json").read_text(encoding="utf-8"))
+    return ExportedModel(Path(folder), record["loading"], record["options"]).eval()
 
 
 class ExportedModel(nn.Module):
@@ -38,9 +38,9 @@ class ExportedModel(nn.Module):
     modality, those that have no place in such a model.
     """
 
-    def __init__(self, folder: Path, record: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, record: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         super().__init__()
-        self.folder, self.record = folder, record
+        self.folder, self.record, self.options = folder, record, options
         self.whole, self.tokenizer = _whole_model(folder, record["model"])
         tensors = load_file(folder / record["file"]) if record["towers"] else {}
         towers = {
@@ -51,13 +51,13 @@ class ExportedModel(nn.Module):
 
     def embed_images(self, pixel_values: Tensor) -> Tensor:
         """[B, 3, H, W], as `pixel_values` prepares them -> [B, D], of length 1."""
-        if side := self.record["images"].get("patch_size"):
+        if side := self.record["images"]["patch_size"]:
             return self._embed("image", **_patches(pixel_values, side))
         return self._embed("image", pixel_values)
 
     def embed_sounds(self, input_features: Tensor) -> Tensor:
         """[B, …], as `input_features` prepares them -> [B, D], of length 1."""
-        grey = self.record["sounds"].get("grey")
+        grey = self.record["sounds"]["grey"]
         if grey:  # decibels [B, 1, T, F] become an image [B, 3, F, T]
             scaled = (input_features.transpose(2, 3) - grey["quiet_db"]) / grey["spread_db"]
             input_features = scaled.expand(-1, 3, -1, -1)
@@ -99,8 +99,8 @@ class ExportedModel(nn.Module):
         is transparent, resized, and the centre cut out."""
         from PIL import Image, ImageOps
 
-        how = self.record["images"]
-        resize, size = how["resize"], how["size"]
+        how = self.options
+        resize, size = how["image_resize"], how["image_size"]
         image = ImageOps.exif_transpose(Image.open(file))
         if image.has_transparency_data:
             image = image.convert("RGBA")
@@ -108,15 +108,15 @@ class ExportedModel(nn.Module):
             page.paste(image, mask=image.getchannel("A"))
             image = page
         width, height = (
-            resize if how["resize_mode"] == "squash" else resize * side // min(image.size)
+            resize if how["image_resize_mode"] == "squash" else resize * side // min(image.size)
             for side in image.size
         )
-        resampling = Image.Resampling[how["interpolation"].upper()]
+        resampling = Image.Resampling[how["image_interpolation"].upper()]
         image = image.convert("RGB").resize((width, height), resampling)
         pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
         pixels = pixels.view(height, width, 3).permute(2, 0, 1)
         top, left = round((height - size) / 2), round((width - size) / 2)
-        mean, std = (torch.tensor(how[name]).view(3, 1, 1) for name in ("mean", "std"))
+        mean, std = (torch.tensor(how[f"image_{name}"]).view(3, 1, 1) for name in ("mean", "std"))
         return (pixels[:, top : top + size, left : left + size] / 255 - mean) / std
 
     def input_features(self, file: str | Path | IO[bytes]) -> Tensor:
@@ -172,18 +172,20 @@ class Tower(nn.Module):
         tokens = output.movedim(record.get("channels", -1), -1).flatten(1, -2)
         tokens = tokens[:, record.get("skipped", 0) :]
         norm = self.module.get_submodule(record["norm"]) if record.get("norm") else nn.Identity()
-        if record["pool"] == "attention":
+        # images' words for what texts' are called
+        pool = {"cls": "first", "avg": "mean"}.get(record["pool"], record["pool"])
+        if pool == "attention":
             return self.attention_pool(norm(tokens), None if mask is None else mask == 0)
         mask = tokens.new_ones(tokens.shape[:2]) if mask is None else mask
-        if record["pool"] == "mean":
+        if pool == "mean":
             return norm((tokens * mask[..., None]).sum(1) / mask.sum(1, keepdim=True))
-        if record["pool"] == "max":
+        if pool == "max":
             return norm(tokens.masked_fill(mask[..., None] == 0, -torch.inf).amax(1))
         chosen = {  # one token of each
             "first": lambda: torch.zeros_like(mask[:, 0], dtype=torch.int64),
             "last": lambda: tokens.shape[1] - 1 - mask.flip(1).argmax(1),
             "eos": lambda: (ids == record["eos_token_id"]).int().argmax(1),
-        }[record["pool"]]()
+        }[pool]()
         return norm(tokens[torch.arange(len(tokens), device=tokens.device), chosen])
 
 

@@ -3,19 +3,19 @@ model is, how it is loaded, and what the run that trained it was."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import permutations
-from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCardData
 
 from common.files import read_json
 from common.markdown import code, fenced, words
+from engine.planning.planner import BranchBatch
 from launch.exporting.adapters import ADAPTERS, TOWER_IN
 from launch.exporting.loading import seconds_of_clip
 from launch.inference.trained import Trained
+from launch.reporting.reading import RunData, read_folder
 from launch.run.records import AUDIO, FUSION, OPEN_CLIP, STATE_DICT, TEXT_FOLDER
 from models.metrics.retrieval import RECALL_AT
 from models.towers.layers import Tower
@@ -100,12 +100,13 @@ WITH_FUSION = """## The fusion head
 
 `{file}` has the layers that score pairs of an image and a text: the projections of both towers'
 tokens (`head.image_tokens.`, `head.text_tokens.`) and the attention between them (`head.fusion.`),
-{layers} layers of width {width} with {heads} heads. They go with Wye's towers, which read this
-folder:
+{fusion} layers of width {fusion_width} with {fusion_heads} heads. They go with Wye's towers, which
+read this folder:
 
 ```
 python evaluate.py FOLDER --val-data SPEC --rerank 32
-python train.py --import FOLDER --fusion {layers} --fusion-width {width} --fusion-heads {heads} …
+python train.py --import FOLDER \\
+    --fusion {fusion} --fusion-width {fusion_width} --fusion-heads {fusion_heads} …
 ```"""
 
 PROCESSOR = """## Images
@@ -115,38 +116,26 @@ evaluation for opaque images up to one of the 255 levels of a channel, but for i
 around the centre is rounded the other way. `model.pixel_values` gives exactly these."""
 
 
-def export_page(
-    trained: Trained,
-    kind: str,
-    differences: Sequence[str],
-    averaged: bool,
-    fusion: bool,
-    adapted: Sequence[str],
-) -> str:
-    """Markdown. `kind`: as in the record; `differences`: why it is a state dict; `averaged`: the
-    weights are the run's moving average; `fusion`: there is a file of it; `adapted`: the branches
-    whose adapters are apart."""
-    towers = trained.by_branch
+def export_page(trained: Trained, record: Mapping[str, Any], averaged: bool) -> str:
+    """Markdown. `record`: of the export; `averaged`: the weights are the run's moving average."""
+    towers, kind = trained.by_branch, record["kind"]
     parts = [
         _card(trained, kind),
         f"# {' and '.join(words(trained.options[f'{branch}_tower']) for branch in towers)}",
         _introduction(trained, towers),
         "## Load it",
-        *_loading(kind, differences, towers),
+        *_loading(kind, record["differences"], towers),
     ]
-    if adapted:
+    if record["adapters"]:
+        where = 'model.towers["{}"].module' if kind == STATE_DICT else "model.whole.{}"
         lines = "\n".join(
-            f'PeftModel.from_pretrained({module}, "{ADAPTERS}/{branch}").eval()'
-            for branch in adapted
-            for module in [
-                f'model.towers["{branch}"].module'
-                if kind == STATE_DICT
-                else f"model.whole.{TOWER_IN[branch]}"
-            ]
+            f'PeftModel.from_pretrained({where.format(own)}, "{ADAPTERS}/{branch}").eval()'
+            for branch in record["adapters"]
+            for own in [branch if kind == STATE_DICT else TOWER_IN[branch]]
         )
         parts.append(WITH_ADAPTERS.format(lines=lines))
-    if fusion:
-        parts.append(WITH_FUSION.format(file=FUSION, **towers["image"].config["fusion"]))
+    if record["fusion"]:
+        parts.append(WITH_FUSION.format(file=FUSION, **record["fusion"]))
     if "data" in trained.options:
         parts += _training(trained, averaged)
     return "\n\n".join([*parts, *([PROCESSOR] if "image" in towers else [])]) + "\n"
@@ -219,7 +208,10 @@ def _loading(kind: str, differences: Sequence[str], towers: dict[str, Tower]) ->
 def _training(trained: Trained, averaged: bool) -> list[str]:
     """The sections of what is known of the run."""
     record, options = trained.record, trained.options
-    results, line = _results(trained, averaged)
+    run = read_folder(trained.checkpoint.parents[1], "")
+    epochs = dict(zip(run.steps["step"], run.steps["epoch"])) if len(run.steps) else {}
+    results = _results(run, trained, averaged)
+    batch = BranchBatch(**next(iter(record["batches"].values())))
     weights = ("imported", "image_weights", "text_weights", "audio_weights")
     rows = {
         "data": ", ".join(map(code, options["data"])),
@@ -229,41 +221,39 @@ def _training(trained: Trained, averaged: bool) -> list[str]:
         "started from": next(
             (code(options[key]) for key in weights if options.get(key)), "random weights"
         ),
-        "steps": f"{trained.step:,} of {record.get('total_steps', trained.step):,}",
-        "epochs": f"{line['epoch']:.4g}" if "epoch" in line else None,
-        "samples per step": record.get("training", {}).get("deepspeed", {}).get("train_batch_size"),
+        "steps": f"{trained.step:,} of {record['total_steps']:,}",
+        "epochs": f"{epochs[trained.step]:.4g}" if trained.step in epochs else None,
+        "samples per step": f"{batch.global_batch_size:,}",
         "weights": "moving average (`--ema`)" if averaged else None,
     }
     lines = [f"| {name} | {value} |" for name, value in rows.items() if value is not None]
     return [
         "## Training",
         "\n".join(["| | |", "|---|---|", *lines]),
-        *([fenced(record["command"])] if record.get("command") else []),
+        fenced(record["command"]),
         "## Results",
         _table(results) if results else "The run has not evaluated these weights.",
     ]
 
 
-def _results(
-    trained: Trained, averaged: bool
-) -> tuple[dict[str, dict[str, float]], dict[str, Any]]:
-    """(what is known of these very weights, by held-out set: by evaluate.py on the samples that the
-    run held out, else by the run itself; the run's own line of that step)."""
-    run_dir = trained.checkpoint.parents[1]
-    lines = [line for line in _lines(run_dir / "metrics.jsonl") if line.get("step") == trained.step]
-    by_hand = run_dir / f"evaluation-{trained.checkpoint.name}{'-ema' if averaged else ''}.json"
-    found: dict[str, dict[str, float]] = {}
+def _results(run: RunData, trained: Trained, averaged: bool) -> dict[str, Mapping[str, float]]:
+    """What is known of these very weights, by held-out set: by evaluate.py on the samples that the
+    run held out, else by the run itself."""
+    name = f"evaluation-{trained.checkpoint.name}{'-ema' if averaged else ''}.json"
+    by_hand = run.path / name
+    found: dict[str, Mapping[str, float]] = {}
     for key, value in (read_json(by_hand) if by_hand.is_file() else {}).items():
         part, slash, metric = key.partition("/")
         if slash and isinstance(value, int | float):
-            found.setdefault(part, {})[metric] = value
+            found[part] = {**found.get(part, {}), metric: value}
     # the run's own lines are of its weights, or of their average where that was evaluated
-    if not found and averaged == bool(trained.options.get("eval_ema")):
-        found = {line["held_out"]: line for line in lines if "held_out" in line}
-    return found, lines[-1] if lines else {}
+    if found or averaged != bool(trained.options.get("eval_ema")):
+        return found
+    lines = [line for of_set in run.held_out.values() for line in of_set]
+    return {line["held_out"]: line for line in lines if line["step"] == trained.step}
 
 
-def _table(results: dict[str, dict[str, float]]) -> str:
+def _table(results: Mapping[str, Mapping[str, float]]) -> str:
     header = ["held-out set", "query → answer", *(f"R@{k} %" for k in RECALL_AT)]
     rows = [
         [words(part), said, *(f"{100 * values[f'{direction}_R@{k}']:.2f}" for k in RECALL_AT)]
@@ -273,15 +263,3 @@ def _table(results: dict[str, dict[str, float]]) -> str:
     ]
     lines = [header, ["---"] * 2 + ["---:"] * len(RECALL_AT), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    if not file.is_file():
-        return []
-    lines = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        try:
-            lines.append(json.loads(line))
-        except ValueError:  # the last one, where the machine went down
-            continue
-    return lines

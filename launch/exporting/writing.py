@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from PIL import Image
 from safetensors.torch import save_file
@@ -90,11 +89,10 @@ def write_export(
     with replacing_folder(folder) as beside:
         state = _of_these_pairs(trained, canonical_state(trained.layers))
         # what scores pairs in training has no place in an encoder of either
-        fusion = _taken_out(state, FUSION_NAMES)
-        # sounds have none in a model of images and texts
-        has_sounds = kind in (STATE_DICT, CLAP)
-        _save(beside / FUSION, fusion)
-        _save(beside / AUDIO, {} if has_sounds else _taken_out(state, _names_of_sounds(state)))
+        _save(beside / FUSION, _taken_out(state, FUSION_NAMES))
+        # and sounds have none in a model of images and texts
+        if kind not in (STATE_DICT, CLAP):
+            _save(beside / AUDIO, _taken_out(state, _names_of_sounds(state)))
         for branch, tower in towers.items():
             if tower.config["library"] == "transformers":
                 (beside / branch).mkdir()
@@ -102,24 +100,21 @@ def write_export(
                 _write_json(beside / branch / "config.json", own or library_config(tower))
         config, pairs = _write_weights(trained, state, kind, beside, folder)
         _write_inputs(trained, kind, beside)
-        apart: dict[str, Any] = {}
-        if keep_adapters:
-            apart = write_all(adapters, towers, config, pairs, beside)
+        apart = adapters if keep_adapters else ()
         record = {
             "format": FORMAT,
             "kind": kind,
             "differences": differences,
             "options": _options(trained, kind),
             "fusion": _fusion_options(towers),
-            "adapters": apart,
+            "adapters": write_all(apart, towers, config, pairs, beside),
             "step": trained.step,
             "trained_in": _trained_in(trained.layers),
             "versions": _versions(trained.towers),
             "loading": loading_record(trained, kind),
         }
-        page = export_page(trained, kind, differences, averaged, bool(fusion), list(apart))
         _write_json(beside / RECORD, record)
-        write_text(beside / "README.md", page)
+        write_text(beside / "README.md", export_page(trained, record, averaged))
         write_text(beside / CODE.name, CODE.read_text(encoding="utf-8"))
         # safetensors makes them for their owner alone
         for weights in beside.rglob("*.safetensors"):
@@ -280,35 +275,27 @@ def _write_weights(
     """Weights and configuration as `kind` has them, in `beside`, which will be `folder`. Returns
     the configuration of transformers' model of both towers, if it is one, and the pairs of its
     tensors and ours."""
-    towers = trained.by_branch
-    text = towers["text"]
     if kind == STATE_DICT:
         _save(beside / WEIGHTS, state)
         return None, ()
+    pair = trained.by_branch["audio" if kind == CLAP else "image"], trained.by_branch["text"]
     if kind == OPEN_CLIP:
         tokens, at = _tokens_of_open_clip(trained, folder), beside / TEXT_FOLDER
-        model, tensors = open_clip_model(towers["image"], text, state, tokens, at)
+        model, tensors = open_clip_model(*pair, state, tokens, at)
         if "hf_model_name" in model["text_cfg"]:
             model["text_cfg"]["hf_model_name"] = str(folder / TEXT_FOLDER)
         pixels = _preprocess_cfg(trained.preprocessing)
         _write_json(beside / OPEN_CLIP_FILES[0], {"model_cfg": model, "preprocess_cfg": pixels})
         _save(beside / OPEN_CLIP_FILES[1], tensors)
         return None, ()
+    learned = scale_of(*pair) if kind == CLAP else None
+    scale = state[learned or "head.logit_scale"].item()
     if kind == CLAP:
-        pair = towers["audio"], text
-        learned = scale_of(*pair)
-        if learned is None:
-            raise ValueError(
-                f"{trained.checkpoint}: has no scale of sounds and texts, which ClapModel needs; "
-                "export a state dict"
-            )
-        config, pairs = clap_config(*pair, state[learned].item()), clap_pairs(*pair)
+        config, pairs = clap_config(*pair, scale), clap_pairs(*pair)
+    elif key := whole_model_of(*pair):
+        config, pairs = whole_model_config(key, *pair, scale), whole_model_pairs(*pair)
     else:
-        pair, scale = (towers["image"], text), state["head.logit_scale"].item()
-        if key := whole_model_of(*pair):
-            config, pairs = whole_model_config(key, *pair, scale), whole_model_pairs(*pair)
-        else:
-            config, pairs = dual_encoder_config(*pair, scale), dual_encoder_pairs(*pair)
+        config, pairs = dual_encoder_config(*pair, scale), dual_encoder_pairs(*pair)
     config.save_pretrained(beside)
     _save(beside / WEIGHTS, to_theirs(pairs, state))
     return config, pairs

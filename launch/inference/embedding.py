@@ -21,7 +21,7 @@ from data.progress import progress_bar
 from launch.config.groups import InputOptions
 from launch.inference.trained import Trained
 from launch.inputs import as_values, languages_of, micro_batch_dataset
-from launch.modalities import Inputs, several
+from launch.modalities import Inputs, view_of
 from launch.run.report import show
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -152,12 +152,14 @@ class Embedder:
         requests = evaluation_requests(subset, 0, 1, self.batch_size)
         reports: list[LoadReport] = []
         batches = micro_batches(dataset, requests, self.workers, on_load=reports.append)
-        for batch in progress_bar(batches, several(branch), "batch", len(requests)):
+        view = view_of(branch)
+        values = view.several if view else f"values of {branch}"
+        for batch in progress_bar(batches, values, "batch", len(requests)):
             yield batch, self._run(branch, batch)
         bad = [f"{where} ({reason})" for report in reports for _, reason, where in report.bad]
         if bad:
             message = (
-                f"{len(bad)} of {len(subset)} {several(branch)} of {source.spec} cannot be read; "
+                f"{len(bad)} of {len(subset)} {values} of {source.spec} cannot be read; "
                 f"the first: {bad[0]}"
             )
             if len(bad) == len(subset):

@@ -16,8 +16,8 @@ from common.files import make_folder, write_text
 from common.secrets import redacted
 from data.index.sources import Source
 from launch.inference.embedding import Embedded, Rows
-from launch.inference.gallery import Found, Row
-from launch.modalities import Encoded, encoded
+from launch.inference.gallery import Cell, Row
+from launch.modalities import encoded
 from models.metrics.alignment import alignment_figures, alignment_sums
 from models.metrics.retrieval import (
     RECALL_AT,
@@ -31,7 +31,6 @@ from models.metrics.retrieval import (
 )
 
 SHOWN = 5  # answers to a query
-NUM_ASKED = 32  # samples, for whether the data says languages
 
 
 def retrieval(embedded: Embedded) -> dict[str, float]:
@@ -47,9 +46,7 @@ def retrieval(embedded: Embedded) -> dict[str, float]:
     for pair in embedded.compared:
         of_pair = f"/{'_'.join(pair)}" if len(embedded.compared) > 1 else ""
         one, other = embedded.both(*pair)
-        for direction, own, candidates in directions(embedded, pair):
-            # equal images, sounds or captions are one query and one candidate
-            relevance = relevance_of(own, candidates)
+        for direction, own, candidates, relevance in directions(embedded, pair):
             ranks = relevant_ranks(own.embeds, candidates.embeds, relevance)
             values |= rank_figures(direction, ranks, relevance)
         # pairs of rows, which all captions of an image are not
@@ -83,37 +80,29 @@ def benchmark_metrics(values: Mapping[str, float]) -> dict[str, float]:
 
 def by_language(embedded: Embedded, source: Source) -> dict[str, Embedded]:
     """The samples of each language, where the data says of several; a sample that does not say it
-    is of none. Each is compared with samples of its own language.
-
-    Some samples are asked first: a data set class may have to load an item to tell its language.
-    """
-    samples = embedded.samples.tolist()
-    if all(source.language(i) is None for i in samples[:: max(1, len(samples) // NUM_ASKED)]):
-        return {}
+    is of none. Each is compared with samples of its own language."""
     found: dict[str, list[int]] = {}
-    for i in samples:
-        language = source.language(i)
-        if language is not None:
+    for i in embedded.samples.tolist():
+        if (language := source.language(i)) is not None:
             found.setdefault(str(language), []).append(i)
     return {
-        language: embedded.of(torch.tensor(found[language]))
-        for language in sorted(found)
+        language: embedded.of(torch.tensor(own))
+        for language, own in sorted(found.items())
         if len(found) > 1
     }
 
 
-def directions(embedded: Embedded, pair: tuple[str, str]) -> Iterator[tuple[str, Rows, Rows]]:
-    """(its name, queries, candidates) of both directions, of the samples that have both."""
-    first, second = pair
-    one, other = embedded.both(first, second)
-    yield f"{first}_to_{second}", one, other
-    yield f"{second}_to_{first}", other, one
-
-
-def relevance_of(own: Rows, candidates: Rows) -> Relevance:
-    """Rows of one sample belong together."""
-    pairs = equal_labels(own.sample, candidates.sample)
-    return Relevance.of(own.key, candidates.key, *pairs)
+def directions(
+    embedded: Embedded, pair: tuple[str, str]
+) -> Iterator[tuple[str, Rows, Rows, Relevance]]:
+    """(its name, queries, candidates, which of them are right) of both directions, over the samples
+    that have both. Rows of one sample belong together, and equal images, sounds or captions are one
+    query and one candidate."""
+    rows = dict(zip(pair, embedded.both(*pair)))
+    for asks, answers in (pair, pair[::-1]):
+        own, other = rows[asks], rows[answers]
+        relevance = Relevance.of(own.key, other.key, *equal_labels(own.sample, other.sample))
+        yield f"{asks}_to_{answers}", own, other, relevance
 
 
 def rank_figures(direction: str, ranks: Tensor, relevance: Relevance) -> dict[str, float]:
@@ -129,10 +118,9 @@ def examples(embedded: Embedded, source: Source, number: int, seed: int = 0) -> 
     every pair texts are asked about first."""
     draw = torch.Generator().manual_seed(seed)
     asked = [each for pair in embedded.compared for each in [*directions(embedded, pair)][::-1]]
-    rows = []
-    for i, (direction, own, candidates) in enumerate(asked):
+    rows: list[Row] = []
+    for i, (direction, own, candidates, relevance) in enumerate(asked):
         asks, _, answers_with = direction.partition("_to_")
-        relevance = relevance_of(own, candidates)
         # the first directions get one more where the number does not divide
         share = number // len(asked) + (i < number % len(asked))
         chosen = torch.randperm(len(relevance.query_row), generator=draw)[:share]
@@ -142,21 +130,17 @@ def examples(embedded: Embedded, source: Source, number: int, seed: int = 0) -> 
         for query, *found in zip(
             queries.tolist(), answers[index].tolist(), similarity.tolist(), right
         ):
-            value, text = _shown(source, asks, own, query)
-            cells = [
-                Found(*_shown(source, answers_with, candidates, row), alike, is_right)
-                for row, alike, is_right in zip(*found)
-            ]
-            rows.append(Row(text, value, cells))
+            answered = [_cell(source, answers_with, candidates, *each) for each in zip(*found)]
+            rows.append([_cell(source, asks, own, query), *answered])
     return rows
 
 
-def _shown(source: Source, modality: str, rows: Rows, row: int) -> tuple[Encoded | None, str]:
-    """What is drawn of a row, None for a text alone, and the text with it."""
+def _cell(source: Source, modality: str, rows: Rows, row: int, *judged: Any) -> Cell:
+    """What is drawn of a row. `judged`: the similarity of an answer, and whether it is right."""
     sample = int(rows.sample[row])
     if rows.texts:
-        return None, rows.texts[row]
-    return encoded(source, modality, sample), caption_of(source, sample)
+        return Cell(None, rows.texts[row], *judged)
+    return Cell(encoded(source, modality, sample), caption_of(source, sample), *judged)
 
 
 def caption_of(source: Source, i: int) -> str:

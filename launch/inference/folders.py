@@ -21,7 +21,7 @@ from common.secrets import redacted
 from data.batching.mixture import specs_of
 from data.index.sources import Source
 from launch.inference.embedding import Rows
-from launch.modalities import content
+from launch.modalities import view_of
 
 ABOUT = "about.json"
 LINES = {"image": "images.jsonl", "text": "texts.jsonl"}  # others: `<modality>.jsonl`
@@ -66,7 +66,8 @@ def lines_for(rows: Mapping[str, Rows], source: Source, modality: str) -> Iterat
 
 
 def _content(source: Source, i: int, modality: str) -> str:
-    return content(source, modality, i) or source.identity(i)
+    view = view_of(modality)
+    return view.content(source, i) if view else source.identity(i)
 
 
 def refuse_other_data(

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from common.files import make_folder, replacing
 from data.modalities.fonts import columns_of, fonts_for, wrapped
-from launch.modalities import Encoded, draw
+from launch.views import View
 
 # Okabe and Ito's colours, which the colour-blind tell apart too; a word says it as well
 MARKS = {True: ("right", "#009E73"), False: ("wrong", "#D55E00"), None: ("", "black")}
@@ -24,70 +24,61 @@ CENTRED: dict[str, Any] = {"ha": "center", "parse_math": False}
 
 
 @dataclass(frozen=True)
-class Found:
-    """One answer: a picture or a sound with its caption, or a text alone. `right` None: nobody
-    knows."""
+class Cell:
+    """A query or an answer: a picture or a sound with its caption, or a text alone. `similarity`
+    None: the query. `right` None: nobody knows."""
 
-    value: Encoded | None
+    value: View | None
     text: str
-    similarity: float
+    similarity: float | None = None
     right: bool | None = None
 
 
-@dataclass(frozen=True)
-class Row:
-    """A query and its answers, best first: a picture or a sound with its own caption, or a text
-    alone."""
-
-    text: str
-    value: Encoded | None
-    found: Sequence[Found]
+Row = Sequence[Cell | None]
+"""A query, then its answers, best first. None: the place stays empty."""
 
 
-def draw_rows(rows: Sequence[Row], title: str, path: Path) -> str | None:
-    """A line per query. `path`: .png, .svg or .pdf. Returns what to say of characters that no font
-    of this machine has."""
-    found = [answer.text for row in rows for answer in row.found]
-    fonts = fonts_for([title, *(row.text for row in rows), *found])
+def draw_rows(rows: Sequence[Row], title: str, path: Path) -> None:
+    """Draw a line per query and print `path`: .png, .svg or .pdf. Characters that no font of this
+    machine has are reported."""
+    fonts = fonts_for([title, *(cell.text for row in rows for cell in row if cell)])
     with rc_context({"font.family": fonts.families}):
         _draw_rows(rows, title, path, fonts.drawable)
-    return fonts.notice()
+    print(*filter(None, (fonts.notice(), path)), sep="\n")
 
 
 def _draw_rows(rows: Sequence[Row], title: str, path: Path, drawable: Callable[[str], str]) -> None:
-    columns = 1 + max(len(row.found) for row in rows)
+    columns = max(map(len, rows))
     size = CELL_INCHES * columns * 1.15, CELL_INCHES * 1.35 * len(rows) + 0.6
     figure = Figure(size, layout="constrained")
-    for row, cells in zip(rows, figure.subplots(len(rows), columns, squeeze=False)):
-        for cell in cells:
-            cell.set_axis_off()
-        _draw_cell(cells[0], row.value, drawable(row.text), "query", None)
-        for found, cell in zip(row.found, cells[1:]):
-            heading = f"{MARKS[found.right][0]} {found.similarity:.2f}".strip()
-            _draw_cell(cell, found.value, drawable(found.text), heading, found.right)
+    for row, places in zip(rows, figure.subplots(len(rows), columns, squeeze=False)):
+        for axes in places:
+            axes.set_axis_off()
+        for cell, axes in zip(row, places):
+            if cell:
+                _draw_cell(axes, cell, drawable(cell.text))
     figure.suptitle(drawable(title), fontsize=11, parse_math=False)
     make_folder(path.parent)
     with replacing(path) as beside:
         figure.savefig(beside, dpi=DOTS_PER_INCH, format=path.suffix[1:] or "png")
 
 
-def _draw_cell(
-    cell: Axes, value: Encoded | None, text: str, heading: str, right: bool | None
-) -> None:
-    colour = MARKS[right][1]
-    cell.set_title(heading, fontsize=8, color=colour, parse_math=False)
-    if value is None:
+def _draw_cell(axes: Axes, cell: Cell, text: str) -> None:
+    mark, colour = MARKS[cell.right]
+    heading = "query" if cell.similarity is None else f"{mark} {cell.similarity:.2f}".strip()
+    axes.set_title(heading, fontsize=8, color=colour, parse_math=False)
+    if cell.value is None:
         alone = _lines(text, 6, LETTERS_ALONE)
-        cell.text(0.5, 0.5, alone, va="center", fontsize=8, color=colour, **CENTRED)
+        axes.text(0.5, 0.5, alone, va="center", fontsize=8, color=colour, **CENTRED)
         return
-    draw(cell, value)
-    has_numbers = len(cell.get_xticks()) > 0  # the axes of a spectrogram
+    cell.value.draw(axes)
+    has_numbers = len(axes.get_xticks()) > 0  # the axes of a spectrogram
     height, below = -0.22 if has_numbers else -0.04, _lines(text, 3, LETTERS)
-    cell.text(0.5, height, below, va="top", fontsize=6.5, transform=cell.transAxes, **CENTRED)
-    for side in cell.spines.values():
-        side.set(color=colour, linewidth=2 if right is not None else 0.5)
-    if right is not None or has_numbers:
-        cell.set_axis_on()
+    axes.text(0.5, height, below, va="top", fontsize=6.5, transform=axes.transAxes, **CENTRED)
+    for side in axes.spines.values():
+        side.set(color=colour, linewidth=2 if cell.right is not None else 0.5)
+    if cell.right is not None or has_numbers:
+        axes.set_axis_on()
 
 
 def _lines(text: str, most: int, letters: int) -> str:

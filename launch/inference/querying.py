@@ -15,7 +15,6 @@ from rich.table import Table
 from torch import Tensor
 
 from common.output import plain
-from data.bad_samples import Absent
 from data.batching.mixture import open_sources
 from data.index.sources import Source
 from data.keys import content_hash
@@ -23,10 +22,11 @@ from data.modules import import_recorded, modules_of_specs
 from launch.inference.embedding import Embedder
 from launch.inference.evaluation import caption_of
 from launch.inference.folders import lines_for, read_embeddings, refuse_other_data
-from launch.inference.gallery import Found, Row, draw_rows
-from launch.inference.samples import held_out, pairs_to_open
-from launch.modalities import Encoded, encoded, modality_of, names_a_file
+from launch.inference.gallery import Cell, draw_rows
+from launch.inference.samples import held_out
+from launch.modalities import encoded, names_a_file, read_value
 from launch.run.report import show
+from launch.views import View
 from models.metrics.retrieval import nearest
 
 IN_A_ROW = 5  # answers that are drawn beside each other
@@ -39,19 +39,14 @@ class Query:
 
     modality: str
     words: str
-    value: Encoded | None = None
-
-    @property
-    def label(self) -> str:
-        """Below a picture of it."""
-        return Path(self.words).name if self.value else self.words
+    value: View | None = None
 
 
 class OneFile:
-    """A source of one sample, a file that is a value of one modality."""
+    """A source of one sample, a file that holds a value of the modality that is loaded."""
 
-    def __init__(self, file: str, value: Encoded) -> None:
-        self.spec, self._value = file, value
+    def __init__(self, file: str, data: bytes) -> None:
+        self.spec, self._data = file, data
 
     def __len__(self) -> int:
         return 1
@@ -60,20 +55,15 @@ class OneFile:
         return self.spec
 
     def image_bytes(self, i: int) -> bytes:
-        return self.value("image", i)
+        return self._data
 
     def value(self, modality: str, i: int) -> bytes:
-        if modality != self._value.modality:
-            raise Absent(f"{self.spec} has no {modality}")
-        return self._value.data
+        return self._data
 
     def content_hash(self, i: int) -> bytes:
-        return content_hash(self._value.data)
+        return content_hash(self._data)
 
     audio_hash = content_hash
-
-    def lacking(self, modality: str) -> np.ndarray:
-        return np.array([modality != self._value.modality])
 
 
 def read_query(given: str, branches: Sequence[str]) -> Query:
@@ -82,9 +72,8 @@ def read_query(given: str, branches: Sequence[str]) -> Query:
     has no texts."""
     file = Path(given).expanduser()
     if file.is_file():
-        data = file.read_bytes()
-        modality = modality_of(file, data, tuple(branches))
-        return Query(modality, given, Encoded(modality, data))
+        modality, value = read_value(file, branches)
+        return Query(modality, given, value)
     if names_a_file(given) and " " not in given.strip():
         raise ValueError(
             f"--query {given}: there is no such file; give the path of a file, or a text of "
@@ -116,7 +105,7 @@ def embedded_query(query: Query, embedder: Embedder) -> Tensor:
     if query.value is None:
         return embedder.texts([query.words])
     # not a whole Source, but all of one that an image and a sound are loaded by
-    one = cast(Source, OneFile(query.words, query.value))
+    one = cast(Source, OneFile(query.words, query.value.data))
     return embedder.rows(query.modality, one, np.zeros(1, np.int64)).embeds
 
 
@@ -130,14 +119,15 @@ def find(
     found = search(embedded_query(query, embedder), embeds, lines, number)
     show(search_table(query.words, found))
     if arguments.picture and source is not None:
+        label = Path(query.words).name if query.value else query.words
         cells = [_cell(source, modality, line) for line in found]
-        rows = [Row("", None, cells[i : i + IN_A_ROW]) for i in range(0, len(cells), IN_A_ROW)]
         # the query stands before the first row only
-        rows[:1] = [Row(query.label, query.value, cells[:IN_A_ROW])]
-        title = f"“{query.label}”, {model['checkpoint']}"
-        if notice := draw_rows(rows, title, arguments.picture):
-            print(notice)
-        print(arguments.picture)
+        rows = [
+            [None if i else Cell(query.value, label), *cells[i : i + IN_A_ROW]]
+            for i in range(0, max(1, len(cells)), IN_A_ROW)
+        ]
+        title = f"“{label}”, {model['checkpoint']}"
+        draw_rows(rows, title, arguments.picture)
 
 
 def search(
@@ -176,7 +166,7 @@ def _searched(
         if not arguments.val_data:
             import_recorded(modules_of_specs(specs), arguments.embeddings)
         given = [arguments.val_data] if arguments.val_data else specs
-        source = open_sources(given, pairs=pairs_to_open(embedder.trained), progress=True)
+        source = open_sources(given, pairs=embedder.trained.compared, progress=True)
         refuse_other_data(arguments.embeddings, lines, source, modality)
         return embeds, lines, source
     parts = list(held_out(arguments, embedder.trained).values())
@@ -192,7 +182,7 @@ def _searched(
     return rows[modality].embeds, [*lines_for(rows, source, modality)], source
 
 
-def _cell(source: Source, modality: str, line: Line) -> Found:
+def _cell(source: Source, modality: str, line: Line) -> Cell:
     value = encoded(source, modality, line["index"])
     text = line["text"] if "text" in line else caption_of(source, line["index"])
-    return Found(value, text, line["similarity"])
+    return Cell(value, text, line["similarity"])

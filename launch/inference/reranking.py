@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from data.index.sources import Source
 from launch.inference.embedding import Embedded, Embedder
-from launch.inference.evaluation import directions, rank_figures, relevance_of
+from launch.inference.evaluation import directions, rank_figures
 from models.metrics.retrieval import nearest, relevant_ranks, reranked
 from models.towers.fusion import Fusion
 from models.towers.head import TextHead
@@ -29,8 +29,7 @@ def reranked_retrieval(
         raise ValueError(f"{embedder.trained.checkpoint}: scores no pairs; it has no fusion")
     num_texts = max(1, len(embedded.rows["text"].sample))
     found, pairs = [], []
-    for direction, own, other in directions(embedded, ("image", "text")):
-        relevance = relevance_of(own, other)
+    for direction, own, other, relevance in directions(embedded, ("image", "text")):
         asked, answers = relevance.query_row, relevance.candidate_row
         index = nearest(own.embeds[asked], other.embeds[answers], number)[0]  # [q, k]
         image, text = asked[:, None], answers[index]

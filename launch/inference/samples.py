@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from data.formats.rows import DEFAULT_PAIRS, Pairs
 from data.index.roots import with_roots
 from data.index.sources import open_source
 from data.options import DataOptions
@@ -48,8 +47,7 @@ def held_out(arguments: argparse.Namespace, trained: Trained) -> dict[str, HeldO
 def opened(spec: str, trained: Trained, max_audio_seconds: float | None = None) -> HeldOut:
     """All samples of a data set that have two modalities of the model; says how many cannot be
     used. `max_audio_seconds`: longer sounds are not."""
-    limit = {"max_audio_seconds": max_audio_seconds}
-    source = open_source(spec, pairs_to_open(trained), progress=True, **limit)
+    source = open_source(spec, trained.compared, progress=True, max_audio_seconds=max_audio_seconds)
     part = HeldOut(source, source.usable())
     if left_out(part):
         first = next(first_bad(source)).strip()
@@ -58,14 +56,6 @@ def opened(spec: str, trained: Trained, max_audio_seconds: float | None = None) 
             f"out; the first: {first}"
         )
     return part
-
-
-def pairs_to_open(trained: Trained) -> Pairs:
-    """Modalities of which a usable sample has two, see `open_source`."""
-    compared = trained.compared
-    # in the order in which most indexes were made, so that these are found again
-    is_usual = {*map(frozenset, compared)} == {*map(frozenset, DEFAULT_PAIRS)}
-    return DEFAULT_PAIRS if is_usual else compared
 
 
 def left_out(part: HeldOut) -> int:

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,10 +33,8 @@ from launch.exporting.adapters import ADAPTERS, FILE, read_adapters
 from launch.modalities import Vocabulary, tower_of
 from launch.objective import pairs_of
 from launch.run.records import (
-    RECORD,
     WEIGHTS,
     branches_held,
-    fusion_of_export,
     is_published,
     options_of_export,
     options_of_import,
@@ -122,16 +119,52 @@ class Trained:
 
 
 def open_model_folder(
-    folder: Path, checkpoint: str | None, device: torch.device | str, averaged: bool
+    folder: Path,
+    checkpoint: str | None = None,
+    device: torch.device | str = "cpu",
+    averaged: bool = False,
 ) -> Trained:
     """A run of train.py, what export.py wrote, or a published model. Errors: as `open_run`;
     ValueError for a checkpoint asked of the others, which are one."""
-    published = is_published(folder)
-    if read_export(folder) is None and not published:
+    export = read_export(folder)
+    if export is None and not is_published(folder):
         return open_run(folder, checkpoint, device, averaged)
     if checkpoint or averaged:
         raise ValueError(f"{folder}: holds one model; --checkpoint and --ema are of a run's folder")
-    return open_published(folder, device) if published else open_export(folder, device)
+    folder = folder.expanduser().absolute()
+    known = options_of_export(folder) | export["fusion"] if export else _options_published(folder)
+    options = {"seed": 0, "fusion": 0, "imported": str(folder), **vars(AudioOptions()), **known}
+    tokenizer = load_tokenizer(options["tokenizer"])
+    # the plain towers: weights of an export are those below its adapters
+    towers = towers_of(options, tokenizer)
+    reader = open_model(str(folder), *towers)
+    reader.refuse_missing(towers)
+    adapters = export["adapters"] if export else {}
+    towers = adapted_towers(
+        towers, {branch: {"lora": own["lora"]} for branch, own in adapters.items()}
+    )
+    with library_models_kept():
+        specs = [spec for tower in towers for spec in tower.specs]
+        layers = [spec.build(options["seed"], reader).eval() for spec in specs]
+    read_adapters(layers, folder, adapters)
+    layers = [layer.to(device) for layer in layers]
+    step = export["step"] if export else 0
+    return Trained({"options": options}, folder, step, tokenizer, towers, layers)
+
+
+def _options_published(folder: Path) -> dict[str, Any]:
+    """train.py's options of a model as transformers or OpenCLIP published it, with the pixels'."""
+    options = options_of_import(folder)
+    if "image_tower" not in options:
+        return options
+    refuse_no_vocabulary(options["tokenizer"])  # first: without one there is most to mend
+    prepared = trained_with(str(folder), options["image_tower"])
+    if prepared is None:
+        raise ValueError(
+            f"{folder}: has no {' or '.join(PROCESSORS)} that says how its images are prepared; "
+            "save the model's image processor there"
+        )
+    return options | prepared[0].options(options["image_size"])
 
 
 def public_model(where: str) -> Path:
@@ -145,56 +178,6 @@ def public_model(where: str) -> Path:
             "the folder of the whole model"
         )
     return path
-
-
-def open_export(folder: Path, device: torch.device | str = "cpu") -> Trained:
-    """The model in a folder of export.py. It has no samples of its own. Errors: FileNotFoundError
-    for another folder."""
-    record = read_export(folder)
-    if record is None:
-        raise FileNotFoundError(f"{folder}: holds no {RECORD}; give a folder that export.py wrote")
-    options = {**options_of_export(folder), **fusion_of_export(folder)}
-    return _opened(folder, options, device, record["step"], record["adapters"])
-
-
-def open_published(folder: Path, device: torch.device | str = "cpu") -> Trained:
-    """A model of two modalities in a folder of transformers or OpenCLIP, as it was published."""
-    folder = folder.expanduser().absolute()
-    options = options_of_import(folder)
-    if "image_tower" in options:
-        refuse_no_vocabulary(options["tokenizer"])  # first: without one there is most to mend
-        prepared = trained_with(str(folder), options["image_tower"])
-        if prepared is None:
-            raise ValueError(
-                f"{folder}: has no {' or '.join(PROCESSORS)} that says how its images are "
-                "prepared; save the model's image processor there"
-            )
-        options |= prepared[0].options(options["image_size"])
-    return _opened(folder, options, device)
-
-
-def _opened(
-    folder: Path,
-    known: Mapping[str, Any],
-    device: torch.device | str,
-    step: int = 0,
-    adapters: Mapping[str, Any] = MappingProxyType({}),
-) -> Trained:
-    """`adapters`: those that are beside the weights, as the record of an export has them."""
-    options = {"seed": 0, "fusion": 0, "imported": str(folder), **vars(AudioOptions()), **known}
-    tokenizer = load_tokenizer(options["tokenizer"])
-    # the plain towers: weights of an export are those below its adapters
-    towers = towers_of(options, tokenizer)
-    reader = open_model(str(folder), *towers)
-    reader.refuse_missing(towers)
-    loras = {branch: {"lora": own["lora"]} for branch, own in adapters.items()}
-    towers = adapted_towers(towers, loras)
-    with library_models_kept():
-        specs = [spec for tower in towers for spec in tower.specs]
-        layers = [spec.build(options["seed"], reader).eval() for spec in specs]
-    read_adapters(layers, folder, adapters)
-    layers = [layer.to(device) for layer in layers]
-    return Trained({"options": options}, folder, step, tokenizer, towers, layers)
 
 
 def open_run(

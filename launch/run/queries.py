@@ -16,7 +16,7 @@ import numpy as np
 
 from common.output import only_shows
 from engine.checkpoint.layout import replace_text
-from launch.modalities import encoded, played, shown, small_picture
+from launch.modalities import encoded, view_of
 
 if TYPE_CHECKING:
     from data.index.sources import Source
@@ -126,15 +126,15 @@ def _sample(source: Source, i: int, modalities: Sequence[str]) -> dict[str, Any]
         "id": source.identity(i),
         "text": captions[0][:MOST_LETTERS] if captions else "",
     }
-    for modality in shown(modalities):
+    for modality in filter(view_of, modalities):
         file = io.BytesIO()
         sample[f"{modality}_picture"] = None
         try:
             value = encoded(source, modality, i)
             if value is None:
                 continue
-            small_picture(value).save(file, "JPEG", quality=JPEG_QUALITY)
-            sound = played(value)
+            value.small_picture().save(file, "JPEG", quality=JPEG_QUALITY)
+            sound = value.played()
         except Exception:  # BadSample, or whatever a format of the user's own raises
             continue
         sample[f"{modality}_picture"] = base64.b64encode(file.getvalue()).decode()

@@ -145,8 +145,3 @@ def options_of_export(folder: Path) -> dict[str, Any]:
         name: value.replace("{folder}", here) if isinstance(value, str) else value
         for name, value in (read_export(folder) or {}).get("options", {}).items()
     }
-
-
-def fusion_of_export(folder: Path) -> dict[str, Any]:
-    """train.py's options of the fusion head in an exported folder; none where it has none."""
-    return (read_export(folder) or {}).get("fusion", {})

@@ -4,12 +4,14 @@ with pictures of images and sounds, right and wrong marked."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import methodcaller
 from typing import Any
 
 from data.index.sources import Source
 from data.modalities.audio.decoding import decode_audio
-from launch.modalities import Encoded, encoded, played, shown, whole_picture
+from launch.modalities import encoded, view_of
 from launch.run.queries import Answers
+from launch.views import View
 
 COLUMNS = ("query", "place of the right one")
 HEARD = "sound of the query"  # a column where queries can be heard
@@ -46,9 +48,9 @@ def _cell(source: Source, modality: str, sample: int, mark: str) -> Any:
     import wandb
 
     words = f"{mark} {_text(source, sample)}".strip()
-    if not shown([modality]):
+    if view_of(modality) is None:
         return words
-    picture = _made(whole_picture, source, modality, sample)
+    picture = _made(methodcaller("picture"), source, modality, sample)
     return None if picture is None else wandb.Image(picture, caption=words)
 
 
@@ -56,14 +58,14 @@ def _sound(source: Source, modality: str, sample: int) -> Any:
     """A wandb.Audio of a short sound; None of what is no sound, is long or cannot be read."""
     import wandb
 
-    heard = _made(played, source, modality, sample)
+    heard = _made(methodcaller("played"), source, modality, sample)
     if heard is None:
         return None
     sound = decode_audio(heard)
     return wandb.Audio(sound.samples, sound.rate, caption=_text(source, sample))
 
 
-def _made(make: Callable[[Encoded], Any], source: Source, modality: str, sample: int) -> Any:
+def _made(make: Callable[[View], Any], source: Source, modality: str, sample: int) -> Any:
     """What `make` makes of a sample's value; None where there is none that can be read."""
     try:
         value = encoded(source, modality, sample)

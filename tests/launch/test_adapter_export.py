@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from exports import CAPTIONS, TOKENS, embed_by_pages, embeddings, trained_model
+from exports import CAPTIONS, TOKENS, assert_same, embed_by_pages, embeddings, trained_model
 from neighbours import neighbour
 from safetensors.torch import load_file
 
@@ -37,32 +37,28 @@ def adapted_model(image_tower, text_tower, loss, adapters):
 
 @pytest.fixture(scope="module")
 def exports(module_folder):
-    """name -> (what makes the model, its merged export, the one with the adapters apart)."""
+    """name -> (what makes the model, its merged export, the one with the adapters apart, what fresh
+    processes made by their pages)."""
     root, made = module_folder("exports"), {}
     for number, (name, model) in enumerate(MODELS.items()):
         merged, apart = root / f"{number} merged", root / f"{number} apart"
         write_export(adapted_model(*model), merged)
         write_export(adapted_model(*model), apart, keep_adapters=True)
         made[name] = model, merged, apart
-    embed_by_pages(root, [folder for _, *folders in made.values() for folder in folders])
-    return made
+    found = embed_by_pages(root, [folder for _, *folders in made.values() for folder in folders])
+    return {name: (*own, found[2 * i : 2 * i + 2]) for i, (name, own) in enumerate(made.items())}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_fresh_process_gets_the_embeddings_of_the_training_stages(exports, name):
-    model, *folders = exports[name]
-    trained = adapted_model(*model)
-    tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)
-    for folder in folders:
-        pixels, image_embeds, text_embeds = torch.load(folder / "result.pt", weights_only=True)
-        stages = embeddings(trained.layers, pixels, tokens)
-        torch.testing.assert_close(image_embeds, stages["image_embeds"], rtol=0, atol=2e-6)
-        torch.testing.assert_close(text_embeds, stages["text_embeds"], rtol=0, atol=2e-6)
+    model, _, _, found = exports[name]
+    for by_page in found:
+        assert_same(adapted_model(*model), by_page, atol=2e-6)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_adapters_are_apart_and_are_read_back(exports, name):
-    model, merged, apart = exports[name]
+    model, merged, apart, found = exports[name]
     branches = model[-1]
     assert not (merged / "adapters").exists()
     assert {folder.name for folder in (apart / "adapters").iterdir()} == set(branches)
@@ -71,10 +67,10 @@ def test_the_adapters_are_apart_and_are_read_back(exports, name):
     moved = [key for key in before if not torch.equal(before[key], after[key])]
     record = json.loads((apart / "wye.json").read_text())["adapters"]
     assert len(moved) == sum(len(own["modules"]) for own in record.values())
-    trained, again = adapted_model(*model), open_model_folder(apart, None, "cpu", False)
-    tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)
-    pixels = torch.load(apart / "result.pt", weights_only=True)[0]
-    one, two = (embeddings(each.layers, pixels, tokens) for each in (trained, again))
+    trained, again = adapted_model(*model), open_model_folder(apart)
+    given = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)
+    given |= {"pixel_values": found[1]["pixel_values"]}
+    one, two = (embeddings(each.layers, given) for each in (trained, again))
     for key in ("image_embeds", "text_embeds"):
         torch.testing.assert_close(one[key], two[key], rtol=0, atol=1e-6)
     assert trained.options is not again.options and again.checksum().count("-") == len(branches)

@@ -111,12 +111,12 @@ def test_a_file_that_would_run_code_is_refused(tmp_path, zipped):
     with pytest.raises(ValueError, match=message):
         open_weights("image", str(image), image_tower("resnet18", 64))
     with pytest.raises(ValueError, match=message):
-        open_model_folder(whole, None, "cpu", False)
+        open_model_folder(whole)
     (whole / "pytorch_model.bin").rename(whole / "pytorch_model-00001-of-00001.bin")
     index = {"weight_map": {"text_model.embeddings.weight": "pytorch_model-00001-of-00001.bin"}}
     (whole / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError):
-        open_model_folder(whole, None, "cpu", False)
+        open_model_folder(whole)
     assert not ran.exists()
 
 

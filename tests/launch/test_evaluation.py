@@ -12,6 +12,7 @@ import pytest
 import torch
 from embedders import TOKENS, make_embedder
 from matplotlib.image import imread
+from PIL import Image
 from torch.nn import functional as F
 
 from data.index.sources import open_source
@@ -27,10 +28,10 @@ from launch.inference.folders import (
     refuse_other_data,
     write_embeddings,
 )
-from launch.inference.gallery import Found, Row, draw_rows
+from launch.inference.gallery import Cell, draw_rows
 from launch.inference.querying import search
 from launch.inference.reranking import reranked_retrieval
-from launch.inference.samples import held_out
+from launch.inference.samples import held_out, left_out, opened
 from models.towers.fusion import FusionSizes
 
 MODEL = {"checkpoint": "step-00000001", "run": "a run", "checksum": "a"}
@@ -47,6 +48,7 @@ def embedder(source):
 
 
 SUBSET = np.arange(0, 400, 20)
+SPLITS = ("train", "test")
 
 
 @pytest.mark.parametrize("all_captions", [False, True])
@@ -55,11 +57,8 @@ def test_embeddings_are_those_of_the_towers(source, embedder, all_captions):
     image, text = embedded.rows["image"], embedded.rows["text"]
     assert image.sample.tolist() == SUBSET.tolist()
     assert torch.equal(text.sample, image.sample) == (not all_captions)
-    expected = [
-        text
-        for i in SUBSET
-        for text in (source.captions(i) if all_captions else source.captions(i)[:1])
-    ]
+    most = None if all_captions else 1
+    expected = [text for i in SUBSET for text in source.captions(i)[:most]]
     assert list(text.texts) == expected and len(expected) > len(SUBSET) * all_captions
     row = len(expected) // 2
     tokens = batch_tokens(embedder.trained.tokenizer, [expected[row]], TOKENS)
@@ -95,11 +94,8 @@ def by_line(source, tmp_path_factory):
     lines, groups = ["filepath,title"], []
     for i in range(12):
         (folder / f"{i}.png").write_bytes(source.image_bytes(i))
-        texts = [
-            f"sign number {i}",
-            "a face" if i % 3 else f"a smile of {i}",
-            source.captions(i)[0],
-        ]
+        face = "a face" if i % 3 else f"a smile of {i}"
+        texts = [f"sign number {i}", face, source.captions(i)[0]]
         lines += [f"{i}.png,{text}" for text in texts]
         groups.append({"image_path": f"{i}.png", "text": texts, "id": str(i)})
     (folder / "lines.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -134,9 +130,8 @@ def test_reranking_equals_every_pair_by_itself(source, all_captions, number):
     values = reranked_retrieval(embedder, embedded, source, number)
     image, text = embedded.rows["image"], embedded.rows["text"]
     n = len(image.sample)
-    scores = torch.stack(
-        [matching_scores(embedder, source, embedded, i) for i in range(n)]
-    )  # [n, m]
+    # [n, m]
+    scores = torch.stack([matching_scores(embedder, source, embedded, i) for i in range(n)])
     similarity, right = image.embeds @ text.embeds.T, text.sample == image.sample[:, None]
     assert scores.std() > 1e-3
     for direction, by_pair, alike, is_right in (
@@ -150,13 +145,9 @@ def test_reranking_equals_every_pair_by_itself(source, all_captions, number):
             values_of = (by_pair if chosen is first else alike)[query, chosen]
             best = values_of[is_right[query, chosen]].max()
             ranks.append(int((values_of[~is_right[query, chosen]] >= best).sum()))
-        assert values[f"{direction}_R@1"] == pytest.approx(np.mean(np.array(ranks) < 1)), direction
-        assert values[f"{direction}_R@10"] == pytest.approx(np.mean(np.array(ranks) < 10)), (
-            direction
-        )
-        assert values[f"{direction}_median_rank"] == pytest.approx(float(np.median(ranks)) + 1), (
-            direction
-        )
+        for k in (1, 10):
+            assert values[f"{direction}_R@{k}"] == pytest.approx(np.mean(np.array(ranks) < k))
+        assert values[f"{direction}_median_rank"] == pytest.approx(float(np.median(ranks)) + 1)
     assert number < 1000 or values != {key: retrieval(embedded)[key] for key in values}
 
 
@@ -183,31 +174,20 @@ def test_a_folder_of_embeddings_is_mapped_and_searched(source, embedder, tmp_pat
     embedded = embedder.embedded(source, SUBSET)
     write_embeddings(tmp_path / "out", embedded.rows, source, MODEL)
     embeds, lines, specs = read_embeddings(tmp_path / "out", MODEL)
-    assert (
-        isinstance(embeds, np.memmap)
-        and np.array_equal(embeds, embedded.rows["image"].embeds.numpy())
-        and specs == [source.spec]
-    )
-    found = search(embedded.rows["image"].embeds[3:4], embeds, lines, 4)
-    assert (
-        found[0]["id"] == source.identity(SUBSET[3])
-        and found[0]["similarity"] == pytest.approx(1.0, abs=1e-3)
-        and len(found) == 4
-    )
-    texts = [
-        json.loads(line) for line in (tmp_path / "out" / "texts.jsonl").read_text().splitlines()
-    ]
+    image = embedded.rows["image"].embeds
+    assert isinstance(embeds, np.memmap) and np.array_equal(embeds, image.numpy())
+    assert specs == [source.spec]
+    found = search(image[3:4], embeds, lines, 4)
+    assert len(found) == 4 and found[0]["id"] == source.identity(SUBSET[3])
+    assert found[0]["similarity"] == pytest.approx(1.0, abs=1e-3)
+    texts = [*map(json.loads, (tmp_path / "out" / "texts.jsonl").read_text().splitlines())]
     i = int(SUBSET[5])
     of_sample = {"index": i, "id": source.identity(i), "where": source.where(i)}
     assert texts[5] == {**of_sample, "image": 5, "text": source.captions(i)[0]}
     refuse_other_content(tmp_path / "out")
-    write_embeddings(
-        tmp_path / "out", embedded.rows, source, MODEL | {"checksum": "b"}
-    )  # again, of a checkpoint of the same name
-    with pytest.raises(
-        ValueError,
-        match="are of step-00000001 in a run, not of the weights of step-00000001 in a run; give another folder",
-    ):
+    # again, of a checkpoint of the same name
+    write_embeddings(tmp_path / "out", embedded.rows, source, MODEL | {"checksum": "b"})
+    with pytest.raises(ValueError, match="in a run, not of the weights of step-00000001 in a run"):
         read_embeddings(tmp_path / "out", MODEL)
     with pytest.raises(FileNotFoundError, match="make it with evaluate.py RUN_DIR --embeddings"):
         read_embeddings(tmp_path / "none", MODEL)
@@ -236,15 +216,11 @@ def test_embeddings_know_the_images_they_are_of(embedder, emoji_files, tmp_path)
     source, _ = emoji_files
     rows = embedder.embedded(source, np.arange(9)).rows
     write_embeddings(tmp_path / "out", rows, source, MODEL)
-    _, lines, specs = read_embeddings(
-        tmp_path / "out", {**MODEL, "run": "the same by another path"}
-    )
+    _, lines, specs = read_embeddings(tmp_path / "out", {**MODEL, "run": "by another path"})
     refuse_other_data(tmp_path / "out", lines, open_source(specs[0]), "image")
     file = tmp_path / "train.jsonl"
     file.write_text("\n".join(reversed(file.read_text().splitlines())) + "\n")
-    with pytest.raises(
-        ValueError, match="train.jsonl:1 is no longer what it was when it was embedded"
-    ):
+    with pytest.raises(ValueError, match="train.jsonl:1 is no longer what it was"):
         refuse_other_data(tmp_path / "out", lines, open_source(specs[0]), "image")
     file.write_text("\n".join(file.read_text().splitlines()[:3]) + "\n")
     with pytest.raises(ValueError, match="no longer what it was"):
@@ -252,24 +228,15 @@ def test_embeddings_know_the_images_they_are_of(embedder, emoji_files, tmp_path)
 
 
 def test_samples_that_cannot_be_used_are_reported(embedder, emoji_files, tmp_path, capsys):
-    import evaluate
-
     source, files = emoji_files
-    (tmp_path / "half.jsonl").write_text(
-        (tmp_path / "train.jsonl").read_text() + '{"image_path": "none.png", "text": "nothing"}\n'
-    )
-    assert (
-        evaluate.left_out(evaluate.opened(source.spec, embedder.trained)) == 0
-        and not capsys.readouterr().out
-    )
-    part = evaluate.opened(f"jsonl:{tmp_path / 'half.jsonl'}", embedder.trained)
+    lines = (tmp_path / "train.jsonl").read_text()
+    (tmp_path / "half.jsonl").write_text(lines + '{"image_path": "none.png", "text": "no"}\n')
+    assert left_out(opened(source.spec, embedder.trained)) == 0
+    assert not capsys.readouterr().out
+    part = opened(f"jsonl:{tmp_path / 'half.jsonl'}", embedder.trained)
     said = capsys.readouterr().out
-    assert (
-        evaluate.left_out(part) == 1
-        and len(part.subset) == 9
-        and "1 of 10 samples of" in said
-        and "missing-file" in said
-    )
+    assert left_out(part) == 1 and len(part.subset) == 9
+    assert "1 of 10 samples of" in said and "missing-file" in said
 
 
 def test_images_that_cannot_be_read_are_reported_and_left_out(embedder, emoji_files, capsys):
@@ -302,164 +269,124 @@ def emoji_files(tmp_path, monkeypatch):
     return open_source(f"jsonl:{tmp_path / 'train.jsonl'}"), files
 
 
-def test_classes_by_prompts_neighbours_and_a_probe(source, embedder, tmp_path):
-    from PIL import Image
+def whole(spec, **more):
+    found = open_source(f"imagefolder:{spec}", **more)
+    return HeldOut(found, found.usable())
 
+
+def test_classes_by_prompts_neighbours_and_a_probe(source, embedder, tmp_path):
     draw = np.random.default_rng(0)
+    colours = {"red": (200, 30, 30), "green": (30, 200, 30), "blue": (30, 30, 200)}
     for split, per_class in (("train", 12), ("test", 6)):
-        for name, colour in (
-            ("red", (200, 30, 30)),
-            ("green", (30, 200, 30)),
-            ("blue", (30, 30, 200)),
-        ):
+        for name, colour in colours.items():
             (tmp_path / split / name).mkdir(parents=True)
             for i in range(per_class):
                 noise = draw.integers(0, 40, (40, 40, 3)) + np.array(colour)
-                Image.fromarray(noise.clip(0, 255).astype(np.uint8)).save(
-                    tmp_path / split / name / f"{i}.png"
-                )
+                image = Image.fromarray(noise.clip(0, 255).astype(np.uint8))
+                image.save(tmp_path / split / name / f"{i}.png")
     (tmp_path / "templates.txt").write_text("{}\na {} square\n")
-    train, test = (
-        open_source(f"imagefolder:{tmp_path / split}?templates={tmp_path / 'templates.txt'}")
-        for split in ("train", "test")
-    )
-    values = classification(embedder, HeldOut(test, test.usable()), HeldOut(train, train.usable()))
+    prompted = {split: f"{tmp_path / split}?templates={tmp_path}/templates.txt" for split in SPLITS}
+    train, test = (whole(prompted[split]) for split in SPLITS)
+    values = classification(embedder, test, train)
     assert values["num_classes"] == 3 and values["num_samples"] == 18
-    assert (
-        values["neighbours_top_1"] > 0.9 and values["linear_probe_top_1"] > 0.9
-    )  # colours survive any convolutions
-    names = ["blue", "green", "red"]
-    prompts = embedder.texts([t.format(n) for n in names for t in ("{}", "a {} square")]).view(
-        3, 2, -1
-    )
-    by_class = F.normalize(prompts.mean(1), dim=1)
-    image = embedder.rows("image", test, test.usable())
+    # colours survive any convolutions
+    assert values["neighbours_top_1"] > 0.9 and values["linear_probe_top_1"] > 0.9
+    names = sorted(colours)
+    prompts = embedder.texts([t.format(n) for n in names for t in ("{}", "a {} square")])
+    by_class = F.normalize(prompts.view(3, 2, -1).mean(1), dim=1)
+    image = embedder.rows("image", test.source, test.subset)
     guessed = [names[c] for c in (image.embeds @ by_class.T).argmax(1).tolist()]
-    right = np.mean(
-        [guess == test.captions(i)[0] for guess, i in zip(guessed, image.sample.tolist())]
-    )
-    assert values["zero_shot_top_1"] == pytest.approx(right) and values["zero_shot_top_5"] == 1.0
-    alone = classification(embedder, HeldOut(test, test.usable()), None)
-    assert set(alone) == {"num_samples", "num_classes"} | {
-        f"zero_shot_{name}" for name in ("top_1", "top_5", "mean_per_class")
-    }
-    plain = open_source(f"imagefolder:{tmp_path / 'train'}")  # a class is a folder, not a prompt
-    assert values == classification(
-        embedder, HeldOut(test, test.usable()), HeldOut(plain, plain.usable())
-    )
-    shutil.rmtree(
-        tmp_path / "test" / "blue"
-    )  # a class that is only learned from is no answer to a zero-shot question
-    fewer = open_source(
-        f"imagefolder:{tmp_path / 'test'}?templates={tmp_path / 'templates.txt'}", refresh=True
-    )
-    with_train, alone = (
-        classification(embedder, HeldOut(fewer, fewer.usable()), more)
-        for more in (HeldOut(train, train.usable()), None)
-    )
+    named = [test.source.captions(i)[0] for i in image.sample.tolist()]
+    assert values["zero_shot_top_1"] == pytest.approx(np.mean(np.equal(guessed, named)))
+    assert values["zero_shot_top_5"] == 1.0
+    alone = classification(embedder, test, None)
+    figures = {f"zero_shot_{name}" for name in ("top_1", "top_5", "mean_per_class")}
+    assert alone.keys() == {"num_samples", "num_classes"} | figures
+    # a class is a folder, not a prompt
+    assert values == classification(embedder, test, whole(tmp_path / "train"))
+    # a class that is only learned from is no answer to a zero-shot question
+    shutil.rmtree(tmp_path / "test" / "blue")
+    fewer = whole(prompted["test"], refresh=True)
+    with_train, alone = (classification(embedder, fewer, more) for more in (train, None))
     assert alone["num_classes"] == 2 and alone.items() <= with_train.items()
     (tmp_path / "train" / "green").rename(tmp_path / "train" / "lime")
-    other = open_source(f"imagefolder:{tmp_path / 'train'}")
-    with pytest.raises(
-        ValueError,
-        match="1 of 2 classes of .* are not among those of .*, the first is 'green'; a class has the same folder",
-    ):
-        classification(embedder, HeldOut(fewer, fewer.usable()), HeldOut(other, other.usable()))
+    with pytest.raises(ValueError, match="1 of 2 classes of .* the first is 'green'"):
+        classification(embedder, fewer, whole(tmp_path / "train"))
     with pytest.raises(ValueError, match="at least 5 training images of 2 classes; .* has 4 of 2"):
-        classification(
-            embedder, HeldOut(fewer, fewer.usable()), HeldOut(fewer, fewer.usable()[4:8])
-        )
+        classification(embedder, fewer, HeldOut(fewer.source, fewer.subset[4:8]))
 
 
 def test_examples_are_marked_right_where_they_are(source, embedder, tmp_path):
     embedded = embedder.embedded(source, SUBSET, True)
     rows = examples(embedded, source, 5, seed=3)
-    assert [row.value is None for row in rows] == [True, True, True, False, False] and all(
-        len(row.found) == 5 for row in rows
-    )
-    for row in rows:
-        assert [f.similarity for f in row.found] == sorted(
-            (f.similarity for f in row.found), reverse=True
-        )
-        for found in row.found:
-            if row.value is None:
-                of = next(i for i in SUBSET if source.image_bytes(i) == found.value.data)
-                assert found.right == (row.text in source.captions(of))
-            else:
-                of = next(i for i in SUBSET if source.image_bytes(i) == row.value.data)
-                assert found.right == (found.text in source.captions(of))
-    priced = replace(
-        rows[0],
-        text="for $5 and $a^b^c$",
-        found=[replace(f, text="$\\foo{") for f in rows[0].found],
-    )  # no formulas
+    assert [row[0].value is None for row in rows] == [True, True, True, False, False]
+    for query, *found in rows:
+        assert len(found) == 5 and query.similarity is None
+        assert [f.similarity for f in found] == sorted((f.similarity for f in found), reverse=True)
+        for answer in found:
+            image, text = (query, answer.text) if query.value else (answer, query.text)
+            of = next(i for i in SUBSET if source.image_bytes(i) == image.value.data)
+            assert answer.right == (text in source.captions(of))
+    query, *found = rows[0]
+    priced = [  # no formulas
+        replace(query, text="for $5 and $a^b^c$"),
+        *(replace(answer, text="$\\foo{") for answer in found),
+    ]
     draw_rows([priced, *rows[1:]], "a title of $1", tmp_path / "a folder" / "rows.png")
     assert (tmp_path / "a folder" / "rows.png").stat().st_size > 20_000
 
 
-def figure_of(text: str, path: Path) -> tuple[np.ndarray, str | None]:
+def figure_of(text: str, path: Path) -> np.ndarray:
     """Of a query without answers but one, as pixels."""
-    notice = draw_rows([Row(f"a {text}", None, [Found(None, text, 0.5)])], text, path)
-    return imread(path), notice
+    draw_rows([[Cell(None, f"a {text}"), Cell(None, text, 0.5)]], text, path)
+    return imread(path)
 
 
 @pytest.mark.filterwarnings("error")
-def test_queries_that_no_font_has_are_reported_in_one_line(tmp_path, monkeypatch):
+def test_queries_that_no_font_has_are_reported_in_one_line(tmp_path, monkeypatch, capsys):
     """Not in a warning for each character."""
     # matplotlib's have no Chinese
     shipped = tuple(name for name in installed_families() if name.startswith(("DejaVu", "STIX")))
     monkeypatch.setattr("data.modalities.fonts.installed_families", lambda: shipped)
-    (dog, notice), (cat, same) = (figure_of(text, tmp_path / "rows.png") for text in ("犬", "猫"))
-    assert "fonts-noto-cjk" in notice and same == notice and np.array_equal(dog, cat)
-    latin, nothing = figure_of("x", tmp_path / "rows.png")
-    assert nothing is None and not np.array_equal(latin, dog)
+    dog, cat = (figure_of(text, tmp_path / "rows.png") for text in ("犬", "猫"))
+    assert np.array_equal(dog, cat)
+    notice, path, *same = capsys.readouterr().out.splitlines()
+    assert "fonts-noto-cjk" in notice and same == [notice, path]
+    assert not np.array_equal(figure_of("x", tmp_path / "rows.png"), dog)
+    assert capsys.readouterr().out == f"{tmp_path / 'rows.png'}\n"
 
 
 @pytest.mark.skipif(
     bool(fonts_for(["犬猫"]).missing), reason="no font of this machine has Chinese characters"
 )
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("kind", ["png", "svg", "pdf"])
-def test_queries_in_chinese_beside_latin_are_drawn(tmp_path, kind):
+def test_queries_in_chinese_beside_latin_are_drawn(tmp_path, capsys):
     """Boxes, or the block of Unicode, would be the same for both."""
-    if kind == "png":
-        (dog, notice), (cat, _) = (figure_of(text, tmp_path / "rows.png") for text in ("犬", "猫"))
-        assert notice is None and not np.array_equal(dog, cat)
-    assert (
-        draw_rows([Row("a 犬", None, [Found(None, "猫", 0.5)])], "犬", tmp_path / f"rows.{kind}")
-        is None
-    )
+    dog, cat = (figure_of(text, tmp_path / "rows.png") for text in ("犬", "猫"))
+    assert not np.array_equal(dog, cat)
+    row = [Cell(None, "a 犬"), Cell(None, "猫", 0.5)]
+    for kind in ("svg", "pdf"):
+        draw_rows([row], "犬", tmp_path / f"rows.{kind}")
+    assert capsys.readouterr().out.count("\n") == 4
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (
-            ["--classify-train", "imagefolder:x"],
-            "--classify-train trains on what --classify is tested with",
-        ),
+        (["--classify-train", "imagefolder:x"], "--classify-train trains on what"),
         (["--classify", "imagefolder:x", "--query", "an apple"], "--classify tells classes"),
         (["--query", " "], "--query is empty"),
         (["--number", "0", "--query", "an apple"], "--number: 0 is below 1"),
         (["--number", "4"], "--number is of --query"),
         (["--query", "an apple", "--json", "out.json"], "--query searches; --json is of retrieval"),
-        (
-            ["--query", "an apple", "--captions", "all"],
-            "--query searches; --captions is of retrieval",
-        ),
-        (
-            ["--classify", "imagefolder:x", "--val-data", "demo"],
-            "--classify tells classes; --val-data is of pairs",
-        ),
+        (["--query", "an apple", "--captions", "all"], "--query searches; --captions is"),
+        (["--classify", "imagefolder:x", "--val-data", "demo"], "--val-data is of pairs"),
         (["--workers", "-1"], "--workers: -1 is below 0"),
         (["--json", f"{__file__}/out.json"], "nothing can be written in "),
         (["--batch-size", "-3"], "--batch-size: -3 is below 1"),
         (["--rerank", "0"], "--rerank: 0 is below 1"),
         (["--rerank", "5", "--query", "an apple"], "--query searches; --rerank is of retrieval"),
-        (
-            ["--val-data", "demo", "--val-data", "demo:de"],
-            "--val-data is given twice, demo and demo:de",
-        ),
+        (["--val-data", "demo", "--val-data", "demo:de"], "--val-data is given twice, demo and"),
         (["--json", "."], "--json .: is a folder"),
         (["--picture", f"{__file__}/a.png"], "nothing can be written in "),
         (["--picture", "queries.jpeg"], "a name that ends in .png, .svg or .pdf"),
@@ -483,37 +410,25 @@ def test_each_question_has_a_file_of_its_own(monkeypatch):
         monkeypatch.setattr("sys.argv", ["evaluate.py", "nowhere", *arguments])
         return evaluate.output_name(evaluate.parse(), "step-00000008")
 
-    asked = [
-        [],
-        ["--val-data", "jsonl:my data/a.jsonl"],
-        ["--captions", "all"],
-        ["--classify", "imagefolder:x"],
-        ["--val-data", "demo"],
-    ]
-    assert (
-        name() == "evaluation-step-00000008.json"
-        and name(*asked[1]) == "evaluation-step-00000008-jsonl-my-data-a-jsonl.json"
-    )
+    asked = [[], ["--val-data", "jsonl:my data/a.jsonl"], ["--captions", "all"]]
+    asked += [["--classify", "imagefolder:x"], ["--val-data", "demo"]]
+    assert name() == "evaluation-step-00000008.json"
+    assert name(*asked[1]) == "evaluation-step-00000008-jsonl-my-data-a-jsonl.json"
     long = "jsonl:" + "a/" * 120
     asked += [
         ["--val-data", long + end, *captions]
         for end in ("b.jsonl", "c.jsonl")
         for captions in ([], ["--captions", "all"])
     ]
-    assert (
-        len({name(*arguments) for arguments in asked}) == 9
-        and max(len(name(*arguments)) for arguments in asked) <= 205
-    )
+    names = {name(*arguments) for arguments in asked}
+    assert len(names) == 9 and max(map(len, names)) <= 205
 
 
 def test_numbers_that_json_does_not_have_are_null(tmp_path):
     output = tmp_path / "a new" / "folder" / "out.json"
     write_numbers(output, {"a": float("nan"), "deeper": {"b": float("inf"), "c": 1.5}, "n": 3})
-    assert json.loads(output.read_text()) == {
-        "a": None,
-        "deeper": {"b": None, "c": 1.5},
-        "n": 3,
-    }
+    found = json.loads(output.read_text())
+    assert found == {"a": None, "deeper": {"b": None, "c": 1.5}, "n": 3}
 
 
 def test_what_a_run_held_out_is_looked_for_in_its_roots(tmp_path, source, embedder):
@@ -530,10 +445,8 @@ def test_what_a_run_held_out_is_looked_for_in_its_roots(tmp_path, source, embedd
     of_set = {"data": ["demo"], "val_data": spec, "data_root": roots}
     of_part = {"data": [spec], "val_data": None, "val_fraction": 0.25, "data_root": roots}
     for options, number in ((of_set, 8), (of_part, 2)):
-        parts = held_out(
-            arguments, replace(embedder.trained, record={"options": options, "tokenizer": None})
-        )
-        (part,) = parts.values()
+        trained = replace(embedder.trained, record={"options": options, "tokenizer": None})
+        (part,) = held_out(arguments, trained).values()
         assert len(part.subset) == number and part.source.image_bytes(3) == source.image_bytes(3)
 
 

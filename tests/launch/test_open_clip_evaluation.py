@@ -16,7 +16,7 @@ from launch.exporting.writing import write_export
 from launch.inference.classes import classification
 from launch.inference.embedding import Embedder
 from launch.inference.evaluation import retrieval
-from launch.inference.trained import open_export
+from launch.inference.trained import open_model_folder
 
 SAMPLES, BATCH = 120, 32
 TOWERS = "timm:test_convnext", "open_clip:ViT-B-32:layers=2,width=64,heads=2"
@@ -39,7 +39,7 @@ def model(module_folder):
     write_export(trained_model(*TOWERS, "infonce"), folder, form="open_clip")
     theirs, _, transform = open_clip.create_model_and_transforms(f"local-dir:{folder}")
     tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}")
-    return open_export(folder), theirs.eval(), transform, tokenizer
+    return open_model_folder(folder), theirs.eval(), transform, tokenizer
 
 
 def embedder(trained):

@@ -2,22 +2,19 @@
 between."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import open_clip
 import pytest
 import torch
-from exports import CAPTIONS, TOKENS, embeddings, trained_model
+from exports import CAPTIONS, TOKENS, assert_same, embed_by_pages, trained_model
 from launched import fork_flags, run_to_end, write_pairs
 from safetensors.torch import load_file, save_file
 from transformers import XLMRobertaConfig
 
-from data.modalities.tokenizer import batch_tokens, load_tokenizer
+from data.modalities.tokenizer import load_tokenizer
 from data.modalities.tokenizer_open_clip import clip_tokenizer
 from launch.config.options import parse_options
-from launch.exporting import modeling_export
 from launch.exporting.writing import write_export
 from launch.inference.trained import open_model_folder, with_named_towers
 from launch.model import RunModel
@@ -70,30 +67,6 @@ MODELS = {
         "custom_text": True,
     },
 }
-# nothing of ours can be imported
-FRESH = """
-import json, sys, torch, open_clip
-captions, *folders = sys.argv[1:]
-for folder in folders:
-    model, _, preprocess = open_clip.create_model_and_transforms(f"local-dir:{folder}")
-    model.eval()
-    tokens = open_clip.get_tokenizer(f"local-dir:{folder}")(captions.split("|"))
-    size = model.visual.preprocess_cfg["size"]
-    side = size if isinstance(size, int) else size[0]
-    pixels = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        found = model.encode_image(pixels, normalize=True), model.encode_text(tokens, normalize=True)
-    torch.save({"pixels": pixels, "image": found[0], "text": found[1], "tokens": tokens,
-                "scale": model.logit_scale.data, "bias": getattr(model.logit_bias, "data", None)},
-               f"{folder}/result.pt")
-"""
-
-
-def by_open_clip_alone(root, folders):
-    arguments = [sys.executable, "-c", FRESH, "|".join(CAPTIONS), *map(str, folders)]
-    result = subprocess.run(arguments, cwd=root, text=True, capture_output=True, timeout=600)
-    assert result.returncode == 0, result.stderr[-3000:]
-    return [torch.load(folder / "result.pt", weights_only=True) for folder in folders]
 
 
 def published(config, folder, torch_file=False):
@@ -135,7 +108,7 @@ def models(module_folder):
 
 
 def opened(folder):
-    return open_model_folder(folder, None, "cpu", False)
+    return open_model_folder(folder)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -168,30 +141,13 @@ def changed(trained):
 def test_open_clip_alone_has_our_embeddings(models, tmp_path):
     """Of models that have learned; heads behind OpenCLIP's own projections are multiplied into
     them."""
-    outs, ours = [], []
-    for name, (_, _, folder, _) in models.items():
-        trained = changed(opened(folder))
-        outs.append(tmp_path / name)
-        write_export(trained, outs[-1], form="open_clip")
-        ours.append(trained)
-    for trained, found in zip(ours, by_open_clip_alone(tmp_path, outs)):
-        tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)
-        stages = embeddings(trained.layers, found["pixels"], tokens)
-        torch.testing.assert_close(found["image"], stages["image_embeds"][:2], rtol=0, atol=1e-6)
-        torch.testing.assert_close(found["text"], stages["text_embeds"], rtol=0, atol=1e-6)
-        assert found["scale"] == stages["logit_scale"] and (found["bias"] is None) == (
-            "logit_bias" not in stages
-        )
-        if found["bias"] is not None:
-            assert found["bias"] == stages["logit_bias"]
-        ours_alone = modeling_export.load(outs[ours.index(trained)])
-        assert torch.equal(ours_alone.embed_images(found["pixels"]), found["image"])
-        assert torch.equal(ours_alone.embed_texts(CAPTIONS), found["text"])
-        again = opened(outs[ours.index(trained)])
-        repeated = embeddings(again.layers, found["pixels"], tokens)
-        torch.testing.assert_close(
-            repeated["image_embeds"], stages["image_embeds"], rtol=0, atol=1e-6
-        )
+    ours = [changed(opened(folder)) for _, _, folder, _ in models.values()]
+    outs = [tmp_path / name for name in models]
+    for trained, out in zip(ours, outs):
+        write_export(trained, out, form="open_clip")
+    for trained, out, found in zip(ours, outs, embed_by_pages(tmp_path, outs)):
+        assert_same(trained, found)
+        assert_same(opened(out), found)
 
 
 def test_without_a_format_it_is_said_that_open_clip_has_the_model(models, tmp_path):
@@ -252,14 +208,9 @@ def test_texts_through_two_layers_come_out_as_they_went_in(two_layers, tmp_path)
 def test_open_clip_alone_has_our_embeddings_of_two_layers(two_layers, tmp_path, train):
     trained = changed(opened(two_layers[0])) if train else opened(two_layers[0])
     write_export(trained, tmp_path / "out", form="open_clip")
-    outs = [tmp_path / "out"] if train else [tmp_path / "out", two_layers[0]]
-    for found in by_open_clip_alone(tmp_path, outs):
-        tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)
-        for model in (trained, opened(tmp_path / "out")):
-            stages = embeddings(model.layers, found["pixels"], tokens)
-            image, text = stages["image_embeds"][:2], stages["text_embeds"]
-            torch.testing.assert_close(found["image"], image, rtol=0, atol=1e-6)
-            torch.testing.assert_close(found["text"], text, rtol=0, atol=1e-6)
+    (found,) = embed_by_pages(tmp_path, [tmp_path / "out"])
+    for model in (trained, opened(tmp_path / "out")):
+        assert_same(model, found)
 
 
 def test_a_file_of_weights_with_the_name_of_its_model(models, tmp_path):
@@ -291,14 +242,9 @@ def test_towers_of_timm_and_transformers_that_open_clip_has(tmp_path):
     outs = [tmp_path / str(i) for i in range(len(cases))]
     for trained, out in zip(models, outs):
         write_export(trained, out, form="open_clip")
-    for trained, out, found in zip(models, outs, by_open_clip_alone(tmp_path, outs)):
-        tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)
-        for model in (trained, opened(out)):
-            stages = embeddings(model.layers, found["pixels"], tokens)
-            torch.testing.assert_close(
-                found["image"], stages["image_embeds"][:2], rtol=0, atol=1e-6
-            )
-            torch.testing.assert_close(found["text"], stages["text_embeds"], rtol=0, atol=1e-6)
+    for trained, out, found in zip(models, outs, embed_by_pages(tmp_path, outs)):
+        assert_same(trained, found)
+        assert_same(opened(out), found)
 
 
 @pytest.mark.parametrize(
@@ -357,15 +303,12 @@ def test_a_model_is_trained_in_a_fork_and_loaded_by_open_clip(models, tmp_path):
     assert status == 0, output[-5000:]
     status, output = run_to_end("export.py", run, out, "--format", "open_clip")
     assert status == 0, output[-5000:]
-    (found,) = by_open_clip_alone(tmp_path, [out])
-    assert found["scale"] != state["logit_scale"] and found["bias"] != state["logit_bias"]
-    trained = opened(run)
-    tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)
-    stages = embeddings(trained.layers, found["pixels"], tokens)
-    torch.testing.assert_close(found["image"], stages["image_embeds"][:2], rtol=0, atol=1e-6)
-    torch.testing.assert_close(found["text"], stages["text_embeds"], rtol=0, atol=1e-6)
+    (found,) = embed_by_pages(tmp_path, [out])
+    assert all(found[key] != state[key] for key in ("logit_scale", "logit_bias"))
+    assert_same(opened(run), found)
     card = (out / "README.md").read_text()
     header, page = card.removeprefix("---\n").split("\n---\n", 1)
     assert "library_name: open_clip" in header and "pipeline_tag: zero-shot" in header
     assert "license" not in header and "| steps | 2 of 2 |" in page
+    assert "| samples per step | " in page and "| epochs | " in page
     assert "train.py --data" in page and "| validation | image → text |" in page

@@ -25,7 +25,8 @@ from launch.inference.gallery import draw_rows  # noqa: E402
 from launch.inference.querying import answers_of, embedded_query, read_query  # noqa: E402
 from launch.inference.samples import opened  # noqa: E402
 from launch.inference.trained import Trained  # noqa: E402
-from launch.modalities import Encoded, Vocabulary, audio_features, played, small_picture, tower_of  # noqa: E402  # noqa: E402
+from launch.modalities import Vocabulary, audio_features, tower_of  # noqa: E402
+from launch.views import SoundView  # noqa: E402
 
 pytest.importorskip("soundfile", reason="pip install -r requirements-audio.txt")
 
@@ -87,8 +88,8 @@ def test_retrieval_is_that_of_the_towers(embedder, sounds, tmp_path):
     assert values["audio_to_text_R@5"] == pytest.approx(float((ranks < 5).double().mean()))
     assert values["audio_to_text_median_rank"] == pytest.approx(float(np.median(ranks)) + 1)
     rows = examples(embedded, part.source, 4)
-    assert [row.value is None for row in rows] == [True, True, False, False]
-    assert rows[0].found[0].value.modality == "audio"
+    assert [row[0].value is None for row in rows] == [True, True, False, False]
+    assert isinstance(rows[0][1].value, SoundView)
     draw_rows(rows, "tones", tmp_path / "rows.png")
     assert (tmp_path / "rows.png").stat().st_size > 20_000
 
@@ -149,9 +150,9 @@ def test_a_spectrogram_shows_the_pitch():
     assert found.seconds == 1.0 and [hz for _, hz in found.ticks] == [250, 500, 1000, 2000]
     loudest = (found.decibels[:, 10:-10].mean(1).argmax() + 0.5) / len(found.decibels)
     assert loudest == pytest.approx(dict((hz, at) for at, hz in found.ticks)[1000], abs=0.02)
-    value = Encoded("audio", wav(tone(0.4)))
-    assert small_picture(value).size == (180, 120)
-    again = decode_audio(played(value))
+    value = SoundView(wav(tone(0.4)))
+    assert value.small_picture().size == (180, 120)
+    again = decode_audio(value.played())
     assert again.rate == 16_000 and again.seconds == pytest.approx(0.4, abs=0.1)
-    assert played(Encoded("audio", wav(tone(11.0)))) is None  # too long to go into a page
-    small_picture(Encoded("audio", wav(tone(0.001))))  # a frame is longer than that
+    assert SoundView(wav(tone(11.0))).played() is None  # too long to go into a page
+    SoundView(wav(tone(0.001))).small_picture()  # a frame is longer than that
