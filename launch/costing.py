@@ -35,7 +35,7 @@ from engine.planning.devices import find_device
 from engine.planning.measured import device_identity
 from engine.planning.profile import Profile, profile_together
 from engine.processes.start import Processes
-from launch.config.blocks import dealing
+from launch.config.blocks import balancing
 from launch.config.groups import InputOptions
 from launch.estimates import estimated_costs
 from launch.feeding import sample_cache
@@ -78,7 +78,7 @@ def run_costs(
     costs = _kept(model, config, processes, folder)
     if costs is None:
         # where texts are packed by cost, those of about equal lengths come together
-        by_cost = dealing(block).strategy != "off" and not block.loss_per_micro_batch
+        by_cost = balancing(block).strategy != "off" and not block.loss_per_micro_batch
         lengths = _text_lengths(data, inputs) if by_cost and "text" in inputs.branches else None
         compiling = {tower.branch: block.compiling(tower.branch) for tower in model.towers}
         if AUTO in (block.layout, *compiling.values()):

@@ -51,7 +51,7 @@ from launch.batching.planned import (
     text_packer,
     with_numbers,
 )
-from launch.config.blocks import dealing, weighting
+from launch.config.blocks import balancing, weighting
 from launch.config.groups import BatchingOptions
 from launch.run.resuming import earlier_sizes
 from launch.run.step_line import step_line
@@ -79,7 +79,7 @@ class Batching:
         folder: Path,
     ):
         self.data, self.options, self.folder = data, options, folder
-        self.balance = dealing(block)
+        self.balance = balancing(block)
         self.sources = source_names(options.data)
         earlier = earlier_sizes(state["batch_sizes"], batch_size)
         order = GlobalOrder(len(data.train), batch_size, options.seed, data.parts, earlier)
