@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from data.modalities.tokenizer import load_tokenizer
-from data.modalities.transforms import eval_transform, normalise, stacked
+from data.modalities.transforms import EvalTransform, normalise, stacked
 from launch.config.options import parse_options
 from launch.inference.trained import Trained
 from models.losses import build_loss
@@ -147,7 +147,7 @@ def files():
 
 def evaluated(data):
     """[3, SIZE, SIZE] as evaluate.py sees it."""
-    transform = eval_transform(SIZE)
+    transform = EvalTransform((SIZE, SIZE))
     return normalise(stacked([transform(transform.stored(data))]))[0]
 
 

@@ -22,9 +22,10 @@ if __name__ == "__main__":
     from data.modalities.image import ImageModality
     from data.batching.requests import MicroBatchRequest
     from data.index.sources import open_source
-    from data.modalities.transforms import eval_transform, train_transform
+    from data.modalities.transforms import EvalTransform, TrainTransform
 
-    dataset = MicroBatchDataset(open_source("demo"), [ImageModality(train_transform(16), eval_transform(16))])
+    images = ImageModality(TrainTransform((16, 16)), EvalTransform((16, 16)))
+    dataset = MicroBatchDataset(open_source("demo"), [images])
     batches = micro_batches(dataset, (MicroBatchRequest(n, 0, np.array([n]), np.array([0]), True) for n in itertools.count()), 2)
     next(batches)
     for initializer in (cache._start_filling, index_build._start_worker):

@@ -16,7 +16,7 @@ from data.loader import MicroBatchDataset, micro_batches
 from data.modalities.image import ImageModality
 from data.modalities.lengths import TokenCounts
 from data.modalities.text import TextModality
-from data.modalities.transforms import eval_transform, train_transform
+from data.modalities.transforms import EvalTransform, TrainTransform
 
 RNG = np.random.default_rng(0)
 COMPLEXITY, CHARACTERS = (
@@ -120,7 +120,9 @@ def test_every_row_of_a_batch_has_the_weight_of_its_sample_in_the_whole_batch(
     )
     expected = batches.weights_of(batches.at(2))
     dataset = {
-        "image": MicroBatchDataset(demo, [ImageModality(train_transform(16), eval_transform(16))]),
+        "image": MicroBatchDataset(
+            demo, [ImageModality(TrainTransform((16, 16)), EvalTransform((16, 16)))]
+        ),
         "text": MicroBatchDataset(demo, [TextModality(tokenizer, 16)]),
     }
     for branch, per_sample in (("image", 1), ("text", captions)):

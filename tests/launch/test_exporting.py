@@ -27,7 +27,7 @@ from transformers import AutoImageProcessor, AutoProcessor
 
 from data.modalities.preprocessing import CLIP as CLIP_PIXELS
 from data.modalities.tokenizer import batch_tokens, load_tokenizer
-from data.modalities.transforms import eval_transform, normalise, stacked
+from data.modalities.transforms import EvalTransform, normalise, stacked
 from launch.config.options import parse_options
 from launch.exporting import modeling_export
 from launch.exporting.writing import canonical_state, write_export
@@ -368,7 +368,7 @@ def test_the_pixels_of_the_weights_go_with_an_export(tmp_path):
     }
     trained.options.update(values)
     write_export(trained, tmp_path)
-    transform = eval_transform(SIZE, trained.preprocessing)
+    transform = EvalTransform((SIZE, SIZE), trained.preprocessing)
     data = encoded(sample_image((87, 80)))
     pixels = stacked([transform(transform.stored(data))])
     expected = normalise(pixels, preprocessing=trained.preprocessing)[0]
