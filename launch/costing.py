@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from data.batching.requests import MicroBatchRequest
+from data.modalities.tokenizer import token_lengths
 from data.options import LoadingOptions
 from data.prepare import PreparedData
 from data.progress import progress_bar
@@ -253,10 +254,7 @@ def _example(
 def _text_lengths(data: PreparedData, inputs: InputOptions) -> np.ndarray:
     """Tokens of the first training samples' texts, at most those that the tower takes."""
     first = [(data.source.captions(int(i)) or [""])[0] for i in data.train[:EXAMPLE_TEXTS]]
-    encoded = data.text_tokenizer(
-        first, truncation=True, max_length=inputs.max_text_tokens, padding=False
-    )["input_ids"]
-    return np.array([len(tokens) for tokens in encoded])
+    return np.array(token_lengths(data.text_tokenizer, first, inputs.max_text_tokens))
 
 
 def _example_pairs(towers: Sequence[Tower], size: int) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from data.modalities.tokenizer import load_tokenizer
+from data.modalities.tokenizer import train_tokenizer
 from data.modalities.transforms import EvalTransform, normalise, stacked
 from launch.config.options import parse_options
 from launch.inference.trained import Trained
@@ -60,7 +60,7 @@ def started_from(folder, *flags):
 
 
 def tokenizer_for(text_tower):
-    tokenizer = load_tokenizer(None, CAPTIONS)
+    tokenizer = train_tokenizer(CAPTIONS)
     if (
         text_tower == CLIP or "pool=eos" in text_tower or text_tower.startswith("open_clip:")
     ):  # it pools where the text ends; this id is not 2, nor the highest

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from data.batching.draws import caption_numbers
 from data.index.keys import caption_key
 from data.modalities.modality import Loaded, Modality
-from data.modalities.tokenizer import batch_tokens_counted
+from data.modalities.tokenizer import batch_tokens
 
 if TYPE_CHECKING:
     from data.batching.requests import MicroBatchRequest
@@ -80,7 +80,7 @@ class TextModality(Modality):
                 which = caption_numbers(seed, request.epoch, i, len(captions), k + 1)[k]
             texts.append(captions[which])
         # [t, L]
-        tokens, num_truncated = batch_tokens_counted(
+        tokens, num_truncated = batch_tokens(
             self.tokenizer, texts, self.max_text_tokens, self.length_multiple
         )
         if self.languages is not None:

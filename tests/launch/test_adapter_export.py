@@ -52,7 +52,7 @@ def exports(module_folder):
 def test_a_fresh_process_gets_the_embeddings_of_the_training_stages(exports, name):
     model, *folders = exports[name]
     trained = adapted_model(*model)
-    tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)
+    tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)[0]
     for folder in folders:
         pixels, image_embeds, text_embeds = torch.load(folder / "result.pt", weights_only=True)
         stages = embeddings(trained.layers, pixels, tokens)
@@ -72,7 +72,7 @@ def test_the_adapters_are_apart_and_are_read_back(exports, name):
     record = json.loads((apart / "wye.json").read_text())["adapters"]
     assert len(moved) == sum(len(own["modules"]) for own in record.values())
     trained, again = adapted_model(*model), open_model_folder(apart, None, "cpu", False)
-    tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)
+    tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)[0]
     pixels = torch.load(apart / "result.pt", weights_only=True)[0]
     one, two = (embeddings(each.layers, pixels, tokens) for each in (trained, again))
     for key in ("image_embeds", "text_embeds"):

@@ -209,7 +209,7 @@ def test_a_fresh_process_gets_the_embeddings_of_the_training_stages(exports, nam
     pixels, image_embeds, text_embeds = torch.load(folder / "result.pt", weights_only=True)
     ours = torch.stack([evaluated(data) for data in files()])
     torch.testing.assert_close(pixels, ours, rtol=0, atol=1e-5)  # fp32 at values of about 2
-    stages = embeddings(trained.layers, ours, batch_tokens(trained.tokenizer, CAPTIONS, TOKENS))
+    stages = embeddings(trained.layers, ours, batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)[0])
     torch.testing.assert_close(image_embeds, stages["image_embeds"], rtol=0, atol=1e-6)
     torch.testing.assert_close(text_embeds, stages["text_embeds"], rtol=0, atol=1e-6)
     assert (
@@ -261,8 +261,8 @@ def test_an_export_is_started_from_without_a_change(exports, name):
         image_tower = f"hf:{folder}/image:pool={trained.towers[0].config['pool']}"
     assert options.image_tower == image_tower
     tokenizer = load_tokenizer(options.tokenizer_source())
-    assert batch_tokens(tokenizer, CAPTIONS, TOKENS)["input_ids"].equal(
-        batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)["input_ids"]
+    assert batch_tokens(tokenizer, CAPTIONS, TOKENS)[0]["input_ids"].equal(
+        batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)[0]["input_ids"]
     )
     sizes = (
         options.embed_dim,
@@ -280,7 +280,7 @@ def test_an_export_is_started_from_without_a_change(exports, name):
     before, after = canonical_state(trained.layers), canonical_state(layers)
     assert before.keys() == after.keys()
     assert not [name for name in before if not torch.equal(before[name], after[name])]
-    pixels, tokens = torch.randn(2, 3, SIZE, SIZE), batch_tokens(tokenizer, CAPTIONS[:2], TOKENS)
+    pixels, tokens = torch.randn(2, 3, SIZE, SIZE), batch_tokens(tokenizer, CAPTIONS[:2], TOKENS)[0]
     expected, found = (embeddings(side, pixels, tokens) for side in (trained.layers, layers))
     assert torch.equal(expected["image_embeds"], found["image_embeds"]) and torch.equal(
         expected["text_embeds"], found["text_embeds"]
@@ -436,8 +436,8 @@ def test_an_exported_folder_is_evaluated_like_a_run(name, tmp_path):
         SIZE,
         TOKENS,
     )
-    assert batch_tokens(again.tokenizer, CAPTIONS, TOKENS)["input_ids"].equal(
-        batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)["input_ids"]
+    assert batch_tokens(again.tokenizer, CAPTIONS, TOKENS)[0]["input_ids"].equal(
+        batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)[0]["input_ids"]
     )
     for layer, expected in zip(again.layers, trained.layers, strict=True):
         assert not layer.training

@@ -14,7 +14,7 @@ from launched import fork_flags, run_to_end, write_pairs
 from safetensors.torch import load_file, save_file
 from transformers import XLMRobertaConfig
 
-from data.modalities.tokenizer import batch_tokens, load_tokenizer
+from data.modalities.tokenizer import batch_tokens, load_tokenizer, train_tokenizer
 from data.modalities.tokenizer_open_clip import clip_tokenizer
 from launch.config.options import parse_options
 from launch.exporting import modeling_export
@@ -102,7 +102,7 @@ def published(config, folder, torch_file=False):
     config = json.loads(json.dumps({"embed_dim": 32, **config}))
     folder.mkdir()
     if "hf_tokenizer_name" in config["text_cfg"]:
-        tokenizer = load_tokenizer(None, CAPTIONS)
+        tokenizer = train_tokenizer(CAPTIONS)
         tokenizer.save_pretrained(folder)
         config["text_cfg"] |= {"vocab_size": len(tokenizer) + 5}
     kind = open_clip.CustomTextCLIP if config.get("custom_text") else open_clip.CLIP
@@ -175,7 +175,7 @@ def test_open_clip_alone_has_our_embeddings(models, tmp_path):
         write_export(trained, outs[-1], form="open_clip")
         ours.append(trained)
     for trained, found in zip(ours, by_open_clip_alone(tmp_path, outs)):
-        tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)
+        tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)[0]
         stages = embeddings(trained.layers, found["pixels"], tokens)
         torch.testing.assert_close(found["image"], stages["image_embeds"][:2], rtol=0, atol=1e-6)
         torch.testing.assert_close(found["text"], stages["text_embeds"], rtol=0, atol=1e-6)
@@ -224,7 +224,7 @@ def two_layers(module_folder):
     """(a folder of OpenCLIP whose texts go through transformers' XLM-R and two layers, its
     tensors), as `xlm-roberta-base-ViT-B-32` is."""
     root = module_folder("two layers")
-    folder, tokenizer = root / "model", load_tokenizer(None, CAPTIONS)
+    folder, tokenizer = root / "model", train_tokenizer(CAPTIONS)
     sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {"intermediate_size": 64, "vocab_size": len(tokenizer), "pad_token_id": 0}
     XLMRobertaConfig(**sizes, max_position_embeddings=40).save_pretrained(root / "xlm")
@@ -254,7 +254,7 @@ def test_open_clip_alone_has_our_embeddings_of_two_layers(two_layers, tmp_path, 
     write_export(trained, tmp_path / "out", form="open_clip")
     outs = [tmp_path / "out"] if train else [tmp_path / "out", two_layers[0]]
     for found in by_open_clip_alone(tmp_path, outs):
-        tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)
+        tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)[0]
         for model in (trained, opened(tmp_path / "out")):
             stages = embeddings(model.layers, found["pixels"], tokens)
             image, text = stages["image_embeds"][:2], stages["text_embeds"]
@@ -292,7 +292,7 @@ def test_towers_of_timm_and_transformers_that_open_clip_has(tmp_path):
     for trained, out in zip(models, outs):
         write_export(trained, out, form="open_clip")
     for trained, out, found in zip(models, outs, by_open_clip_alone(tmp_path, outs)):
-        tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)
+        tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)[0]
         for model in (trained, opened(out)):
             stages = embeddings(model.layers, found["pixels"], tokens)
             torch.testing.assert_close(
@@ -360,7 +360,7 @@ def test_a_model_is_trained_in_a_fork_and_loaded_by_open_clip(models, tmp_path):
     (found,) = by_open_clip_alone(tmp_path, [out])
     assert found["scale"] != state["logit_scale"] and found["bias"] != state["logit_bias"]
     trained = opened(run)
-    tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)
+    tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)[0]
     stages = embeddings(trained.layers, found["pixels"], tokens)
     torch.testing.assert_close(found["image"], stages["image_embeds"][:2], rtol=0, atol=1e-6)
     torch.testing.assert_close(found["text"], stages["text_embeds"], rtol=0, atol=1e-6)

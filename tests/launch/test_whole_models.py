@@ -41,7 +41,7 @@ from transformers import (
 )
 
 from data.modalities.preprocessing import NORMALIZATIONS, Preprocessing
-from data.modalities.tokenizer import batch_tokens, load_tokenizer
+from data.modalities.tokenizer import batch_tokens, load_tokenizer, train_tokenizer
 from launch.config.options import parse_options
 from launch.config.pixels import describe_pixels
 from launch.exporting.writing import image_processor, write_export
@@ -89,7 +89,7 @@ def models(module_folder):
     root, made = module_folder("models"), {}
     for name, make in MODELS.items():
         torch.manual_seed(3)
-        tokenizer = load_tokenizer(None, CAPTIONS)
+        tokenizer = train_tokenizer(CAPTIONS)
         tokenizer.eos_token = "[SEP]"
         folder, out = root / name, root / f"{name} again"
         model = make(tokenizer)
@@ -120,7 +120,7 @@ def test_the_library_alone_has_our_embeddings(models, name):
     folder, out = models[name]
     pixels, image_embeds, text_embeds = torch.load(out / "result.pt", weights_only=True)
     trained = open_model_folder(folder, None, "cpu", False)
-    tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)
+    tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)[0]
     stages = embeddings(trained.layers, pixels, tokens)
     torch.testing.assert_close(image_embeds, stages["image_embeds"], rtol=0, atol=1e-6)
     torch.testing.assert_close(text_embeds, stages["text_embeds"], rtol=0, atol=1e-6)
@@ -192,7 +192,7 @@ def test_of_whole_patches_nothing_is_said(tower, size):
 def patches_of(tower, size):
     flags = ["--data", "demo", "--image-tower", tower, "--image-size", str(size)]
     options = replace(parse_options(flags), label_smoothing=0.0)
-    model = RunModel.of(options, load_tokenizer(None, CAPTIONS))
+    model = RunModel.of(options, train_tokenizer(CAPTIONS))
     return model.describe_patches()
 
 
@@ -217,7 +217,7 @@ def test_a_model_is_trained_in_a_fork_and_loaded_by_its_library(models, tmp_path
     trained = open_model_folder(run, None, "cpu", False)
     model = getattr(transformers, name).from_pretrained(out).eval()
     pixels = torch.stack([evaluated(encoded(sample_image((SIZE, SIZE))))])
-    tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)
+    tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)[0]
     ours = embeddings(trained.layers, pixels, tokens)
     # the one in the export, which pads on the right whatever its class does (Siglip2Tokenizer: left)
     padded = transformers.AutoTokenizer.from_pretrained(out)(
@@ -321,7 +321,7 @@ def test_what_does_not_go_together_is_refused(flags, message, capsys):
     if message is None:
         options = replace(parse_options(["--data", "demo", *flags]), label_smoothing=0.0)
         with pytest.raises(ValueError, match="give --embed-dim 512, or --projection linear"):
-            RunModel.of(options, load_tokenizer(None, CAPTIONS))
+            RunModel.of(options, train_tokenizer(CAPTIONS))
     else:
         with pytest.raises(SystemExit):
             parse_options(["--data", "demo", *flags])
