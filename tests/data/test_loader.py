@@ -260,9 +260,7 @@ def test_an_image_that_cannot_be_read_gives_its_place_to_another_and_is_reported
     ]
     # where, and what
     assert reports[0].bad[0][2].startswith(f"{file}:2: the image has changed since")
-    assert [report.num_decoded for report in reports] == [4, 2, 1, 2] and all(
-        report.wait_s > 0 for report in reports
-    )
+    assert [report.num_decoded for report in reports] == [4, 2, 1, 2]
 
 
 def test_truncated_texts_are_counted(demo, tokenizer):
@@ -408,15 +406,6 @@ def test_resolve_workers(asked, ranks, cores, gpu, workers):
 
 
 def test_refusals(demo, tokenizer):
-    for asked in ("many", -1, True, 1.5):
-        with pytest.raises(ValueError, match="'auto' or a whole number >= 0 is needed"):
-            resolve_workers(asked, 1, 1, False)
-    with pytest.raises(ValueError, match="ranks_on_node 0"):
-        resolve_workers("auto", 0, 1, False)
-    with pytest.raises(ValueError, match="of no modality is asked for: at least one is needed"):
-        make(demo, ())
-    with pytest.raises(ValueError, match="seed -1"):
-        make(demo, BOTH, tokenizer, seed=-1)
     for index in (-1, len(demo)):
         with pytest.raises(ValueError, match=f"asked for; demo has 0..{len(demo) - 1}"):
             make(demo, {"image"})[request(index)]
