@@ -190,7 +190,7 @@ def ours(spec: str, workers: int, pin: bool, cache=None, on_host: bool = True) -
 
     from data.batching.batches import Batches
     from data.batching.order import GlobalOrder
-    from data.batching.settings import Setting, Settings
+    from data.batching.settings import Setting
     from data.index.sources import open_source
     from data.loader import MicroBatchDataset, micro_batches
     from data.modalities.image import ImageModality
@@ -211,7 +211,7 @@ def ours(spec: str, workers: int, pin: bool, cache=None, on_host: bool = True) -
     if cache is not None:
         for i in range(len(source)):
             source.content_hash(i)  # what the index of a data set holds, made beforehand
-    batches = Batches(order, np.arange(len(source)), Settings([Setting(0, {"image": 1})]))
+    batches = Batches(order, np.arange(len(source)), [Setting(0, {"image": 1})])
     requests = batches.requests("image", 0, 1, 0, EPOCHS * order.steps_per_epoch)
     for micro_batch in micro_batches(dataset, requests, workers, pin):
         pixels = micro_batch["pixel_values"]

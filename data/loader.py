@@ -68,7 +68,7 @@ class MicroBatchDataset(Dataset):
 
     def load(self, request: MicroBatchRequest) -> tuple[dict[str, Tensor], LoadReport]:
         """The micro-batch and its report."""
-        asked = np.concatenate([request.index, request.texts()[0]])
+        asked = np.concatenate([request.index, request.texts().index])
         if asked.min() < 0 or asked.max() >= len(self.source):
             raise ValueError(
                 f"samples {asked.min()}..{asked.max()} asked for; {self.source.spec} has "
