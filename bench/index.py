@@ -76,10 +76,10 @@ def measure(spec: str, folder: Path, with_torch: bool) -> dict[str, object]:
         import data.loader  # noqa: F401  transformers, torchvision
     from data.batching.batches import Batches
     from data.batching.order import GlobalOrder
-    from data.batching.settings import Setting, Settings
+    from data.batching.settings import Setting
     from data.index.sources import open_source
 
-    settings = Settings([Setting(0, {"image": NUM_MICRO_BATCHES})])
+    settings = [Setting(0, {"image": NUM_MICRO_BATCHES})]
 
     stages["imported"] = memory()
 

@@ -190,21 +190,28 @@ def ours(spec: str, workers: int, pin: bool, cache=None, on_host: bool = True) -
 
     from data.batching.batches import Batches
     from data.batching.order import GlobalOrder
-    from data.batching.settings import Setting, Settings
+    from data.batching.settings import Setting
     from data.index.sources import open_source
     from data.loader import MicroBatchDataset, micro_batches
     from data.modalities.image import ImageModality
-    from data.modalities.transforms import eval_transform, normalise, train_transform
+    from data.modalities.transforms import EvalTransform, TrainTransform, normalise
 
     source = open_source(spec)
     order = GlobalOrder(len(source), BATCH_SIZE, seed=0)
     dataset = MicroBatchDataset(
-        source, [ImageModality(train_transform(IMAGE_SIZE), eval_transform(IMAGE_SIZE), cache)]
+        source,
+        [
+            ImageModality(
+                TrainTransform((IMAGE_SIZE, IMAGE_SIZE)),
+                EvalTransform((IMAGE_SIZE, IMAGE_SIZE)),
+                cache,
+            )
+        ],
     )
     if cache is not None:
         for i in range(len(source)):
             source.content_hash(i)  # what the index of a data set holds, made beforehand
-    batches = Batches(order, np.arange(len(source)), Settings([Setting(0, {"image": 1})]))
+    batches = Batches(order, np.arange(len(source)), [Setting(0, {"image": 1})])
     requests = batches.requests("image", 0, 1, 0, EPOCHS * order.steps_per_epoch)
     for micro_batch in micro_batches(dataset, requests, workers, pin):
         pixels = micro_batch["pixel_values"]
@@ -384,14 +391,16 @@ def main() -> None:
 
     from data.cache import SampleCache, fill
     from data.index.sources import open_source
-    from data.modalities.transforms import train_transform
+    from data.modalities.transforms import TrainTransform
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         mean_kb = make_files(folder, arguments.samples) / arguments.samples / 1000
         cache = SampleCache(folder / "cache")
         fill(
-            open_source(f"jsonl:{folder / 'set.jsonl'}"), train_transform(IMAGE_SIZE).stored, cache
+            open_source(f"jsonl:{folder / 'set.jsonl'}"),
+            TrainTransform((IMAGE_SIZE, IMAGE_SIZE)).stored,
+            cache,
         )
         cache.close(60)
         chosen = [

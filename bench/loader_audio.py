@@ -120,7 +120,7 @@ def ours(folder: Path, workers: int, cache=None) -> Iterator:
 
     from data.batching.batches import Batches
     from data.batching.order import GlobalOrder
-    from data.batching.settings import Setting, Settings
+    from data.batching.settings import Setting
     from data.index.sources import open_source
     from data.loader import MicroBatchDataset, micro_batches
     from data.modalities.audio.features import AudioFeatures
@@ -130,7 +130,7 @@ def ours(folder: Path, workers: int, cache=None) -> Iterator:
     order = GlobalOrder(len(source), BATCH_SIZE, seed=0)
     values = {"truncation": "rand_trunc"}
     features = AudioFeatures("ClapFeatureExtractor", values, RATE * SECONDS, ("crop",))
-    batches = Batches(order, np.arange(len(source)), Settings([Setting(0, {"audio": 1})]))
+    batches = Batches(order, np.arange(len(source)), [Setting(0, {"audio": 1})])
     requests = batches.requests("audio", 0, 1, 0, EPOCHS * order.steps_per_epoch)
     dataset = MicroBatchDataset(source, [AudioModality(features, cache)])
     for micro_batch in micro_batches(dataset, requests, workers):

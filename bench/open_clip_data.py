@@ -96,7 +96,7 @@ def prepare_data(folder: Path, language: str) -> Files:
     Errors: ValueError, FileNotFoundError."""
     files = Files(folder)
     if not folder.is_dir():
-        from data.modalities.tokenizer import load_tokenizer
+        from data.modalities.tokenizer import train_tokenizer
 
         partial = folder.with_name(
             f"{folder.name}.partial"
@@ -104,7 +104,7 @@ def prepare_data(folder: Path, language: str) -> Files:
         shutil.rmtree(partial, ignore_errors=True)
         write_samples(partial, demo_samples(language), folder)
         titles = [row["title"] for row in read_rows(partial / files.train.name)]
-        load_tokenizer(None, titles, save_to=partial / files.tokenizer.name)
+        train_tokenizer(titles, save_to=partial / files.tokenizer.name)
         partial.rename(folder)
     return files
 

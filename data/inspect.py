@@ -60,10 +60,7 @@ def histogram(values: np.ndarray, bins: int = 8) -> list[tuple[float, float, int
         return [(float(values.min()), float(values.max()), len(values))]
     if np.issubdtype(values.dtype, np.integer):
         bins = min(bins, int(high - low) + 1)
-    edges = np.linspace(low, high, bins + 1)
-    counts = np.bincount(
-        np.clip(np.searchsorted(edges, values, side="right") - 1, 0, bins - 1), minlength=bins
-    )
+    counts, edges = np.histogram(values.clip(low, high), bins, (low, high))
     edges[0], edges[-1] = values.min(), values.max()
     return [(float(a), float(b), int(n)) for a, b, n in zip(edges, edges[1:], counts)]
 

@@ -9,13 +9,12 @@ import multiprocessing.process
 import os
 import re
 import signal
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -40,13 +39,11 @@ class LoadReport:
 
     `bad`: (index, reason, detail) of what cannot be read. `counts`: of all modalities, by name.
     `num_decoded`: values that may turn out bad while they are loaded, with those that did.
-    `wait_s`: how long the caller of `micro_batches` waited for it.
     """
 
     bad: list[tuple[int, str, str]] = field(default_factory=list)
     counts: Mapping[str, float] = field(default_factory=dict)
     num_decoded: int = 0
-    wait_s: float = 0.0
 
 
 class MicroBatchDataset(Dataset):
@@ -64,10 +61,6 @@ class MicroBatchDataset(Dataset):
     """
 
     def __init__(self, source: Source, modalities: Sequence[Modality], seed: int = 0) -> None:
-        if not modalities:
-            raise ValueError("a micro-batch of no modality is asked for: at least one is needed")
-        if seed < 0:
-            raise ValueError(f"seed {seed}: a whole number >= 0 is needed")
         self.source, self.modalities, self.seed = source, tuple(modalities), seed
 
     def __getitem__(self, request: MicroBatchRequest) -> dict[str, Tensor]:
@@ -75,7 +68,7 @@ class MicroBatchDataset(Dataset):
 
     def load(self, request: MicroBatchRequest) -> tuple[dict[str, Tensor], LoadReport]:
         """The micro-batch and its report."""
-        asked = np.concatenate([request.index, request.texts()[0]])
+        asked = np.concatenate([request.index, request.texts().index])
         if asked.min() < 0 or asked.max() >= len(self.source):
             raise ValueError(
                 f"samples {asked.min()}..{asked.max()} asked for; {self.source.spec} has "
@@ -118,9 +111,15 @@ def _tensors(name: str, loaded: Loaded) -> dict[str, Tensor]:
     }
 
 
+class Loads(Protocol):
+    """What workers can be given: makes micro-batches of requests."""
+
+    def load(self, request: Any) -> tuple[dict[str, Tensor], LoadReport]: ...
+
+
 def micro_batches(
-    dataset: MicroBatchDataset,
-    requests: Iterable[MicroBatchRequest | list[MicroBatchRequest]],
+    dataset: Loads,
+    requests: Iterable[Any],
     workers: int = 0,
     pin_memory: bool = False,
     on_load: Callable[[LoadReport], None] | None = None,
@@ -151,7 +150,6 @@ def micro_batches(
     processes = [child for child in multiprocessing.active_children() if child not in others]
     try:
         while True:
-            start = time.perf_counter()
             try:
                 item = next(iterator)
             except StopIteration:
@@ -167,7 +165,7 @@ def micro_batches(
             if isinstance(report, _Failure):
                 raise report.error from _WorkerTraceback(report.where)
             if report is not None and on_load is not None:
-                on_load(replace(report, wait_s=time.perf_counter() - start))
+                on_load(report)
             del item  # or it would keep the micro-batch before alive while the next one is made
             yield loaded
             del loaded
@@ -181,15 +179,10 @@ def resolve_workers(asked: str | int, ranks_on_node: int, cpu_count: int, on_gpu
     machine has to spare.
 
     "auto" with a GPU: the cores beside each rank's own, 1 to 16. Without: towers compute on the
-    cores, so at most 2, and 0 (load in the rank itself) when no rank has a core to spare. Errors:
-    ValueError.
+    cores, so at most 2, and 0 (load in the rank itself) when no rank has a core to spare.
     """
-    if isinstance(asked, int) and not isinstance(asked, bool) and asked >= 0:
+    if isinstance(asked, int):
         return asked
-    if asked != "auto":
-        raise ValueError(f"workers {asked!r}: 'auto' or a whole number >= 0 is needed")
-    if ranks_on_node < 1 or cpu_count < 1:
-        raise ValueError(f"ranks_on_node {ranks_on_node}, cpu_count {cpu_count}: both must be >= 1")
     spare = cpu_count // ranks_on_node - 1
     return min(max(spare, 1), MAX_WORKERS_GPU) if on_gpu else min(max(spare, 0), MAX_WORKERS_CPU)
 
@@ -208,10 +201,10 @@ class _Items(Dataset):
     """(micro-batch, its report), (meta batches, None) or (None, _Failure): DataLoader would wrap
     the message of an error in a traceback of the worker."""
 
-    def __init__(self, dataset: MicroBatchDataset) -> None:
+    def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
-    def __getitem__(self, request: MicroBatchRequest | list[MicroBatchRequest]) -> Any:
+    def __getitem__(self, request: Any) -> Any:
         try:
             if isinstance(request, list):
                 return [self.dataset.meta_batch(each) for each in request], None

@@ -24,7 +24,7 @@ from data.index.leaks import count_leaks, describe_leaks, find_leaks
 from data.index.roots import with_roots
 from data.index.sources import Source, open_source
 from data.index.splits import split_source
-from data.modalities.tokenizer import load_tokenizer, refuse_unknown_words
+from data.modalities.tokenizer import load_tokenizer, refuse_unknown_words, train_tokenizer
 from data.options import DataOptions
 
 TRAIN = "train"
@@ -144,7 +144,7 @@ def _tokenizer(
         return None
     if where is None:
         captions = (text for i in train for text in source.captions(int(i)))
-        return load_tokenizer(str(kept)) if kept.is_dir() else load_tokenizer(None, captions, kept)
+        return load_tokenizer(str(kept)) if kept.is_dir() else train_tokenizer(captions, kept)
     tokenizer = load_tokenizer(where)
     tried = train[:: 1 + len(train) // SAMPLES_TRIED]
     refuse_unknown_words(where, tokenizer, (t for i in tried for t in source.captions(int(i))))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from data.batching.requests import MicroBatchRequest
+from data.modalities.tokenizer import token_lengths
 from data.options import LoadingOptions
 from data.prepare import PreparedData
 from data.progress import progress_bar
@@ -35,7 +36,7 @@ from engine.planning.devices import find_device
 from engine.planning.measured import device_identity
 from engine.planning.profile import Profile, profile_together
 from engine.processes.start import Processes
-from launch.config.blocks import dealing
+from launch.config.blocks import balancing
 from launch.config.groups import InputOptions
 from launch.estimates import estimated_costs
 from launch.feeding import sample_cache
@@ -78,7 +79,7 @@ def run_costs(
     costs = _kept(model, config, processes, folder)
     if costs is None:
         # where texts are packed by cost, those of about equal lengths come together
-        by_cost = dealing(block).strategy != "off" and not block.loss_per_micro_batch
+        by_cost = balancing(block).strategy != "off" and not block.loss_per_micro_batch
         lengths = _text_lengths(data, inputs) if by_cost and "text" in inputs.branches else None
         compiling = {tower.branch: block.compiling(tower.branch) for tower in model.towers}
         if AUTO in (block.layout, *compiling.values()):
@@ -253,10 +254,7 @@ def _example(
 def _text_lengths(data: PreparedData, inputs: InputOptions) -> np.ndarray:
     """Tokens of the first training samples' texts, at most those that the tower takes."""
     first = [(data.source.captions(int(i)) or [""])[0] for i in data.train[:EXAMPLE_TEXTS]]
-    encoded = data.text_tokenizer(
-        first, truncation=True, max_length=inputs.max_text_tokens, padding=False
-    )["input_ids"]
-    return np.array([len(tokens) for tokens in encoded])
+    return np.array(token_lengths(data.text_tokenizer, first, inputs.max_text_tokens))
 
 
 def _example_pairs(towers: Sequence[Tower], size: int) -> dict[str, Tensor]:

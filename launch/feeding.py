@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from data.batching.requests import MicroBatchRequest
 from data.cache import GIB, SampleCache, default_folder, open_cache
 from data.index.sources import Source
-from data.loader import LoadReport, MicroBatchDataset, micro_batches, resolve_workers
+from data.loader import LoadReport, micro_batches, resolve_workers
 from data.modalities.text import Languages
 from data.options import LoadingOptions
 from data.prepare import PreparedData, bad_table
@@ -29,6 +30,7 @@ from launch.inputs import micro_batch_dataset
 from launch.modalities import MODALITIES, Inputs
 from launch.run.folder import RunFolder
 
+MicroBatches = Generator[dict[str, Tensor] | list[dict[str, Tensor]], None, None]
 OF_STORAGE = ("unreadable", "missing-file")
 CACHED = frozenset(("image", "audio"))
 BAD_TO_JUDGE = 100  # a few images that break are no fraction yet
@@ -56,7 +58,7 @@ class Feeding:
         self.branch = next(iter(engine.place.layers))
         self.modalities = frozenset(engine.place.loads)
         # the next stage must know all shapes of a step before its first micro-batch
-        self.outlined = engine.place.next is not None
+        self.meta_first = engine.place.next is not None
         self.batch = engine.batches[self.branch]
         self.inputs = Inputs(
             inputs,
@@ -78,22 +80,12 @@ class Feeding:
         self._loaded = 0
         self._listed: set[tuple[str, int]] = set()
 
-    def training(
-        self, start_step: int, stop_step: int
-    ) -> Generator[dict[str, Tensor] | list[dict[str, Tensor]], None, None] | None:
-        """This rank's micro-batches for the steps start_step..stop_step-1, those of each step behind
-        their outlines where a next stage waits for them; None where nothing enters."""
-        if not self.modalities:
-            return None
-        requests = self.batching.requests(start_step, stop_step, self.outlined)
-        on_load = partial(self._note, self.data.source, True)
-        return micro_batches(
-            self._dataset(self.data.source),
-            requests,
-            self.loading.num_workers,
-            self.pin_memory,
-            on_load=on_load,
-            name=self.name,
+    def training(self, start_step: int, stop_step: int) -> MicroBatches | None:
+        """This rank's micro-batches for the steps start_step..stop_step-1, those of each step after
+        their meta batches where a next stage waits for these; None where nothing enters."""
+        requests = self.batching.requests(start_step, stop_step, self.meta_first)
+        return self._micro_batches(
+            self.data.source, requests, self.loading.num_workers, training=True
         )
 
     def counts(self) -> dict[str, float]:
@@ -101,25 +93,25 @@ class Feeding:
         counts, self._counts = self._counts, dict.fromkeys(self._counts, 0.0)
         return counts
 
-    def held_out(
-        self, source: Source, requests: list[MicroBatchRequest]
-    ) -> Generator[dict[str, Tensor] | list[dict[str, Tensor]], None, None] | None:
+    def held_out(self, source: Source, requests: list[MicroBatchRequest]) -> MicroBatches | None:
         """This rank's micro-batches of a held-out set; None where nothing enters."""
+        workers = self.loading.num_workers if len(requests) >= WORTH_WORKERS else 0
+        meta = [requests] if self.meta_first else []
+        return self._micro_batches(source, [*meta, *requests], workers, training=False)
+
+    def _micro_batches(
+        self, source: Source, requests: Iterable[Any], workers: int, training: bool
+    ) -> MicroBatches | None:
         if not self.modalities:
             return None
-        workers = self.loading.num_workers if len(requests) >= WORTH_WORKERS else 0
-        on_load = partial(self._note, source, False)
         return micro_batches(
-            self._dataset(source),
-            [requests, *requests] if self.outlined else requests,
+            micro_batch_dataset(source, self.inputs, self.modalities),
+            requests,
             workers,
             self.pin_memory,
-            on_load=on_load,
+            on_load=partial(self._note, source, training),
             name=self.name,
         )
-
-    def _dataset(self, source: Source) -> MicroBatchDataset:
-        return micro_batch_dataset(source, self.inputs, self.modalities)
 
     def _note(self, source: Source, training: bool, report: LoadReport) -> None:
         """Count, list what could not be read, and stop when that is too much of what was loaded.

@@ -29,7 +29,7 @@ from data.modalities.image import ImageModality
 from data.modalities.modality import Modality
 from data.modalities.text import Languages, TextModality
 from data.modalities.tokenizer import num_ids
-from data.modalities.transforms import augmented, eval_transform, normalise
+from data.modalities.transforms import EvalTransform, augmented, normalise
 from data.options import IMAGE_TEXT, branches_of, read_pairs
 from launch.batching.planned import side_multiple
 from launch.config.groups import InputOptions
@@ -99,9 +99,10 @@ class Vocabulary(NamedTuple):
 
 def _load_image(inputs: Inputs) -> Modality:
     options = inputs.options
+    size = (options.image_size, options.image_size)
     return ImageModality(
-        augmented(options.image_size, options.augmentation or (), options.preprocessing),
-        eval_transform(options.image_size, options.preprocessing),
+        augmented(size, options.augmentation or (), options.preprocessing),
+        EvalTransform(size, options.preprocessing),
         inputs.cache,
         side_multiple(inputs.patch_size),
         inputs.patch_size,

@@ -46,7 +46,7 @@ from engine.processes.watchdog import Watchdog
 from engine.trace import HostClock
 from launch.batching.batching import Batching
 from launch.batching.loss_weights import LossWeights
-from launch.config.blocks import adapting, dealing
+from launch.config.blocks import adapting, balancing
 from launch.config.configuration import Abilities, asked_communication, read_configuration
 from launch.config.hyperparameters import as_begun, settle
 from launch.config.options import Options
@@ -389,7 +389,7 @@ def prepare_run(options: Options, ranks: Ranks) -> PreparedRun:
 
     # What to train: towers as lists of layers, and the losses between their embeddings.
     model = RunModel.of(options, data.tokenizer, adapting(block))
-    model.refuse_sizes(options.image_buckets, dealing(block).image_size)
+    model.refuse_sizes(options.image_buckets, balancing(block).image_size)
     loss_weights = LossWeights.of(options, model.objective, data.held_out)
 
     # Which rank runs which layers: the fastest plan by what the layers cost, measured or estimated.

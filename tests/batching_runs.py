@@ -66,7 +66,9 @@ class Ranks:
             batching.load_state_dict(state, step)
 
     def settings(self):
-        records = [batching.batches.settings.records() for batching in self.ranks]
+        records = [
+            [setting.record() for setting in batching.batches.settings] for batching in self.ranks
+        ]
         assert all(other == records[0] for other in records)
         return records[0]
 
@@ -81,4 +83,5 @@ class Ranks:
 
     @staticmethod
     def _rows(request, branch):
-        return request.texts()[:2] if branch == "text" else (request.index, request.position)
+        rows = request.texts() if branch == "text" else request
+        return rows.index, rows.position

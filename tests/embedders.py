@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from data.modalities.preprocessing import Preprocessing
-from data.modalities.tokenizer import load_tokenizer
+from data.modalities.tokenizer import train_tokenizer
 from launch.inference.embedding import Embedder
 from launch.inference.trained import Trained
 from models.losses import build_loss
@@ -13,7 +13,7 @@ SIZE, TOKENS = 32, 16
 
 
 def make_embedder(source, fusion=None):
-    tokenizer = load_tokenizer(None, [source.captions(i)[0] for i in range(0, 400)])
+    tokenizer = train_tokenizer([source.captions(i)[0] for i in range(0, 400)])
     names = (
         "resnet18:layers=1-1-1-1,width_per_group=64",
         "bert-tiny:hidden_size=32,num_attention_heads=2,intermediate_size=32",

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from data.modalities.tokenizer import batch_tokens, load_tokenizer
-from data.modalities.transforms import eval_transform, normalise, stacked
+from data.modalities.tokenizer import batch_tokens, train_tokenizer
+from data.modalities.transforms import EvalTransform, normalise, stacked
 from launch.config.options import parse_options
 from launch.inference.trained import Trained
 from models.losses import build_loss
@@ -60,7 +60,7 @@ def started_from(folder, *flags):
 
 
 def tokenizer_for(text_tower):
-    tokenizer = load_tokenizer(None, CAPTIONS)
+    tokenizer = train_tokenizer(CAPTIONS)
     if (
         text_tower == CLIP or "pool=eos" in text_tower or text_tower.startswith("open_clip:")
     ):  # it pools where the text ends; this id is not 2, nor the highest
@@ -146,7 +146,7 @@ def files():
 
 def evaluated(data):
     """[3, SIZE, SIZE] as evaluate.py sees it."""
-    transform = eval_transform(SIZE)
+    transform = EvalTransform((SIZE, SIZE))
     return normalise(stacked([transform(transform.stored(data))]))[0]
 
 
@@ -203,7 +203,7 @@ def embed_by_pages(root, folders, sound=b""):
 def assert_same(trained, found, atol=1e-6):
     """Check that a model makes what a page made of an export: embeddings to `atol`, and the scalars
     of the loss exactly."""
-    tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)
+    tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)[0]
     stages = {}
     for branch, values in (("image", "pixel_values"), ("audio", "input_features"), ("text", None)):
         if f"{branch}_embeds" in found:

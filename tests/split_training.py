@@ -269,7 +269,7 @@ class Case:
         parts += [f"checkpoint{self.checkpoint_interval}"] if self.checkpoint_interval else []
         parts += ["compile", self.compile] if self.compile else []
         parts += [f"dropout{self.dropout}"] if self.dropout else []
-        parts += [f"dealt{'texts' * self.deals_texts}"] if self.deals else []
+        parts += [f"packed{'texts' * self.deals_texts}"] if self.deals else []
         parts += ["not_loaded"] if self.not_loaded else []
         parts += [self.loss] if self.loss != "infonce" else []
         parts += [f"smoothing{self.label_smoothing}"] if self.label_smoothing else []

@@ -11,7 +11,7 @@ from launched import fork_flags, metrics, run_to_end, write_pairs
 from neighbours import neighbour
 from safetensors.torch import load_file
 
-from data.modalities.tokenizer import load_tokenizer
+from data.modalities.tokenizer import train_tokenizer
 from engine.checkpoint.layout import OPTIMIZER, PARAMETER
 from engine.checkpoint.reading import CheckpointReader
 from launch.exporting.writing import image_processor
@@ -24,7 +24,7 @@ def published(folder):
     """A small CLIPModel as transformers saves it."""
     whole = neighbour("launch/test_whole_models.py")
     torch.manual_seed(3)
-    tokenizer = load_tokenizer(None, CAPTIONS)
+    tokenizer = train_tokenizer(CAPTIONS)
     tokenizer.eos_token = "[SEP]"
     whole.MODELS["CLIPModel"](tokenizer).save_pretrained(folder)
     tokenizer.model_max_length = TOKENS

@@ -492,14 +492,14 @@ def test_own_data_and_pretrained_text_weights_then_an_export_to_go_on_from(tmp_p
     from transformers import BertConfig, BertModel
 
     from data.index.sources import open_source
-    from data.modalities.tokenizer import load_tokenizer
+    from data.modalities.tokenizer import train_tokenizer
     from launch.exporting.writing import canonical_state
     from launch.inference.trained import open_run
 
     own_data = write_pairs(tmp_path / "own", 60)
     source = open_source(own_data)
     folder = tmp_path / "text tower"
-    load_tokenizer(None, [source.captions(i)[0] for i in range(60)], folder)
+    train_tokenizer([source.captions(i)[0] for i in range(60)], folder)
     vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     small = BertConfig(
         vocab_size=len(vocabulary),

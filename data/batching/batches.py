@@ -12,14 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
 from data.batching.buckets import Buckets, pack_by_bucket
 from data.batching.order import GlobalOrder
 from data.batching.packing import Bounds, Packing, pack, padded_lengths
-from data.batching.requests import MicroBatchRequest, Size, TextRows, check_replica
-from data.batching.settings import Setting, Settings
+from data.batching.requests import MicroBatchRequest, Size, TextRows
+from data.batching.settings import Setting, setting_at
 from data.modalities.lengths import TokenCounts
 
 
@@ -87,22 +88,15 @@ class Batches:
 
     order: GlobalOrder
     train: np.ndarray
-    settings: Settings
+    settings: list[Setting]
     buckets: Buckets | None = None
     texts: TextPacker | None = None
     weights_of: Callable[[GlobalBatch], np.ndarray] | None = None
 
-    def __post_init__(self) -> None:
-        if len(self.train) != self.order.num_samples:
-            raise ValueError(
-                f"the training subset has {len(self.train)} samples, the order is made for "
-                f"{self.order.num_samples}; they must be equal"
-            )
-
     def at(self, step: int, setting: Setting | None = None) -> GlobalBatch:
         """The global batch of a step, under another setting than its own if one is given."""
         visited = self.order.batch(step)
-        setting = self.settings.at(step) if setting is None else setting
+        setting = setting_at(self.settings, step) if setting is None else setting
         indices = np.asarray(self.train[visited])
         return GlobalBatch(step, self.order.epoch(step), visited, indices, setting)
 
@@ -114,52 +108,34 @@ class Batches:
         start_step: int,
         stop_step: int,
         loads: Sequence[str] = (),
-        outlined: bool = False,
+        meta_first: bool = False,
     ) -> Iterator[MicroBatchRequest | list[MicroBatchRequest]]:
         """The micro-batches of one replica of the stages on which `branch` enters, for steps
         start_step..stop_step-1, in the order they are run.
 
         `loads`: all branches that enter there, `branch` alone by default. The step after the one
         that is asked for is packed in a thread of its own, so the settings of a step must be there
-        when the micro-batches of the step before are asked for. `outlined`: before those of each
-        step comes the list of them. Errors: ValueError.
+        when the micro-batches of the step before are asked for. `meta_first`: before those of each
+        step comes the list of them, of which the loader makes meta batches.
         """
-        loads = loads or (branch,)
-        check_replica(replica, replicas)
-        if self._in_order(loads):
-            number = self.settings.at(start_step).num_micro_batches[branch]
-            _check_shares(self.order.global_batch_size, replicas, number)
-
-        def requests_of(step: int) -> list[MicroBatchRequest]:
-            number = self.settings.at(step).num_micro_batches[branch]
-            own = slice(replica * number, (replica + 1) * number)
-            return self._requests_of(step, loads, replicas, number, own)
-
-        return _one_ahead(requests_of, range(start_step, stop_step), outlined)
-
-    def packed_texts(self, batch: GlobalBatch, replicas: int, number: int) -> list[np.ndarray]:
-        """Positions of the texts of each micro-batch, R · M of them, those of replica 0 first."""
-        if self.texts is None:
-            raise ValueError("the texts of this run are not packed by cost")
-        return [part for line in self.texts.pack(batch, replicas, (number,)) for part in line]
-
-    def _in_order(self, loads: Sequence[str]) -> bool:
-        """Do samples enter there, equally many in each micro-batch?"""
-        return self.texts is None or any(branch != "text" for branch in loads)
+        requests_of = partial(self._requests_of, branch, loads or (branch,), replica, replicas)
+        return _one_ahead(requests_of, range(start_step, stop_step), meta_first)
 
     def _requests_of(
-        self, step: int, loads: Sequence[str], replicas: int, number: int, own: slice
+        self, branch: str, loads: Sequence[str], replica: int, replicas: int, step: int
     ) -> list[MicroBatchRequest]:
         batch = self.at(step)
+        number = batch.setting.num_micro_batches[branch]
         weights = None if self.weights_of is None else self.weights_of(batch)  # [G]
         feed_rates = batch.setting.feed_rates
         nothing = np.zeros(0, dtype=np.int64)
         samples: list[tuple[np.ndarray, Size | None]] = [(nothing, None)] * number
-        if self._in_order(loads):
+        if self.texts is None or any(branch != "text" for branch in loads):
+            own = slice(replica * number, (replica + 1) * number)
             samples = self._samples(batch, replicas, number)[own]
         texts: list[TextRows | None] = [None] * number
         if self.texts is not None and "text" in loads:
-            positions = self.packed_texts(batch, replicas, number)[own]
+            positions = self.texts.pack(batch, replicas, (number,))[replica]
             texts = [_text_rows(batch, position, weights) for position in positions]
         return [
             MicroBatchRequest(
@@ -205,22 +181,13 @@ def _text_rows(batch: GlobalBatch, position: np.ndarray, weights: np.ndarray | N
 
 
 def _one_ahead(
-    requests_of: Callable[[int], list[MicroBatchRequest]], steps: range, outlined: bool
+    requests_of: Callable[[int], list[MicroBatchRequest]], steps: range, meta_first: bool
 ) -> Iterator[MicroBatchRequest | list[MicroBatchRequest]]:
     with ThreadPoolExecutor(1, thread_name_prefix="pack") as pool:
         coming = None
         for step in steps:
             requests = coming.result() if coming else requests_of(step)
             coming = pool.submit(requests_of, step + 1) if step + 1 in steps else None
-            if outlined:
+            if meta_first:
                 yield requests
             yield from requests
-
-
-def _check_shares(global_batch_size: int, replicas: int, num_micro_batches: int) -> None:
-    """Raises ValueError where a micro-batch would have no sample."""
-    if min(replicas, num_micro_batches) < 1 or global_batch_size // replicas < num_micro_batches:
-        raise ValueError(
-            f"global_batch_size {global_batch_size} cannot be packed for {replicas} replicas x "
-            f"{num_micro_batches} micro-batches; each needs a sample"
-        )

@@ -54,22 +54,15 @@ def fit_branch_cost(
     seconds: Sequence[float] | np.ndarray,
     version: int = 0,
 ) -> BranchCost:
-    """The cost that fits measured micro-batches: coefficients >= 0, errors relative to what is
-    predicted, outliers held off.
+    """The cost that fits measured micro-batches, all values > 0: coefficients >= 0, errors relative
+    to what is predicted, outliers held off.
 
     Huber's loss (Huber 1964) by iteratively reweighted least squares. Where the points cannot tell
-    coefficients apart (one length only, one size only), as few as explain them are above 0. Errors:
-    ValueError for no points, or points that are not positive.
+    coefficients apart (one length only, one size only), as few as explain them are above 0.
     """
     from scipy.optimize import nnls  # half a second, which only a run that measures waits for
 
     n, length, measured = (np.asarray(v, np.float64) for v in (num_samples, lengths, seconds))
-    points = np.stack([n, length, measured]) if n.size == length.size == measured.size else None
-    if points is None or not points.size or points.min() <= 0:
-        raise ValueError(
-            f"{n.size} sizes, {length.size} lengths, {measured.size} seconds: as many of each as "
-            "there were micro-batches, all > 0, are needed"
-        )
     # relative to what was measured: aim at 1 everywhere
     columns = np.stack([n, n * length, n * length**2, np.ones_like(n)], axis=1) / measured[:, None]
     scale = columns.max(axis=0)

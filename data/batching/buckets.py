@@ -86,14 +86,9 @@ def pack_by_bucket(
     of equally common ones the lowest). Each bucket fills as many whole shares as it can; of what is
     left over, the largest remainders lead a share each, and the others fill them up, in the order
     of their numbers. Where all sizes are equal no other order has more positions in a share of
-    their own bucket. A pure function. Errors: ValueError when the sizes do not add up to G.
+    their own bucket. A pure function.
     """
     bucket_of_position = np.asarray(bucket_of_position)
-    if sum(sizes) != len(bucket_of_position) or min(sizes, default=0) < 1:
-        raise ValueError(
-            f"{len(bucket_of_position)} positions cannot be packed into shares of {list(sizes)}; "
-            "each needs one, and they must add up to their number"
-        )
     left = sorted(sizes, reverse=True)  # of shares that are not filled yet
     shares: list[np.ndarray] = []
     rest: list[np.ndarray] = []

@@ -66,13 +66,6 @@ class LoadControl:
     dead_band: float = 0.1
     max_change: float = 2.0
 
-    def __post_init__(self) -> None:
-        for name, ladder in self.ladders():
-            if not ladder or list(ladder) != sorted(set(ladder)):
-                raise ValueError(f"{name} {ladder}: ascending values, each once, are needed")
-        if not 0 < self.dead_band < 1 or not self.max_change > 1:
-            raise ValueError(f"{self}: 0 < dead_band < 1 and max_change > 1 are needed")
-
     def ladders(self) -> Iterator[tuple[str, tuple]]:
         return ((name, getattr(self, name)) for name in BRANCH_OF)
 

@@ -36,11 +36,9 @@ def mixed(parts: Parts, temperature: float = 1.0, floors: Sequence[float] | None
     floor of its set, see `raised_to_floors`. Shares become whole visits by largest remainders: a
     floor holds to within one sample.
 
-    Errors: ValueError for a temperature not above 0, for floors that no shares can keep, for a set
-    that its weight leaves without a visit.
+    Errors: ValueError for a floor of a set without samples, for a set that its weight leaves
+    without a visit.
     """
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"temperature {temperature}: a number above 0 is needed")
     least = np.zeros(len(parts)) if floors is None else np.asarray(floors, np.float64)
     sizes = np.array([count * weight for count, weight in parts])
     for number, ((count, weight), floor) in enumerate(zip(parts, least, strict=True), 1):
@@ -91,12 +89,8 @@ def _visited(parts: Parts, visits: np.ndarray) -> Parts:
 
 def raised_to_floors(shares: np.ndarray, floors: np.ndarray) -> np.ndarray:
     """Shares of 1 with none below its floor: those that are get it, the others give up in
-    proportion to what they have, and so on while that brings another one below its own. Errors:
-    ValueError when the floors are more than 1 together."""
-    if (floors < 0).any() or math.fsum(floors) > 1 + 1e-9:
-        raise ValueError(
-            f"floors {floors.tolist()}: numbers of at least 0 are needed, together at most 1"
-        )
+    proportion to what they have, and so on while that brings another one below its own. The floors
+    are at most 1 together."""
     low = np.zeros(len(shares), bool)
     while True:
         others = shares[~low].sum()
@@ -162,10 +156,6 @@ class Adaptation:
     parts: Parts
     rate: float
     floors: tuple[float, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 < self.rate <= 1:
-            raise ValueError(f"rate {self.rate}: a number above 0 and at most 1 is needed")
 
     def after_epoch(self, trends: Trends) -> Trends:
         """The epoch under way has ended: the factors move by the formula above. Sets of which

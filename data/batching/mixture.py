@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,16 @@ import numpy as np
 from data.batching.order import Parts
 from data.index.mapped import UnusedCounts, add_unused
 from data.index.sources import Source, open_source
+
+
+def _of_its_source(name: str) -> Callable[..., Any]:
+    """The method `name` of a sample's own source, called with the number that it has there."""
+
+    def call(self: Mixture, i: int, *rest: Any) -> Any:
+        _, source, own = self._of(i)
+        return getattr(source, name)(own, *rest)
+
+    return call
 
 
 class Mixture:
@@ -30,17 +40,12 @@ class Mixture:
         number, source, own = self._of(i)
         return f"{number}/{source.identity(own)}"
 
-    def captions(self, i: int) -> list[str]:
-        _, source, own = self._of(i)
-        return source.captions(own)
-
-    def language(self, i: int) -> str | int | None:
-        _, source, own = self._of(i)
-        return source.language(own)
-
-    def image_bytes(self, i: int) -> bytes:
-        _, source, own = self._of(i)
-        return source.image_bytes(own)
+    captions = _of_its_source("captions")
+    language = _of_its_source("language")
+    image_bytes = _of_its_source("image_bytes")
+    content_hash = _of_its_source("content_hash")
+    audio_hash = _of_its_source("audio_hash")
+    where = _of_its_source("where")
 
     def value(self, modality: str, i: int) -> Any:
         _, source, own = self._of(i)
@@ -48,18 +53,6 @@ class Mixture:
 
     def lacking(self, modality: str) -> np.ndarray:
         return np.concatenate([source.lacking(modality) for source in self.sources])
-
-    def content_hash(self, i: int) -> bytes:
-        _, source, own = self._of(i)
-        return source.content_hash(own)
-
-    def audio_hash(self, i: int) -> bytes:
-        _, source, own = self._of(i)
-        return source.audio_hash(own)
-
-    def where(self, i: int, modality: str | None = None) -> str:
-        _, source, own = self._of(i)
-        return source.where(own, modality)
 
     def column(self, name: str) -> np.ndarray:
         """[N], put together when first asked for: a copy, unlike that of a single source."""
@@ -77,13 +70,17 @@ class Mixture:
         )
 
     def bad_samples(self) -> Iterator[tuple[str, str, str, str]]:
-        for number, source in enumerate(self.sources):
-            for identity, where, reason, detail in source.bad_samples():
-                yield f"{number}/{identity}", where, reason, detail
+        return self._numbered(source.bad_samples() for source in self.sources)
 
     def broken_values(self) -> Iterator[tuple[str, str, str, str]]:
-        for number, source in enumerate(self.sources):
-            for identity, where, reason, detail in source.broken_values():
+        return self._numbered(source.broken_values() for source in self.sources)
+
+    @staticmethod
+    def _numbered(
+        found: Iterable[Iterator[tuple[str, str, str, str]]],
+    ) -> Iterator[tuple[str, str, str, str]]:
+        for number, of_source in enumerate(found):
+            for identity, where, reason, detail in of_source:
                 yield f"{number}/{identity}", where, reason, detail
 
     def unused(self) -> UnusedCounts:

@@ -202,15 +202,13 @@ def explain(packing: Packing, lengths: np.ndarray, cost: BranchCost, num_stages:
         f"{num_stages} stages, {step_s / bound_s - 1:.1%} above what nothing can beat",
         "replica  micro-batch  samples  longest     padding      ms",
     ]
+    row = "{:>7}  {:>11}  {:>7}  {:>7}  {:>10}  {:>6}".format
     for r, line in enumerate(packing):
         for m, part in enumerate(line):
-            padding = f"{1 - lengths[part].sum() / (sizes[r, m] * longest[r, m]):.0%}"
-            own = (
-                f"{sizes[r, m]:7d}  {longest[r, m]:7d}  {padding:>10s}  {1e3 * seconds[r, m]:6.4g}"
-            )
-            lines.append(f"{r:7d}  {m:11d}  {own}")
-        own = f"{sizes[r].sum():7d}  {'':7s}  {'':10s}  {1e3 * seconds[r].sum():6.4g}"
-        lines.append(f"{r:7d}  {'all':>11s}  {own}")
+            padding = 1 - lengths[part].sum() / (sizes[r, m] * longest[r, m])
+            ms = f"{1e3 * seconds[r, m]:.4g}"
+            lines.append(row(r, m, sizes[r, m], longest[r, m], f"{padding:.0%}", ms))
+        lines.append(row(r, "all", sizes[r].sum(), "", "", f"{1e3 * seconds[r].sum():.4g}"))
     return "\n".join(lines)
 
 

@@ -16,8 +16,8 @@ Size = tuple[int, int]  # H, W in pixels
 
 @dataclass(frozen=True, eq=False)
 class TextRows:
-    """Texts [t], all int64: their samples in the source, their positions 0..c·G-1, their weights in
-    millionths (None: all the same)."""
+    """Texts [t], all int64: their samples in the source, their positions 0..c·G-1, where c is the
+    number of captions that a sample shows, and their weights in millionths (None: all the same)."""
 
     index: np.ndarray
     position: np.ndarray
@@ -42,23 +42,15 @@ class MicroBatchRequest:
     weight: np.ndarray | None = None
     packed_texts: TextRows | None = None  # texts that were packed by themselves; None: its samples'
 
-    def texts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of its texts [t]: the sample, the position 0..c·G-1, the number 0..c-1 among the c
-        captions that the sample shows."""
+    def texts(self) -> TextRows:
+        """Its texts: those that were packed by themselves, else the c captions that each of its
+        samples shows, one after the other. The text at position p is the (p mod c)-th of them."""
+        if self.packed_texts is not None:
+            return self.packed_texts
         c = self.feed_rates.captions_per_image
-        if self.packed_texts is not None:
-            position = self.packed_texts.position
-            return self.packed_texts.index, position, position % c
         position = (self.position[:, None] * c + np.arange(c)).ravel()
-        return np.repeat(self.index, c), position, position % c
-
-    def text_weight(self) -> np.ndarray | None:
-        """[t] the weights of its texts' samples."""
-        if self.packed_texts is not None:
-            return self.packed_texts.weight
-        if self.weight is None:
-            return None
-        return np.repeat(self.weight, self.feed_rates.captions_per_image)
+        weight = None if self.weight is None else np.repeat(self.weight, c)
+        return TextRows(np.repeat(self.index, c), position, weight)
 
 
 def evaluation_requests(
@@ -70,9 +62,6 @@ def evaluation_requests(
     The last micro-batch may be smaller; a replica without a share gets none. Positions are 0..n-1
     over the subset.
     """
-    check_replica(replica, replicas)
-    if micro_batch_size < 1:
-        raise ValueError(f"micro_batch_size {micro_batch_size}: a whole number >= 1 is needed")
     share = np.array_split(np.arange(len(subset), dtype=np.int64), replicas)[replica]
     parts = [
         share[start : start + micro_batch_size] for start in range(0, len(share), micro_batch_size)
@@ -81,11 +70,3 @@ def evaluation_requests(
         MicroBatchRequest(number, 0, subset[part], part, training=False)
         for number, part in enumerate(parts)
     ]
-
-
-def check_replica(replica: int, replicas: int) -> None:
-    if not 0 <= replica < replicas:
-        raise ValueError(
-            f"replica {replica} of {replicas}: replicas count from 0, so 0..{replicas - 1} is "
-            "needed"
-        )

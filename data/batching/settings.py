@@ -9,7 +9,7 @@ of these settings: a run that goes on with them packs as one that never stopped.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -41,37 +41,7 @@ class Setting:
         return cls(**values, costs=costs, feed_rates=feed_rates)
 
 
-class Settings:
-    """All settings of a run so far, those to come included."""
-
-    def __init__(self, settings: Iterable[Setting]) -> None:
-        self._all: list[Setting] = []
-        for setting in settings:
-            self.add(setting)
-
-    def at(self, step: int) -> Setting:
-        """The setting that holds for step 0, 1, ..."""
-        starts = [setting.from_step for setting in self._all]
-        return self._all[bisect_right(starts, step) - 1]
-
-    @property
-    def newest(self) -> Setting:
-        return self._all[-1]
-
-    def add(self, setting: Setting) -> None:
-        """Errors: ValueError for a setting that begins no later than the newest; the first begins
-        with step 0."""
-        if setting.from_step <= self.newest.from_step if self._all else setting.from_step != 0:
-            starts = [each.from_step for each in self._all]
-            raise ValueError(
-                f"a setting from step {setting.from_step} on cannot follow those from "
-                f"{starts or 'nothing'} on"
-            )
-        self._all.append(setting)
-
-    def records(self) -> list[dict[str, Any]]:
-        return [setting.record() for setting in self._all]
-
-    @classmethod
-    def from_records(cls, records: Sequence[Mapping[str, Any]]) -> Settings:
-        return cls(map(Setting.from_record, records))
+def setting_at(settings: Sequence[Setting], step: int) -> Setting:
+    """The one of a run's settings, in their order and the first from step 0 on, that holds for a
+    step."""
+    return settings[bisect_right(settings, step, key=lambda setting: setting.from_step) - 1]

@@ -15,6 +15,8 @@ G: samples of a global batch, N: training samples.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from data.batching.batches import GlobalBatch
@@ -24,22 +26,10 @@ MILLIONTHS = 1_000_000
 LARGEST = 2_000 * MILLIONTHS  # a weight fits 31 bits, whatever the size of the global batch
 
 
-def sample_weights(
-    complexity: np.ndarray,
-    length: np.ndarray,
-    image: float,
-    text: float,
-    seconds: np.ndarray | None = None,
-    audio: float = 0.0,
-) -> np.ndarray:
-    """[n] float64 with mean 1, of n samples that are weighed against each other. `image`, `text`,
-    `audio`: a, b and c, >= 0; with `audio` > 0 the `seconds` are needed."""
-    total = image * _of_mean_one(complexity) + text * _of_mean_one(length)
-    if audio:
-        if seconds is None:
-            raise ValueError("sounds cannot be weighed without their seconds")
-        total = total + audio * _of_mean_one(seconds)
-    return _of_mean_one(total)
+def sample_weights(terms: Iterable[tuple[float, np.ndarray]]) -> np.ndarray:
+    """[n] float64 with mean 1, of n samples that are weighed against each other. `terms`: a and the
+    complexity of each, b and the length, c and the seconds; a, b, c >= 0, not all 0."""
+    return _of_mean_one(np.sum([factor * _of_mean_one(values) for factor, values in terms], 0))
 
 
 def _of_mean_one(values: np.ndarray) -> np.ndarray:
@@ -63,12 +53,10 @@ def loss_weights(
     `lengths` [N] of the training samples' texts. Whole numbers, so that they are the same on every
     machine and travel unchanged in any precision.
     """
-    weights = sample_weights(
-        source.column("complexity")[batch.indices],
-        lengths[batch.visited],
-        image,
-        text,
-        seconds=source.column("audio_seconds")[batch.indices] if audio else None,
-        audio=audio,
-    )
+    terms = [
+        (image, source.column("complexity")[batch.indices]),
+        (text, lengths[batch.visited]),
+        (audio, source.column("audio_seconds")[batch.indices]),
+    ]
+    weights = sample_weights(terms)
     return np.minimum(np.rint(weights * MILLIONTHS), LARGEST).astype(np.int64)

@@ -21,22 +21,22 @@ from __future__ import annotations
 import sqlite3
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from filelock import FileLock
+from torch import Tensor
 
 from common.files import make_folder, refuse_link
 from data.bad_samples import BadSample
 from data.formats.specs import cache_folder
 from data.index.sources import Source
+from data.loader import LoadReport, micro_batches
 from data.modalities.transforms import Stored
-from data.processes import end_with_parent, start_method
 from data.progress import progress_bar
 
 GIB = 1 << 30
@@ -49,6 +49,7 @@ WAITING_BYTES = 64 << 20  # kept at most while another process writes
 CLOSE_S = 2.0  # how long a process that ends waits for its turn to store the rest
 FILL_S = 60.0  # how long a worker that fills it waits for its turn
 CHUNK = 64  # images that a filling worker decodes at a time
+MOST_EXAMPLES = 5  # of bad images
 
 
 def default_folder() -> Path:
@@ -243,61 +244,44 @@ def fill(
     chunks = [indices[start : start + CHUNK] for start in range(0, len(indices), CHUNK)]
     total: Counter[str] = Counter()
     examples: list[str] = []
+
+    def note(report: LoadReport) -> None:
+        bad = Counter(reason for _, reason, _ in report.bad)
+        done = Counter({name: int(n) for name, n in report.counts.items()}) + bad
+        bar.update(done.total())
+        total.update(done)
+        examples.extend(where for _, _, where in report.bad[: MOST_EXAMPLES - len(examples)])
+
+    workers = min(workers, len(chunks))
     with progress_bar(None, "filling the cache", "image", len(indices), shown=progress) as bar:
-        for done, bad in _filled(chunks, (source, stored, cache), workers):
-            bar.update(done.total())
-            total += done
-            examples += bad[: 5 - len(examples)]
+        for _ in micro_batches(_Filling(source, stored, cache), chunks, workers, on_load=note):
+            pass  # there is nothing in it
     return total, examples
 
 
-_Filling = tuple[Source, Stored, SampleCache]
-_FILLING: _Filling  # of a worker process
+@dataclass(frozen=True)
+class _Filling:
+    """What the loader's workers do to fill a cache: their "micro-batches" are empty, and only their
+    reports count."""
 
+    source: Source
+    stored: Stored
+    cache: SampleCache
 
-def _filled(
-    chunks: Sequence[np.ndarray], what: _Filling, workers: int
-) -> Iterator[tuple[Counter[str], list[str]]]:
-    if workers == 0:
-        yield from (_fill(*what, chunk) for chunk in chunks)
-        return
-    with ProcessPoolExecutor(workers, start_method(), _start_filling, what) as pool:
-        try:
-            yield from pool.map(_fill_here, chunks)
-        except BrokenProcessPool as error:
-            raise ChildProcessError(
-                "a process that fills the image cache ended without a message; where dmesg says "
-                "that memory ran out, give fewer --workers. What is stored stays"
-            ) from error
-
-
-def _start_filling(*what: Any) -> None:
-    global _FILLING
-    end_with_parent()
-    _FILLING = what
-
-
-def _fill_here(chunk: np.ndarray) -> tuple[Counter[str], list[str]]:
-    return _fill(*_FILLING, chunk)
-
-
-def _fill(
-    source: Source, stored: Stored, cache: SampleCache, chunk: np.ndarray
-) -> tuple[Counter[str], list[str]]:
-    if cache.is_full or not cache.is_open():
-        return Counter(refused=len(chunk)), []
-    done, examples = Counter[str](), []
-    for i in chunk.tolist():
-        key = stored.key(source.content_hash(i))
-        if cache.has(key):
-            done["present"] += 1
-            continue
-        try:
-            cache.put(key, stored(source.image_bytes(i)))
-            done["stored"] += 1
-        except BadSample as error:
-            done[error.reason] += 1
-            examples.append(f"{source.where(i)}: {error}")
-    if not cache.store(FILL_S):
-        done["refused"] = done.pop("stored", 0)
-    return done, examples
+    def load(self, chunk: np.ndarray) -> tuple[dict[str, Tensor], LoadReport]:
+        if self.cache.is_full or not self.cache.is_open():
+            return {}, LoadReport(counts={"refused": len(chunk)})
+        done, bad = Counter[str](), []
+        for i in chunk.tolist():
+            key = self.stored.key(self.source.content_hash(i))
+            if self.cache.has(key):
+                done["present"] += 1
+                continue
+            try:
+                self.cache.put(key, self.stored(self.source.image_bytes(i)))
+                done["stored"] += 1
+            except BadSample as error:
+                bad.append((i, error.reason, f"{self.source.where(i)}: {error}"))
+        if not self.cache.store(FILL_S):
+            done["refused"] = done.pop("stored", 0)
+        return {}, LoadReport(bad, done)

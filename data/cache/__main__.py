@@ -13,7 +13,7 @@ from data.cache import DEFAULT_LIMIT, GIB, default_folder, fill, open_cache
 from data.index.roots import add_root_flag, given_roots, with_roots
 from data.index.sources import open_source
 from data.modalities.preprocessing import CLIP, INTERPOLATIONS
-from data.modalities.transforms import train_transform
+from data.modalities.transforms import TrainTransform
 from data.modules import import_modules
 from data.options import add_pairs_flags, compared
 
@@ -83,7 +83,7 @@ def main(words: Sequence[str] | None = None) -> int:
         return 2
     done, examples = fill(
         source,
-        train_transform(arguments.image_size, preprocessing=preprocessing).stored,
+        TrainTransform((arguments.image_size, arguments.image_size), preprocessing).stored,
         cache,
         arguments.workers,
         progress=True,

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from data.batching.draws import caption_numbers
 from data.keys import caption_key
 from data.modalities.modality import Loaded, Modality
-from data.modalities.tokenizer import batch_tokens_counted
+from data.modalities.tokenizer import batch_tokens
 
 if TYPE_CHECKING:
     from data.batching.requests import MicroBatchRequest
@@ -69,9 +69,10 @@ class TextModality(Modality):
         self.length_multiple, self.languages = length_multiple, languages
 
     def load(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
-        index, position, number = request.texts()  # [t] each
+        asked = request.texts()  # [t]
+        number = asked.position % request.feed_rates.captions_per_image
         texts, absent = [], []
-        for i, k in zip(index.tolist(), number.tolist()):
+        for i, k in zip(asked.index.tolist(), number.tolist()):
             captions = source.captions(i) or [""]
             if not captions[0]:
                 absent.append(i)
@@ -80,11 +81,11 @@ class TextModality(Modality):
                 which = caption_numbers(seed, request.epoch, i, len(captions), k + 1)[k]
             texts.append(captions[which])
         # [t, L]
-        tokens, num_truncated = batch_tokens_counted(
+        tokens, num_truncated = batch_tokens(
             self.tokenizer, texts, self.max_text_tokens, self.length_multiple
         )
         if self.languages is not None:
-            given = [source.language(i) for i in index.tolist()]
+            given = [source.language(i) for i in asked.index.tolist()]
             tokens["language_ids"] = self.languages.ids(given)
         mask = tokens["attention_mask"]
         counts = {
@@ -93,5 +94,5 @@ class TextModality(Modality):
             "padded_text_tokens": mask.numel(),
         }
         key = np.array([caption_key(text) for text in texts], np.int64)
-        rows = Loaded(tokens, position, index, request.text_weight(), key)
+        rows = Loaded(tokens, asked.position, asked.index, asked.weight, key)
         return replace(rows, absent=absent, counts=counts)

@@ -42,32 +42,102 @@ TOKENIZE_LIMIT_S = 60.0  # of one call, for up to 1,000 texts; usual ones take a
 TENSOR_CORE_MULTIPLE = 8
 
 
-def load_tokenizer(
-    where: str | None,
-    captions: Iterable[str] | None = None,
-    save_to: Path | None = None,
-    vocab_size: int = 8192,
-) -> PreTrainedTokenizerBase:
-    """The tokenizer at `where` (a local folder, a Hugging Face id, or `open_clip:MODEL`, the one of
-    a model of OpenCLIP); without `where`, a WordPiece trained on `captions`.
-
-    A trained one is a pure function of the captions and `vocab_size` (the most entries it may have;
-    every character seen is always one), and is written to the folder `save_to`, from which
-    `load_tokenizer(str(save_to))` reads it again. Where several processes share that folder, one of
-    them trains and the others load. Errors: ValueError, FileNotFoundError.
-    """
-    if where is not None:
-        return _loaded(where)
-    if captions is None:
-        raise ValueError(
-            "no tokenizer given: either name a folder or Hugging Face id, or give captions to "
-            "train one on"
+def load_tokenizer(where: str) -> PreTrainedTokenizerBase:
+    """The tokenizer at `where`: a local folder, a Hugging Face id, or `open_clip:MODEL`, the one of
+    a model of OpenCLIP. Errors: ValueError, FileNotFoundError."""
+    folder = Path(where)
+    if not folder.is_dir() and (folder.is_absolute() or where.startswith((".", "~"))):
+        raise FileNotFoundError(
+            f"tokenizer '{where}': no such folder; give a folder with tokenizer.json, or a Hugging "
+            "Face id"
         )
-    tokenizer = _trained(list(captions), vocab_size)
+    refuse_no_vocabulary(where)
+    try:
+        if where.startswith(PREFIX):
+            tokenizer = open_clip_tokenizer(where)
+        else:
+            # asks the hub once; AutoTokenizer asks for each file, and waits a minute for a network
+            place = (
+                where
+                if folder.is_dir()
+                else snapshot_download(where, allow_patterns=HUB_FILES.split())
+            )
+            tokenizer = AutoTokenizer.from_pretrained(place, use_fast=True, trust_remote_code=False)
+    except Exception as error:  # of many kinds, TypeError and plain ones among them
+        what = "is no folder here and cannot be had from the hub"
+        if folder.is_dir():
+            what = "holds no tokenizer that transformers can load"
+        raise ValueError(
+            f"tokenizer '{where}' {what}; give a folder with tokenizer.json, or a Hugging Face id "
+            f"({error})"
+        ) from error
+    # A vocabulary of another type is passed over too. What transformers then makes up has special
+    # tokens, and at most the mark that begins a word.
+    if len(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)) < 2:
+        raise _no_vocabulary(where)
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token is None:
+            raise ValueError(
+                f"tokenizer '{where}' has neither a padding nor an end token; add \"pad_token\" to "
+                "its tokenizer_config.json"
+            )
+        # as GPT-2 is commonly padded; attention_mask hides it
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def train_tokenizer(
+    captions: Iterable[str], save_to: Path | None = None, vocab_size: int = 8192
+) -> PreTrainedTokenizerFast:
+    """A WordPiece trained on `captions`: a pure function of them and `vocab_size` (the most entries
+    it may have; every character seen is always one). It is written to the folder `save_to`, which
+    `load_tokenizer` reads again. Errors: ValueError."""
+    captions = list(captions)
+    # Accents stay: BERT's stripping would also take apart Hangul, kana with voicing marks and
+    # Arabic vowel signs. NFC first, so that composed and decomposed spellings are one.
+    normalizer = normalizers.Sequence(
+        [normalizers.NFC(), normalizers.BertNormalizer(lowercase=True, strip_accents=False)]
+    )
+    splitter = pre_tokenizers.BertPreTokenizer()
+    words = {
+        word
+        for text in set(captions)
+        for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text))
+    }
+    if not words:
+        raise ValueError(
+            f"cannot train a tokenizer: {len(captions)} captions hold no word; give captions, or a "
+            "tokenizer"
+        )
+    # The trainer numbers characters in the order of a hash map and breaks ties by number, so two
+    # runs would differ. Declared beforehand they have fixed numbers, and training is deterministic.
+    starts = sorted({char for word in words for char in word})
+    continuations = sorted({CONTINUES + char for word in words for char in word[1:]})
+    raw = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    raw.normalizer, raw.pre_tokenizer = normalizer, splitter
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[*SPECIAL_TOKENS, *starts, *continuations],
+        continuing_subword_prefix=CONTINUES,
+        show_progress=False,
+    )
+    raw.train_from_iterator(captions, trainer)
+    # a fresh one on the trained vocabulary, in which only the five BERT tokens are special
+    vocabulary = raw.get_vocab()
+    tokenizer = Tokenizer(
+        models.WordPiece(vocabulary, unk_token="[UNK]", continuing_subword_prefix=CONTINUES)
+    )
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, splitter
+    tokenizer.decoder = decoders.WordPiece(prefix=CONTINUES)
+    tokenizer.post_processor = processors.BertProcessing(
+        ("[SEP]", vocabulary["[SEP]"]), ("[CLS]", vocabulary["[CLS]"])
+    )
+    names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **dict(zip(names, SPECIAL_TOKENS)))
     if save_to is not None:
         with replacing_folder(save_to) as beside:
-            tokenizer.save_pretrained(str(beside))
-    return tokenizer
+            made.save_pretrained(str(beside))
+    return made
 
 
 def has_vocabulary(folder: Path) -> bool:
@@ -116,24 +186,14 @@ def batch_tokens(
     texts: Sequence[str],
     max_text_tokens: int,
     multiple: int = 1,
-) -> dict[str, torch.Tensor]:
-    """`input_ids` and `attention_mask` (1 = keep), both int64 [B, L].
+) -> tuple[dict[str, torch.Tensor], int]:
+    """(`input_ids` and `attention_mask` (1 = keep), both int64 [B, L]; how many texts were cut).
 
     Texts are cut at `max_text_tokens` tokens, the special ones included. L is the longest of them,
     rounded up to a multiple of `multiple`, but at most `max_text_tokens`. Padding is on the right.
     A text of no tokens (an empty one, where the tokenizer adds no special tokens) keeps one token
     of padding, because a tower cannot pool over nothing.
     """
-    return batch_tokens_counted(tokenizer, texts, max_text_tokens, multiple)[0]
-
-
-def batch_tokens_counted(
-    tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[str],
-    max_text_tokens: int,
-    multiple: int = 1,
-) -> tuple[dict[str, torch.Tensor], int]:
-    """(`batch_tokens`, how many of the texts were cut)."""
     encoded = _cut(tokenizer, texts, max_text_tokens)
     rows = [tokens or [tokenizer.pad_token_id] for tokens in encoded["input_ids"]]
     lengths = np.fromiter(map(len, rows), np.int64, len(texts))  # [B]
@@ -196,48 +256,6 @@ def _is_cut(
     return len(tokenized(tokenizer, [texts[row]])["input_ids"][0]) > len(encoded["input_ids"][row])
 
 
-def _loaded(where: str) -> PreTrainedTokenizerBase:
-    folder = Path(where)
-    if not folder.is_dir() and (folder.is_absolute() or where.startswith((".", "~"))):
-        raise FileNotFoundError(
-            f"tokenizer '{where}': no such folder; give a folder with tokenizer.json, or a Hugging "
-            "Face id"
-        )
-    refuse_no_vocabulary(where)
-    try:
-        if where.startswith(PREFIX):
-            tokenizer = open_clip_tokenizer(where)
-        else:
-            # asks the hub once; AutoTokenizer asks for each file, and waits a minute for a network
-            place = (
-                where
-                if folder.is_dir()
-                else snapshot_download(where, allow_patterns=HUB_FILES.split())
-            )
-            tokenizer = AutoTokenizer.from_pretrained(place, use_fast=True, trust_remote_code=False)
-    except Exception as error:  # of many kinds, TypeError and plain ones among them
-        what = "is no folder here and cannot be had from the hub"
-        if folder.is_dir():
-            what = "holds no tokenizer that transformers can load"
-        raise ValueError(
-            f"tokenizer '{where}' {what}; give a folder with tokenizer.json, or a Hugging Face id "
-            f"({error})"
-        ) from error
-    # A vocabulary of another type is passed over too. What transformers then makes up has special
-    # tokens, and at most the mark that begins a word.
-    if len(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)) < 2:
-        raise _no_vocabulary(where)
-    if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token is None:
-            raise ValueError(
-                f"tokenizer '{where}' has neither a padding nor an end token; add \"pad_token\" to "
-                "its tokenizer_config.json"
-            )
-        # as GPT-2 is commonly padded; attention_mask hides it
-        tokenizer.pad_token = tokenizer.eos_token
-    return tokenizer
-
-
 def _no_vocabulary(where: str) -> ValueError:
     return ValueError(
         f"tokenizer '{where}' has no vocabulary that its type can read "
@@ -245,47 +263,3 @@ def _no_vocabulary(where: str) -> ValueError:
         "model's tokenizer there, or give train.py --tokenizer, a folder with tokenizer.json or a "
         "Hugging Face id"
     )
-
-
-def _trained(captions: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    # Accents stay: BERT's stripping would also take apart Hangul, kana with voicing marks and
-    # Arabic vowel signs. NFC first, so that composed and decomposed spellings are one.
-    normalizer = normalizers.Sequence(
-        [normalizers.NFC(), normalizers.BertNormalizer(lowercase=True, strip_accents=False)]
-    )
-    splitter = pre_tokenizers.BertPreTokenizer()
-    words = {
-        word
-        for text in set(captions)
-        for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text))
-    }
-    if not words:
-        raise ValueError(
-            f"cannot train a tokenizer: {len(captions)} captions hold no word; give captions, or a "
-            "tokenizer"
-        )
-    # The trainer numbers characters in the order of a hash map and breaks ties by number, so two
-    # runs would differ. Declared beforehand they have fixed numbers, and training is deterministic.
-    starts = sorted({char for word in words for char in word})
-    continuations = sorted({CONTINUES + char for word in words for char in word[1:]})
-    raw = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    raw.normalizer, raw.pre_tokenizer = normalizer, splitter
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[*SPECIAL_TOKENS, *starts, *continuations],
-        continuing_subword_prefix=CONTINUES,
-        show_progress=False,
-    )
-    raw.train_from_iterator(captions, trainer)
-    # a fresh one on the trained vocabulary, in which only the five BERT tokens are special
-    vocabulary = raw.get_vocab()
-    tokenizer = Tokenizer(
-        models.WordPiece(vocabulary, unk_token="[UNK]", continuing_subword_prefix=CONTINUES)
-    )
-    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, splitter
-    tokenizer.decoder = decoders.WordPiece(prefix=CONTINUES)
-    tokenizer.post_processor = processors.BertProcessing(
-        ("[SEP]", vocabulary["[SEP]"]), ("[CLS]", vocabulary["[CLS]"])
-    )
-    names = ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **dict(zip(names, SPECIAL_TOKENS)))

@@ -86,9 +86,7 @@ def clip_vocabulary() -> tuple[Mapping[str, int], list[tuple[str, str]]]:
 
 def is_clips(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether a tokenizer makes CLIP's tokens."""
-    return len(tokenizer) == len(clip_vocabulary()[0]) and tokenizer.get_vocab() == dict(
-        clip_vocabulary()[0]
-    )
+    return tokenizer.get_vocab() == dict(clip_vocabulary()[0])
 
 
 def _normalizers(clean: str) -> list[normalizers.Normalizer]:

@@ -14,8 +14,9 @@ Generator that the caller seeds for each sample.
 """
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -85,9 +86,31 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class TrainTransform:
-    """Phase B of training: uint8 [h, w, 3 or 4] -> uint8 [H, W, 3]; all chance is drawn from
-    `generator`.
+class ImageTransform(ABC):
+    """Phase B for towers that read `size` = (H, W), pixels: uint8 [h, w, 3 or 4] -> uint8
+    [H, W, 3]. Errors: ValueError for a size below 1."""
+
+    size: Size
+    preprocessing: Preprocessing = CLIP
+
+    def __post_init__(self) -> None:
+        if min(self.size) < 1:
+            raise ValueError(
+                f"image_size {self.size}: whole numbers of pixels >= 1 are needed, height and width"
+            )
+
+    @property
+    def stored(self) -> Stored:
+        """Phase A of training: large enough for evaluation's resizing, too."""
+        return Stored(self.preprocessing.resized(self.size), self.preprocessing.interpolation)
+
+    @abstractmethod
+    def __call__(self, image: np.ndarray, generator: np.random.Generator) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class TrainTransform(ImageTransform):
+    """Phase B of training; all chance is drawn from `generator`.
 
     The crop has 80 to 100 % of the area of the largest box of the target's shape, changed in shape
     by up to 10 %, anywhere in the image. Transparent parts show a random light colour, or with
@@ -96,15 +119,9 @@ class TrainTransform:
     because captions name colours and skin tones.
     """
 
-    size: Size
     colour_jitter: float = 0.0
     flip: float = 0.0
-    preprocessing: Preprocessing = CLIP
     white: bool = False
-
-    @property
-    def stored(self) -> Stored:
-        return _stored(self.size, self.preprocessing)
 
     def __call__(self, image: np.ndarray, generator: np.random.Generator) -> np.ndarray:
         # all at once, and always all: what one option draws never shifts another
@@ -146,22 +163,19 @@ class StoredWhole(Stored):
 
 
 @dataclass(frozen=True)
-class EvalTransform:
-    """Phase B of evaluation: uint8 [h, w, 3 or 4] -> uint8 [H, W, 3]: on white, resized, and its
-    centre cropped.
+class EvalTransform(ImageTransform):
+    """Phase B of evaluation: on white, resized, and its centre cropped.
 
     Sizes and offsets are rounded as in torchvision's `Resize` and `CenterCrop`, so images have the
     pixels of the presets of torchvision and OpenCLIP. `whole`: phase A gives it images that are
     resized once, from their full size; else those that training sees, for training itself.
     """
 
-    size: Size
-    preprocessing: Preprocessing = CLIP
     whole: bool = True
 
     @property
     def stored(self) -> Stored:
-        shared = _stored(self.size, self.preprocessing)
+        shared = super().stored
         if not self.whole:
             return shared
         return StoredWhole(shared.size, shared.interpolation, self.preprocessing.resize_mode)
@@ -176,41 +190,20 @@ class EvalTransform:
         return np.ascontiguousarray(image[top : top + height, left : left + width])
 
 
-ImageTransform = TrainTransform | EvalTransform
-
-
-def train_transform(
-    image_size: int | Size,
-    colour_jitter: float = 0.0,
-    flip: float = 0.0,
-    preprocessing: Preprocessing = CLIP,
-    white: bool = False,
-) -> TrainTransform:
-    """A transform for square towers or a size (H, W), pixels. Errors: ValueError for a size below
-    1."""
-    return TrainTransform(_checked(image_size), colour_jitter, flip, preprocessing, white)
-
-
 def augmented(
-    image_size: int | Size, words: Sequence[str], preprocessing: Preprocessing = CLIP
+    size: Size, words: Sequence[str], preprocessing: Preprocessing = CLIP
 ) -> ImageTransform:
     """The transform of training: `words` of train.py's --augmentation; without any, what evaluation
     does, to the images of a cache. Half of the images are flipped where flips are asked for."""
     if not words:
-        return replace(eval_transform(image_size, preprocessing), whole=False)
-    return train_transform(
-        image_size,
-        COLOUR_JITTER * ("colour" in words),
-        0.5 * ("flip" in words),
+        return EvalTransform(size, preprocessing, whole=False)
+    return TrainTransform(
+        size,
         preprocessing,
-        "white" in words,
+        colour_jitter=COLOUR_JITTER * ("colour" in words),
+        flip=0.5 * ("flip" in words),
+        white="white" in words,
     )
-
-
-def eval_transform(image_size: int | Size, preprocessing: Preprocessing = CLIP) -> EvalTransform:
-    """A transform for square towers or a size (H, W), pixels. Errors: ValueError for a size below
-    1."""
-    return EvalTransform(_checked(image_size), preprocessing)
 
 
 def stacked(images: Sequence[np.ndarray]) -> Tensor:
@@ -260,11 +253,6 @@ def _scale_and_shift(
             torch.tensor(scale, device=device).repeat(width),
             torch.tensor(shift, device=device).repeat(width),
         )
-
-
-def _stored(size: Size, preprocessing: Preprocessing) -> Stored:
-    """Phase A of training: large enough for evaluation's resizing, too."""
-    return Stored(preprocessing.resized(size), preprocessing.interpolation)
 
 
 def _crop_box(
@@ -319,13 +307,3 @@ def _resized_to_crop(
     # values to the next one.
     resampling = Image.Resampling[interpolation.upper()]
     return np.array(Image.fromarray(image).resize(size[::-1], resampling))
-
-
-def _checked(image_size: int | Size) -> Size:
-    height, width = (image_size, image_size) if isinstance(image_size, int) else image_size
-    if min(height, width) < 1:
-        raise ValueError(
-            f"image_size {image_size}: a whole number of pixels >= 1 is needed, or two of them, "
-            "height and width"
-        )
-    return height, width

@@ -20,7 +20,7 @@ from data.batching.mixing import Trends
 from data.batching.mixture import source_names
 from data.batching.order import GlobalOrder, Parts
 from data.batching.requests import MicroBatchRequest
-from data.batching.settings import Setting, Settings
+from data.batching.settings import Setting, setting_at
 from data.prepare import PreparedData
 from engine.config.reading import BranchesBlock
 from engine.executor import ForkEngine
@@ -51,7 +51,7 @@ from launch.batching.planned import (
     text_packer,
     with_numbers,
 )
-from launch.config.blocks import dealing, weighting
+from launch.config.blocks import balancing, weighting
 from launch.config.groups import BatchingOptions
 from launch.run.resuming import earlier_sizes
 from launch.run.step_line import step_line
@@ -79,12 +79,12 @@ class Batching:
         folder: Path,
     ):
         self.data, self.options, self.folder = data, options, folder
-        self.balance = dealing(block)
+        self.balance = balancing(block)
         self.sources = source_names(options.data)
         earlier = earlier_sizes(state["batch_sizes"], batch_size)
         order = GlobalOrder(len(data.train), batch_size, options.seed, data.parts, earlier)
         weights_of = sample_weights_of(data, weighting(block), options.max_text_tokens, folder)
-        self.batches = Batches(order, data.train, Settings([Setting(0, {})]), weights_of=weights_of)
+        self.batches = Batches(order, data.train, [Setting(0, {})], weights_of=weights_of)
         self.total_steps = options.steps or order.first_step(options.epochs or 0)
 
     @property
@@ -116,8 +116,8 @@ class Batching:
             self.first = with_numbers(
                 first, self.batches, plan, self.balance, self.order.changed_at
             )
-        self.batches.settings = Settings([self.first])
-        self._trends = None if self.adaptation is None else Trends.start(len(self.order.parts))
+        self.batches.settings = [self.first]
+        self._trends = Trends.start(len(self.order.parts))
         self._observations = Observations()
         self._busy_s: list[dict[str, float]] = []  # by branch, of the steps since a measurement
         self._spans: list[tuple[int, Sequence[Span]]] = []  # of the last steps
@@ -138,7 +138,7 @@ class Batching:
         self._ahead = 2 * workers + 2
 
     def requests(
-        self, start_step: int, stop_step: int, outlined: bool
+        self, start_step: int, stop_step: int, meta_first: bool
     ) -> Iterator[MicroBatchRequest | list[MicroBatchRequest]]:
         """The micro-batches that this rank loads, see `Batches.requests`."""
         replicas = self.plan.batches[self._branch].replicas
@@ -149,13 +149,13 @@ class Batching:
             start_step,
             stop_step,
             loads=self._stage.loads,
-            outlined=outlined,
+            meta_first=meta_first,
         )
 
     def shape(self, step: int) -> dict[str, Any]:
         """What `train_batch` must know of a step: the numbers of micro-batches, and rows per
         sample."""
-        setting = self.batches.settings.at(step)
+        setting = setting_at(self.batches.settings, step)
         captions = {"text": setting.feed_rates.captions_per_image}
         return {
             "num_micro_batches": setting.num_micro_batches[self._branch],
@@ -165,7 +165,7 @@ class Batching:
 
     def line(self, metrics: StepMetrics, step: int, step_s: float) -> dict[str, float]:
         """The step's line of metrics.jsonl, with the feed rates that may change."""
-        movable = self.control.movable(self.batches.settings.at(step - 1).feed_rates)
+        movable = self.control.movable(setting_at(self.batches.settings, step - 1).feed_rates)
         return step_line(metrics, step, step_s, self.order, movable, self.sources)
 
     def is_due(self, step: int, every: int | None) -> bool:
@@ -218,7 +218,7 @@ class Batching:
         measurement?"""
         if not self.measurement_interval:
             return False
-        if self.adaptation is not None and self._trends is not None:
+        if self.adaptation is not None:
             losses, samples = [each.loss for each in sources], [each.samples for each in sources]
             self._trends = self._trends.after_step(losses, samples)
             if self.order.ends_epoch(step):
@@ -239,7 +239,7 @@ class Batching:
     def decide(self, step: int, reports: Sequence[Report]) -> Decision:
         """The first rank's decision after `step` steps, from what all ranks report: the next
         setting, if any, what is known of the load, the next mix, if any, and the line to log."""
-        now = self.batches.settings.newest
+        now = self.batches.settings[-1]
         first_step = step + max(report.ahead for report in reports)
         mix = self._next_mix(first_step)
         busy_s = {b: typical([one[b] for one in self._busy_s]) for b in self._busy_s[0]}
@@ -273,7 +273,7 @@ class Batching:
     ) -> Setting | None:
         """The setting from `from_step` on with the costs and feed rates that are wanted; None: the
         newest stays. `reason`: of the feed rates."""
-        now = self.batches.settings.newest
+        now = self.batches.settings[-1]
         order = self.order if mix is None else self.order.with_mix(*mix)
         epochs = range(order.epoch(now.from_step) + 1, order.epoch(from_step) + 1)
         remixed = self.batches.texts is not None and any(e in epochs for e, _ in order.mixes)
@@ -293,7 +293,7 @@ class Batching:
     def _next_mix(self, first_step: int) -> tuple[int, Parts] | None:
         """(epoch, parts): what the losses of whole epochs have made of the weights, from the first
         epoch on that begins with `first_step` or later; None: they stay."""
-        if self.adaptation is None or self._trends is None:
+        if self.adaptation is None:
             return None
         parts = self.adaptation.mix(self._trends)
         epoch, newest = self._newest_mix()
@@ -314,7 +314,7 @@ class Batching:
         mix: tuple[int, Parts] | None,
     ) -> dict[str, Any]:
         """The line of balance.jsonl."""
-        now = self.batches.settings.at(step - 1)
+        now = setting_at(self.batches.settings, step - 1)
         record = {
             "step": step,
             "busy_s": busy_s,
@@ -328,7 +328,7 @@ class Batching:
             "reason": reason,
             "next": setting and setting.record(),
         }
-        if mix is not None and self.adaptation is not None and self._trends is not None:
+        if mix is not None and self.adaptation is not None:
             epoch, parts = mix
             record["mix"] = {
                 "from_step": self.order.first_step(epoch),
@@ -345,7 +345,7 @@ class Batching:
         if decided["mix"] is not None:
             self._add_mix(*decided["mix"])
         if decided["setting"] is not None:
-            self.batches.settings.add(Setting.from_record(decided["setting"]))
+            self.batches.settings.append(Setting.from_record(decided["setting"]))
         return decided["record"]
 
     def _add_mix(self, epoch: int, parts: Sequence[Sequence[Any]]) -> None:
@@ -359,34 +359,34 @@ class Batching:
         not part of it."""
         return {
             "split": self._split(),
-            "settings": self.batches.settings.records(),
+            "settings": [setting.record() for setting in self.batches.settings],
             "mixes": self.order.mixes,
             "looks": asdict(self._observations),
             "busy_s": self._busy_s,
-            "trends": self._trends and asdict(self._trends),
+            "trends": asdict(self._trends),
         }
 
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> None:
         """With step `step` the next. Split in another way, what was measured no longer holds: as
         planned then, with the feed rates and the mixes of before, which decide what is trained. So
         it is with global batches of another size, which may end an epoch."""
-        before = Settings.from_records(state["settings"])
+        before = list(map(Setting.from_record, state["settings"]))
         for mix in state["mixes"]:
             self._add_mix(*mix)
-        if self.adaptation is not None and state["trends"]:  # else it begins now
+        if self.adaptation is not None:
             trends = Trends(**{name: tuple(values) for name, values in state["trends"].items()})
             ends = any(trends.samples) and self.order.ends_epoch(step)
             self._trends = self.adaptation.after_epoch(trends) if ends else trends
-        packed_alike = before.at(step).costs.keys() == self.first.costs.keys()
+        packed_alike = setting_at(before, step).costs.keys() == self.first.costs.keys()
         if state["split"] == self._split() and packed_alike:
             self.batches.settings = before
             self._observations = Observations(**state["looks"])
             self._busy_s = list(state["busy_s"])
             return
-        feed_rates = before.at(step).feed_rates
+        feed_rates = setting_at(before, step).feed_rates
         anew = replace(self.first, from_step=step, feed_rates=feed_rates, reason="planned anew")
         anew = with_numbers(anew, self.batches, self.plan, self.balance)
-        self.batches.settings = Settings([self.first, anew])
+        self.batches.settings = [self.first, anew]
 
     def _split(self) -> dict[str, Any]:
         return {

@@ -204,7 +204,7 @@ READERS = {
 }
 
 
-def dealing(block: BranchesBlock) -> BalanceBlock:
+def balancing(block: BranchesBlock) -> BalanceBlock:
     return balance_block(block.balance)
 
 

@@ -175,7 +175,7 @@ class Embedder:
         # texts are tokenized here, a batch at a time, since their samples are not loaded for them
         for start in progress_bar(starts, "texts", "batch"):
             part = slice(start, start + self.batch_size)
-            tokens = batch_tokens(self.trained.text_tokenizer, texts[part], limit, multiple)
+            tokens = batch_tokens(self.trained.text_tokenizer, texts[part], limit, multiple)[0]
             if self._languages and languages is not None:
                 tokens["language_ids"] = self._languages.ids(list(languages[part]))
             yield self._run("text", tokens)

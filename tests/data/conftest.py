@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from data.index.sources import open_source
-from data.modalities.tokenizer import load_tokenizer
+from data.modalities.tokenizer import train_tokenizer
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -28,7 +28,7 @@ def demo():
 
 @pytest.fixture(scope="session")
 def tokenizer(demo):
-    return load_tokenizer(None, [demo.captions(i)[0] for i in range(len(demo))], vocab_size=2000)
+    return train_tokenizer([demo.captions(i)[0] for i in range(len(demo))], vocab_size=2000)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from data.batching.buckets import Buckets
 from data.batching.load_control import FeedRates
 from data.batching.order import GlobalOrder
 from data.batching.requests import evaluation_requests
-from data.batching.settings import Setting, Settings
+from data.batching.settings import Setting, setting_at
 from data.modalities.lengths import TokenCounts
 
 ORDER = GlobalOrder(num_samples=103, global_batch_size=12, seed=5)
@@ -28,7 +28,7 @@ TEXTS = TextPacker(
 def requests_of(branch, number, step=0, replicas=1, captions=1, texts=None, loads=()):
     """Of all replicas."""
     setting = Setting(0, {branch: number}, COST, FeedRates(captions))
-    batches = Batches(ORDER, SUBSET, Settings([setting]), texts=texts)
+    batches = Batches(ORDER, SUBSET, [setting], texts=texts)
     return [
         request
         for replica in range(replicas)
@@ -36,8 +36,13 @@ def requests_of(branch, number, step=0, replicas=1, captions=1, texts=None, load
     ]
 
 
-def together(columns):
-    return [np.concatenate(column).tolist() for column in zip(*columns)]
+def texts_of(requests):
+    """(samples, positions) of all their texts."""
+    texts = [request.texts() for request in requests]
+    return tuple(
+        np.concatenate([getattr(rows, name) for rows in texts]).tolist()
+        for name in ("index", "position")
+    )
 
 
 # -- samples
@@ -109,13 +114,13 @@ def test_requests_come_in_the_order_they_are_run_and_may_begin_anywhere():
 
 
 def test_the_requests_of_a_step_may_come_after_the_list_of_them():
-    batches = Batches(ORDER, SUBSET, Settings([Setting(0, {"image": 2})]))
-    outlined = batches.requests("image", 1, 3, 4, 6, outlined=True)
+    batches = Batches(ORDER, SUBSET, [Setting(0, {"image": 2})])
+    found = batches.requests("image", 1, 3, 4, 6, meta_first=True)
     for step in (4, 5):
-        requests = next(outlined)
+        requests = next(found)
         assert [r.step for r in requests] == [step, step]
-        assert [next(outlined), next(outlined)] == requests
-    assert list(outlined) == []
+        assert [next(found), next(found)] == requests
+    assert list(found) == []
 
 
 # -- texts
@@ -126,11 +131,11 @@ def test_several_captions_are_texts_of_their_own_or_come_with_their_samples():
     of_texts = requests_of("text", 5, captions=3, texts=TEXTS)
     of_samples = requests_of("text", 4, captions=3)
     for requests in (of_texts, of_samples):
-        index, position, number = together(request.texts() for request in requests)
-        assert sorted(position) == list(range(36)) and number == [p % 3 for p in position]
+        index, position = texts_of(requests)
+        assert sorted(position) == list(range(36))
         assert index == [samples[p // 3] for p in position]
-    assert len({len(request.texts()[0]) for request in of_texts}) > 1
-    assert {len(request.texts()[0]) for request in of_samples} == {9}
+    assert len({len(request.texts().index) for request in of_texts}) > 1
+    assert {len(request.texts().index) for request in of_samples} == {9}
 
 
 @pytest.mark.parametrize("captions", [1, 3])
@@ -143,16 +148,15 @@ def test_texts_are_packed_apart_from_the_images_that_share_their_stages(captions
     for request, expected in zip(requests, requests_of("image", 2, **own), strict=True):
         assert request.index.tolist() == expected.index.tolist()
         assert request.position.tolist() == expected.position.tolist()
-    texts = [request.texts() for request in requests]
     alone = requests_of("image", 2, texts=TEXTS, loads=("text",), **own)
-    assert together(texts) == together(request.texts() for request in alone)
-    _, position, _ = together(texts)
+    assert texts_of(requests) == texts_of(alone)
+    _, position = texts_of(requests)
     assert position != sorted(position) and sorted(position) == list(range(12 * captions))
 
 
 def test_texts_of_similar_lengths_come_together():
     for step in range(4):
-        batch = Batches(ORDER, SUBSET, Settings([Setting(0, {"text": 3}, COST)])).at(step)
+        batch = Batches(ORDER, SUBSET, [Setting(0, {"text": 3}, COST)]).at(step)
         lengths = TEXTS.lengths(batch)
         packed = [lengths[part] for line in TEXTS.pack(batch, 2, [3]) for part in line]
         ends = sorted((part.min(), part.max()) for part in packed)
@@ -163,9 +167,10 @@ def test_texts_of_similar_lengths_come_together():
 
 
 def test_a_setting_holds_from_its_step_on_for_every_replica():
-    settings = Settings(
-        [Setting(0, {"image": 2}), Setting(3, {"image": 3}, feed_rates=FeedRates(image_size=32))]
-    )
+    settings = [
+        Setting(0, {"image": 2}),
+        Setting(3, {"image": 3}, feed_rates=FeedRates(image_size=32)),
+    ]
     for replica in (0, 1):
         found = Batches(ORDER, SUBSET, settings).requests("image", replica, 2, 1, 5)
         assert [(r.step, len(r.index), r.feed_rates.image_size) for r in found] == [
@@ -176,29 +181,24 @@ def test_a_setting_holds_from_its_step_on_for_every_replica():
 def test_settings_and_mixes_may_come_while_the_requests_of_the_step_before_are_asked_for():
     parts = ((60, 1.0), (43, 1.0))
     order = GlobalOrder(103, 51, 5, parts)
-    batches = Batches(order, SUBSET, Settings([Setting(0, {"image": 1})]))
+    batches = Batches(order, SUBSET, [Setting(0, {"image": 1})])
     found = batches.requests("image", 0, 1, 0, 5)
     assert len(next(found).index) == 51  # step 0; step 1 is being packed
-    batches.settings.add(Setting(2, {"image": 2}))
+    batches.settings.append(Setting(2, {"image": 2}))
     batches.order = order.with_mix(1, ((60, 0.0), (43, 103 / 43)))  # from step 2 on
     rest = list(found)
     assert [(r.step, len(r.index)) for r in rest[:3]] == [(1, 51), (2, 26), (2, 25)]
     assert (rest[0].index < 1060).any() and all((r.index >= 1060).all() for r in rest[1:])
 
 
-def test_settings_follow_each_other_and_come_back_from_their_records():
-    settings = Settings(
-        [Setting(0, {"text": 4}, {"text": BranchCost(0.5, 0.25, 0.125, version=3)})]
-    )
-    settings.add(Setting(7, {"text": 2}, feed_rates=FeedRates(2, 0.5, 96), reason="it waited"))
-    again = Settings.from_records(json.loads(json.dumps(settings.records())))
-    assert [again.at(step) for step in range(12)] == [settings.at(step) for step in range(12)]
-    assert again.at(6).costs["text"].version == 3 and again.at(7).feed_rates.image_size == 96
-    for from_step in (0, 7):
-        with pytest.raises(ValueError, match="cannot follow those from"):
-            settings.add(Setting(from_step, {}))
-    with pytest.raises(ValueError, match="from step 2"):
-        Settings([Setting(2, {})])
+def test_settings_come_back_from_their_records():
+    settings = [
+        Setting(0, {"text": 4}, {"text": BranchCost(0.5, 0.25, 0.125, version=3)}),
+        Setting(7, {"text": 2}, feed_rates=FeedRates(2, 0.5, 96), reason="it waited"),
+    ]
+    records = json.loads(json.dumps([setting.record() for setting in settings]))
+    assert list(map(Setting.from_record, records)) == settings
+    assert [setting_at(settings, step).from_step for step in (0, 6, 7, 99)] == [0, 0, 7, 7]
 
 
 # -- evaluation, refusals
@@ -220,18 +220,3 @@ def test_evaluation_visits_each_sample_once_in_order(replicas, micro_batch_size)
     sizes = Counter(sum(len(r.index) for r in requests) for requests in per_replica)
     assert max(sizes) - min(sizes) <= 1
     assert per_replica[0][0].step == 0 and (replicas < 13 or per_replica[-1] == [])
-
-
-def test_refusals():
-    for words, given in (
-        ("12 cannot be packed for 5 replicas x 3 micro-batches; each needs", (SUBSET, 0, 5, 3)),
-        ("each needs a sample", (SUBSET, 0, 1, 0)),
-        ("replica 3 of 3: .* 0..2", (SUBSET, 3, 3, 2)),
-        ("subset has 100 samples, the order is made for 103", (SUBSET[:100], 0, 3, 2)),
-    ):
-        with pytest.raises(ValueError, match=words):
-            plain_requests(ORDER, *given, 0, 1)
-    with pytest.raises(ValueError, match="micro_batch_size 0"):
-        evaluation_requests(SUBSET, 0, 1, 0)
-    with pytest.raises(ValueError, match="replica -1 of 2"):
-        evaluation_requests(SUBSET, -1, 2, 4)

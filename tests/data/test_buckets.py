@@ -148,5 +148,3 @@ def test_refusals():
         choose_sizes(width, height, 16, 32)
     with pytest.raises(ValueError, match="at least one image"):
         choose_sizes(width[:0], height[:0], 224)
-    with pytest.raises(ValueError, match=r"7 positions cannot be packed into shares of \[3, 3\]"):
-        pack_by_bucket(np.zeros(7, np.int8), [3, 3])

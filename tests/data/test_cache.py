@@ -15,7 +15,7 @@ from cache_writers import LIMIT_S, items, sample_image, write, write_for_ever, w
 from data.cache import BATCH_BYTES, FILE, WAITING_BYTES, SampleCache, fill, open_cache
 from data.cache.__main__ import main
 from data.index.sources import open_source
-from data.modalities.transforms import Stored, train_transform
+from data.modalities.transforms import Stored, TrainTransform
 from data.processes import start_method
 
 STORED = Stored((48, 48))
@@ -211,7 +211,7 @@ def test_the_command_says_what_it_did(emoji_set, tmp_path, capsys):
     assert "0 images stored, 40 were there" in capsys.readouterr().out
     cache = SampleCache(folder)
     # what training asks for
-    assert cache.has(train_transform(64).stored.key(open_source(spec).content_hash(3)))
+    assert cache.has(TrainTransform((64, 64)).stored.key(open_source(spec).content_hash(3)))
     cache.close()
     with pytest.warns(RuntimeWarning, match="would pass its limit"):
         assert main([*words[:-2], "--image-size", "32", "--limit", "0.0001"]) == 1

@@ -11,7 +11,7 @@ from PIL import Image, ImageSequence
 
 from data.bad_samples import BadSample
 from data.modalities.decoding import FORMATS, decode_bytes, pixel_key, read_image_size, upright_8bit
-from data.modalities.transforms import eval_transform, train_transform
+from data.modalities.transforms import EvalTransform, TrainTransform
 
 RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (120, 200, 3)).astype(np.uint8))
@@ -328,7 +328,7 @@ def test_every_mode_is_shown_whichever_way_it_lies(mode, transparency):
         image.info["exif"] = exif.tobytes()
         if transparency is not None:
             image.info["transparency"] = transparency
-        for stored in (train_transform(8).stored, eval_transform(8).stored):
+        for stored in (TrainTransform((8, 8)).stored, EvalTransform((8, 8)).stored):
             assert stored.of(image).dtype == np.uint8
         assert upright_8bit(image).mode in ("RGB", "RGBA") and pixel_key(image)
 

@@ -161,12 +161,6 @@ def test_a_run_that_goes_on_mixes_as_one_that_never_stopped():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="rate 2: a number above 0 and at most 1"):
-        adaptation(rate=2)
-    with pytest.raises(ValueError, match="from epoch 0 on cannot follow that from epoch 0 on"):
-        ORDER.with_mix(0, SETS)
-    with pytest.raises(ValueError, match="from epoch 3 on cannot follow that from epoch 3 on"):
-        ORDER.with_mix(3, SETS).with_mix(3, SETS)
     for parts in (((60, 1.0), (30, 1.0), (10, 3.0)), ((60, 1.0), (50, 1.0))):
         with pytest.raises(ValueError, match="from epoch 3 on: those of .* with 110 visits"):
             ORDER.with_mix(3, parts)
@@ -266,10 +260,6 @@ def test_the_order_visits_as_the_shares_say_and_says_how_often():
 @pytest.mark.parametrize(
     "parts, temperature, floors, words",
     [
-        (PARTS, 0, None, "temperature 0: a number above 0"),
-        (PARTS, float("inf"), None, "temperature inf: a number above 0"),
-        (PARTS, 1, (0.5, 0.4, 0.2), "floors .* together at most 1"),
-        (PARTS, 1, (-0.1, 0, 0), "floors .* at least 0"),
         (
             ((9, 1.0), (0, 1.0)),
             1,

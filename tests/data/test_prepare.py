@@ -10,7 +10,7 @@ import pytest
 from data import prepare
 from data.index.sources import open_source
 from data.index.splits import split_source
-from data.modalities.tokenizer import load_tokenizer
+from data.modalities.tokenizer import train_tokenizer
 from data.options import DataOptions
 from data.prepare import prepare_data
 
@@ -62,7 +62,7 @@ def test_a_tokenizer_that_knows_no_word_of_the_captions_is_refused(
 ):
     """It would make the same tokens of all of them; of one language among two it may."""
     chinese = str(tmp_path / "chinese")
-    load_tokenizer(None, ["一只黑色的狗", "两朵红花"], Path(chinese))
+    train_tokenizer(["一只黑色的狗", "两朵红花"], Path(chinese))
     options = {"val_fraction": 0.25, "seed": 3}
     with pytest.raises(ValueError, match="same tokens of 18 different captions.*--tokenizer"):
         prepare_data(DataOptions(data=(spec,), **options), chinese, folder)

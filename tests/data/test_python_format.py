@@ -24,7 +24,7 @@ from data.modalities.image import ImageModality
 from data.modalities.lengths import token_counts
 from data.modalities.modality import ValueModality
 from data.modalities.text import Languages, TextModality
-from data.modalities.transforms import eval_transform
+from data.modalities.transforms import EvalTransform
 from data.options import DataOptions
 from data.prepare import prepare_data
 
@@ -111,7 +111,7 @@ def test_pairs_of_images_and_texts(module, name):
     assert len(source) == 6 and source.usable().tolist() == list(range(6))
     assert source.captions(4) == ["the number 4"] and source.identity(4) == "4"
     assert source.column("width").tolist() == [30] * 6 and source.where(4).endswith(f"{name}#4")
-    shown = eval_transform(16)
+    shown = EvalTransform((16, 16))
     assert (shown(shown.stored(source.image_bytes(4)), None) == 28).all()
     assert pickle.loads(pickle.dumps(source)).image_bytes(3) == source.image_bytes(3)
     assert source.format.spec not in open_source(f"python:{module}:Broken").index.folder.as_posix()
@@ -163,7 +163,7 @@ def test_languages_of_texts(module, tokenizer):
 
 def test_what_a_sample_lacks_has_a_stand_in_that_is_marked(module, tokenizer):
     source = open_source(f"python:{module}:Own", PAIRS)
-    transform = eval_transform(16)
+    transform = EvalTransform((16, 16))
     dataset = MicroBatchDataset(
         source, [ImageModality(transform, transform), TextModality(tokenizer, 16), Tone()]
     )
@@ -242,7 +242,7 @@ def test_an_image_s_verdict_is_its_own_when_the_data_set_changes(module, tmp_pat
     assert open_source(spec).usable().tolist() == [0, 1, 3, 4, 5]
     assert np.flatnonzero(open_source(spec, PAIRS).lacking("image")).tolist() == [2]
     set_of.first, set_of.fingerprint = 100, 2  # other images in as many bytes
-    shown = eval_transform(16)
+    shown = EvalTransform((16, 16))
     for pairs in (DEFAULT_PAIRS, PAIRS):
         source = open_source(spec, pairs)
         assert shown(shown.stored(source.image_bytes(4)), None).max() == 104

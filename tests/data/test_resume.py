@@ -15,7 +15,7 @@ from data.index.sources import open_source
 from data.loader import MicroBatchDataset, micro_batches
 from data.modalities.image import ImageModality
 from data.modalities.text import TextModality
-from data.modalities.transforms import eval_transform, train_transform
+from data.modalities.transforms import EvalTransform, TrainTransform
 
 N, G, EPOCHS, KILLS = 240, 24, 6, 50
 STEPS = EPOCHS * N // G
@@ -68,7 +68,7 @@ def datasets(source, tokenizer):
     """Each branch loads its own modality only, as in a run."""
     return {
         "image": MicroBatchDataset(
-            source, [ImageModality(train_transform(24), eval_transform(24))], seed=7
+            source, [ImageModality(TrainTransform((24, 24)), EvalTransform((24, 24)))], seed=7
         ),
         "text": MicroBatchDataset(source, [TextModality(tokenizer, 32)], seed=7),
     }

@@ -11,15 +11,21 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from data.modalities.tokenizer import batch_tokens, length_multiple, load_tokenizer, num_ids
+from data.modalities.tokenizer import (
+    batch_tokens,
+    length_multiple,
+    load_tokenizer,
+    num_ids,
+    train_tokenizer,
+)
 
 TRAIN = """
 import hashlib
 from data.index.sources import open_source
-from data.modalities.tokenizer import load_tokenizer
+from data.modalities.tokenizer import train_tokenizer
 demo = open_source("demo:en+ko")
 captions = [text for i in range(len(demo)) for text in demo.captions(i)]
-print(hashlib.sha256(load_tokenizer(None, captions, vocab_size=1800).backend_tokenizer.to_str().encode()).hexdigest())
+print(hashlib.sha256(train_tokenizer(captions, vocab_size=1800).backend_tokenizer.to_str().encode()).hexdigest())
 """
 
 
@@ -59,7 +65,7 @@ def test_subwords_cover_words_never_seen(tokenizer):
 
 
 def test_scripts_are_not_taken_apart():
-    tokenizer = load_tokenizer(None, ["여자 예술가", "がくせい", "زنِ هنرمند"] * 5)
+    tokenizer = train_tokenizer(["여자 예술가", "がくせい", "زنِ هنرمند"] * 5)
     assert tokenizer.tokenize("여자") == ["여자"]
     assert tokenizer.tokenize("がくせい") == ["がくせい"]
     assert "[UNK]" not in tokenizer.tokenize("زنِ هنرمند")
@@ -69,7 +75,7 @@ def test_scripts_are_not_taken_apart():
 
 def test_saved_folder_loads_again(tokenizer, tmp_path, demo):
     folder = tmp_path / "a tokenizer"
-    trained = load_tokenizer(None, [demo.captions(i)[0] for i in range(50)], save_to=folder)
+    trained = train_tokenizer([demo.captions(i)[0] for i in range(50)], save_to=folder)
     loaded = load_tokenizer(str(folder))
     texts = ["woman artist", "keycap 3"]
     assert trained(texts).input_ids == loaded(texts).input_ids != tokenizer(texts).input_ids
@@ -78,19 +84,19 @@ def test_saved_folder_loads_again(tokenizer, tmp_path, demo):
 
 def test_batch_is_padded_to_its_longest_text_or_to_a_multiple(tokenizer):
     texts = ["woman artist", "woman and man holding hands light skin tone dark skin tone"]
-    assert batch_tokens(tokenizer, texts, 32)["input_ids"].shape == (2, 13)
-    batch = batch_tokens(tokenizer, texts, 32, multiple=8)
+    assert batch_tokens(tokenizer, texts, 32)[0]["input_ids"].shape == (2, 13)
+    batch = batch_tokens(tokenizer, texts, 32, multiple=8)[0]
     assert batch["input_ids"].shape == batch["attention_mask"].shape == (2, 16)
     assert batch["input_ids"].dtype == batch["attention_mask"].dtype == torch.int64
     assert batch["attention_mask"].sum(1).tolist() == [4, 13]
     assert batch["attention_mask"][0].tolist() == [1] * 4 + [0] * 12
     assert batch["input_ids"][0, 4:].eq(tokenizer.pad_token_id).all()
-    assert batch_tokens(tokenizer, ["woman"], 32, multiple=8)["input_ids"].shape == (1, 8)
+    assert batch_tokens(tokenizer, ["woman"], 32, multiple=8)[0]["input_ids"].shape == (1, 8)
     assert (length_multiple("cuda"), length_multiple("cpu")) == (8, 1)
 
 
 def test_batch_is_cut_at_the_limit_with_its_end_token(tokenizer):
-    batch = batch_tokens(tokenizer, ["woman and man holding hands light skin tone", "cat"], 7)
+    batch = batch_tokens(tokenizer, ["woman and man holding hands light skin tone", "cat"], 7)[0]
     assert batch["input_ids"].shape == (2, 7)
     assert (
         batch["input_ids"][0, 0] == 2
@@ -104,7 +110,7 @@ def test_a_text_of_no_tokens_keeps_one_of_padding():
     plain = Tokenizer(WordLevel({"[PAD]": 0, "a": 1}, unk_token="[PAD]"))
     plain.pre_tokenizer = Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="[PAD]")
-    alone, among = (batch_tokens(tokenizer, texts, 8) for texts in ([""], ["a a", ""]))
+    alone, among = (batch_tokens(tokenizer, texts, 8)[0] for texts in ([""], ["a a", ""]))
     assert alone["input_ids"].tolist() == [[0]] and alone["attention_mask"].tolist() == [[1]]
     assert among["input_ids"].tolist() == [[1, 1], [0, 0]]
     assert among["attention_mask"].tolist() == [[1, 1], [1, 0]]
@@ -121,10 +127,8 @@ def test_tokenizer_without_padding_uses_its_end_token(tmp_path, tokenizer):
 
 
 def test_refusals(tmp_path):
-    with pytest.raises(ValueError, match="no tokenizer given"):
-        load_tokenizer(None)
     with pytest.raises(ValueError, match="1 captions hold no word"):
-        load_tokenizer(None, [" "])
+        train_tokenizer([" "])
     with pytest.raises(FileNotFoundError, match="no such folder"):
         load_tokenizer(str(tmp_path / "no"))
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')

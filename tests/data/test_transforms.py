@@ -1,7 +1,6 @@
 """Images of every mode become the same kind of tensor."""
 
 import io
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,12 +14,12 @@ from data.modalities.transforms import (
     COLOUR_JITTER,
     KEPT,
     SHRUNK,
+    EvalTransform,
     Stored,
+    TrainTransform,
     augmented,
-    eval_transform,
     normalise,
     stacked,
-    train_transform,
 )
 
 
@@ -87,11 +86,11 @@ MODES = [
     ("image", "colour"), [mode[1:] for mode in MODES], ids=[mode[0] for mode in MODES]
 )
 def test_every_mode_becomes_normalised_rgb(image, colour):
-    tensor = made(eval_transform(4), image)
+    tensor = made(EvalTransform((4, 4)), image)
     assert tensor.shape == (3, 4, 4) and tensor.dtype == torch.float32
     expected = torch.tensor(colour, dtype=torch.float32)[:, None, None].expand(3, 4, 4)
     assert torch.allclose(to_rgb(tensor), expected, atol=2.0)  # 8 bits and colour spaces round
-    tensor = made(train_transform(4), image)
+    tensor = made(TrainTransform((4, 4)), image)
     assert tensor.shape == (3, 4, 4) and tensor.dtype == torch.float32 and tensor.isfinite().all()
 
 
@@ -126,7 +125,9 @@ def test_normalise_is_torchvision_s_arithmetic():
 def test_not_square_is_cropped_in_the_middle():
     image = Image.new("RGB", (30, 10))
     image.paste((255, 255, 255), (10, 0, 20, 10))
-    assert torch.allclose(to_rgb(made(eval_transform(10), image)), torch.tensor(255.0), atol=1.0)
+    assert torch.allclose(
+        to_rgb(made(EvalTransform((10, 10)), image)), torch.tensor(255.0), atol=1.0
+    )
 
 
 @pytest.mark.parametrize("shape", [(90, 60), (61, 47), (40, 53), (47, 44), (41, 150)])
@@ -136,7 +137,9 @@ def test_evaluation_is_torchvision_s_resize_and_centre_crop(shape, interpolation
     """To the last bit on the same decoded pixels, whichever way sizes and margins have to be
     rounded."""
     usual = v2.Compose([v2.Resize(resize, InterpolationMode(interpolation)), v2.CenterCrop(40)])
-    transform = eval_transform(40, Preprocessing(interpolation=interpolation, crop_pct=40 / resize))
+    transform = EvalTransform(
+        (40, 40), Preprocessing(interpolation=interpolation, crop_pct=40 / resize)
+    )
     ours = transform(np.array(smooth(*shape)))
     assert np.array_equal(ours, np.array(usual(smooth(*shape))))
 
@@ -150,7 +153,7 @@ def test_evaluation_resizes_files_once_from_their_full_size(mode, shape):
     coarse = np.random.default_rng(5).integers(0, 256, (23, 31, 3)).astype(np.uint8)
     image = Image.fromarray(coarse).resize(shape, Image.Resampling.BICUBIC)
     theirs = image_transform_v2(PreprocessCfg(size=32, resize_mode=mode), is_train=False)(image)
-    transform = eval_transform(32, Preprocessing(resize_mode=mode))
+    transform = EvalTransform((32, 32), Preprocessing(resize_mode=mode))
     ours = normalise(stacked([transform(transform.stored(encoded(image, "PNG")))]))[0]
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
 
@@ -173,7 +176,7 @@ def test_preprocessing_that_makes_no_sense_is_refused(values, words):
 @pytest.mark.parametrize("shape", [(100, 30), (30, 100), (20, 20), (1, 90), (64, 64)])
 def test_any_image_fills_any_target(shape, size):
     image = smooth(*shape)
-    for transform in (train_transform(size), eval_transform(size)):
+    for transform in (TrainTransform(size), EvalTransform(size)):
         assert made(transform, image).shape == (3, *size)
 
 
@@ -181,7 +184,7 @@ def test_training_crops_80_to_100_percent_anywhere_in_the_image():
     ramp = np.zeros((120, 160, 3), np.uint8)
     # a pixel's colour says where it was
     ramp[..., 0], ramp[..., 1] = (np.arange(160)[None, :], np.arange(120)[:, None])
-    transform, lefts, areas, shapes = train_transform(60), [], [], []
+    transform, lefts, areas, shapes = TrainTransform((60, 60)), [], [], []
     for seed in range(300):
         crop = transform(ramp, np.random.default_rng(seed)).astype(float)
         inner = crop[5:-5, 5:-5]
@@ -199,14 +202,16 @@ def test_training_crops_80_to_100_percent_anywhere_in_the_image():
 
 def test_training_background_is_light_and_random_and_evaluation_is_white(demo):
     corner = [
-        to_rgb(made(train_transform(32), decode_bytes(demo.image_bytes(100)), seed))[:, 0, 0]
+        to_rgb(made(TrainTransform((32, 32)), decode_bytes(demo.image_bytes(100)), seed))[:, 0, 0]
         for seed in range(20)
     ]
     assert torch.stack(corner).min() > 170 and torch.stack(corner).std() > 5
-    white = to_rgb(made(train_transform(32, white=True), decode_bytes(demo.image_bytes(100)), 3))
+    white = to_rgb(
+        made(TrainTransform((32, 32), white=True), decode_bytes(demo.image_bytes(100)), 3)
+    )
     assert torch.allclose(white[:, 0, 0], torch.tensor(255.0), atol=1.0)
     assert torch.allclose(
-        to_rgb(made(eval_transform(32), decode_bytes(demo.image_bytes(100))))[:, 0, 0],
+        to_rgb(made(EvalTransform((32, 32)), decode_bytes(demo.image_bytes(100))))[:, 0, 0],
         torch.tensor(255.0),
         atol=1.0,
     )
@@ -217,10 +222,10 @@ def left_is_brighter(tensor):
 
 
 def test_augmentation_does_what_its_words_say():
-    assert augmented(8, ()) == replace(eval_transform(8), whole=False)
-    assert augmented(8, ("crop",)) == train_transform(8)
-    assert augmented(8, ("crop", "white")) == train_transform(8, white=True)
-    assert augmented((8, 12), ("crop", "colour", "flip")) == train_transform(
+    assert augmented((8, 8), ()) == EvalTransform((8, 8), whole=False)
+    assert augmented((8, 8), ("crop",)) == TrainTransform((8, 8))
+    assert augmented((8, 8), ("crop", "white")) == TrainTransform((8, 8), white=True)
+    assert augmented((8, 12), ("crop", "colour", "flip")) == TrainTransform(
         (8, 12), colour_jitter=COLOUR_JITTER, flip=0.5
     )
 
@@ -228,9 +233,9 @@ def test_augmentation_does_what_its_words_say():
 def test_no_flip_unless_asked_for():
     image = Image.new("RGB", (40, 40))
     image.paste((255, 255, 255), (0, 0, 20, 40))
-    assert all(left_is_brighter(made(train_transform(8), image, seed)) for seed in range(30))
+    assert all(left_is_brighter(made(TrainTransform((8, 8)), image, seed)) for seed in range(30))
     flipped = [
-        left_is_brighter(made(train_transform(8, flip=0.5), image, seed)) for seed in range(60)
+        left_is_brighter(made(TrainTransform((8, 8), flip=0.5), image, seed)) for seed in range(60)
     ]
     assert 15 < sum(flipped) < 45
 
@@ -240,14 +245,19 @@ def test_jitter_changes_brightness_when_asked():
     assert (
         len(
             {
-                round(made(train_transform(8, colour_jitter=0.3), image, seed).mean().item(), 2)
+                round(made(TrainTransform((8, 8), colour_jitter=0.3), image, seed).mean().item(), 2)
                 for seed in range(10)
             }
         )
         > 3
     )
     assert (
-        len({round(made(train_transform(8), image, seed).mean().item(), 2) for seed in range(10)})
+        len(
+            {
+                round(made(TrainTransform((8, 8)), image, seed).mean().item(), 2)
+                for seed in range(10)
+            }
+        )
         == 1
     )
 
@@ -256,7 +266,7 @@ def test_an_option_does_not_shift_the_draws_of_another():
     image = smooth(50, 40)
     plain, flipped = (
         transform(np.array(image), np.random.default_rng(5))
-        for transform in (train_transform(16), train_transform(16, flip=1.0))
+        for transform in (TrainTransform((16, 16)), TrainTransform((16, 16), flip=1.0))
     )
     assert np.array_equal(plain, flipped[:, ::-1])
 
@@ -306,28 +316,31 @@ def test_stored_is_the_same_for_the_same_bytes_and_named_by_its_size(demo):
     assert np.array_equal(Stored((32, 32))(data), Stored((32, 32))(data))
     assert (
         Stored((32, 32)).name
-        == train_transform(32).stored.name
+        == TrainTransform((32, 32)).stored.name
         != Stored((32, 64)).name
-        != eval_transform(32).stored.name
+        != EvalTransform((32, 32)).stored.name
     )
     squashed = Preprocessing(resize_mode="squash")
-    assert eval_transform(32, squashed).stored.name != eval_transform(32).stored.name
+    assert EvalTransform((32, 32), squashed).stored.name != EvalTransform((32, 32)).stored.name
     larger, bilinear = Preprocessing(crop_pct=32 / 36), Preprocessing(interpolation="bilinear")
     names = {
-        train_transform(32, preprocessing=changed).stored.name
+        TrainTransform((32, 32), preprocessing=changed).stored.name
         for changed in (CLIP, larger, bilinear)
     }
-    assert len(names) == 3 and train_transform(32, preprocessing=larger).stored == Stored((36, 36))
+    assert len(names) == 3 and TrainTransform((32, 32), preprocessing=larger).stored == Stored(
+        (36, 36)
+    )
     # applied later
     assert (
-        train_transform(32, preprocessing=Preprocessing(*NORMALIZATIONS["imagenet"])).stored.name
+        TrainTransform(
+            (32, 32), preprocessing=Preprocessing(*NORMALIZATIONS["imagenet"])
+        ).stored.name
         in names
     )
 
 
-@pytest.mark.parametrize("transform", [train_transform, eval_transform])
+@pytest.mark.parametrize("transform", [TrainTransform, EvalTransform])
 def test_size_refused(transform):
-    with pytest.raises(ValueError, match="image_size 0: a whole number of pixels >= 1"):
-        transform(0)
-    with pytest.raises(ValueError, match="a whole number of pixels >= 1"):
-        transform((32, -1))
+    for size in ((0, 0), (32, -1)):
+        with pytest.raises(ValueError, match="whole numbers of pixels >= 1"):
+            transform(size)

@@ -10,13 +10,13 @@ from data.batching.branch_cost import BranchCost
 from data.batching.load_control import FeedRates
 from data.batching.mixture import open_sources
 from data.batching.order import GlobalOrder
-from data.batching.settings import Setting, Settings
+from data.batching.settings import Setting
 from data.batching.weights import LARGEST, loss_weights, sample_weights
 from data.loader import MicroBatchDataset, micro_batches
 from data.modalities.image import ImageModality
 from data.modalities.lengths import TokenCounts
 from data.modalities.text import TextModality
-from data.modalities.transforms import eval_transform, train_transform
+from data.modalities.transforms import EvalTransform, TrainTransform
 
 RNG = np.random.default_rng(0)
 COMPLEXITY, CHARACTERS = (
@@ -29,45 +29,48 @@ def batch_of(visited, indices):
     return GlobalBatch(0, 0, visited, indices, Setting(0, {}))
 
 
+def weights(complexity, length, image, text, seconds=0, audio=0):
+    seconds = np.zeros(len(length)) + seconds
+    return sample_weights([(image, complexity), (text, length), (audio, seconds)])
+
+
 # -- the formula
 
 
 def test_the_documented_formula():
-    assert sample_weights(np.array([1, 3]), np.array([10, 30]), 0.3, 0.7) == pytest.approx(
-        [0.5, 1.5]
-    )
-    found = sample_weights(np.array([1, 3]), np.array([30, 10]), 0.3, 0.7)
+    assert weights(np.array([1, 3]), np.array([10, 30]), 0.3, 0.7) == pytest.approx([0.5, 1.5])
+    found = weights(np.array([1, 3]), np.array([30, 10]), 0.3, 0.7)
     assert found == pytest.approx([0.3 * 0.5 + 0.7 * 1.5, 0.3 * 1.5 + 0.7 * 0.5])
 
 
 def test_the_mean_is_one_whatever_the_units_and_the_sum_of_the_coefficients():
     for image, text in ((0.3, 0.7), (2, 5), (1, 0), (0, 1)):
-        found = sample_weights(COMPLEXITY, CHARACTERS, image, text)
+        found = weights(COMPLEXITY, CHARACTERS, image, text)
         assert found.mean() == pytest.approx(1) and (found > 0).all()
-        assert sample_weights(1000 * COMPLEXITY, CHARACTERS, 3 * image, 3 * text) == pytest.approx(
+        assert weights(1000 * COMPLEXITY, CHARACTERS, 3 * image, 3 * text) == pytest.approx(
             found, rel=1e-5
         )
-    assert sample_weights(COMPLEXITY, CHARACTERS, 1, 0) == pytest.approx(
+    assert weights(COMPLEXITY, CHARACTERS, 1, 0) == pytest.approx(
         COMPLEXITY / COMPLEXITY.mean(), rel=1e-5
     )
-    assert sample_weights(np.zeros(4), np.array([1, 1, 1, 5]), 0.5, 0.5) == pytest.approx(
+    assert weights(np.zeros(4), np.array([1, 1, 1, 5]), 0.5, 0.5) == pytest.approx(
         [0.75, 0.75, 0.75, 1.75]
     )
 
 
 def test_seconds_of_sounds_weigh_where_they_are_asked_for():
     complexity, length, seconds = np.array([1, 3]), np.array([30, 10]), np.array([4.0, 12.0])
-    plain = sample_weights(complexity, length, 0.3, 0.7)
-    np.testing.assert_array_equal(sample_weights(complexity, length, 0.3, 0.7, seconds), plain)
-    assert sample_weights(complexity, length, 0, 0, seconds, 2) == pytest.approx([0.5, 1.5])
-    both = sample_weights(complexity, length, 0, 1, seconds, 3)
+    plain = weights(complexity, length, 0.3, 0.7)
+    np.testing.assert_array_equal(weights(complexity, length, 0.3, 0.7, seconds), plain)
+    assert weights(complexity, length, 0, 0, seconds, 2) == pytest.approx([0.5, 1.5])
+    both = weights(complexity, length, 0, 1, seconds, 3)
     assert both == pytest.approx([0.25 * 1.5 + 0.75 * 0.5, 0.25 * 0.5 + 0.75 * 1.5])
 
 
 def test_a_sample_without_an_image_or_a_text_counts_as_the_mean_of_the_others():
     complexity, length = np.array([2.0, 0.0, 4.0]), np.array([10, 30, 0])
-    assert sample_weights(complexity, length, 1, 0) == pytest.approx([2 / 3, 1, 4 / 3])
-    assert sample_weights(complexity, length, 0, 1) == pytest.approx([0.5, 1.5, 1])
+    assert weights(complexity, length, 1, 0) == pytest.approx([2 / 3, 1, 4 / 3])
+    assert weights(complexity, length, 0, 1) == pytest.approx([0.5, 1.5, 1])
 
 
 def test_the_weights_of_a_global_batch_are_whole_millionths_of_the_indexs_columns(emoji_set):
@@ -78,9 +81,7 @@ def test_the_weights_of_a_global_batch_are_whole_millionths_of_the_indexs_column
     lengths = np.array([9, 4, 100, 6, 2])
     found = loss_weights(source, lengths, 0.3, 0.7, 0.0, batch_of(visited, indices))
     assert found.dtype == np.int64 and len(set(found.tolist())) == 4
-    expected = sample_weights(
-        source.column("complexity")[indices], np.array([4, 2, 9, 6]), 0.3, 0.7
-    )
+    expected = weights(source.column("complexity")[indices], np.array([4, 2, 9, 6]), 0.3, 0.7)
     assert found / 1e6 == pytest.approx(expected, abs=1e-6)
 
 
@@ -114,13 +115,15 @@ def test_every_row_of_a_batch_has_the_weight_of_its_sample_in_the_whole_batch(
     batches = Batches(
         GlobalOrder(40, 12, seed=1),
         np.arange(300, 340),
-        Settings([setting]),
+        [setting],
         texts=texts,
         weights_of=partial(loss_weights, demo, lengths, 0.3, 0.7, 0.0),
     )
     expected = batches.weights_of(batches.at(2))
     dataset = {
-        "image": MicroBatchDataset(demo, [ImageModality(train_transform(16), eval_transform(16))]),
+        "image": MicroBatchDataset(
+            demo, [ImageModality(TrainTransform((16, 16)), EvalTransform((16, 16)))]
+        ),
         "text": MicroBatchDataset(demo, [TextModality(tokenizer, 16)]),
     }
     for branch, per_sample in (("image", 1), ("text", captions)):

@@ -12,7 +12,7 @@ from cost_models import BRANCHES
 from engine.config.auto import asked
 from engine.config.reading import BranchesBlock, check_config, check_hardware, read_config
 from engine.optimizer.clipping_rules import ClippingRule
-from launch.config.blocks import READERS, dealing, weighting
+from launch.config.blocks import READERS, balancing, weighting
 
 FOLDER = Path(__file__).parents[2] / "ds_configs"
 FILES = sorted(FOLDER.glob("*.json"))
@@ -492,7 +492,7 @@ def test_file_names_tell_the_truth(file):
     assert ("fork" in file.stem or "pipeline" in file.stem or "feed" in file.stem) == (
         block.layout == "fork"
     )
-    assert ("feed" in file.stem) == (dealing(block).strategy == "feed")
+    assert ("feed" in file.stem) == (balancing(block).strategy == "feed")
     assert ("offload" in file.stem) == ("offload_optimizer" in read["zero_optimization"])
     assert ("lit" in file.stem) == bool(block.locking())
     places = (

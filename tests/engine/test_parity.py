@@ -316,7 +316,7 @@ def test_more_micro_batches_than_planned_keep_activations_in_proportion():
     ],
     ids=str,
 )
-def test_how_samples_are_dealt_changes_nothing(case):
+def test_how_samples_are_packed_changes_nothing(case):
     """Micro-batches of any samples and sizes, another deal for each branch of a fork; and the same
     loss and gradients as without any."""
     results = run_ranks(case.world_size, train_split, case)

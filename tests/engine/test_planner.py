@@ -26,7 +26,7 @@ from engine.planning.planner import (
 )
 from engine.planning.simulator import simulate
 from engine.schedule import SCHEDULES
-from launch.config.blocks import dealing
+from launch.config.blocks import balancing
 from launch.config.hyperparameters import PRESETS
 
 FILES = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
@@ -950,7 +950,7 @@ def test_every_file_runs_on_1_2_4_8_ranks(file, image_cost):
         BRANCHES,
     )
     costs = proportional({"image": [image_cost, image_cost], "text": [1.0, 1.0]})
-    fixed, feeds = isinstance(block.replicas, dict), dealing(block).strategy == "feed"
+    fixed, feeds = isinstance(block.replicas, dict), balancing(block).strategy == "feed"
     forks = block.layout == "fork"  # written for a fork, some for so many ranks and no others
     worlds, layouts = (
         (8,) if fixed else (1, 2, 4, 8),

@@ -68,7 +68,7 @@ def test_the_adapters_are_apart_and_are_read_back(exports, name):
     record = json.loads((apart / "wye.json").read_text())["adapters"]
     assert len(moved) == sum(len(own["modules"]) for own in record.values())
     trained, again = adapted_model(*model), open_model_folder(apart)
-    given = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)
+    given = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)[0]
     given |= {"pixel_values": found[1]["pixel_values"]}
     one, two = (embeddings(each.layers, given) for each in (trained, again))
     for key in ("image_embeds", "text_embeds"):

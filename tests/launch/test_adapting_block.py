@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from cost_models import BRANCHES
 
-from data.modalities.tokenizer import load_tokenizer
+from data.modalities.tokenizer import train_tokenizer
 from engine.config.reading import check_config
 from launch.config.blocks import READERS, adapting
 from launch.config.options import parse_options
@@ -64,4 +64,4 @@ def test_adapters_of_random_weights_are_refused():
     options = parse_options(["--data", "demo", "--image-tower", "vit_b_32"])
     options = replace(options, label_smoothing=0.0)
     with pytest.raises(ValueError, match="branches.train.image.lora: .* starts from random ones"):
-        RunModel.of(options, load_tokenizer(None, ["a red apple"]), {"image": LoRA()})
+        RunModel.of(options, train_tokenizer(["a red apple"]), {"image": LoRA()})

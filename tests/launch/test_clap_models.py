@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT / "tests/data"))
 from bad_audio import tone, wav  # noqa: E402
 
 from data.modalities.audio.modality import AudioModality  # noqa: E402
-from data.modalities.tokenizer import batch_tokens, load_tokenizer  # noqa: E402
+from data.modalities.tokenizer import batch_tokens, load_tokenizer, train_tokenizer  # noqa: E402
 from launch.config.options import parse_options  # noqa: E402
 from launch.exporting.writing import write_export  # noqa: E402
 from launch.inference.trained import Trained, open_model_folder, with_named_towers  # noqa: E402
@@ -85,7 +85,7 @@ def folders(module_folder):
     made = {}
     for activation in ("relu", "gelu"):
         torch.manual_seed(3)
-        tokenizer = load_tokenizer(None, CAPTIONS)
+        tokenizer = train_tokenizer(CAPTIONS)
         made[activation] = module_folder("clap") / activation
         saved(made[activation], clap(tokenizer, activation), tokenizer)
     return made
@@ -105,7 +105,7 @@ def test_embeddings_and_every_gradient_are_the_librarys(folders, activation):
     theirs = ClapModel.from_pretrained(folder).train()
     tokenizer = load_tokenizer(str(folder))
     tensors = {"input_features": torch.randn(4, 1, RATE * SECONDS // 80 + 1, 16)}
-    tensors |= batch_tokens(tokenizer, CAPTIONS, TOKENS)
+    tensors |= batch_tokens(tokenizer, CAPTIONS, TOKENS)[0]
     torch.manual_seed(11)
     expected = theirs(**tensors)
     torch.manual_seed(11)
@@ -200,7 +200,7 @@ def trained_by(flags):
     pairs = [] if "--pairs" in flags else ["--pairs", "audio:text"]
     options = parse_options(["--data", "demo", *pairs, *flags, "--embed-dim", "24"])
     options = replace(options, label_smoothing=0.0, max_text_tokens=TOKENS)
-    tokenizer = load_tokenizer(None, CAPTIONS)
+    tokenizer = train_tokenizer(CAPTIONS)
     model = RunModel.of(options, tokenizer)
     layers = [model.build_layer(spec).eval() for specs in model.layers.values() for spec in specs]
     draw = torch.Generator().manual_seed(0)
@@ -303,7 +303,7 @@ def test_a_model_is_trained_in_a_fork_and_loaded_by_its_library(folders, tmp_pat
     given |= processor(audio=tone(SECONDS), sampling_rate=RATE, return_tensors="pt")
     with torch.no_grad():
         theirs = model(**given)
-    tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)
+    tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)[0]
     ours = embeddings(trained.layers, {**tokens, "input_features": given["input_features"]})
     torch.testing.assert_close(theirs.audio_embeds, ours["audio_embeds"], rtol=0, atol=1e-6)
     torch.testing.assert_close(theirs.text_embeds, ours["text_embeds"], rtol=0, atol=1e-6)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import BertConfig, CLIPConfig, CLIPImageProcessor
 
-from data.modalities.tokenizer import load_tokenizer
+from data.modalities.tokenizer import train_tokenizer
 from launch.inference.trained import open_model_folder
 from models.towers.image import image_tower
 from models.towers.text import text_tower
@@ -25,7 +25,7 @@ SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 # that tries again says so and is killed by the test's limit
 ASK = """
 import sys
-from data.modalities.tokenizer import load_tokenizer
+from data.modalities.tokenizer import load_tokenizer, train_tokenizer
 from models.towers.image import image_tower
 from models.towers.text import text_tower
 from models.weights.reading import find_model, open_weights
@@ -101,7 +101,7 @@ def test_a_file_that_would_run_code_is_refused(tmp_path, zipped):
         text_config={"vocab_size": 300, "pad_token_id": 0, "eos_token_id": 3, **tower},
         vision_config={"image_size": 32, "patch_size": 16, **tower},
     ).save_pretrained(whole)
-    tokenizer = load_tokenizer(None, ["a red apple", "two birds"])
+    tokenizer = train_tokenizer(["a red apple", "two birds"])
     tokenizer.save_pretrained(whole)
     CLIPImageProcessor().save_pretrained(whole)
     payload(whole / "pytorch_model.bin", ran, zipped)

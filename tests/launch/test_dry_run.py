@@ -12,7 +12,7 @@ from transformers import BertConfig, BertModel
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 from bad_audio import tone, wav  # noqa: E402
 
-from data.modalities.tokenizer import load_tokenizer
+from data.modalities.tokenizer import train_tokenizer
 from launch.config.options import ROOT, parse_options
 from launch.run.dry_run import dry_run
 
@@ -67,7 +67,7 @@ def test_the_first_screen_says_what_a_run_would_do_and_no_folder_is_made(
 
 def test_what_the_screen_proposes_for_pretrained_weights_can_be_typed(planned, capsys, tmp_path):
     """Of a text tower in a folder, with its weights and tokenizer beside it."""
-    tokenizer = load_tokenizer(None, ["a dark picture", "a bright picture of a number"])
+    tokenizer = train_tokenizer(["a dark picture", "a bright picture of a number"])
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = BertModel(BertConfig(vocab_size=len(tokenizer), intermediate_size=32, **sizes))
     for part in (model, tokenizer):

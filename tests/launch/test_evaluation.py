@@ -61,7 +61,7 @@ def test_embeddings_are_those_of_the_towers(source, embedder, all_captions):
     expected = [text for i in SUBSET for text in source.captions(i)[:most]]
     assert list(text.texts) == expected and len(expected) > len(SUBSET) * all_captions
     row = len(expected) // 2
-    tokens = batch_tokens(embedder.trained.tokenizer, [expected[row]], TOKENS)
+    tokens = batch_tokens(embedder.trained.tokenizer, [expected[row]], TOKENS)[0]
     for layer in embedder.trained.layers[len(embedder.trained.towers[0].specs) :]:
         tokens = layer(tokens)
     torch.testing.assert_close(
@@ -159,7 +159,7 @@ def matching_scores(embedder, source, embedded, i):
     ((_, outputs),) = embedder.outputs("image", source, one)
     scores = []
     for text in embedded.rows["text"].texts:
-        tensors = batch_tokens(embedder.trained.tokenizer, [text], TOKENS)
+        tensors = batch_tokens(embedder.trained.tokenizer, [text], TOKENS)[0]
         for layer in embedder.trained.layers[number:]:
             tensors = layer(tensors)
         scores.append(

@@ -28,7 +28,7 @@ from transformers import AutoImageProcessor, AutoProcessor
 
 from data.modalities.preprocessing import CLIP as CLIP_PIXELS
 from data.modalities.tokenizer import batch_tokens, load_tokenizer
-from data.modalities.transforms import eval_transform, normalise, stacked
+from data.modalities.transforms import EvalTransform, normalise, stacked
 from launch.config.options import parse_options
 from launch.exporting import modeling_export
 from launch.exporting.writing import canonical_state, write_export
@@ -231,8 +231,8 @@ def test_an_export_is_started_from_without_a_change(exports, name):
         image_tower = f"hf:{folder}/image:pool={trained.towers[0].config['pool']}"
     assert options.image_tower == image_tower
     tokenizer = load_tokenizer(options.tokenizer_source())
-    assert batch_tokens(tokenizer, CAPTIONS, TOKENS)["input_ids"].equal(
-        batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)["input_ids"]
+    assert batch_tokens(tokenizer, CAPTIONS, TOKENS)[0]["input_ids"].equal(
+        batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)[0]["input_ids"]
     )
     sizes = (
         options.embed_dim,
@@ -251,7 +251,7 @@ def test_an_export_is_started_from_without_a_change(exports, name):
     assert before.keys() == after.keys()
     assert not [name for name in before if not torch.equal(before[name], after[name])]
     given = {"pixel_values": torch.randn(2, 3, SIZE, SIZE)}
-    given |= batch_tokens(tokenizer, CAPTIONS[:2], TOKENS)
+    given |= batch_tokens(tokenizer, CAPTIONS[:2], TOKENS)[0]
     expected, found = (embeddings(side, given) for side in (trained.layers, layers))
     for key in ("image_embeds", "text_embeds"):
         assert torch.equal(expected[key], found[key])
@@ -338,7 +338,7 @@ def test_the_pixels_of_the_weights_go_with_an_export(tmp_path):
     }
     trained.options.update(values)
     write_export(trained, tmp_path)
-    transform = eval_transform(SIZE, trained.preprocessing)
+    transform = EvalTransform((SIZE, SIZE), trained.preprocessing)
     data = encoded(sample_image((87, 80)))
     pixels = stacked([transform(transform.stored(data))])
     expected = normalise(pixels, preprocessing=trained.preprocessing)[0]
@@ -399,7 +399,9 @@ def test_an_exported_folder_is_evaluated_like_a_run(name, tmp_path):
     again = open_model_folder(tmp_path / "out")
     sizes = again.step, again.options["image_size"], again.options["max_text_tokens"]
     assert sizes == (7, SIZE, TOKENS)
-    ids = [batch_tokens(each.tokenizer, CAPTIONS, TOKENS)["input_ids"] for each in (again, trained)]
+    ids = [
+        batch_tokens(each.tokenizer, CAPTIONS, TOKENS)[0]["input_ids"] for each in (again, trained)
+    ]
     assert torch.equal(*ids) and not any(layer.training for layer in again.layers)
     before, after = canonical_state(trained.layers), canonical_state(again.layers)
     assert before.keys() == after.keys()

@@ -11,6 +11,7 @@ from batching_runs import Ranks, make_batching
 from cost_models import proportional
 
 from data.batching.branch_cost import BranchCost
+from data.batching.settings import setting_at
 from data.options import DataOptions
 from data.prepare import prepare_data
 from engine.trace import Span
@@ -81,7 +82,7 @@ def test_stages_that_hold_both_branches_have_no_times_of_one_alone(data, tmp_pat
     """So what texts cost stays as it was planned."""
     ranks = world(data, tmp_path, {"strategy": "deal", "interval": 5}, layout="merged")
     ranks.run(0, 80)
-    assert ranks.first.batches.settings.newest.costs == ranks.first.first.costs
+    assert ranks.first.batches.settings[-1].costs == ranks.first.first.costs
     assert len(ranks.records) == 16
     assert all(record["measured_s"] == {} for record in ranks.records)
 
@@ -170,7 +171,7 @@ def test_a_run_that_goes_on_with_other_global_batches_goes_on_as_planned_for_the
     first, second = now.settings()
     assert first == now.first.first.record() and first["from_step"] == 0
     assert (second["from_step"], second["reason"]) == (40, "planned anew")
-    assert second["knobs"] == before.first.batches.settings.at(40).record()["knobs"]
+    assert second["knobs"] == setting_at(before.first.batches.settings, 40).record()["knobs"]
     captions = second["knobs"]["captions_per_image"]
     for branch, texts in (("image", 1), ("text", captions if layout == "fork" else 1)):
         loaded = now.loaded(branch, 40)
@@ -186,13 +187,13 @@ def test_a_run_that_was_not_packed_by_cost_goes_on_packed(data, tmp_path):
     before = world(data, tmp_path, {"strategy": "off"})
     after = world(data, tmp_path, None)
     after.load(saved(before), 6)
-    setting = after.first.batches.settings.at(6)
+    setting = setting_at(after.first.batches.settings, 6)
     assert setting.reason == "planned anew" and set(setting.costs) == {"text"}
     loaded = after.loaded("text", 7)
     assert sorted(p for _, places, _ in loaded for p in places) == list(range(48))
     back = world(data, tmp_path, {"strategy": "off"})
     back.load(saved(after), 8)
-    assert back.first.batches.settings.at(8).num_micro_batches == {"image": 4, "text": 4}
+    assert setting_at(back.first.batches.settings, 8).num_micro_batches == {"image": 4, "text": 4}
     assert [len(places) for _, places, _ in back.loaded("text", 9)] == [12] * 4
 
 

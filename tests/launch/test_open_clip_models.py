@@ -12,7 +12,7 @@ from launched import fork_flags, run_to_end, write_pairs
 from safetensors.torch import load_file, save_file
 from transformers import XLMRobertaConfig
 
-from data.modalities.tokenizer import load_tokenizer
+from data.modalities.tokenizer import load_tokenizer, train_tokenizer
 from data.modalities.tokenizer_open_clip import clip_tokenizer
 from launch.config.options import parse_options
 from launch.exporting.writing import write_export
@@ -75,7 +75,7 @@ def published(config, folder, torch_file=False):
     config = json.loads(json.dumps({"embed_dim": 32, **config}))
     folder.mkdir()
     if "hf_tokenizer_name" in config["text_cfg"]:
-        tokenizer = load_tokenizer(None, CAPTIONS)
+        tokenizer = train_tokenizer(CAPTIONS)
         tokenizer.save_pretrained(folder)
         config["text_cfg"] |= {"vocab_size": len(tokenizer) + 5}
     kind = open_clip.CustomTextCLIP if config.get("custom_text") else open_clip.CLIP
@@ -180,7 +180,7 @@ def two_layers(module_folder):
     """(a folder of OpenCLIP whose texts go through transformers' XLM-R and two layers, its
     tensors), as `xlm-roberta-base-ViT-B-32` is."""
     root = module_folder("two layers")
-    folder, tokenizer = root / "model", load_tokenizer(None, CAPTIONS)
+    folder, tokenizer = root / "model", train_tokenizer(CAPTIONS)
     sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {"intermediate_size": 64, "vocab_size": len(tokenizer), "pad_token_id": 0}
     XLMRobertaConfig(**sizes, max_position_embeddings=40).save_pretrained(root / "xlm")

@@ -10,7 +10,7 @@ from exports import SIZE, TOKENS, sample_image
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel
 
 import evaluate
-from data.modalities.tokenizer import load_tokenizer
+from data.modalities.tokenizer import train_tokenizer
 
 WORDS = ("apple", "bird", "snow", "river", "house", "stone", "glass", "train")
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -23,7 +23,7 @@ def place(module_folder):
     a caption of their own each."""
     root = module_folder("public")
     torch.manual_seed(0)
-    tokenizer = load_tokenizer(None, [f"one {word} of a kind" for word in WORDS])
+    tokenizer = train_tokenizer([f"one {word} of a kind" for word in WORDS])
     tokenizer.eos_token, tokenizer.model_max_length = "[SEP]", TOKENS
     text = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, **SIZES}
     text |= {"pad_token_id": tokenizer.pad_token_id, "max_position_embeddings": TOKENS}

@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT / "tests/data"))
 from bad_audio import tone, wav  # noqa: E402
 
 from data.index.sources import open_source
-from data.modalities.tokenizer import load_tokenizer
+from data.modalities.tokenizer import train_tokenizer
 from engine.objective import scalars_of
 from engine.planning.devices import find_device
 from engine.planning.planner import GIB, plan_run
@@ -55,7 +55,7 @@ def clip(module_folder):
     config.save_pretrained(folder)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     storeless(shapes, folder / "pytorch_model.bin")
-    load_tokenizer(None, ["a red apple", "two dogs"]).save_pretrained(folder)
+    train_tokenizer(["a red apple", "two dogs"]).save_pretrained(folder)
     return folder
 
 

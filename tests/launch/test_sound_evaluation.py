@@ -17,7 +17,7 @@ from bad_audio import tone, wav  # noqa: E402
 from data.index.sources import open_source  # noqa: E402
 from data.modalities.audio.decoding import decode_audio, resampled  # noqa: E402
 from data.modalities.audio.picture import spectrogram_of  # noqa: E402
-from data.modalities.tokenizer import load_tokenizer  # noqa: E402
+from data.modalities.tokenizer import train_tokenizer  # noqa: E402
 from launch.inference.classes import class_embeddings, classification  # noqa: E402
 from launch.inference.embedding import Embedder  # noqa: E402
 from launch.inference.evaluation import examples, retrieval  # noqa: E402
@@ -45,7 +45,7 @@ NUMBER = 20
 
 @pytest.fixture(scope="module")
 def embedder():
-    tokenizer = load_tokenizer(None, ["the sound of a low tone", "a high tone"])
+    tokenizer = train_tokenizer(["the sound of a low tone", "a high tone"])
     towers = tuple(
         tower_of(branch, OPTIONS, Vocabulary.of(tokenizer), {}) for branch in ("audio", "text")
     )

@@ -42,7 +42,7 @@ from transformers import (
 )
 
 from data.modalities.preprocessing import NORMALIZATIONS, Preprocessing
-from data.modalities.tokenizer import batch_tokens, load_tokenizer
+from data.modalities.tokenizer import batch_tokens, load_tokenizer, train_tokenizer
 from launch.config.options import parse_options
 from launch.config.pixels import describe_pixels
 from launch.exporting.writing import image_processor, write_export
@@ -89,7 +89,7 @@ def models(module_folder):
     root, made = module_folder("models"), {}
     for name, make in MODELS.items():
         torch.manual_seed(3)
-        tokenizer = load_tokenizer(None, CAPTIONS)
+        tokenizer = train_tokenizer(CAPTIONS)
         tokenizer.eos_token = "[SEP]"
         folder, out = root / name, root / f"{name} again"
         model = make(tokenizer)
@@ -186,7 +186,7 @@ def test_of_whole_patches_nothing_is_said(tower, size):
 def patches_of(tower, size):
     flags = ["--data", "demo", "--image-tower", tower, "--image-size", str(size)]
     options = replace(parse_options(flags), label_smoothing=0.0)
-    model = RunModel.of(options, load_tokenizer(None, CAPTIONS))
+    model = RunModel.of(options, train_tokenizer(CAPTIONS))
     return model.describe_patches()
 
 
@@ -211,7 +211,7 @@ def test_a_model_is_trained_in_a_fork_and_loaded_by_its_library(models, tmp_path
     trained = open_model_folder(run)
     model = getattr(transformers, name).from_pretrained(out).eval()
     pixels = torch.stack([evaluated(encoded(sample_image((SIZE, SIZE))))])
-    tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)
+    tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)[0]
     ours = embeddings(trained.layers, {"pixel_values": pixels, **tokens})
     # the one in the export, which pads on the right whatever its class does (Siglip2Tokenizer: left)
     padded = transformers.AutoTokenizer.from_pretrained(out)(
@@ -315,7 +315,7 @@ def test_what_does_not_go_together_is_refused(flags, message, capsys):
     if message is None:
         options = replace(parse_options(["--data", "demo", *flags]), label_smoothing=0.0)
         with pytest.raises(ValueError, match="give --embed-dim 512, or --projection linear"):
-            RunModel.of(options, load_tokenizer(None, CAPTIONS))
+            RunModel.of(options, train_tokenizer(CAPTIONS))
     else:
         with pytest.raises(SystemExit):
             parse_options(["--data", "demo", *flags])

@@ -318,7 +318,7 @@ def test_a_sentence_encoders_embeddings(forward):
     weights = open_weights("text", folder, tower)
     layers = [spec.build(0, weights).eval() for spec in tower.specs[:-1]]
     with torch.no_grad():
-        features = forward(layers, batch_tokens(tokenizer, SENTENCES, 64))["text_features"]
+        features = forward(layers, batch_tokens(tokenizer, SENTENCES, 64)[0])["text_features"]
         tokens = AutoTokenizer.from_pretrained(folder)(SENTENCES, padding=True, return_tensors="pt")
         states, mask = (
             AutoModel.from_pretrained(folder).eval()(**tokens)[0],

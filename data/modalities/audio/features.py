@@ -18,17 +18,11 @@ import transformers
 from torch import Tensor
 from transformers.utils import is_speech_available
 
-from data.modalities.audio.extractors import AST_WINDOW, feature_extractor
+from data.modalities.audio.extractors import EXTRACTORS, extracted, feature_extractor
 
 # of what is made of a clip: raise it whenever that changes, so that caches do not answer with what
 # was made before
 VERSION = "1"
-# the axes of time and of frequency in what each extractor makes of one sound
-AXES = {
-    "ASTFeatureExtractor": (0, 1),
-    "ClapFeatureExtractor": (1, 2),
-    "WhisperFeatureExtractor": (1, 0),
-}
 SIGNAL_TO_NOISE_DB = (5.0, 30.0)  # mixed in so loud
 MASKS = 2  # of time and of frequency
 # at most, of all mel bins and of all frames (Park et al. 2019, LibriSpeech double: F = 27 of 80
@@ -48,9 +42,9 @@ class AudioFeatures:
     augmentation: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.extractor not in AXES:
+        if self.extractor not in EXTRACTORS:
             raise ValueError(
-                f"feature extractor {self.extractor!r}: one of {', '.join(AXES)} is needed"
+                f"feature extractor {self.extractor!r}: one of {', '.join(EXTRACTORS)} is needed"
             )
         if self.num_samples < 1:
             raise ValueError(f"a clip of {self.num_samples} samples: at least 1 is needed")
@@ -68,14 +62,18 @@ class AudioFeatures:
 
     def clipped(self, samples: np.ndarray, generator: np.random.Generator | None) -> np.ndarray:
         """float32 [n] -> float32 of at most `num_samples`, with noise where that is asked for."""
-        asked = self._asked(generator)
-        clip = self._clip(samples, generator if "crop" in asked else None)
-        return with_noise(clip, generator) if "noise" in asked else clip
+        asked, spare = self._asked(generator), len(samples) - self.num_samples
+        if spare > 0:
+            start = spare // 2
+            if generator is not None and "crop" in asked:
+                start = int(generator.integers(spare + 1))
+            samples = samples[start : start + self.num_samples]
+        return with_noise(samples, generator) if "noise" in asked else samples
 
     def finished(self, spectrogram: np.ndarray, generator: np.random.Generator | None) -> Tensor:
         """Make of a spectrogram what the tower reads: with SpecAugment where that is asked for."""
         if "spec" in self._asked(generator):
-            spectrogram = masked(spectrogram, AXES[self.extractor], generator)
+            spectrogram = masked(spectrogram, EXTRACTORS[self.extractor].axes, generator)
         return torch.from_numpy(np.array(spectrogram))  # its own: what a cache gives is read-only
 
     def is_fixed(self, generator: np.random.Generator | None, cut: bool) -> bool:
@@ -95,23 +93,9 @@ class AudioFeatures:
     def _asked(self, generator: np.random.Generator | None) -> tuple[str, ...]:
         return () if generator is None else self.augmentation
 
-    def _clip(self, samples: np.ndarray, generator: np.random.Generator | None) -> np.ndarray:
-        spare = len(samples) - self.num_samples
-        if spare <= 0:
-            return samples
-        start = spare // 2 if generator is None else int(generator.integers(spare + 1))
-        return samples[start : start + self.num_samples]
-
     def spectrogram(self, clip: np.ndarray) -> np.ndarray:
         """float32 [at most `num_samples`] -> float32, shaped as what `__call__` gives."""
-        more: dict[str, Any] = {}
-        if self.extractor == "ClapFeatureExtractor":
-            # not "fusion": it stacks four spectrograms, and draws from a generator of its own
-            more = {"max_length": self.num_samples, "truncation": "rand_trunc"}
-        if self.extractor == "ASTFeatureExtractor" and len(clip) < AST_WINDOW:
-            clip = np.pad(clip, (0, AST_WINDOW - len(clip)))  # else it finds no frame and fails
-        made = self._made(clip, sampling_rate=self.rate, return_tensors="np", **more)
-        return np.asarray(made[self._made.model_input_names[0]][0], np.float32)
+        return extracted(self._made, clip, self.num_samples)
 
     @cached_property
     def _made(self) -> Any:

@@ -1,7 +1,7 @@
-"""A fork on two ranks, texts dealt by cost and at random: the same towers, the same global batches,
-the same number of micro-batches.
+"""A fork on two ranks, texts packed by cost and at random: the same towers, global batches and
+number of micro-batches.
 
-    python bench/dealing.py                 writes bench/out/dealing.md and prints it
+    python bench/packing.py                 writes bench/out/packing.md and prints it
 
 Texts have log-normal lengths from 4 to 77 tokens, as captions from the web do; images have one
 size, so their deal is the same. The text tower is the one that a step waits for: what is saved
@@ -136,12 +136,12 @@ def report(rounds: list[dict[str, dict[str, Any]]], steps: int) -> str:
     ratios = [one["at random"]["step_s"] / one["by cost"]["step_s"] for one in rounds]
     number = SETUP.global_batch_size // SETUP.micro_batch_size
     lines = [
-        "# Texts dealt by cost",
+        "# Texts packed by cost",
         "",
         f"{SETUP.describe()}, fork of two ranks, {number} micro-batches per branch, texts of 4 to "
         f"{MAX_TEXT_TOKENS} tokens, {len(rounds)} rounds of {steps} steps in turn.",
         "",
-        "| texts dealt | samples/s | padding | image rank idle | text rank idle | loss after the "
+        "| texts packed | samples/s | padding | image rank idle | text rank idle | loss after the "
         "last step |",
         "|---|---|---|---|---|---|",
     ]
@@ -189,7 +189,7 @@ def main() -> None:
     from ranks import run_ranks
     from tqdm import tqdm
 
-    import bench.dealing as this  # so that the ranks find the function by name
+    import bench.packing as this  # so that the ranks find the function by name
 
     rounds: list[dict[str, dict[str, Any]]] = [{} for _ in range(arguments.rounds)]
     for one, way in tqdm([(one, way) for one in rounds for way in WAYS], unit="run"):
@@ -199,11 +199,11 @@ def main() -> None:
         for a, b in zip(one["at random"]["losses"], one["by cost"]["losses"]):
             if abs(a - b) > 1e-4 * abs(a):
                 sys.exit(
-                    f"bench/dealing.py: the losses differ, {a} and {b}: a deal must change none"
+                    f"bench/packing.py: the losses differ, {a} and {b}: packing must change none"
                 )
     text = report(rounds, arguments.steps)
     OUT.mkdir(parents=True, exist_ok=True)
-    (OUT / "dealing.md").write_text(text, encoding="utf-8")
+    (OUT / "packing.md").write_text(text, encoding="utf-8")
     print(text)
 
 
