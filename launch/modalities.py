@@ -273,16 +273,11 @@ def draw(axes: Axes, value: Encoded) -> None:
     view.draw(axes, view.decode(value.data))
 
 
-def whole_picture(value: Encoded) -> Image.Image:
-    """Raises BadSample."""
-    view = _views()[value.modality]
-    return view.picture(view.decode(value.data))
-
-
 def small_picture(value: Encoded) -> Image.Image:
     """Raises BadSample."""
-    picture, side = whole_picture(value).copy(), _views()[value.modality].side
-    picture.thumbnail((side, side))
+    view = _views()[value.modality]
+    picture = view.picture(view.decode(value.data)).copy()
+    picture.thumbnail((view.side, view.side))
     return picture
 
 

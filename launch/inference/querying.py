@@ -26,7 +26,7 @@ from launch.inference.folders import lines_for, read_embeddings, refuse_other_da
 from launch.inference.gallery import Found, Row, draw_rows
 from launch.inference.samples import held_out, pairs_to_open
 from launch.modalities import Encoded, encoded, modality_of, names_a_file
-from launch.run.report import show
+from launch.terminal.tables import show
 from models.metrics.retrieval import nearest
 
 IN_A_ROW = 5  # answers that are drawn beside each other
