@@ -44,7 +44,7 @@ from launch.inference.querying import find
 from launch.inference.reranking import fusion_of, reranked_retrieval
 from launch.inference.samples import held_out, left_out, opened
 from launch.inference.trained import Trained, open_model_folder, public_model
-from launch.run.report import retrieval_table, show
+from launch.terminal.tables import retrieval_table, show
 
 NUM_EXAMPLES, NUM_ANSWERS = 8, 20
 OF_SPECS = ("val_data", "classify", "classify_train")

@@ -12,7 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from bench.common import spread
-from launch.run.report import DIRECTIONS
+from launch.terminal.tables import DIRECTIONS
 
 RECALL_AT = (10, 1)
 TARGET = 0.6  # of R@10, mean of both directions

@@ -26,6 +26,7 @@ from data.options import DataOptions
 from data.prepare import PreparedData, prepare_data
 from engine.build import build_engine
 from engine.checkpoint.layout import verify
+from engine.config.communication import HOST
 from engine.config.reading import BranchesBlock
 from engine.executor import ForkEngine
 from engine.json_messages import from_first_rank
@@ -62,7 +63,12 @@ from launch.run.failures import Run
 from launch.run.folder import RunFolder, choose_folder, training_identity
 from launch.run.resuming import find_checkpoint, resume, state_of
 from launch.run.stopping import StopRequest
-from launch.terminal.first_screen import Hardware, first_screen, folder_to_watch
+from launch.terminal.first_screen import (
+    describe_device,
+    describe_ranks,
+    first_screen,
+    folder_to_watch,
+)
 from launch.terminal.last_words import say_last
 from launch.terminal.quiet import quiet_ranks
 from launch.tracking.tracker import where
@@ -123,11 +129,12 @@ class PreparedRun:
 
 
 class Ranks(Protocol):
-    """The ranks of a run, started or planned for. `first`: is this one the first?"""
+    """The ranks of a run, started or planned for. `described`: in words; `first`: is this one the
+    first?"""
 
     number: int
     abilities: Abilities
-    hardware: Hardware
+    described: str
     first: bool
 
     def first_first(self) -> AbstractContextManager[None]:
@@ -176,12 +183,12 @@ class LiveRanks:
         places, device = self.processes.places, self.processes.device
         self.number, self.first = self.processes.world_size, self.processes.rank == 0
         self.abilities = Abilities.here(device)
-        self.hardware = Hardware.here(
+        through_host = device.type != "cpu" and self.processes.communication == HOST
+        self.described = describe_ranks(
             self.number,
             places.num_nodes,
-            device,
-            self.processes.communication,
-            num_gpus=len(set(places.devices)),
+            describe_device(device),
+            len(set(places.devices)) if through_host else 0,
         )
 
     def first_first(self) -> AbstractContextManager[None]:
@@ -247,9 +254,8 @@ class PlannedRanks:
         if options.device is not None:
             self.costed = options.device
             device = find_device(options.device)
-            self.hardware = Hardware(
-                self.number, -(-self.number // device.ranks_per_node), device.name
-            )
+            num_nodes = -(-self.number // device.ranks_per_node)
+            self.described = describe_ranks(self.number, num_nodes, device.name)
             self.abilities = Abilities("cuda")
             return
         here = torch.device(kind)
@@ -259,7 +265,8 @@ class PlannedRanks:
             # a CPU's memory is shared by its ranks, of which some may be elsewhere: not checked
             self.memory_bytes = float("inf")
         on_node = max(1, accelerator.device_count()) if on_gpu else self.number
-        self.hardware = Hardware.here(self.number, -(-self.number // on_node), here)
+        num_nodes = -(-self.number // on_node)
+        self.described = describe_ranks(self.number, num_nodes, describe_device(here))
         self.abilities = Abilities.here(here)
         self.costed = NOMINAL.get(kind, "A100")
 
@@ -409,7 +416,7 @@ def prepare_run(options: Options, ranks: Ranks) -> PreparedRun:
         options,
         data,
         model.towers,
-        hardware=ranks.hardware,
+        ranks=ranks.described,
         config=config,
         config_file=config_file,
         plan=plan,

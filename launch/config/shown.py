@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -17,6 +17,7 @@ from engine.config.checks import AUTO
 from engine.config.reading import BranchesBlock
 from launch.config.groups import GROUPS
 from launch.config.settings import with_settings
+from launch.run.records import flat
 
 if TYPE_CHECKING:
     from launch.setup import PreparedRun
@@ -43,9 +44,9 @@ def keys_of_run(run: PreparedRun) -> Iterator[tuple[str, Any, str]]:
     """(key, value, where it comes from) of the JSON file, as it was settled."""
     written = read_json(run.config_file)
     written.pop("recipe", None)
-    asked = dict(_flat(with_settings(written, run.options.set)))
+    asked = flat(with_settings(written, run.options.set))
     by_set = [setting.partition("=")[0].strip() for setting in run.options.set]
-    decided = dict(_flat({**run.config, "branches": _decided(run)}))
+    decided = flat({**run.config, "branches": _decided(run)})
     if decided.get("scheduler.params.total_num_steps") == AUTO:
         decided["scheduler.params.total_num_steps"] = run.batching.total_steps
     for key, value in decided.items():
@@ -75,14 +76,6 @@ def _decided(run: PreparedRun) -> dict[str, Any]:
     block["stages"] = dict(Counter("+".join(stage.layers) for stage in graph.stages))
     block["replicas"] = {name: batch.replicas for name, batch in batches.items()}
     return block
-
-
-def _flat(value: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    for key, inner in value.items():
-        if isinstance(inner, Mapping) and inner:
-            yield from _flat(inner, f"{path}{key}.")
-        else:
-            yield path + key, inner
 
 
 def _written(value: Any) -> str:

@@ -22,7 +22,7 @@ from launch.config.groups import InputOptions
 from launch.inference.trained import Trained
 from launch.inputs import as_values, languages_of, micro_batch_dataset
 from launch.modalities import Inputs, view_of
-from launch.run.report import show
+from launch.terminal.tables import show
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Name -> what autocast computes in; None: nothing is cast."""

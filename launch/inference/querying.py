@@ -25,7 +25,7 @@ from launch.inference.folders import lines_for, read_embeddings, refuse_other_da
 from launch.inference.gallery import Cell, draw_rows
 from launch.inference.samples import held_out
 from launch.modalities import encoded, names_a_file, read_value
-from launch.run.report import show
+from launch.terminal.tables import show
 from launch.views import View
 from models.metrics.retrieval import nearest
 

@@ -9,7 +9,7 @@ from data.index.sources import open_source
 from data.options import DataOptions
 from data.prepare import HeldOut, count_unusable, first_bad, prepare_data
 from launch.inference.trained import Trained, import_of_data
-from launch.run.report import show
+from launch.terminal.tables import show
 
 
 def held_out(arguments: argparse.Namespace, trained: Trained) -> dict[str, HeldOut]:

@@ -39,10 +39,10 @@ from launch.run.records import (
     options_of_export,
     options_of_import,
     read_export,
-    read_run,
+    record_of_run,
     refuse_no_model,
 )
-from launch.run.report import show
+from launch.terminal.tables import show
 from models.losses import build_loss
 from models.towers.adapters.layers import adapted_tower
 from models.towers.defaults import image_name, text_name
@@ -192,17 +192,7 @@ def open_run(
     Errors: FileNotFoundError for a folder of no run and for a checkpoint that is not there,
     ValueError.
     """
-    record = read_run(run_dir)
-    if record is None:
-        raise FileNotFoundError(
-            f"{run_dir}: holds no config.json; give the folder of a run of train.py, or of an "
-            "export where that will do"
-        )
-    if "options" not in record:
-        raise ValueError(
-            f"{run_dir}: its config.json is of another program; give the folder of a run of "
-            "train.py"
-        )
+    record = record_of_run(run_dir)
     # a tokenizer that the run trained lies in its folder
     found, options = find_checkpoint(run_dir / "checkpoints", checkpoint), record["options"]
     texts = "text" in branches_of(options["pairs"])

@@ -5,13 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import plotly.graph_objects as go
 
-from launch.reporting.parts import Chart, Table, escaped
+from launch.reporting.parts import Chart, escaped
 from launch.reporting.reading import Columns
+from launch.terminal.tables import Table
 
 # Okabe and Ito's colours, which the colour-blind can distinguish, in an order and in shades that
 # are readable on white and on near-black
@@ -25,14 +27,11 @@ FEW = 40  # steps; fewer are drawn as points, and a curve of fewer is its own tr
 
 @dataclass(frozen=True)
 class Axis:
-    """The vertical axis of a chart. `words`: a value in tables; `tick_format`: plotly's."""
+    """The vertical axis of a chart. `words`: a value in tables; `layout`: of plotly's axis."""
 
     title: str
     words: Callable[[float], str] = "{:.4g}".format
-    tick_format: str | None = None
-    from_zero: bool = False
-    log: bool = False
-    range: Sequence[float] | None = None
+    layout: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -68,9 +67,7 @@ class Lines:
 
 
 def line_charts(
-    charts: Iterable[Lines],
-    runs: Mapping[str, Columns],
-    marks: Sequence[tuple[float, str]] = (),
+    charts: Iterable[Lines], runs: Mapping[str, Columns], marks: Sequence[tuple[float, str]] = ()
 ) -> list[Chart]:
     """The charts for which a run has numbers. `runs`: columns by the label of the run; `marks`:
     steps with a vertical line, and its text.
@@ -178,10 +175,7 @@ def _line_chart(
                 line={"color": colour, "dash": dash, "width": 2},
             )
     figure.update_layout(showlegend=several or len(names) > 1)
-    figure.update_yaxes(tickformat=axis.tick_format, range=axis.range)
-    figure.update_yaxes(rangemode="tozero" if axis.from_zero else "normal")
-    if axis.log:
-        figure.update_yaxes(type="log", dtick=1)
+    figure.update_yaxes(**axis.layout)
     for step, text in marks:
         grey = {"color": "#888888", "width": 1, "dash": "dot"}
         figure.add_vline(x=step, line=grey, annotation_text=text)

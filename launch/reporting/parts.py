@@ -11,16 +11,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from launch.run.queries import MOST_LETTERS
-
-
-@dataclass(frozen=True)
-class Table:
-    """Cells are text; `title` says what they are."""
-
-    title: str
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    note: str = ""
+from launch.terminal.tables import Table
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,43 +15,28 @@ from typing import Any
 import numpy as np
 
 from launch.run.queries import read_queries
-from launch.run.records import read_run
+from launch.run.records import record_of_run
 
 MOST_SHOWN = 50  # bad samples that are listed
 
 
-class Columns:
-    """Lines of numbers as an array per key: float32, nan where a line lacks the key."""
+Columns = Mapping[str, np.ndarray]
 
-    def __init__(self, lines: Iterable[Mapping[str, Any]] = ()) -> None:
-        self._columns: dict[str, array] = {}
-        self._length = 0
-        for line in lines:
-            self.add(line)
 
-    def add(self, line: Mapping[str, Any]) -> None:
+def columns_of(lines: Iterable[Mapping[str, Any]]) -> Columns:
+    """The numbers of the lines by key, [number of lines], nan where a line lacks the key."""
+    # float32 halves the memory of long runs; step numbers stay exact
+    columns: dict[str, array] = defaultdict(lambda: array("f"), step=array("d"))
+    length = 0
+    for length, line in enumerate(lines, 1):
         for key, value in line.items():
             if value is None or isinstance(value, (int, float)):
-                # float32 halves the memory of long runs; step numbers stay exact
-                column = self._columns.setdefault(key, array("d" if key == "step" else "f"))
-                column.extend([math.nan] * (self._length - len(column)))
+                column = columns[key]
+                column.extend([math.nan] * (length - 1 - len(column)))
                 column.append(math.nan if value is None else value)
-        self._length += 1
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._columns)
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._columns
-
-    def __getitem__(self, key: str) -> np.ndarray:
-        """[number of lines]"""
-        column = self._columns[key]
-        missing = [math.nan] * (self._length - len(column))
-        return np.array([*column, *missing], np.float64 if key == "step" else np.float32)
+    for column in columns.values():
+        column.extend([math.nan] * (length - len(column)))
+    return {key: np.array(column) for key, column in columns.items() if length}
 
 
 @dataclass(frozen=True)
@@ -61,19 +46,19 @@ class RunData:
     path: Path
     label: str
     config: Mapping[str, Any]
-    steps: Columns = field(default_factory=Columns)
-    held_out: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by set, by step
-    measurements: list[dict[str, Any]] = field(default_factory=list)  # of balance.jsonl
-    loss_weights: list[dict[str, Any]] = field(default_factory=list)
+    steps: Columns
+    held_out: Mapping[str, Sequence[Mapping[str, Any]]]  # by set, by step
+    measurements: Sequence[Mapping[str, Any]]  # of balance.jsonl
+    loss_weights: Sequence[Mapping[str, Any]]
+    bad_steps: Sequence[Mapping[str, Any]]
+    queries: Mapping[str, Any] | None
+    notices: list[str]
     bad_samples: list[dict[str, Any]] = field(default_factory=list)  # the first MOST_SHOWN
     bad_reasons: Counter[str] = field(default_factory=Counter)  # of all bad samples
-    bad_steps: list[dict[str, Any]] = field(default_factory=list)
-    queries: dict[str, Any] | None = None
-    notices: list[str] = field(default_factory=list)
 
     @property
     def last_step(self) -> int:
-        return int(self.steps["step"][-1]) if len(self.steps) else 0
+        return int(self.steps["step"][-1]) if self.steps else 0
 
     @property
     def state(self) -> str:
@@ -101,28 +86,33 @@ def labels(folders: Sequence[Path]) -> list[str]:
 
 def read_folder(folder: Path, label: str) -> RunData:
     """One run. Errors: as `read_runs`."""
-    config = read_run(folder)
-    if config is None or "training" not in config:
-        raise FileNotFoundError(
-            f"{folder}: holds no config.json of train.py; give the folder of a run, RUN_DIR"
-        )
+    config = record_of_run(folder)
     queries, notice = read_queries(folder)
     notices = [notice] if notice else []
-    run = RunData(folder, label, config, queries=queries, notices=notices)
-    for line in _lines(folder / "metrics.jsonl", notices):
-        if "held_out" in line and "step" in line:
-            run.held_out.setdefault(str(line["held_out"]), []).append(line)
-        elif "step_s" in line and "step" in line:
-            run.steps.add(line)
+    held_out: dict[str, list[dict[str, Any]]] = {}
+
+    def steps() -> Iterator[dict[str, Any]]:
+        for line in _lines(folder / "metrics.jsonl", notices):
+            if "held_out" in line and "step" in line:
+                held_out.setdefault(str(line["held_out"]), []).append(line)
+            elif "step_s" in line and "step" in line:
+                yield line
+
+    run = RunData(
+        path=folder,
+        label=label,
+        config=config,
+        steps=columns_of(steps()),
+        held_out=held_out,
+        measurements=list(_lines(folder / "balance.jsonl", notices)),
+        loss_weights=list(_lines(folder / "loss_weights.jsonl", notices)),
+        bad_steps=list(_lines(folder / "bad_steps.jsonl", notices)),
+        queries=queries,
+        notices=notices,
+    )
     for line in _lines(folder / "bad_samples.jsonl", notices):
         run.bad_reasons[str(line.get("reason", "unknown"))] += 1
         run.bad_samples.extend([line] if len(run.bad_samples) < MOST_SHOWN else [])
-    for name, found in (
-        ("balance", run.measurements),
-        ("loss_weights", run.loss_weights),
-        ("bad_steps", run.bad_steps),
-    ):
-        found.extend(_lines(folder / f"{name}.jsonl", notices))
     return run
 
 

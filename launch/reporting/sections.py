@@ -1,5 +1,4 @@
-"""The sections of a report: which charts and tables it has, and in which order. A new metric gets
-its chart by a line in one of the tables below."""
+"""The sections of a report: which charts and tables it has, and in which order."""
 
 from __future__ import annotations
 
@@ -9,9 +8,22 @@ from functools import partial
 from statistics import mean
 from typing import Any
 
-from launch.reporting.charts import Axis, Lines, line_charts, new_figure
-from launch.reporting.parts import Chart, Section, Table, escaped
-from launch.reporting.reading import Columns, RunData
+from launch.reporting.balance import balance_tables, decisions, measured_columns
+from launch.reporting.charts import Lines, line_charts, new_figure
+from launch.reporting.panels import (
+    BALANCE,
+    GEOMETRIC,
+    GEOMETRY,
+    GEOMETRY_NOTE,
+    GRADIENTS,
+    LOSSES,
+    MEASURED,
+    MEMORY,
+    RECALL,
+    TIMES,
+)
+from launch.reporting.parts import Chart, Section, escaped
+from launch.reporting.reading import RunData, columns_of
 from launch.reporting.tables import bad, differences, environment, queries, summary
 from launch.reporting.timelines import (
     COLOURS,
@@ -19,88 +31,17 @@ from launch.reporting.timelines import (
     NARROW,
     TRACK_PIXELS,
     Timeline,
-    busy_s,
-    idle_fraction,
     measured_step,
     prediction,
     seconds_by_label,
     timeline_figure,
+    timeline_table,
 )
-from launch.run.report import duration, retrieval_rows
 from launch.run.trace_file import FIRST_STEP, read_trace
-from launch.tools.balance import decisions
+from launch.terminal.tables import Table, duration, retrieval_rows
 from models.metrics.retrieval import RECALL_AT
 
 MOST_MARKS = 20  # decisions that are drawn in a chart
-
-LOSS, WEIGHT, SCALE = Axis("loss"), Axis("weight"), Axis("logit_scale_exp")
-RATE = Axis("learning rate", "{:.3g}".format, "~e")
-RECALL = Axis("recall", "{:.1%}".format, "~p", from_zero=True)
-GEOMETRIC = Axis("value", "{:.3f}".format)
-SHARE = Axis("share of the step", "{:.1%}".format, ".0%", from_zero=True)
-SECONDS = Axis("seconds", duration, from_zero=True)
-SAMPLES = Axis("samples/s", "{:,.1f}".format, from_zero=True)
-TOKENS = Axis("tokens/s", "{:,.0f}".format, from_zero=True)
-PADDING = Axis("padding share", "{:.2%}".format, "~p", from_zero=True)
-RATIO = Axis("predicted ÷ measured", "{:.2f}".format)
-GIB = Axis("GiB", "{:.2f} GiB".format, from_zero=True)
-NORM = Axis("norm before clipping", "{:.3g}".format, log=True)
-CLIPPED = Axis("norm after ÷ before", "{:.3f}".format, range=[0, 1.05])
-SHARE_OF_STEPS = Axis("share of steps", "{:.1%}".format, ".0%", from_zero=True)
-FP16, STEPS = Axis("loss scale", log=True), Axis("steps")
-
-OBJECTIVE = {"contrastive loss": "contrastive_loss", "contrastive *": "contrastive_loss/*"}
-OBJECTIVE |= {"matching loss": "matching_loss", "matching *": "matching_loss/*"}
-SCALARS = {"*logit_scale_exp": "*logit_scale_exp", "*logit_bias": "*logit_bias"}
-
-LOSSES = (
-    Lines("loss", "Loss", LOSS, {"loss": "loss"}, smooth=True, wide=True),
-    Lines("loss-parts", "Losses of the objective", LOSS, OBJECTIVE, smooth=True),
-    Lines("loss-sets", "Loss by data set", LOSS, {"*": "loss/*"}, smooth=True),
-    Lines("loss-weights", "Weights of the losses", WEIGHT, {"*": "loss_weight/*"}),
-    Lines("rate", "Learning rate", RATE, {"schedule": "lr", "*": "lr/*"}),
-    Lines("scalars", "Learned scale of the similarities", SCALE, SCALARS),
-)
-TIMES = (
-    Lines("throughput", "Throughput", SAMPLES, {"samples/s": "samples_per_s"}, smooth=True),
-    Lines("idle", "Idle time by stage", SHARE, {"*": "idle/*"}, smooth=True),
-    Lines("busy", "Computing time of a step by stage", SECONDS, {"*": "busy_s/*"}, smooth=True),
-    Lines("data-wait", "Time spent waiting for data", SECONDS, {"*": "data_wait_s/*"}, smooth=True),
-)
-BALANCE = (
-    Lines("padding", "Padding of texts and sounds", PADDING, {"*": "padding_share/*"}),
-    Lines(
-        "tokens", "Text tokens per second", TOKENS, {"tokens/s": "text_tokens_per_s"}, smooth=True
-    ),
-)
-PREDICTED = Lines(
-    "predicted",
-    "Predicted ÷ measured time of a branch",
-    RATIO,
-    {"*": "ratio/*"},
-    note="Measured every balance.interval steps.",
-)
-MEMORY = Lines(
-    "memory",
-    "Peak memory by rank",
-    GIB,
-    {"rank that held most": "peak_memory_bytes", "rank *": "peak_memory_bytes/rank *"},
-    scale=1 / 2**30,
-    note="The most that a rank has held so far: tensors on a GPU; on a CPU the whole process.",
-)
-CLIPPED_SHARE = "Share of steps that were clipped so far"
-GRADIENTS = (
-    Lines("norms", "Gradient norms", NORM, {"*": "grad_norm/*"}, smooth=True),
-    Lines("clipping", "Clipping", CLIPPED, {"*": "clip_coefficient/*"}, if_moves=True),
-    Lines("clipped", CLIPPED_SHARE, SHARE_OF_STEPS, {"*": "clipped_share/*"}, if_moves=True),
-    Lines("loss-scale", "Loss scale (fp16)", FP16, {"scale": "loss_scale"}),
-    Lines("skipped", "Skipped steps so far", STEPS, {"skipped": "skipped_steps"}, if_moves=True),
-)
-GEOMETRY = ("alignment", "modality_gap", "cosine_pairs", "cosine_others")
-GEOMETRY_NOTE = (
-    "alignment: mean squared distance of pairs. modality gap: distance of the mean embeddings. "
-    "cosine: mean similarity of pairs, and of all others."
-)
 
 Runs = Sequence[RunData]
 
@@ -112,7 +53,7 @@ def build_sections(runs: Runs) -> list[Section]:
     # decisions of one run are marked in its charts by their number in the table
     made = decisions(runs[0].measurements) if len(runs) == 1 else []
     marks = [(d.holds_from, str(number)) for number, d in enumerate(made[:MOST_MARKS], 1)]
-    ratios = {run.label: Columns(map(_ratios, run.measurements)) for run in runs}
+    measured = {run.label: measured_columns(run) for run in runs}
     parts: dict[tuple[str, str], list[Any]] = {
         ("summary", "What was trained"): [
             *map(summary, runs),
@@ -131,8 +72,8 @@ def build_sections(runs: Runs) -> list[Section]:
         ],
         ("balance", "Balance and padding"): [
             *line_charts(BALANCE, steps, marks),
-            *line_charts([PREDICTED], ratios),
-            *_of_each(runs, _decisions),
+            *line_charts(MEASURED, measured),
+            *_of_each(runs, balance_tables),
         ],
         ("memory", "Memory"): line_charts([MEMORY], steps),
         ("gradients", "Gradients"): line_charts(GRADIENTS, steps),
@@ -173,15 +114,13 @@ def _retrieval_table(run: RunData) -> list[Table | str]:
         rows += retrieval_rows(evaluations, {name: sizes.get(name.removeprefix("ema/"), 0)})
     if not rows:
         return ["No evaluation has been made, or no samples were held out."]
-    header = list(dict.fromkeys(column for row in rows for column in row))
     note = "Each cell is the value at the first → at the last evaluation."
-    if "answers" in header:
+    if any("answers" in row for row in rows):
         note += (
             " Samples with equal images, sounds or captions are one query and one candidate; "
             "answers: how many candidates are right, on average."
         )
-    cells = [[row.get(column, "–") for column in header] for row in rows]
-    return [Table("Zero-shot retrieval of held-out samples", header, cells, note)]
+    return [Table.of("Zero-shot retrieval of held-out samples", rows, note)]
 
 
 def _held_out_charts(runs: Runs) -> list[Chart]:
@@ -189,7 +128,7 @@ def _held_out_charts(runs: Runs) -> list[Chart]:
     charts: list[Chart] = []
     geometry: list[Chart] = []
     for i, name in enumerate(dict.fromkeys(name for run in runs for name in run.held_out)):
-        columns = {run.label: Columns(run.held_out.get(name, ())) for run in runs}
+        columns = {run.label: columns_of(run.held_out.get(name, ())) for run in runs}
         keys = list(dict.fromkeys(key for own in columns.values() for key in own))
         for j, key in enumerate(key for key in keys if key.endswith("_R@1")):
             direction = key.removesuffix("_R@1")
@@ -218,15 +157,10 @@ def _held_out_charts(runs: Runs) -> list[Chart]:
 
 def _traced_steps(run: RunData, most_bars: int) -> list[Chart | str]:
     """Where the time of a step goes, by stage and as a timeline."""
-    file = run.path / "trace.json"
-    if not file.is_file():
-        return ["No step has been traced yet, or the run was started with --trace-every 0."]
     try:
-        steps = read_trace(file)
-    except (ValueError, KeyError, TypeError) as error:
-        return [f"trace.json cannot be read ({error})."]
-    if not steps:
-        return ["trace.json holds no step yet."]
+        steps = read_trace(run.path / "trace.json")
+    except (ValueError, OSError) as error:
+        return [f"No traced step: {error}.".replace(f"{run.path}/", "")]
     stages = {stage["name"]: stage["ranks"] for stage in run.config["stage_graph"]}
     # the first traced step still chooses kernels; it counts only where it is the only one
     counted = [step for step in steps if step != FIRST_STEP] or list(steps)
@@ -292,45 +226,12 @@ def _timeline(run: RunData, measured: Timeline, most_bars: int) -> Chart:
     except (ValueError, KeyError, TypeError, OSError) as error:
         predicted, reason = None, f"Nothing is predicted: {error}"
     timelines = [each for each in (predicted, measured) if each is not None]
-    rows = [
-        [
-            "measured" if each is measured else "predicted",
-            track,
-            duration(busy_s(spans)),
-            f"{idle_fraction(spans, each.step_s):.0%}",
-        ]
-        for each in timelines
-        for track, spans in each.tracks.items()
-    ]
     return Chart(
         "timeline",
         "One step, predicted above measured" if predicted else "One measured step",
         timeline_figure(timelines, most_bars),
-        Table(measured.title, ["", "track", "busy", "idle"], rows),
+        timeline_table(timelines),
         "; ".join(each.heading for each in timelines) + ".",
         note="" if reason is None else reason.replace(f"{run.path}: ", ""),
         wide=True,
     )
-
-
-# -- the balance
-
-
-def _ratios(measurement: dict[str, Any]) -> dict[str, float]:
-    """Predicted ÷ measured seconds of each branch, by `ratio/<branch>`."""
-    seen = {b: s for b, s in measurement["measured_s"].items() if s}
-    ratios = {f"ratio/{b}": measurement["predicted_s"][b] / s for b, s in seen.items()}
-    return {"step": measurement["step"], **ratios}
-
-
-def _decisions(run: RunData) -> list[Table]:
-    made = [
-        [str(number), f"{d.step:,}", f"{d.holds_from:,}", d.reason]
-        for number, d in enumerate(decisions(run.measurements), 1)
-    ]
-    weights = [[f"{each['step']:,}", each["reason"]] for each in run.loss_weights]
-    tables = [
-        Table("Decisions", ["", "after step", "from step", "what, and why"], made),
-        Table("Changes of loss weights", ["step", "reason"], weights),
-    ]
-    return [table for table in tables if table.rows]

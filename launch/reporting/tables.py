@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from launch.reporting.parts import Facts, Gallery, Table, words
+from launch.reporting.parts import Facts, Gallery, words
 from launch.reporting.reading import RunData
-from launch.run.report import duration
+from launch.run.records import flat
+from launch.terminal.tables import Table, duration
 
 # of the page, in base64; further queries are left out, further sounds are only drawn
 MOST_PICTURE_BYTES, MOST_SOUND_BYTES = 1_600_000, 400_000
@@ -43,7 +44,7 @@ def summary(run: RunData) -> Facts:
         "plan": f"{config.get('layout')}: {' | '.join(stages)}; {config.get('schedule')}; "
         f"samples × micro-batches × replicas: {', '.join(batches)}",
     }
-    if len(steps):
+    if steps:
         step_s, per_s = steps["step_s"], steps["samples_per_s"]
         facts |= {
             "last loss": f"{float(steps['loss'][-1]):.4g}",
@@ -142,18 +143,9 @@ def _all_options(run: RunData) -> dict[str, Any]:
     plan = {key: config.get(key) for key in ("layout", "schedule", "world_size", "git_commit")}
     named = {key: config.get(key, {}) for key in ("batches", "versions")}
     named["branches"] = training.get("branches", {})
-    return _flat(
+    return flat(
         {**config.get("options", {}), **training.get("deepspeed_config", {}), **plan, **named}
     )
-
-
-def _flat(record: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """{"a": {"b": 1}} as {"a.b": 1}."""
-    found: dict[str, Any] = {}
-    for key, value in record.items():
-        nested = isinstance(value, Mapping) and value
-        found |= _flat(value, f"{path}{key}.") if nested else {f"{path}{key}": value}
-    return found
 
 
 def _size(sample: Mapping[str, Any], ending: str) -> int:

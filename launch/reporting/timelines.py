@@ -26,7 +26,7 @@ from engine.planning.simulator import Simulation, simulate
 from engine.topology import Stage, StageGraph
 from engine.trace import COMPUTE, WAIT, Span
 from launch.reporting.parts import escaped
-from launch.run.report import duration
+from launch.terminal.tables import Table, duration
 
 # instruction -> label in the legend, colour (Okabe and Ito's: distinguishable by the colour-blind)
 COMPUTING = {
@@ -195,7 +195,18 @@ def _simulated_spans(graph: StageGraph, simulation: Simulation) -> list[list[Spa
     return spans
 
 
-# -- the figure
+# -- the table and the figure
+
+
+def timeline_table(timelines: Sequence[Timeline]) -> Table:
+    """What each track computes and how long it is idle."""
+    rows = [
+        [f"{each.title}, {track}", duration(busy_s(spans)), f"{share:.0%}"]
+        for each in timelines
+        for track, spans in each.tracks.items()
+        for share in [idle_fraction(spans, each.step_s)]
+    ]
+    return Table("; ".join(each.heading for each in timelines), ["", "busy", "idle"], rows)
 
 
 def timeline_figure(timelines: Sequence[Timeline], most_bars: int = MOST_BARS) -> go.Figure:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from launch.config.options import Options
 from launch.config.shown import options_table
-from launch.run.report import show
 from launch.setup import PlannedRanks, prepare_run
 from launch.terminal.first_screen import print_screen
+from launch.terminal.tables import show
 
 
 def dry_run(options: Options) -> int:

@@ -13,7 +13,7 @@ import platform
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -37,7 +37,7 @@ from engine.planning.planner import RunPlan
 from engine.schedule import SCHEDULES
 from launch.config.blocks import SampleWeightsBlock
 from launch.config.options import ROOT, free_options
-from launch.run.records import RUN_RECORD, read_run
+from launch.run.records import RUN_RECORD, flat, read_run
 from models.towers.building import Tower
 
 # Keys of the JSON file that may differ when a run goes on: the size of the global batch, how it is
@@ -109,7 +109,8 @@ class RunFolder:
             if error.errno in (errno.EACCES, errno.EAGAIN) or _is_alive(holder):
                 raise ValueError(
                     f"--run-dir {self.path}: another run writes there "
-                    f"({holder or 'just started'}); give another folder, or end that run first (touch {self.stop})"
+                    f"({holder or 'just started'}); give another folder, or end that run first "
+                    f"(touch {self.stop})"
                 ) from error
             logging.getLogger("wye").warning(
                 "--run-dir %s: its file system has no locks (%s); start no second run there from "
@@ -128,14 +129,9 @@ class RunFolder:
         return self.metrics, self.balance, self.bad_steps, self.loss_weights
 
     def previous(self) -> dict[str, Any] | None:
-        """The configuration of the run this folder already holds; None: it holds none. Errors:
-        ValueError for the record of another program."""
-        record = read_run(self.path)
-        if record is not None and "training" not in record:
-            raise ValueError(
-                f"--run-dir {self.path}: its config.json is of another program; give another folder"
-            )
-        return record
+        """The configuration of the run this folder already holds; None: it holds none. Errors: as
+        `read_run`."""
+        return read_run(self.path)
 
     def refuse_other_run(self, training: Mapping[str, Any], resume: str) -> None:
         """Raise ValueError when the folder holds a run that is not this one. `training`: what is
@@ -220,27 +216,26 @@ class RunFolder:
         """Drop what was logged of steps after `step`: the run goes on from there and measures them
         again."""
         for file in self._of_steps:
-            if self.first_rank and file.is_file():
-                lines = file.read_text(encoding="utf-8").splitlines()
-                self._replace(file, _joined(line for line in lines if _step_of(line) <= step))
+            self._keep(file, lambda line: _step_of(line) <= step)
 
     def lacks(self, step: int, held_out: Set[str]) -> bool:
         """Was one of the sets `held_out` not evaluated after `step`? What there is of that
         evaluation is dropped then."""
         evaluated = self.evaluated(step)
-        if held_out <= evaluated.keys():
-            return False
-        if evaluated:
-            lines = self.metrics.read_text(encoding="utf-8").splitlines()
-            self._replace(
-                self.metrics, _joined(line for line in lines if not _evaluates(line, step))
-            )
-        return True
+        lacks = not held_out <= evaluated.keys()
+        if lacks and evaluated:
+            self._keep(self.metrics, lambda line: not _evaluates(line, step))
+        return lacks
+
+    def _keep(self, file: Path, wanted: Callable[[str], bool]) -> None:
+        """The `wanted` lines of a file, where there is one."""
+        if self.first_rank and file.is_file():
+            kept = filter(wanted, _lines(file))
+            replace_text(file, "".join(f"{line}\n" for line in kept))
 
     def evaluated(self, step: int) -> dict[str, dict[str, float]]:
         """What metrics.jsonl has of the evaluation after `step`, by held-out set; null as nan."""
-        text = self.metrics.read_text(encoding="utf-8") if self.metrics.is_file() else ""
-        found = [json.loads(line) for line in text.splitlines() if _evaluates(line, step)]
+        found = [json.loads(line) for line in _lines(self.metrics) if _evaluates(line, step)]
         return {
             line["held_out"]: {k: math.nan if v is None else v for k, v in line.items()}
             for line in found
@@ -259,9 +254,7 @@ class RunFolder:
     def append_loss_weights(self, values: Mapping[str, Any]) -> None:
         """One line to loss_weights.jsonl, unless it ends in that line: a run that goes on decides
         once more what follows from the evaluation at which it begins."""
-        there = self.first_rank and self.loss_weights.is_file()
-        written = self.loss_weights.read_text(encoding="utf-8").splitlines() if there else []
-        if json.dumps(values) not in written[-1:]:
+        if self.first_rank and json.dumps(values) not in _lines(self.loss_weights)[-1:]:
             self.append(self.loss_weights, values)
 
     def note_bad_sample(
@@ -347,8 +340,8 @@ def _of_training(balance: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     return balance if balance.get("strategy") == "feed" else None
 
 
-def _joined(lines: Iterable[str]) -> str:
-    return "".join(f"{line}\n" for line in lines)
+def _lines(file: Path) -> list[str]:
+    return file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
 
 
 def _step_of(line: str) -> float:
@@ -369,12 +362,13 @@ def _without(keys: Sequence[str], record: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key not in keys}
 
 
-def _differences(before: Any, now: Any, path: str = ""):
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in sorted(set(before) | set(now)):
-            yield from _differences(before.get(key), now.get(key), f"{path}.{key}" if path else key)
-    elif before != now:
-        yield f"{path}: there {json.dumps(before)}, here {json.dumps(now)}"
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    records = flat(before), flat(now)
+    for key in sorted({*records[0], *records[1]}):
+        # {} is the same as nothing
+        there, here = (None if each.get(key) == {} else each.get(key) for each in records)
+        if there != here:
+            yield f"{key}: there {json.dumps(there)}, here {json.dumps(here)}"
 
 
 def _git_commit() -> str | None:

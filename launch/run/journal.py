@@ -3,6 +3,7 @@ traces."""
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 from deepspeed.monitor.config import DeepSpeedMonitorConfig
 
 from common.output import only_shows
+from engine.checkpoint.layout import replace_text
 from engine.executor import ForkEngine
 from engine.optimizer.bad_steps import BadStep
 from engine.planning.planner import RunPlan
@@ -19,10 +21,11 @@ from engine.step_metrics import StepMetrics
 from launch.batching.loss_weights import HeldOutFigures, LossWeights
 from launch.config.groups import TrackingOptions
 from launch.run.folder import RunFolder
-from launch.run.queries import Answers, write_queries
-from launch.run.report import REPORT, retrieval_report, show
+from launch.run.queries import FILE as QUERIES
+from launch.run.queries import Answers, queries_record
 from launch.run.trace_file import TraceFile, is_sampled
 from launch.terminal.first_screen import print_screen
+from launch.terminal.tables import REPORT, retrieval_report, show
 from launch.tracking.tracker import Tracker
 
 PAGE_SHARE = 0.02  # of the time of a run, at most, goes into its page
@@ -74,9 +77,9 @@ class Journal:
     def say(self, *things: object) -> None:
         """In the terminal, above the progress bar, each on its own lines; empty ones, and another
         one that is equal, are left out."""
-        for thing in dict.fromkeys(filter(None, things)):
+        for thing in dict.fromkeys(filter(None, things)) if self.folder.first_rank else ():
             with only_shows("a message is not shown"):
-                show(thing, self.folder.first_rank)
+                show(thing)
 
     def begin(self, screen: Sequence[tuple[str, str]]) -> None:
         """The first screen of the run."""
@@ -137,8 +140,11 @@ class Journal:
             self.folder.append(self.folder.metrics, line)
             self._track(partial(Tracker.evaluation, step=step, held_out=name, values=values))
         if self.folder.first_rank and any(answers.values()):
-            write_queries(self.folder.path, step, answers)
-            self._track(lambda tracker: tracker.queries(step, answers))
+            with only_shows(f"{QUERIES} was not written; training goes on"):
+                record = queries_record(step, answers)
+                self._track(lambda tracker: tracker.queries(record))
+                text = json.dumps(record, ensure_ascii=False) + "\n"
+                replace_text(self.folder.path / QUERIES, text)
         if time.monotonic() >= self._page_due_s:
             self._write_page(goes_on=True)
 
@@ -167,7 +173,7 @@ class Journal:
         began_s, self._page_due_s = time.monotonic(), math.inf
         with only_shows(f"{REPORT} is not written"):
             # imports plotly, which no step needs
-            from launch.tools.report import write_report
+            from launch.reporting.page import write_report
 
             write_report([self.folder.path], self.folder.path / REPORT, goes_on)
             # evaluations may follow one another quickly, and the other ranks wait for the page
@@ -177,15 +183,9 @@ class Journal:
 
     def retrieval(self, num_samples: Mapping[str, int]) -> None:
         """The table of the first and the last evaluation of this process, if there was one."""
-        steps: Sequence[int] = (
-            sorted({min(self._evaluations), max(self._evaluations)}) if self._evaluations else ()
-        )
-        if steps:
+        if self._evaluations:
+            ends = sorted({min(self._evaluations), max(self._evaluations)})
+            title = "Zero-shot retrieval of held-out samples"
             with only_shows("the table of retrieval is not shown"):
-                self.say(
-                    retrieval_report(
-                        "Zero-shot retrieval of held-out samples",
-                        [self._evaluations[s] for s in steps],
-                        num_samples,
-                    )
-                )
+                found = [self._evaluations[step] for step in ends]
+                self.say(retrieval_report(title, found, num_samples))

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from common.output import only_shows
-from engine.checkpoint.layout import replace_text
+from common.files import read_json
 from launch.modalities import encoded, view_of
 
 if TYPE_CHECKING:
@@ -57,31 +55,22 @@ def query_rows(count: int) -> np.ndarray:
     return np.sort(draw.choice(count, min(NUM_QUERIES, count), replace=False)).astype(np.int64)
 
 
-def write_queries(folder: Path, step: int, by_set: Mapping[str, Sequence[Answers]]) -> None:
-    """Replace queries.json. A failure is a warning, because training does not depend on it."""
-    with only_shows(f"{FILE} was not written; training goes on"):
-        shown = dict([each for each in by_set.items() if each[1]][:MOST_SETS])
-        record = {
-            "step": step,
-            "sets": {name: _record(answers) for name, answers in shown.items()},
-        }
-        replace_text(folder / FILE, json.dumps(record, ensure_ascii=False) + "\n")
+def queries_record(step: int, by_set: Mapping[str, Sequence[Answers]]) -> dict[str, Any]:
+    """What queries.json holds of the evaluation after `step`."""
+    asked = dict([each for each in by_set.items() if each[1]][:MOST_SETS])
+    return {"step": step, "sets": {name: _record(answers) for name, answers in asked.items()}}
 
 
 def read_queries(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
     """(queries.json, None), or (None, why there is none that can be read)."""
+    file = folder / FILE
     try:
-        text = (folder / FILE).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None, None
-    try:
-        record = json.loads(text)
-        whole = isinstance(record["step"], int) and isinstance(record["sets"], dict)
+        record = read_json(file) if file.is_file() else None
+        if record is None or (isinstance(record["step"], int) and isinstance(record["sets"], dict)):
+            return record, None
     except (ValueError, KeyError, TypeError):
-        whole = False
-    if not whole:
-        return None, f"{FILE} is damaged and left out; the next evaluation writes it again."
-    return record, None
+        pass
+    return None, f"{FILE} is damaged and left out; the next evaluation writes it again."
 
 
 def _record(of_set: Sequence[Answers]) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""What the folder of a run, of export.py or of a published model says about the model in it. Imports
-neither torch nor transformers, but for published models: the command line reads it."""
+"""What the folder of a run, of export.py or of a published model says about the model in it.
+Imports neither torch nor transformers, but for published models: the command line reads it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,27 +20,39 @@ FUSION = "fusion.safetensors"  # of an export: what scores pairs
 AUDIO = "audio.safetensors"  # of an export: the audio tower, beside a model of images and texts
 FUSION_OPTIONS = ("fusion", "fusion_width", "fusion_heads", "fusion_scales")
 # of train.py: how pixels are prepared
-PIXELS = (
-    "image_mean",
-    "image_std",
-    "image_interpolation",
-    "image_resize",
-    "image_resize_mode",
-)
+PIXELS = ("image_mean", "image_std", "image_interpolation", "image_resize", "image_resize_mode")
 RECORD, WEIGHTS, TEXT_FOLDER = "wye.json", "model.safetensors", "text"
 
 
 def read_run(folder: Path) -> dict[str, Any] | None:
     """What was decided when the run in `folder` began; None where there is none. Errors: ValueError
-    for a damaged record, and for one of a version whose runs cannot be read."""
+    for a damaged record, for that of another program, and for one of a version whose runs cannot be
+    read."""
     record = _read(folder / RUN_RECORD, "delete it, and the same command writes it again")
-    if record is not None and "options" in record:
-        made_by, ours = record.get("version", "before 0.1.0"), __version__.rsplit(".", 1)[0]
-        if made_by.rsplit(".", 1)[0] != ours:
-            raise ValueError(
-                f"{folder / RUN_RECORD}: the run was made by version {made_by}, and this is "
-                f"{__version__}, which reads runs of {ours}; use that version, or begin another run"
-            )
+    if record is None:
+        return None
+    if "training" not in record and "options" not in record:
+        raise ValueError(
+            f"{folder}: its {RUN_RECORD} is of another program; give the folder of a run of "
+            "train.py, or for --run-dir another folder"
+        )
+    made_by, ours = record.get("version", "before 0.1.0"), __version__.rsplit(".", 1)[0]
+    if made_by.rsplit(".", 1)[0] != ours:
+        raise ValueError(
+            f"{folder / RUN_RECORD}: the run was made by version {made_by}, and this is "
+            f"{__version__}, which reads runs of {ours}; use that version, or begin another run"
+        )
+    return record
+
+
+def record_of_run(folder: Path) -> dict[str, Any]:
+    """As `read_run`. Errors: also FileNotFoundError where there is none."""
+    record = read_run(folder)
+    if record is None:
+        raise FileNotFoundError(
+            f"{folder}: holds no {RUN_RECORD}; give the folder of a run of train.py, or of an "
+            "export where that will do"
+        )
     return record
 
 
@@ -53,6 +66,15 @@ def read_export(folder: Path) -> dict[str, Any] | None:
             f"this one reads {FORMAT}); export again, or use the version that wrote it"
         )
     return record
+
+
+def flat(record: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}} as {"a.b": 1}."""
+    found: dict[str, Any] = {}
+    for key, value in record.items():
+        nested = isinstance(value, Mapping) and value
+        found |= flat(value, f"{path}{key}.") if nested else {f"{path}{key}": value}
+    return found
 
 
 def _read(file: Path, remedy: str) -> dict[str, Any] | None:
@@ -101,8 +123,8 @@ def options_of_import(where: Path) -> dict[str, Any]:
     if not is_published(where):
         if (read_export(where) or {}).get("adapters"):
             raise ValueError(
-                f"--import {where}: its adapters are apart from its weights, which are those before "
-                "training; export without --keep-adapters to go on from it"
+                f"--import {where}: its adapters are apart from its weights, which are those "
+                "before training; export without --keep-adapters to go on from it"
             )
         return options_of_export(where)
     # imports transformers, which the command line can do without

@@ -20,7 +20,7 @@ def step_line(
     sources: Sequence[str],
 ) -> dict[str, float]:
     """The line of the `step`-th step, from 1, which took `step_s` seconds. Beside what the engine
-    measured: `rates`, the `feed_rates` that may change, and for each of several `sources`
+    measured: `_rates`, the `feed_rates` that may change, and for each of several `sources`
     `loss/<source>`, see `mean_losses`, and `epochs/<source>`, how often its samples have been
     visited so far."""
     line = metrics.record(step, order.epochs_before(step), order.global_batch_size / step_s, step_s)
@@ -31,28 +31,21 @@ def step_line(
         for name, number in zip(sources, visited)
         if not math.isnan(number)
     }
-    return line | rates(line) | feed_rates | losses | visits
+    return line | _rates(line) | feed_rates | losses | visits
 
 
-def rates(line: Mapping[str, float]) -> dict[str, float]:
+def _rates(line: Mapping[str, float]) -> dict[str, float]:
     """Images and sounds (where the run has such a branch; samples without one count too) and text
     tokens per second, and the shares of the texts' rectangles and of the clips that are padding."""
-    tokens, padded = line.get("text_tokens", 0), line.get("padded_text_tokens", 0)
-    groups = [key for key in line if key.startswith("grad_norm/")]
-    has_images = not groups or "grad_norm/image" in groups
-    images = {"images_per_s": line["samples_per_s"]} if has_images else {}
-    sounds = {"sounds_per_s": line["samples_per_s"]} if "grad_norm/audio" in groups else {}
-    return {
-        **images,
-        **sounds,
-        "text_tokens_per_s": round(tokens / line["step_s"], 2),
-        "padding_share/text": round(1 - tokens / padded, 4) if padded else 0.0,
-        **_padding_of_audio(line),
+    found = {
+        f"{name}_per_s": line["samples_per_s"]
+        for branch, name in (("image", "images"), ("audio", "sounds"))
+        if f"grad_norm/{branch}" in line
     }
-
-
-def _padding_of_audio(line: Mapping[str, float]) -> dict[str, float]:
-    if "padded_audio_seconds" not in line:
-        return {}
-    heard, padded = line["audio_seconds"], line["padded_audio_seconds"]
-    return {"padding_share/audio": round(1 - heard / padded, 4) if padded else 0.0}
+    found["text_tokens_per_s"] = round(line.get("text_tokens", 0) / line["step_s"], 2)
+    for branch, unit in (("text", "text_tokens"), ("audio", "audio_seconds")):
+        padded = line.get(f"padded_{unit}", 0)
+        if branch == "text" or f"padded_{unit}" in line:
+            share = round(1 - line[unit] / padded, 4) if padded else 0.0
+            found[f"padding_share/{branch}"] = share
+    return found

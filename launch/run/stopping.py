@@ -17,11 +17,8 @@ from common.files import remove
 # EX_TEMPFAIL of sysexits.h: not done, and the same command goes on. Schedulers and supervise.sh
 # tell it from a failure.
 STOPPED = 75
-SIGNALS = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGUSR1,
-)  # Ctrl-C, a scheduler's end, Slurm's warning before it
+# Ctrl-C, a scheduler's end, Slurm's warning before it
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 # a terminal gives Ctrl-C to every process, and the launcher may pass it on: that is one Ctrl-C
 SOON_S = 1.0
 

@@ -64,9 +64,25 @@ class TraceFile:
 
 
 def read_trace(path: Path) -> dict[int, dict[int, list[Span]]]:
-    """step -> rank -> spans, with seconds from the beginning of the step."""
+    """step -> rank -> spans, with seconds from the beginning of the step; at least one step.
+    Errors: FileNotFoundError, ValueError."""
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path}: no such file; the run has traced no step yet, or was started with "
+            "--trace-every 0"
+        )
+    try:
+        steps = _steps_of(read_json(path)["traceEvents"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: not a trace of train.py: {error}") from error
+    if not steps:
+        raise ValueError(f"{path}: holds no step; train on, or with a smaller --trace-every")
+    return steps
+
+
+def _steps_of(events: Sequence[dict[str, Any]]) -> dict[int, dict[int, list[Span]]]:
     by_step: dict[int, list[dict[str, Any]]] = {}
-    for event in read_json(path)["traceEvents"]:
+    for event in events:
         if event["ph"] == "X":
             by_step.setdefault(event["args"]["step"], []).append(event)
     steps: dict[int, dict[int, list[Span]]] = {}

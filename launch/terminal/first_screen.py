@@ -8,7 +8,6 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from rich.text import Text
 from common.output import plain
 from data.index.sources import Source
 from data.prepare import PreparedData, count_bad, count_unusable
-from engine.config.communication import DEVICE, HOST
 from engine.optimizer.preview import preview
 from engine.planning.costs import precision_of
 from engine.planning.planner import GIB, RunPlan
@@ -28,7 +26,7 @@ from launch.config.options import Options, default_of
 from launch.costing import NOMINAL
 from launch.modalities import OWN
 from launch.run.records import branches_held
-from launch.run.report import REPORT, duration
+from launch.terminal.tables import REPORT, duration
 from models.losses import PlainLoss, build_loss
 from models.towers.layers import Tower
 from models.weights.reading import published_weights
@@ -45,49 +43,30 @@ REASONS_SHOWN = 5
 OTHER_PLANS = 3  # that are compared with the chosen one; `launch.tools.plan` lists all
 
 
-@dataclass(frozen=True)
-class Hardware:
-    """What a run runs on. `device`: in words, such as "NVIDIA H100 80GB HBM3"; `through_host`: GPUs
-    whose ranks communicate through host memory; `num_gpus`: of all ranks, 0 on a CPU."""
+def describe_ranks(num_ranks: int, num_nodes: int, device: str, host_gpus: int = 0) -> str:
+    """Such as `16 ranks on 2 nodes, H100`. `host_gpus`: the GPUs of all ranks, where these
+    communicate through host memory."""
+    where = f" on {num_nodes} nodes" if num_nodes > 1 else ""
+    said = f"{num_ranks} rank{'s' * (num_ranks > 1)}{where}, {device}"
+    if not host_gpus:
+        return said
+    shared = f" share {host_gpus} GPU{'s' * (host_gpus > 1)} and" if num_ranks > host_gpus else ""
+    return f"{said} (ranks{shared} communicate through host memory)"
 
-    num_ranks: int
-    num_nodes: int
-    device: str
-    through_host: bool = False
-    num_gpus: int = 0
 
-    @classmethod
-    def here(
-        cls,
-        num_ranks: int,
-        num_nodes: int,
-        device: torch.device,
-        communication: str = DEVICE,
-        num_gpus: int = 0,
-    ) -> Hardware:
-        """With the device of this process. `communication`: of ranks that have GPUs."""
-        if device.type != "cpu":
-            name = torch.get_device_module(device).get_device_name(device)
-            return cls(num_ranks, num_nodes, name, communication == HOST, num_gpus)
-        cores = len(os.sched_getaffinity(0))
-        return cls(num_ranks, num_nodes, f"{device.type} ({cores} core{'s' * (cores > 1)})")
-
-    def describe(self) -> str:
-        """Such as `16 ranks on 2 nodes, H100`, and what is unusual in brackets."""
-        where = f" on {self.num_nodes} nodes" if self.num_nodes > 1 else ""
-        said = f"{self.num_ranks} rank{'s' * (self.num_ranks > 1)}{where}, {self.device}"
-        if not self.through_host:
-            return said
-        gpus = self.num_gpus
-        shared = f" share {gpus} GPU{'s' * (gpus > 1)} and" if self.num_ranks > gpus else ""
-        return f"{said} (ranks{shared} communicate through host memory)"
+def describe_device(device: torch.device) -> str:
+    """Such as "NVIDIA H100 80GB HBM3" and "cpu (2 cores)"."""
+    if device.type != "cpu":
+        return torch.get_device_module(device).get_device_name(device)
+    cores = len(os.sched_getaffinity(0))
+    return f"{device.type} ({cores} core{'s' * (cores > 1)})"
 
 
 def first_screen(
     options: Options,
     data: PreparedData,
     towers: Sequence[Tower],
-    hardware: Hardware,
+    ranks: str,
     config: Mapping[str, Any],
     config_file: Path,
     plan: RunPlan,
@@ -96,15 +75,15 @@ def first_screen(
     further: Sequence[str],
     folder: str,
 ) -> list[tuple[str, str]]:
-    """(label, text), a text may have several lines. `preset`: its line, empty where no number was
-    left open; `further`: lines `label: text` that only some runs have."""
+    """(label, text), a text may have several lines. `ranks`: in words; `preset`: its line, empty
+    where no number was left open; `further`: lines `label: text` that only some runs have."""
     zero = config.get("zero_optimization", {}).get("stage", 0)
     length = f"{total_steps:,} steps of {config['train_batch_size']:,} samples"
     screen = [
         ("data", "\n".join([_data(data), *_repeated(data, options)])),
         ("towers", _towers(options, towers, plan)),
         ("tokenizer", _tokenizer(options, data)),
-        ("ranks", f"{hardware.describe()}; {precision_of(config)}, ZeRO stage {zero}"),
+        ("ranks", f"{ranks}; {precision_of(config)}, ZeRO stage {zero}"),
         ("plan", f"{plan.describe()}   {config_file.name}"),
         ("why", _why(plan, config_file)),
         ("preset", preset or f"{length}; no number was left open"),

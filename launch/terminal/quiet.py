@@ -11,24 +11,8 @@ import os
 import warnings
 
 VERBOSE = "WYE_VERBOSE"
-# logger -> beginnings of messages
-UNNEEDED = {
-    # on a machine without a GPU, of every process; which device a run uses is on its first screen
-    "torch.utils.cpp_extension": ("No CUDA runtime is found",),
-}
-# beginnings of warnings, as regular expressions: what DeepSpeed calls, and no user can change
-DEPRECATED = (r"`torch\.distributed\.\w+` is deprecated",)
-
-
-class _Unneeded(logging.Filter):
-    """Lets all messages pass but those that begin so."""
-
-    def __init__(self, beginnings: tuple[str, ...]) -> None:
-        super().__init__()
-        self.beginnings = beginnings
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith(self.beginnings)
+# of each process on a machine without a GPU; which device a run uses is on its first screen
+UNNEEDED = "No CUDA runtime is found"
 
 
 def quiet_libraries() -> None:
@@ -36,10 +20,10 @@ def quiet_libraries() -> None:
     if os.environ.get(VERBOSE):
         return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a lost connection is reported once
-    for name, beginnings in UNNEEDED.items():
-        logging.getLogger(name).addFilter(_Unneeded(beginnings))
-    for message in DEPRECATED:
-        warnings.filterwarnings("ignore", message, FutureWarning)
+    extensions = logging.getLogger("torch.utils.cpp_extension")
+    extensions.addFilter(lambda record: not str(record.msg).startswith(UNNEEDED))
+    # what DeepSpeed calls, and no user can change
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     # each rank has chosen its device, and must not bind it (engine/processes/start.py)
     warnings.filterwarnings("ignore", r"barrier\(\): using the device under", UserWarning)
 

@@ -15,11 +15,11 @@ import argparse
 import gc
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any
 
 if __name__ == "__main__":
     # DeepSpeed need not look for a GPU, nor warn that there is none
@@ -27,9 +27,6 @@ if __name__ == "__main__":
     # of a program of seconds it is a quarter of the time: each collection walks through all that
     # was imported
     gc.disable()
-
-from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from common.options import OptionGroup, add_flags, at_least, number_where, option
 from common.output import outlive_output, run_program
@@ -39,68 +36,28 @@ from engine.config.reading import AUTO, BranchesBlock, read_config
 from engine.objective import scalars_of
 from engine.optimizer.locking import trainable_layers
 from engine.planning.costs import CostModel, with_learned
-from engine.planning.devices import DEVICES, Device, find_device
+from engine.planning.devices import DEVICES, find_device
 from engine.planning.planner import GIB, Candidate, Search, describe_batch, search_plans
 from engine.schedule import SCHEDULES
 from engine.topology import LAYOUTS
 from launch.config.blocks import READERS, adapting
+from launch.config.groups import device
 from launch.config.options import FLAGS, ROOT, default_of
 from launch.estimates import estimated_costs
 from launch.modalities import Vocabulary, refuse_pairs, tower_of
 from launch.objective import pairs_of
-from launch.run.report import duration, show
+from launch.terminal.tables import Table, duration, show
+from launch.tools.command import OneLineParser, page_path
 from models.losses import build_loss
 from models.towers.adapters.layers import adapted_tower, num_learned
 from models.towers.adapters.lora import LoRA
 from models.towers.defaults import image_name, text_name
 from models.towers.fusion import FusionSizes
 
+WORDS = ("", "layout", "stages", "replicas", "micro-batches", "schedule")
+NUMBERS = ("step", "samples/s", "idle", "peak\nGiB", "sent\nGiB")
 SAMPLES_PER_GPU, MOST_SAMPLES = 1024, 32768  # of the default global batch
 not_negative = number_where(lambda value: value >= 0, "below 0")
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong in one line; --help says the rest."""
-
-    def __init__(self, **how: Any):
-        how.setdefault(
-            "formatter_class",
-            lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=120),
-        )
-        super().__init__(**how)
-
-    def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: error: {message} (see {self.prog} --help)", file=sys.stderr)
-        sys.exit(2)
-
-
-def device(text: str) -> Device:
-    """For argparse: a device by name or by numbers."""
-    try:
-        return find_device(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def figure_path(text: str, endings: Sequence[str] = (".png", ".pdf", ".svg")) -> Path:
-    """For argparse: a figure that can be written there."""
-    path = Path(text)
-    if path.suffix.lower() not in endings:
-        known = ", ".join(endings)
-        raise argparse.ArgumentTypeError(f"{text!r} is no figure; its name ends in {known}")
-    if not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r}: there is no folder {str(path.parent)!r}")
-    return path
-
-
-def page_path(text: str) -> Path:
-    """For argparse: a page with a timeline that can be written there."""
-    if Path(text).suffix.lower() in (".png", ".pdf", ".svg"):
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: a timeline is a page that can be zoomed; give a name that ends in .html "
-            "(the page's camera button saves a PNG)"
-        )
-    return figure_path(text, (".html",))
 
 
 N: dict[str, Any] = {"metavar": "N", "parse": at_least(1)}
@@ -118,13 +75,12 @@ class HardwareOptions(OptionGroup):
     title = "hardware"
     gpus: int = option(0, "in all; one rank on each", shown="none, it must be given", **N)
     gpus_per_node: int | None = option(None, "ranks of a node", shown="the device's, 8", **N)
-    device: Device = option(
-        find_device("H100"),
+    device: str = option(
+        "H100",
         f"{', '.join(DEVICES)}, or flops=FLOP/S,memory=BYTES,bandwidth=BYTES/S"
         "[,link=,network=,ranks_per_node=]",
         "NAME",
         device,
-        shown="H100",
     )
     memory: float | None = option(
         None, "that one rank may use", "GIB", not_negative, shown="all of the device's"
@@ -296,7 +252,7 @@ def cost_model(
         towers,
         config,
         options.embed_dim,
-        options.device,
+        find_device(options.device),
         None if options.memory is None else options.memory * GIB,
         compared=[pair.branches for pair in pairs],
     )
@@ -311,28 +267,20 @@ def cost_model(
 def plan_table(search: Search, batch_size: int, top: int) -> Table:
     """The fastest candidates, `search.best` marked; where that is not among them it comes last."""
     best = search.best.graph
-    table = Table(
-        title=f"{best.world_size} GPUs, {batch_size} samples a step: predicted, fastest first. "
+    rows = [
+        [f"{place} →" if candidate is search.best else str(place), *cells(candidate, batch_size)]
+        for place, candidate in enumerate(search.ranked, start=1)
+        if place <= top or candidate is search.best
+    ]
+    return Table(
+        f"{best.world_size} GPUs, {batch_size} samples a step: predicted, fastest first. "
         "→ is the choice",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        padding=0,
-        pad_edge=False,
-        caption="stages, replicas, micro-batches (samples × number): "
+        [*WORDS, *NUMBERS],
+        rows,
+        "stages, replicas, micro-batches (samples × number): "
         f"{' + '.join(best.branches)}, or the same for all; keeps: micro-batches that need no "
         "second forward; idle: part of all rank-time; GiB: of the rank with most",
-        caption_justify="left",
     )
-    for name in ("", "layout", "stages", "replicas", "micro-batches", "schedule"):
-        table.add_column(name, no_wrap=True)
-    for name in ("step", "samples/s", "idle", "peak\nGiB", "sent\nGiB"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for place, candidate in enumerate(search.ranked, start=1):
-        chosen = candidate is search.best
-        if place <= top or chosen:
-            number, style = (f"{place} →", "bold") if chosen else (str(place), "")
-            table.add_row(number, *cells(candidate, batch_size), style=style)
-    return table
 
 
 def cells(candidate: Candidate, batch_size: int) -> list[str]:
@@ -365,7 +313,7 @@ def main(options: PlanOptions) -> None:
     config, block = configuration(options)
     costs = cost_model(options, config, adapting(block))
     search = search_plans(config, block, options.gpus, costs)
-    show(plan_table(search, config["train_batch_size"], options.top))
+    show(plan_table(search, config["train_batch_size"], options.top).for_terminal())
     print(search.why())
     if options.picture is None:
         print("--picture FILE draws the choice as a timeline")

@@ -16,9 +16,10 @@ if __name__ == "__main__":
     # DeepSpeed need not look for a GPU, nor warn that there is none
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-from common.output import outlive_output, run_program
-from launch.run.report import REPORT
-from launch.tools.plan import OneLineParser
+from common.output import outlive_output
+from launch.reporting.page import write_report
+from launch.terminal.tables import REPORT
+from launch.tools.command import OneLineParser, run_tool
 
 COMPARISON = "comparison.html"
 NO_SERVER = (
@@ -54,18 +55,6 @@ def main(arguments: argparse.Namespace) -> None:
     print(output)
 
 
-def write_report(run_dirs: list[Path], output: Path, goes_on: bool = False) -> None:
-    """As `launch.reporting.page.write_report`. Errors: also ValueError where plotly is missing."""
-    try:
-        import plotly  # noqa: F401
-    except ImportError as error:
-        install = "install it with: pip install 'plotly>=6'"
-        raise ValueError(f"the report needs plotly; {install}") from error
-    from launch.reporting import page
-
-    page.write_report(run_dirs, output, goes_on)
-
-
 def _refuse(arguments: argparse.Namespace) -> None:
     """What cannot work, before the runs are read."""
     if arguments.live is not None:
@@ -80,9 +69,7 @@ def _refuse(arguments: argparse.Namespace) -> None:
 
 
 def run(arguments: list[str] | None = None) -> int:
-    """The exit status; what is missing, and what to do, is one line on stderr."""
-    parsed = make_parser().parse_args(arguments)
-    return run_program("python -m launch.tools.report", lambda: main(parsed))
+    return run_tool(make_parser(), main, arguments)
 
 
 if __name__ == "__main__":

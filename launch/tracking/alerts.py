@@ -13,6 +13,7 @@ WINDOW = 20  # steps that a judgement is over: one slow step is no news
 SKIPPED = 3  # first steps of a process, in which kernels are chosen and memory is claimed
 MORE_IDLE = 0.2  # of the step, above what the stage began with
 DRY = 0.2  # of the step, waited for data
+UNUSABLE = "Samples that cannot be used"  # the title of an alert
 UNREADABLE = ("unreadable_pictures", "left_out_samples")
 
 
@@ -39,62 +40,42 @@ class Alarms:
         self._seen += 1
         if self._seen > SKIPPED:
             self._lines.append(line)
-        begun = []
-        for holds, alert in self._conditions(line, not_finite):
-            if holds and alert.title not in self._ringing:
-                begun.append(alert)
-            (self._ringing.add if holds else self._ringing.discard)(alert.title)
+        holding = list(self._holding(line, not_finite))
+        begun = [alert for alert in holding if alert.title not in self._ringing]
+        self._ringing = {alert.title for alert in holding}
         return begun
 
-    def _conditions(
-        self, line: Mapping[str, Any], not_finite: bool
-    ) -> Iterator[tuple[bool, Alert]]:
-        """Whether each holds now, and what is reported when it begins."""
-        title, step = "Loss or gradients not finite", line["step"]
-        yield (
-            not_finite or line["loss"] is None or not math.isfinite(line["loss"]),
-            Alert(
-                title,
+    def _holding(self, line: Mapping[str, Any], not_finite: bool) -> Iterator[Alert]:
+        """Each condition that holds now."""
+        step, number = line["step"], sum(line.get(key, 0) for key in UNREADABLE)
+        if not_finite or line["loss"] is None or not math.isfinite(line["loss"]):
+            text = (
                 f"Step {step} was skipped; bad_steps.jsonl lists its samples. "
-                "The run ends after max_bad_steps such steps in a row.",
-                "ERROR",
-            ),
-        )
-        title, number = "Samples that cannot be used", sum(line.get(key, 0) for key in UNREADABLE)
-        yield (
-            # once in a run: a broken sample comes again in every epoch
-            number > 0 or title in self._ringing,
-            Alert(
-                title,
-                f"{number:g} in step {step}; bad_samples.jsonl lists them with the reason.",
-                "WARN",
-            ),
-        )
+                "The run ends after max_bad_steps such steps in a row."
+            )
+            yield Alert("Loss or gradients not finite", text, "ERROR")
+        # once in a run: a broken sample comes again in every epoch
+        if number > 0 or UNUSABLE in self._ringing:
+            text = f"{number:g} in step {step}; bad_samples.jsonl lists them with the reason."
+            yield Alert(UNUSABLE, text, "WARN")
         if len(self._lines) < WINDOW:
             return
         for stage, idle in self._means("idle/").items():
             before = self._first_idle.setdefault(stage, idle)
-            yield (
-                idle > before + MORE_IDLE,
-                Alert(
-                    f"Stage {stage} waits",
+            if idle > before + MORE_IDLE:
+                text = (
                     f"{idle:.0%} of the last {WINDOW} steps, after {before:.0%} at the beginning; "
-                    "the timeline of a sampled step shows for whom.",
-                    "WARN",
-                ),
-            )
+                    "the timeline of a sampled step shows for whom."
+                )
+                yield Alert(f"Stage {stage} waits", text, "WARN")
         step_s = mean(each["step_s"] for each in self._lines)
         for stage, wait_s in self._means("data_wait_s/").items():
-            share = wait_s / step_s if step_s > 0 else 0.0
-            yield (
-                share > DRY,
-                Alert(
-                    f"Data for stage {stage} runs dry",
-                    f"It waited for micro-batches for {share:.0%} of the last {WINDOW} steps; "
-                    "more --workers, --cache auto or a faster disk feed it.",
-                    "WARN",
-                ),
-            )
+            if wait_s > DRY * step_s:
+                text = (
+                    f"It waited for micro-batches for {wait_s / step_s:.0%} of the last {WINDOW} "
+                    "steps; more --workers, --cache auto or a faster disk feed it."
+                )
+                yield Alert(f"Data for stage {stage} runs dry", text, "WARN")
 
     def _means(self, prefix: str) -> dict[str, float]:
         """Over the window, by what follows the prefix."""

@@ -11,44 +11,30 @@ from typing import Any
 
 from models.metrics.retrieval import FIGURES
 
+# panel -> keys of a step's line that keep their name in it
+PANELS = {
+    "loss": "matching_accuracy",
+    "data": "epoch epochs left_out_samples duplicate_samples truncated_texts unreadable_pictures",
+    "optimizer": "lr logit_scale_exp logit_bias loss_scale step_applied skipped_steps",
+    "clipping": "grad_norm",
+    "throughput": "samples_per_s step_s sent_bytes",
+    "padding": "text_tokens padded_text_tokens audio_seconds padded_audio_seconds",
+    "balance": "captions_per_image kept_patches image_size",
+}
 # Key of a step's line -> name. What follows a slash in the key follows in the name:
 # `grad_norm/image` is `clipping/grad_norm/image`.
-NAMES = {
+NAMES = {key: f"{panel}/{key}" for panel, keys in PANELS.items() for key in keys.split()} | {
     "loss": "loss/total",
     "contrastive_loss": "loss/contrastive",
     "matching_loss": "loss/matching",
-    "matching_accuracy": "loss/matching_accuracy",
-    "epoch": "data/epoch",
-    "epochs": "data/epochs",
-    "left_out_samples": "data/left_out_samples",
-    "duplicate_samples": "data/duplicate_samples",
-    "truncated_texts": "data/truncated_texts",
-    "unreadable_pictures": "data/unreadable_pictures",
-    "lr": "optimizer/lr",
-    "logit_scale_exp": "optimizer/logit_scale_exp",
-    "logit_bias": "optimizer/logit_bias",
-    "loss_scale": "optimizer/loss_scale",
-    "step_applied": "optimizer/step_applied",
-    "skipped_steps": "optimizer/skipped_steps",
-    "grad_norm": "clipping/grad_norm",
     "clip_coefficient": "clipping/coefficient",
     "clipped_share": "clipping/share",
-    "samples_per_s": "throughput/samples_per_s",
     "images_per_s": "throughput/image/samples_per_s",
     "sounds_per_s": "throughput/audio/samples_per_s",
     "text_tokens_per_s": "throughput/text/tokens_per_s",
-    "step_s": "throughput/step_s",
-    "sent_bytes": "throughput/sent_bytes",
     "data_wait_s": "data_wait",
     "peak_memory_bytes": "memory/most_bytes",
     "padding_share": "padding",
-    "text_tokens": "padding/text_tokens",
-    "padded_text_tokens": "padding/padded_text_tokens",
-    "audio_seconds": "padding/audio_seconds",
-    "padded_audio_seconds": "padding/padded_audio_seconds",
-    "captions_per_image": "balance/captions_per_image",
-    "kept_patches": "balance/kept_patches",
-    "image_size": "balance/image_size",
 }
 SCALARS = ("logit_scale_exp", "logit_bias")
 BY_RANK = "peak_memory_bytes/"  # of a line, and of few ranks only; `rank_names` has it of all

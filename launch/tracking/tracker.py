@@ -15,7 +15,6 @@ from deepspeed.monitor.config import DeepSpeedMonitorConfig, WandbConfig
 
 from common.output import plain
 from launch.config.groups import TrackingOptions
-from launch.run.queries import Answers
 from launch.tracking.alerts import Alarms
 from launch.tracking.backend import Backend
 from launch.tracking.login import choose_mode
@@ -84,16 +83,13 @@ class Tracker:
         """Why the balance, or the weights of the losses, were changed after `step` steps."""
         self._each(lambda backend: backend.note("balance/decisions", reason, step))
 
-    def queries(self, step: int, by_set: Mapping[str, Sequence[Answers]]) -> None:
-        """What the model finds for some queries of each held-out set."""
-        for name, of_set in by_set.items():
-            for answers in of_set:
-                for direction in answers.found:
-                    title, make = (
-                        f"queries/{name}/{direction}",
-                        partial(table_of, direction, answers),
-                    )
-                    self._each(lambda backend: backend.media(title, make, step))
+    def queries(self, record: Mapping[str, Any]) -> None:
+        """What the model finds for some queries of each held-out set, as in queries.json."""
+        for name, of_set in record["sets"].items():
+            for direction in (key for key in of_set if key != "samples"):
+                make = partial(table_of, direction, of_set[direction], of_set["samples"])
+                title = f"queries/{name}/{direction}"
+                self._each(lambda backend: backend.media(title, make, record["step"]))
 
     def timeline(self, step: int, ranks: Sequence[tuple[str, Sequence[Span]]]) -> None:
         """A traced step, below the prediction. `ranks`: the name and the spans of each rank."""

@@ -38,7 +38,6 @@ EXCEPTIONS = {
     "engine/processes/ops.py": "the user's own cache",
     "launch/setup.py": "copies into a temporary folder",
     "engine/checkpoint/together.py": "an empty folder that was just made",
-    "launch/tools/balance.py": "into the new file that `replacing` gives",
     "launch/inference/gallery.py": "into the new file that `replacing` gives",
     "data/inspect.py": "into the new file that `replacing` gives",
     "data/formats/speech.py": "sounds into the new folder that `replacing_folder` gives",

@@ -12,8 +12,8 @@ from common.output import INTERRUPTED, only_shows, outlive_output, plain, run_pr
 from data.progress import Bar
 from launch.run.folder import RunFolder
 from launch.run.journal import Journal
-from launch.run.report import retrieval_report, show
 from launch.terminal.first_screen import print_screen
+from launch.terminal.tables import retrieval_report, show
 
 ROOT = Path(__file__).parents[2]
 FIGURES = {"validation/image_to_text_R@1": 0.5, "validation/image_to_text_R@5": 0.7}

@@ -38,7 +38,7 @@ COSTS = proportional(
 
 def table_rows(search, batch_size: int, top: int) -> list[list[str]]:
     text = io.StringIO()
-    Console(file=text, width=140).print(plan_table(search, batch_size, top))
+    Console(file=text, width=140).print(plan_table(search, batch_size, top).for_terminal())
     lines = text.getvalue().splitlines()
     rule = next(i for i, line in enumerate(lines) if set(line.strip()) == {"─"})
     return [
@@ -111,124 +111,72 @@ def test_a_plot_is_drawn_on_request_only(tmp_path, capsys, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def planned(words: str, *more: str):
+    return parse_options(["--gpus", *words.split(), *more])
+
+
 def test_what_is_planned_without_a_file():
-    config, block = configuration(parse_options(["--gpus", "4"]))
-    assert (
-        block == BranchesBlock()
-        and config["bf16"] == {"enabled": True}
-        and config["train_batch_size"] == 4096
-    )
-    assert configuration(parse_options(["--gpus", "1024"]))[0]["train_batch_size"] == 32768
-    assert "bf16" not in configuration(parse_options(["--gpus", "4", "--precision", "fp32"]))[0]
+    config, block = configuration(planned("4"))
+    assert block == BranchesBlock() and config["bf16"] == {"enabled": True}
+    assert config["train_batch_size"] == 4096
+    assert configuration(planned("1024"))[0]["train_batch_size"] == 32768
+    assert "bf16" not in configuration(planned("4 --precision fp32"))[0]
 
 
 def test_flags_replace_what_the_file_says(tmp_path):
     file = tmp_path / "own.json"
-    optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
     branches = {
         "layout": "fork",
         "stages": {"image": 2, "text": 1},
         "replicas": {"image": 1, "text": 2},
         "schedule": "replay",
     }
-    file.write_text(
-        json.dumps(
-            {
-                "train_batch_size": 64,
-                "gradient_accumulation_steps": 4,
-                "optimizer": optimizer,
-                "branches": branches,
-            }
-        )
-    )
-    config, block = configuration(parse_options(["--gpus", "4", "--deepspeed_config", str(file)]))
+    config = {
+        "train_batch_size": 64,
+        "gradient_accumulation_steps": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    }
+    file.write_text(json.dumps({**config, "branches": branches}))
+    given = ("--deepspeed_config", str(file))
+    config, block = configuration(planned("4", *given))
     assert config["train_batch_size"] == 64 and block == BranchesBlock(**branches)
-    flags = [
-        "--train-batch-size",
-        "128",
-        "--micro-batch-size",
-        "8",
-        "--layout",
-        "chain",
-        "--activation-checkpoint-interval",
-        "2",
-    ]
-    config, block = configuration(
-        parse_options(["--gpus", "4", "--deepspeed_config", str(file), *flags])
-    )
+    flags = "--train-batch-size 128 --micro-batch-size 8 --layout chain"
+    options = planned(f"4 {flags} --activation-checkpoint-interval 2", *given)
+    config, block = configuration(options)
     assert block == BranchesBlock(layout="chain", micro_batch_size=8, schedule="replay")
     assert config["train_batch_size"] == 128 and "gradient_accumulation_steps" not in config
     assert config["pipeline"] == {"activation_checkpoint_interval": 2}
 
 
 def test_the_hardware_is_as_asked():
-    options = parse_options(
-        [
-            "--gpus",
-            "4",
-            "--gpus-per-node",
-            "2",
-            "--memory",
-            "3.5",
-            "--activation-checkpoint-interval",
-            "1",
-            *TOWERS,
-        ]
-    )
+    words = "4 --gpus-per-node 2 --memory 3.5 --activation-checkpoint-interval 1"
+    options = planned(words, *TOWERS)
     config, _ = configuration(options)
     costs = cost_model(options, config)
-    assert (
-        costs.machine.ranks_per_node,
-        costs.machine.memory_bytes,
-        costs.checkpoint_interval,
-    ) == (2, 3.5 * GIB, 1)
-    assert (
-        costs.sharded_optimizer
-        and costs.embed_dim == 512
-        and all(costs.layers[branch] for branch in ("image", "text"))
-    )
-    numbers = parse_options(
-        [
-            "--gpus",
-            "4",
-            "--device",
-            "flops=1e13,memory=1e10,bandwidth=1e12,ranks_per_node=4",
-            *TOWERS,
-        ]
-    )
-    machine = cost_model(numbers, config).machine
+    assert (costs.machine.ranks_per_node, costs.machine.memory_bytes) == (2, 3.5 * GIB)
+    assert costs.checkpoint_interval == 1 and costs.sharded_optimizer and costs.embed_dim == 512
+    assert all(costs.layers[branch] for branch in ("image", "text"))
+    numbers = "flops=1e13,memory=1e10,bandwidth=1e12,ranks_per_node=4"
+    machine = cost_model(planned(f"4 --device {numbers}", *TOWERS), config).machine
     assert (machine.memory_bytes, machine.ranks_per_node) == (1e10, 4)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "the following arguments are required: --gpus"),
-        (["--gpus", "0"], "--gpus: 0 is below 1"),
-        (["--gpus", "many"], "--gpus: invalid whole number value: 'many'"),
-        (
-            ["--gpus", "8", "--device", "H10"],
-            "--device: device 'H10' is not known; did you mean H100?",
-        ),
-        (["--gpus", "8", "--layout", "ring"], "--layout: invalid choice: 'ring'"),
-        (
-            ["--gpus", "8", "--schedule", "batchsync"],
-            "--schedule: invalid choice: 'batchsync' (choose from batch_sync, replay,",
-        ),
-        (
-            ["--gpus", "8", "--picture", "plan.txt"],
-            "'plan.txt' is no figure; its name ends in .html",
-        ),
-        (["--gpus", "8", "--picture", "plan.png"], "give a name that ends in .html"),
-        (["--gpus", "8", "--picture", "nowhere/plan.html"], "there is no folder 'nowhere'"),
-        (
-            ["--gpus", "8", "--precision", "fp16", "--deepspeed_config", "a.json"],
-            "--precision: a.json says it; give one of the two",
-        ),
+        ("", "the following arguments are required: --gpus"),
+        ("--gpus 0", "--gpus: 0 is below 1"),
+        ("--gpus many", "--gpus: invalid whole number value: 'many'"),
+        ("--gpus 8 --device H10", "--device: device 'H10' is not known; did you mean H100?"),
+        ("--gpus 8 --layout ring", "--layout: invalid choice: 'ring'"),
+        ("--gpus 8 --schedule batchsync", "'batchsync' (choose from batch_sync, replay,"),
+        ("--gpus 8 --picture plan.png", "give a name that ends in .html"),
+        ("--gpus 8 --picture nowhere/plan.html", "there is no folder 'nowhere'"),
+        ("--gpus 8 --precision fp16 --deepspeed_config a.json", "--precision: a.json says it;"),
     ],
 )
 def test_a_mistake_is_one_line(capsys, arguments, message):
-    assert message in refusal(capsys, *arguments)
+    assert message in refusal(capsys, *arguments.split())
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ from launch.inference.trained import with_named_towers
 from launch.modalities import Vocabulary, tower_of
 from launch.objective import pairs_of
 from launch.run.dry_run import dry_run
-from launch.run.report import duration
+from launch.terminal.tables import duration
 from models.losses import build_loss
 
 FILES = sorted(RECIPES.glob("*.json"))

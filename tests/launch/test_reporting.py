@@ -4,7 +4,6 @@ import base64
 import json
 import math
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -119,7 +118,10 @@ def test_a_run_that_has_just_begun_has_a_page(tmp_path):
     folder = make_run(tmp_path / "a", 0)
     (folder / "metrics.jsonl").unlink()
     page = render_page(read_runs([folder]))
-    assert "No step has been traced yet" in page and "at step 0 of 10" in page
+    assert (
+        "trace.json: no such file; the run has traced no step yet" in page
+        and "at step 0 of 10" in page
+    )
 
 
 def test_what_is_no_part_of_a_sample_is_in_the_table_of_what_is_left_out(tmp_path):
@@ -136,7 +138,7 @@ def test_what_is_damaged_is_left_out_and_said(tmp_path):
         (folder / name).write_text("{")
     page = render_page(read_runs([folder]))
     assert "metrics.jsonl: 1 lines cannot be read" in page
-    assert "queries.json is damaged" in page and "trace.json cannot be read" in page
+    assert "queries.json is damaged" in page and "trace.json: not a trace" in page
     loss = read_folder(folder, "a").steps["loss"]
     assert len(loss) == 11 and math.isnan(loss[-1])
 
@@ -174,7 +176,7 @@ def test_the_tool_writes_beside_the_run_or_where_it_is_told(tmp_path, capsys):
     ("words", "message"),
     [
         (["nowhere"], "nowhere: no such folder"),
-        (["."], "holds no config.json of train.py"),
+        (["."], "holds no config.json; give the folder of a run of train.py"),
         (["a", "a"], "a run is given twice"),
         (["a", "--out", "no/where.html"], "--out no/where.html: give the name of a file"),
         (["a", "--live", "8000"], "--live: reports are not served any more; open RUN_DIR/report"),
@@ -188,20 +190,15 @@ def test_what_cannot_be_shown_is_one_line(tmp_path, monkeypatch, capsys, words, 
     assert out == "" and message in err and err.count("\n") == 1
 
 
-def test_without_plotly_one_line_says_how_to_install_it_and_a_run_ends_well(
-    tmp_path, monkeypatch, capsys, caplog
-):
+def test_a_page_that_cannot_be_written_is_one_warning_and_the_run_goes_on(tmp_path, caplog):
     folder = make_run(tmp_path / "a")
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    assert run([str(folder)]) == 2
-    assert "pip install 'plotly" in (err := capsys.readouterr().err) and err.count("\n") == 1
+    (folder / "report.html").mkdir()
     journal = Journal(RunFolder(folder, first_rank=True), 0)
     for step in range(3):
         evaluate(journal, step, 0.5)
     (line,) = [record.getMessage() for record in caplog.records]  # once, not at every evaluation
-    assert "report.html is not written" in line and "pip install" in line
+    assert "report.html is not written" in line
     journal.report()
-    assert not (folder / "report.html").exists()
 
 
 def evaluate(journal, step, recall):

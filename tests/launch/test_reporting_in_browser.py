@@ -12,8 +12,8 @@ from data.options import DataOptions
 from data.prepare import prepare_data
 from launch.inference.embedding import Embedder
 from launch.inference.trained import open_run
+from launch.reporting.page import write_report
 from launch.tools.report import run as report
-from launch.tools.report import write_report
 from models.metrics.retrieval import nearest
 
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"

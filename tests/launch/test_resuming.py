@@ -13,26 +13,9 @@ from launch.run.resuming import change_of_size, earlier_sizes, state_of
 from launch.run.stopping import STOPPED
 
 RATE = 1e-3
-SMALL = [
-    "--image-tower",
-    "resnet18:layers=1-1-1-1",
-    "--image-size",
-    "32",
-    "--text-tower",
-    "bert-tiny",
-    "--embed-dim",
-    "16",
-]
-SMALL += [
-    "--val-fraction",
-    "0.1",
-    "--epochs",
-    "2",
-    "--eval-every",
-    "100",
-    "--workers",
-    "0",
-]  # of 100 samples 90 are trained on
+SMALL = "--image-tower resnet18:layers=1-1-1-1 --image-size 32 --text-tower bert-tiny".split()
+# of 100 samples 90 are trained on
+SMALL += "--embed-dim 16 --val-fraction 0.1 --epochs 2 --eval-every 100 --workers 0".split()
 
 
 def test_sizes_so_far_that_are_those_of_the_run_that_goes_on():
@@ -59,36 +42,22 @@ def test_what_another_size_means_is_said_once():
 
 
 @pytest.mark.parametrize(
-    "size, steps, samples, said",
+    "steps, samples, left",
     [
-        (
-            64,
-            312,
-            20_025,
-            "epoch 2 begins, the 57 samples left of the one before do not fill a batch; ",
-        ),
-        (
-            64,
-            10,
-            20_025,
-            "epoch 2 begins, the 19,385 samples left of the one before do not fill a batch; ",
-        ),
-        (64, 10, 640, "epoch 2 begins; "),
+        (312, 20_025, ", the 57 samples left of the one before do not fill a batch"),
+        (10, 20_025, ", the 19,385 samples left of the one before do not fill a batch"),
+        (10, 640, ""),
     ],
 )
-def test_a_change_with_which_an_epoch_begins(size, steps, samples, said):
-    now = min(samples, 20_000)
-    assert said in change_of_size(
-        GlobalOrder(samples, now, 0, earlier=((steps, size),)), steps, 500
-    )
+def test_a_change_with_which_an_epoch_begins(steps, samples, left):
+    order = GlobalOrder(samples, min(samples, 20_000), 0, earlier=((steps, 64),))
+    assert f"epoch 2 begins{left}; " in change_of_size(order, steps, 500)
 
 
 def test_a_checkpoint_of_another_program_is_refused(tmp_path):
     assert state_of(None) == {"step": 0, "batch_sizes": ()}
-    with pytest.raises(
-        ValueError,
-        match="--resume .*step-00000003: its state has step, and balance, batch_sizes, loss_weights, step are needed.*export.py",
-    ):
+    needed = "balance, batch_sizes, loss_weights, step are needed.*export.py"
+    with pytest.raises(ValueError, match=f"--resume .*3: its state has step, and {needed}"):
         state_of(write_small(tmp_path, 3))
 
 
@@ -98,19 +67,10 @@ def test_a_run_goes_on_with_another_batch_in_the_middle_of_an_epoch(tmp_path):
     config = json.loads((ROOT / "ds_configs" / "cpu_fp32.json").read_text())
     config["branches"] |= {"layout": "merged", "stages": {"merged": 1}, "schedule": "batch_sync"}
     config["optimizer"]["params"]["lr"] = RATE
-    config["scheduler"] = {
-        "type": "WarmupDecayLR",
-        "params": {
-            "total_num_steps": "auto",
-            "warmup_num_steps": 2,
-            "warmup_type": "linear",
-        },
-    }
-    run_dir, how, data = (
-        tmp_path / "run",
-        tmp_path / "how.json",
-        ["--data", write_pairs(tmp_path, 100)],
-    )
+    warm = {"total_num_steps": "auto", "warmup_num_steps": 2, "warmup_type": "linear"}
+    config["scheduler"] = {"type": "WarmupDecayLR", "params": warm}
+    run_dir, how = tmp_path / "run", tmp_path / "how.json"
+    data = ["--data", write_pairs(tmp_path, 100)]
 
     def train(batch_size, *arguments):
         how.write_text(json.dumps(config | {"train_batch_size": batch_size}))
@@ -135,11 +95,8 @@ def test_a_run_goes_on_with_another_batch_in_the_middle_of_an_epoch(tmp_path):
         [number / 90 for number in samples], abs=1e-4
     )
     saved = sorted(path.name for path in (run_dir / "checkpoints").glob("step-*"))
-    assert saved == [
-        "step-00000001",
-        "step-00000006",
-        "step-00000013",
-    ]  # when it was stopped, then once an epoch
+    # when it was stopped, then once an epoch
+    assert saved == ["step-00000001", "step-00000006", "step-00000013"]
     assert [line["lr"] for line in steps[3:]] == pytest.approx(
         [RATE * (14 - step) / (14 - 2) for step in range(4, 14)]
     )

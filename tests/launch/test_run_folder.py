@@ -48,6 +48,10 @@ def record_of(*arguments, **how):
     return identity(*arguments, **how)[0], {"options": options, "tokenizer": None}
 
 
+def steps_in(file):
+    return [json.loads(line)["step"] for line in file.read_text().splitlines()]
+
+
 def plan_for(world_size, block=BLOCK, config=CONFIG):
     return plan_run(
         *check_config({**config, "branches": block}, BRANCHES),
@@ -91,37 +95,20 @@ def test_a_new_folder_holds_no_run(tmp_path):
 
 
 def test_config_json_is_json_and_holds_what_was_decided(folder):
-    record = json.loads(
-        (folder.path / "config.json").read_text(encoding="utf-8"), parse_constant=pytest.fail
-    )
+    text = (folder.path / "config.json").read_text(encoding="utf-8")
+    record = json.loads(text, parse_constant=pytest.fail)
     assert record["training"]["deepspeed_config"] == {"optimizer": CONFIG["optimizer"]}
-    assert (
-        record["options"]["image_tower"] == "resnet18:layers=1-1-1-1"
-        and record["options"]["run_dir"] is None
-    )
-    assert {"python", "torch", "deepspeed", "transformers", "torchvision"} <= set(
-        record["versions"]
-    )
-    assert (record["world_size"], record["total_steps"], record["data"]["train_samples"]) == (
-        2,
-        700,
-        96,
-    ) and "git_commit" in record
+    options, versions = record["options"], record["versions"]
+    assert options["image_tower"] == "resnet18:layers=1-1-1-1" and options["run_dir"] is None
+    assert {"python", "torch", "deepspeed", "transformers", "torchvision"} <= versions.keys()
+    assert (record["world_size"], record["total_steps"]) == (2, 700)
+    assert record["data"]["train_samples"] == 96 and "git_commit" in record
     assert [stage["ranks"] for stage in record["stage_graph"]] == [[0], [1]]
-    assert record["batches"]["text"] == {
-        "replicas": 1,
-        "micro_batch_size": 48,
-        "num_micro_batches": 1,
-        "num_kept": 0,
-    }
-    assert (
-        record["towers"]["image"]["num_parameters"]
-        > record["towers"]["text"]["num_parameters"] / 10
-        > 0
-    )
-    assert [file.name for file in folder.path.iterdir()] == [
-        "config.json"
-    ]  # nothing half-written beside it
+    text = {"replicas": 1, "micro_batch_size": 48, "num_micro_batches": 1, "num_kept": 0}
+    assert record["batches"]["text"] == text
+    assert all(tower["num_parameters"] > 0 for tower in record["towers"].values())
+    # nothing half-written beside it
+    assert [file.name for file in folder.path.iterdir()] == ["config.json"]
 
 
 def test_no_record_of_a_run_holds_the_credentials_of_an_address(tmp_path, decided):
@@ -138,32 +125,11 @@ def test_no_record_of_a_run_holds_the_credentials_of_an_address(tmp_path, decide
 
 def test_the_same_run_goes_on(folder):
     folder.refuse_other_run(*identity())
-    folder.refuse_other_run(
-        *identity(
-            "--resume",
-            "auto",
-            "--save-every",
-            "5",
-            "--workers",
-            "1",
-            "--wandb",
-            "offline",
-            "--eval-every",
-            "3",
-        )
-    )
-    folder.refuse_other_run(
-        *identity(
-            "--run-dir",
-            "elsewhere",
-            "--deepspeed_config",
-            "renamed.json",
-            "--keep-checkpoints",
-            "1",
-            "--set",  # compared in the configuration, where it has been put
-            "steps_per_print=5",
-        )
-    )
+    free = "--resume auto --save-every 5 --workers 1 --wandb offline --eval-every 3"
+    folder.refuse_other_run(*identity(*free.split()))
+    # --set is compared in the configuration, where it has been put
+    free = "--run-dir elsewhere --deepspeed_config renamed.json --keep-checkpoints 1"
+    folder.refuse_other_run(*identity(*free.split(), "--set", "steps_per_print=5"))
 
 
 def test_what_is_free_to_change_exists():
@@ -208,15 +174,8 @@ def test_what_was_evaluated_after_a_step_comes_back(tmp_path):
     assert folder.evaluated(0) == {}
     for step in (0, 5):
         folder.append(folder.metrics, {"step": step, "loss": 1.0})
-        folder.append(
-            folder.metrics,
-            {
-                "step": step,
-                "held_out": "family",
-                "alignment": step + 0.1 + 0.2,
-                "effective_rank/image": math.nan,
-            },
-        )
+        figures = {"alignment": step + 0.1 + 0.2, "effective_rank/image": math.nan}
+        folder.append(folder.metrics, {"step": step, "held_out": "family", **figures})
         folder.append(folder.metrics, {"step": step, "held_out": "ema/family", "alignment": 7.0})
     found = folder.evaluated(5)
     assert list(found) == ["family", "ema/family"] and found["family"]["alignment"] == 5 + 0.1 + 0.2
@@ -228,12 +187,7 @@ def test_a_change_of_loss_weights_that_is_decided_once_more_is_listed_once(tmp_p
     lines = [{"step": step, "contrastive": 0.1 * step, "reason": "why"} for step in (1, 2, 2, 3, 2)]
     for line in lines:
         folder.append_loss_weights(line)
-    assert [json.loads(line)["step"] for line in folder.loss_weights.read_text().splitlines()] == [
-        1,
-        2,
-        3,
-        2,
-    ]
+    assert steps_in(folder.loss_weights) == [1, 2, 3, 2]
 
 
 def test_a_loss_per_micro_batch_is_another_objective_and_belongs_to_its_split(
@@ -268,14 +222,10 @@ def test_another_run_is_refused_with_every_difference(folder):
     with pytest.raises(ValueError) as refusal:
         folder.refuse_other_run(*identity("--seed", "3", "--image-size", "32", config=config))
     message, *lines = str(refusal.value).splitlines()
-    assert (
-        str(folder.path) in message
-        and "already holds a run with another configuration" in message
-        and "give another folder" in message
-    )
+    assert str(folder.path) in message and "with another configuration" in message
     assert [line.strip() for line in lines] == [
         "deepspeed_config.optimizer.params.lr: there 0.001, here 0.002",
-        'deepspeed_config.scheduler: there null, here {"type": "WarmupLR"}',
+        'deepspeed_config.scheduler.type: there null, here "WarmupLR"',
         "options.image_resize: there 64, here 32",
         "options.image_size: there 64, here 32",
         "options.seed: there 0, here 3",
@@ -328,9 +278,7 @@ def test_other_roots_make_another_run(tmp_path, decided):
 
 def test_the_record_of_another_program_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(
-        ValueError, match="--run-dir .*: its config.json is of another program; give another folder"
-    ):
+    with pytest.raises(ValueError, match="its config.json is of another program; give .*--run-dir"):
         RunFolder(tmp_path, True).previous()
 
 
@@ -348,37 +296,20 @@ def test_a_run_of_another_version_is_named_as_such_and_refused(folder, version):
 
 
 def test_long_lists_are_cut(folder):
+    other = "--data jsonl:a.jsonl --seed 1 --val-fraction 0.2 --text-weights x --tokenizer y"
     with pytest.raises(ValueError) as refusal:
-        folder.refuse_other_run(
-            *identity(
-                "--data",
-                "jsonl:pairs.jsonl",
-                "--seed",
-                "1",
-                "--val-fraction",
-                "0.2",
-                "--text-weights",
-                "x",
-                "--tokenizer",
-                "y",
-            )
-        )
+        folder.refuse_other_run(*identity(*other.split()))
     assert len(str(refusal.value).splitlines()) == 1 + 8 + 1 and str(refusal.value).endswith("…")
 
 
 def test_resume_never_refuses_even_the_same_run(folder):
-    with pytest.raises(
-        ValueError,
-        match="already holds a run, and --resume is never; give another folder, or --resume auto",
-    ):
+    with pytest.raises(ValueError, match="already holds a run, and --resume is never; give"):
         folder.refuse_other_run(*identity("--resume", "never"))
 
 
 def test_a_file_in_its_place(tmp_path):
     (tmp_path / "taken").write_text("")
-    with pytest.raises(
-        ValueError, match=r"--run-dir .*taken: a file of this name exists; give a folder"
-    ):
+    with pytest.raises(ValueError, match="--run-dir .*taken: a file of this name exists"):
         RunFolder(tmp_path / "taken", first_rank=True)
 
 
@@ -388,16 +319,9 @@ def test_forget_after_drops_later_and_torn_lines(folder):
     with folder.metrics.open("a") as file:
         file.write('{"step": 2, "lo')  # the machine went down while this was written
     folder.forget_after(2)
-    lines = folder.metrics.read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 2]
+    assert steps_in(folder.metrics) == [0, 1, 2, 2]
     folder.append(folder.metrics, {"step": 3, "loss": 1.0})
-    assert [json.loads(line)["step"] for line in folder.metrics.read_text().splitlines()] == [
-        0,
-        1,
-        2,
-        2,
-        3,
-    ]
+    assert steps_in(folder.metrics) == [0, 1, 2, 2, 3]
     folder.forget_after(-1)
     assert folder.metrics.read_text() == ""
 
@@ -460,10 +384,7 @@ def test_what_is_damaged_and_of_no_account_is_made_anew(folder):
         run.costs.write_text(damaged)
         assert run.read_costs() is None
     (run.path / "config.json").write_text("")
-    with pytest.raises(
-        ValueError,
-        match="config.json: is damaged .* delete it, and the same command writes it again",
-    ):
+    with pytest.raises(ValueError, match="config.json: is damaged .* delete it, and the same"):
         run.previous()
     run.metrics.write_text('{"step": 1}\n{"step": 2}\n{"st\n"}\n{"step": 3}\n')
     run.forget_after(2)

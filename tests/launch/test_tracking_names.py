@@ -4,13 +4,7 @@ import json
 
 import pytest
 
-from launch.tracking.names import (
-    NAMES,
-    branch_names,
-    evaluation_names,
-    rank_names,
-    step_names,
-)
+from launch.tracking.names import NAMES, branch_names, evaluation_names, rank_names, step_names
 
 LINE = {
     "step": 7,

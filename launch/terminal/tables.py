@@ -1,13 +1,14 @@
-"""What is shown to a person: tables in the terminal, above the progress bar, the rows that the
-report shares with them, and durations in words."""
+"""What is shown to a person: tables, also those of the report, lines above the progress bar, and
+durations in words."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
+import rich.table
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
 from common.output import plain
@@ -18,23 +19,51 @@ SEVERAL = 1.05  # answers to a query on average; a few equal samples are not wor
 DIRECTIONS = {"image_to_text": "image → text", "text_to_image": "text → image"}
 
 
+@dataclass(frozen=True)
+class Table:
+    """Cells are text; `title` says what they are."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+    @classmethod
+    def of(cls, title: str, rows: Sequence[Mapping[str, str]], note: str = "") -> Table:
+        """Of rows that have their cells by column."""
+        header = list(dict.fromkeys(column for row in rows for column in row))
+        return cls(title, header, [[row.get(name, "–") for name in header] for row in rows], note)
+
+    def for_terminal(self) -> rich.table.Table:
+        """Columns of numbers end at the right."""
+        table = rich.table.Table(
+            title=self.title,
+            title_justify="left",
+            box=SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+            pad_edge=False,
+            caption=self.note or None,
+            caption_justify="left",
+        )
+        for name, *cells in zip(self.header, *self.rows):
+            numbers = all(cell[:1] in "0123456789–" for cell in cells)
+            table.add_column(name, justify="right" if numbers else "left", no_wrap=True)
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+
 def retrieval_table(
     title: str,
     evaluations: Sequence[Mapping[str, float]],
     num_samples: Mapping[str, int],
     languages: Mapping[str, Mapping[str, Mapping[str, float]]] | None = None,
-) -> Table:
+) -> rich.table.Table:
     """The rows of `retrieval_rows` for the terminal. `languages`: by set and language the same
     figures with `num_samples`, of one evaluation."""
     if languages:
         num_samples, evaluations = _with_languages(evaluations[0], num_samples, languages)
-    table = Table(title=title, title_justify="left")
-    rows = retrieval_rows(evaluations, num_samples)
-    for i, name in enumerate(dict.fromkeys(name for row in rows for name in row)):
-        table.add_column(name, justify="left" if i < 2 else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row.values())
-    return table
+    return Table.of(title, retrieval_rows(evaluations, num_samples)).for_terminal()
 
 
 def retrieval_rows(
@@ -53,14 +82,18 @@ def retrieval_rows(
         for direction in _directions(evaluations[0], held_out):
             key = f"{held_out}/{direction}"
             samples = _with_both(last, held_out, direction, count)
-            asked = asked_of(last, key, samples)
+            # where these are not known, each sample is asked about once, and is its own answer
+            alone = (samples, samples, 1.0, min(1.0, RECALL_AT[-1] / max(1, samples)))
+            queries, candidates, answers, chance = (
+                last.get(f"{key}_{name}", value) for name, value in zip(FIGURES, alone)
+            )
             row = {
                 "held-out set": f"{held_out} ({samples})",
                 "query → answer": direction.replace("_to_", " → "),
             }
             if several:
-                row["queries → candidates"] = f"{asked.queries:g} → {asked.candidates:g}"
-                row["answers"] = f"{asked.answers:.3g}"
+                row["queries → candidates"] = f"{queries:g} → {candidates:g}"
+                row["answers"] = f"{answers:.3g}"
             for k in RECALL_AT:
                 row[f"R@{k} %"] = _first_to_last(evaluations, f"{key}_R@{k}", "{:.1%}")
             if f"{key}_median_rank" in last:
@@ -69,26 +102,9 @@ def retrieval_rows(
                 best = max(evaluations, key=lambda values: values[f"{key}_R@{RECALL_AT[-1]}"])
                 recall, step = best[f"{key}_R@{RECALL_AT[-1]}"], best[f"{held_out}/step"]
                 row[f"best R@{RECALL_AT[-1]} %"] = f"{100 * recall:.1f} (step {step:,})"
-            row[f"chance R@{RECALL_AT[-1]} %"] = f"{100 * asked.chance:.1f}"
+            row[f"chance R@{RECALL_AT[-1]} %"] = f"{100 * chance:.1f}"
             rows.append(row)
     return rows
-
-
-class Asked(NamedTuple):
-    """Of the queries of a direction, in the order of `models.metrics.retrieval.FIGURES`."""
-
-    queries: float
-    candidates: float
-    answers: float
-    chance: float
-
-
-def asked_of(values: Mapping[str, float], direction: str, count: int) -> Asked:
-    """From the figures of a direction; where it has none, each of `count` samples is asked about
-    once, and is its own answer."""
-    if f"{direction}_{FIGURES[0]}" in values:
-        return Asked(*(values[f"{direction}_{name}"] for name in FIGURES))
-    return Asked(count, count, 1.0, min(1.0, RECALL_AT[-1] / max(1, count)))
 
 
 def _directions(values: Mapping[str, float], held_out: str) -> list[str]:
@@ -129,7 +145,7 @@ def _with_both(values: Mapping[str, float], held_out: str, direction: str, count
 
 def retrieval_report(
     title: str, evaluations: Sequence[Mapping[str, float]], num_samples: Mapping[str, int]
-) -> Table | str:
+) -> rich.table.Table | str:
     """`retrieval_table`, or one line where there is no held-out set (`num_samples` is empty)."""
     if num_samples:
         return retrieval_table(title, evaluations, num_samples)
@@ -139,20 +155,14 @@ def retrieval_report(
     )
 
 
-def show(thing: object, first_rank: bool = True) -> None:
+def show(thing: object) -> None:
     """Print above the progress bar, if there is one."""
-    if not first_rank:
-        return
-    thing = plain(thing) if isinstance(thing, str) else thing
-    # a table is shown whole: a narrow terminal breaks its lines, and loses no number
-    needed = (
-        Console(width=1000, markup=False, emoji=False).measure(thing).maximum
-        if isinstance(thing, Table)
-        else 0
-    )
-    console = Console(
-        highlight=False, markup=False, emoji=False, width=max(100, needed, Console().width)
-    )
+    thing, width = plain(thing) if isinstance(thing, str) else thing, max(100, Console().width)
+    if isinstance(thing, rich.table.Table):
+        # it is shown whole: a narrow terminal breaks its lines, and loses no number
+        whole = Console(width=1000, markup=False, emoji=False)
+        width = max(width, whole.measure(thing).maximum)
+    console = Console(highlight=False, markup=False, emoji=False, width=width)
     with console.capture() as captured:
         console.print(thing)
     tqdm.write(captured.get().rstrip("\n"))

@@ -1,6 +1,8 @@
 """What a person sees in the terminal."""
 
-from launch.run.report import DIRECTIONS, retrieval_report, retrieval_table, show
+import re
+
+from launch.terminal.tables import DIRECTIONS, retrieval_report, retrieval_table, show
 from models.metrics.retrieval import FIGURES, RECALL_AT
 
 
@@ -42,8 +44,8 @@ def test_chance_is_of_the_samples_that_have_both_halves_of_a_pair(capsys, monkey
     }
     values |= {"validation/num_samples/image_text": 300, "validation/num_samples/palette_text": 200}
     show(retrieval_table("", [values], {"validation": 300}))
-    lines = [line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line]
-    assert [[cell.strip() for cell in (line[1], line[2], line[-2])] for line in lines] == [
+    lines = [re.split("  +", line.strip()) for line in capsys.readouterr().out.splitlines()]
+    assert [[line[0], line[1], line[-1]] for line in lines if "validation" in line[0]] == [
         ["validation (300)", "image → text", "3.3"],
         ["validation (300)", "text → image", "3.3"],
         ["validation (200)", "palette → text", "5.0"],
