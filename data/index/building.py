@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 from filelock import FileLock
 
-from common.files import make_folder, move, remove_folder, write_text
+from common.files import make_folder, move, remove, remove_folder, write_text
 from data.bad_samples import ABSENCES, CODES, BadSample
 from data.formats.rows import Format, Media, Part, Sample, Unused
 from data.index.mapped import (
@@ -221,7 +221,7 @@ class IndexWriter(contextlib.ExitStack):
                 begins[name] = joined.tell()
                 with open(self._folder / name, "rb") as column:
                     shutil.copyfileobj(column, joined)
-                os.remove(self._folder / name)
+                remove(self._folder / name, self._folder)
         return begins
 
     def _mark_repeats(self) -> np.ndarray:
