@@ -21,17 +21,15 @@ from engine.streams import runs_behind
 
 # Instructions in which a rank computes. In all others it waits: for input, for another stage, for a
 # message to leave.
-COMPUTE = (
+PASSES = (  # of a micro-batch through a stage
     "EmbedPass",
     "ForwardPass",
     "ReplayPass",
     "BackwardPass",
     "BackwardInputs",
     "BackwardWeights",
-    "ComputeLoss",
-    "ReduceGrads",
-    "OptimizerStep",
 )
+COMPUTE = (*PASSES, "ComputeLoss", "ReduceGrads", "OptimizerStep")
 WAIT = "wait"
 
 HostClock = Callable[[], float]  # seconds since any moment; never goes back

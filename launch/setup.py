@@ -10,9 +10,10 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -95,7 +96,6 @@ class PreparedRun:
     batching: Batching
     model: RunModel
     loss_weights: LossWeights
-    costs: CostModel
     plan: RunPlan
     training: Mapping[str, Any]
     screen: Sequence[tuple[str, str]]
@@ -137,6 +137,10 @@ class Ranks(Protocol):
     described: str
     first: bool
 
+    @property
+    def costs(self) -> Callable[..., CostModel]:
+        """What the layers cost here: called as `run_costs` is."""
+
     def first_first(self) -> AbstractContextManager[None]:
         """In here the first rank is alone before the others, which find what it made."""
 
@@ -151,16 +155,6 @@ class Ranks(Protocol):
         """Where samples, tokenizer and token counts are kept."""
 
     def describe_folder(self, folder: RunFolder) -> str: ...
-
-    def costs(
-        self,
-        model: RunModel,
-        config: Mapping[str, Any],
-        block: BranchesBlock,
-        data: PreparedData,
-        options: Options,
-        folder: RunFolder,
-    ) -> CostModel: ...
 
 
 class LiveRanks:
@@ -180,6 +174,7 @@ class LiveRanks:
         if options.deterministic:
             compute_deterministically()
         self.loading = share_cores(options, self.processes)
+        self.costs = partial(run_costs, loading=self.loading, processes=self.processes)
         places, device = self.processes.places, self.processes.device
         self.number, self.first = self.processes.world_size, self.processes.rank == 0
         self.abilities = Abilities.here(device)
@@ -214,26 +209,6 @@ class LiveRanks:
 
     def describe_folder(self, folder: RunFolder) -> str:
         return folder_to_watch(folder.path)
-
-    def costs(
-        self,
-        model: RunModel,
-        config: Mapping[str, Any],
-        block: BranchesBlock,
-        data: PreparedData,
-        options: Options,
-        folder: RunFolder,
-    ) -> CostModel:
-        return run_costs(
-            model,
-            config,
-            block,
-            data=data,
-            inputs=options,
-            loading=self.loading,
-            processes=self.processes,
-            folder=folder,
-        )
 
 
 class PlannedRanks:
@@ -301,15 +276,8 @@ class PlannedRanks:
     def describe_folder(self, folder: RunFolder) -> str:
         return f"{folder.path} (of the run; not written)"
 
-    def costs(
-        self,
-        model: RunModel,
-        config: Mapping[str, Any],
-        block: BranchesBlock,
-        data: PreparedData,
-        options: Options,
-        folder: RunFolder,
-    ) -> CostModel:
+    def costs(self, model: RunModel, config: Mapping[str, Any], **measured: Any) -> CostModel:
+        """Counted, so what a run measures them with is not needed."""
         return estimated_costs(
             model.towers,
             config,
@@ -401,7 +369,7 @@ def prepare_run(options: Options, ranks: Ranks) -> PreparedRun:
 
     # Which rank runs which layers: the fastest plan by what the layers cost, measured or estimated.
     # Ranks that plan differently would wait for each other for ever.
-    costs = ranks.costs(model, config, block, data, options, folder)
+    costs = ranks.costs(model, config, block=block, data=data, inputs=options, folder=folder)
     plan = plan_run(config, block, ranks.number, costs)
     training = training_identity(options.record(), config, asdict(block), plan)
     how = {"deepspeed_config": config, "branches": asdict(block), "compiled": plan.compiled}
@@ -444,7 +412,6 @@ def prepare_run(options: Options, ranks: Ranks) -> PreparedRun:
         batching=batching,
         model=model,
         loss_weights=loss_weights,
-        costs=costs,
         plan=plan,
         training=training,
         screen=screen,

@@ -11,18 +11,10 @@ import numpy as np
 from data.batching.batches import Batches
 from data.batching.branch_cost import BranchCost, fit_branch_cost, smoothed
 from engine.topology import StageGraph
-from engine.trace import Span
+from engine.trace import PASSES, Span
 
 DRIFT = 0.05  # costs that predict what was seen as nearly as this stay
 SMOOTHING = 0.3  # least weight of a new fit
-PASSES = (
-    "EmbedPass",
-    "ForwardPass",
-    "ReplayPass",
-    "BackwardPass",
-    "BackwardInputs",
-    "BackwardWeights",
-)
 
 # texts of a micro-batch, tokens that they are padded to, seconds
 Point = tuple[int, int, float]

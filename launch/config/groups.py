@@ -130,12 +130,6 @@ class RunOptions(ModuleOptions):
         "torch's deterministic algorithms: the same bits in every run on the same GPUs, more "
         "slowly; an operation that has none ends the run",
     )
-    show_options: bool = option(
-        False,
-        "print each option and key with its value and where it comes from, and end; as --dry-run "
-        "does, it prepares the data and the plan",
-        recorded=False,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,12 +156,20 @@ class DryRunOptions(OptionGroup):
         shown="the recipe's, else what is here",
     )
 
+    show_options: bool = option(
+        False,
+        "print each option and key with its value and where it comes from, and end; as --dry-run "
+        "does, it prepares the data and the plan",
+        recorded=False,
+    )
+
     def check_dry_run(self) -> None:
         for name in ("ranks", "device"):
-            if not self.dry_run and getattr(self, name) is not None:
+            planned = self.dry_run or self.show_options
+            if not planned and getattr(self, name) is not None:
                 raise ValueError(
-                    f"argument --{name}: {getattr(self, name)} is for --dry-run; a run has what it "
-                    "is started on"
+                    f"argument --{name}: {getattr(self, name)} is for --dry-run and "
+                    "--show-options; a run has what it is started on"
                 )
 
 

@@ -129,8 +129,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
 def decide(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Options:
     """Every option with its value, the strongest of those given. Errors: ValueError."""
     typed = _values(parser, arguments)
-    flags, settings = split_settings(parser, typed.get("set", ()))
-    by_set = _values(parser, flags)
+    flags, off, settings = split_settings(parser, typed.get("set", ()))
+    by_set = {**_values(parser, flags), **off}
     typed["set"] = settings
     layers: dict[str, Mapping[str, Any]] = {"--set": by_set, "command line": typed}
     given: ChainMap[str, Any] = ChainMap(by_set, typed)
@@ -139,7 +139,7 @@ def decide(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Options
     if recipe is not None:
         own = _values(parser, recipe.arguments())
         own["deepspeed_config"] = recipe.file
-        if "dry_run" in given:
+        if given.get("dry_run") or given.get("show_options"):
             own |= {"ranks": recipe.ranks, "device": recipe.device}
         layers[f"recipe {given['recipe']}"] = own
         given.maps.append(own)

@@ -19,15 +19,16 @@ PYTHONS = {"True": True, "False": False, "None": None}
 
 def split_settings(
     parser: argparse.ArgumentParser, given: Sequence[str]
-) -> tuple[list[str], tuple[str, ...]]:
-    """The flags among `given` as command-line arguments, and the others, for the JSON file. A key
-    that is given twice is an error of `parser`."""
+) -> tuple[list[str], dict[str, bool], tuple[str, ...]]:
+    """The flags among `given` as command-line arguments; the switches that are put off, by name; and
+    the others, for the JSON file. A key that is given twice is an error of `parser`."""
     flags = {action.dest: action for action in parser._actions if action.dest not in NOT_BY_SET} | {
         action.option_strings[-1].lstrip("-").replace("-", "_"): action
         for action in parser._actions
         if action.option_strings and action.dest not in NOT_BY_SET
     }
     arguments: list[str] = []
+    off: dict[str, bool] = {}
     others: list[str] = []
     seen: set[str] = set()
     for text in given:
@@ -49,10 +50,13 @@ def split_settings(
             switch = parsed(value)
             if not isinstance(switch, bool):
                 parser.error(f"argument --set: {key}: got {value!r}; it takes true or false")
-            arguments += [action.option_strings[-1]] if switch else []
+            if switch:
+                arguments.append(action.option_strings[-1])
+            else:
+                off[action.dest] = False
         else:
             arguments.append(f"{action.option_strings[-1]}={value}")
-    return arguments, tuple(others)
+    return arguments, off, tuple(others)
 
 
 def parsed(value: str) -> Any:

@@ -13,6 +13,7 @@ from rich.table import Table
 from common.files import read_json
 from common.options import flags_of
 from common.secrets import redacted
+from engine.config.auto import recorded
 from engine.config.checks import AUTO
 from engine.config.reading import BranchesBlock
 from launch.config.groups import GROUPS
@@ -49,6 +50,8 @@ def keys_of_run(run: PreparedRun) -> Iterator[tuple[str, Any, str]]:
     decided = flat({**run.config, "branches": _decided(run)})
     if decided.get("scheduler.params.total_num_steps") == AUTO:
         decided["scheduler.params.total_num_steps"] = run.batching.total_steps
+    previous = run.folder.previous()
+    began = recorded(previous["training"]) if previous else {}
     for key, value in decided.items():
         default = key.startswith("branches.") and key not in asked
         if default and value == getattr(BranchesBlock, key.removeprefix("branches."), AUTO):
@@ -59,6 +62,8 @@ def keys_of_run(run: PreparedRun) -> Iterator[tuple[str, Any, str]]:
             source = run.config_file.name
         elif key.startswith("branches.") and key.split(".")[1] in _PLANNED:
             source = f"the planner ({run.config_file.name}: auto)"
+        elif key in began:
+            source = f"the run that goes on ({run.config_file.name}: auto)"
         else:
             source = f"the preset ({run.config_file.name}: auto)"
         yield key, value, source
