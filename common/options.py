@@ -32,8 +32,8 @@ SAME = object()
 class Flag:
     """What a field says of its flag.
 
-    `help`: without the default, which is added: `shown`, else the field's own and, where it differs,
-    that of the embedded data (`demo`). `parse`: from the text to the value; ValueError and
+    `help`: without the default, which is added: `shown`, else the field's own and, where it
+    differs, that of the embedded data (`demo`). `parse`: from the text to the value; ValueError and
     argparse.ArgumentTypeError are the user's mistakes. `action`: argparse's, for flags that may be
     repeated. `free`: may differ when a run goes on, because it does not change what is trained.
     `kept`: where it is not given, a run that goes on has what it began with. `recorded`: is part of

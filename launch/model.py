@@ -67,8 +67,8 @@ class RunModel:
         if bare:
             flag = f"--{bare[0]}-weights or " if bare[0] in ("image", "text") else ""
             raise ValueError(
-                f"branches.train.{bare[0]}.lora: adapters leave the tower's weights as they are, and "
-                f"this tower starts from random ones; give {flag}--import, or remove the key"
+                f"branches.train.{bare[0]}.lora: adapters leave the tower's weights as they are, "
+                f"and this tower starts from random ones; give {flag}--import, or remove the key"
             )
         towers = [
             adapted_tower(tower, adapters[tower.branch]) if tower.branch in adapters else tower
@@ -109,9 +109,9 @@ class RunModel:
             if tower.branch == "image" and size and patch and size % patch:
                 rest = size % patch
                 return (
-                    f"{tower.name} reads patches of {patch} × {patch} pixels: of images of {size} it "
-                    f"leaves out {rest} {'pixel' if rest == 1 else 'pixels'} at the right and the "
-                    f"bottom, as its library does; --image-size {size - rest} or "
+                    f"{tower.name} reads patches of {patch} × {patch} pixels: of images of {size} "
+                    f"it leaves out {rest} {'pixel' if rest == 1 else 'pixels'} at the right and "
+                    f"the bottom, as its library does; --image-size {size - rest} or "
                     f"{size - rest + patch} leaves out none"
                 )
         return ""
@@ -141,7 +141,7 @@ class RunModel:
 
 
 def patch_side(tower: Tower) -> int | None:
-    """Of an image tower that cuts images into patches, once: their side, pixels. None: of another."""
+    """Pixels a side of the patches that an image tower cuts images into, once; None: it does not."""
     for module in tower.specs[0].template.modules():
         # a network of several resolutions begins with smaller ones
         if isinstance(module, nn.Conv2d) and module.stride == module.kernel_size:

@@ -393,8 +393,8 @@ def _row(work: _Work, part: Part, sample: Sample) -> tuple[dict[str, Any], bool]
 
 
 def _noted(sample: Sample) -> str:
-    """What is broken of a sample that is used without it, as `IndexedSource.broken_values` reads it: a line for
-    each modality, and one for captions beside good ones."""
+    """What is broken of a sample that is used without it, as `IndexedSource.broken_values` reads
+    it: a line for each modality, and one for captions beside good ones."""
     noted = [(name, each) for name, each in sample.lacks.items() if each.reason not in ABSENCES]
     broken = [each for each in sample.dropped if each.reason not in ABSENCES]
     if broken:

@@ -77,12 +77,13 @@ class BalanceBlock:
         moved = [name for name in FEED_RATES if getattr(self, name) is not None]
         if self.strategy == "feed" and (not moved or self.interval == 0):
             raise ValueError(
-                f'branches.balance: strategy "feed" needs bounds of one of {", ".join(FEED_RATES)}, such as "captions_per_image": [1, 4], and '
-                "an interval of at least 1"
+                f'branches.balance: strategy "feed" needs bounds of one of {", ".join(FEED_RATES)}, '
+                'such as "captions_per_image": [1, 4], and an interval of at least 1'
             )
         if self.strategy != "feed" and moved:
             raise ValueError(
-                f'branches.balance.{moved[0]}: only "strategy": "feed" moves it, this one is "{self.strategy}"'
+                f'branches.balance.{moved[0]}: only "strategy": "feed" moves it, this one is '
+                f'"{self.strategy}"'
             )
 
     def measurement_interval(self, adapts: bool) -> int:

@@ -1,6 +1,6 @@
 """The options of train.py, a dataclass per component. A function takes the group that it needs, so
-its signature says which options it depends on. Imports neither torch nor DeepSpeed, so that `--help`
-answers at once.
+its signature says which options it depends on. Imports neither torch nor DeepSpeed, so that
+`--help` answers at once.
 """
 
 from __future__ import annotations

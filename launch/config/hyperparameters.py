@@ -9,8 +9,8 @@ chosen by measurement (bench/EVIDENCE.md).
 | fine-tuning | a whole model, heads included |
 | locked | a tower that is locked |
 
-A tower with adapters has a rate of its own in each of these, `ADAPTERS_LR`. Measured is the first; the others are the values of their sources. A run keeps the numbers that it
-began with. Plain Python.
+A tower with adapters has a rate of its own in each of these, `ADAPTERS_LR`. Measured is the first;
+the others are the values of their sources. A run keeps the numbers that it began with. Plain Python.
 """
 
 from __future__ import annotations
@@ -155,7 +155,8 @@ def settle(
         place.startswith("optimizer.") for place in open_places
     ):
         raise ValueError(
-            f'{open_places[0]}: "auto" is measured for AdamW, and the optimizer is {kind}; give numbers'
+            f'{open_places[0]}: "auto" is measured for AdamW, and the optimizer is {kind}; give '
+            "numbers"
         )
     preset = choose(options, block, total_steps)
     weights = {"image": options.image_weights, "text": options.text_weights}
@@ -178,7 +179,8 @@ def settle(
     words = [_in_words(place.rsplit(".", 1)[1], values[place]) for place in open_places] + [
         _in_words(*item) for item in chosen.items()
     ]
-    said = f"{preset.name}, {total_steps:,} steps of {config['train_batch_size']:,} samples: {', '.join(filter(None, words))}"
+    length = f"{total_steps:,} steps of {config['train_batch_size']:,} samples"
+    said = f"{preset.name}, {length}: {', '.join(filter(None, words))}"
     return replace(options, **chosen), *filled(config, block, values, options.branches), said
 
 

@@ -82,7 +82,10 @@ def describe_pixels(options: Options) -> str:
         return ""
     used = options.preprocessing
     mean, std = (", ".join(f"{value:.4g}" for value in values) for values in (used.mean, used.std))
-    line = f"pixels: mean {mean}; std {std}; {options.image_interpolation}; shorter side {options.image_resize}, centre {options.image_size}"
+    line = (
+        f"pixels: mean {mean}; std {std}; {options.image_interpolation}; shorter side "
+        f"{options.image_resize}, centre {options.image_size}"
+    )
     weights, flag = (
         (imported, "--import") if imported else (options.image_weights, "--image-weights")
     )

@@ -25,8 +25,8 @@ RECIPES = Path(__file__).resolve().parents[2] / "ds_configs" / "recipes"
 class RecipeFile:
     """The block `recipe`. Checked when made.
 
-    `task`: what it is for; `arithmetic`: of its numbers, a line each; `needs`: data, weights, hardware;
-    `ranks`, `device`: what it is planned for, the defaults of --ranks and --device; `plan`,
+    `task`: what it is for; `arithmetic`: of its numbers, a line each; `needs`: data, weights,
+    hardware; `ranks`, `device`: what it is planned for, the defaults of --ranks and --device; `plan`,
     `predicted`: what the planner says of that; `flags`: of train.py, without the leading dashes.
     """
 

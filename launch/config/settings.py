@@ -1,5 +1,5 @@
-"""`--set KEY=VALUE`: a key of the JSON file or a flag, given on the command line. For trying a value
-without a file of its own, and for sweeps. Plain Python.
+"""`--set KEY=VALUE`: a key of the JSON file or a flag, given on the command line. For trying a
+value without a file of its own, and for sweeps. Plain Python.
 
 A key with dots, such as `optimizer.params.lr`, is a path into the JSON file; without one it is a
 flag where there is a flag of that name, else a key of the JSON file's first level.

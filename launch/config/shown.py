@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -22,6 +22,10 @@ from launch.run.records import flat
 
 if TYPE_CHECKING:
     from launch.setup import PreparedRun
+
+
+PLANNED = ("layout", "stages", "replicas", "micro_batch_size", "schedule", "kept_micro_batches")
+LENGTH = "scheduler.params.total_num_steps"
 
 
 def options_table(run: PreparedRun) -> Table:
@@ -48,8 +52,8 @@ def keys_of_run(run: PreparedRun) -> Iterator[tuple[str, Any, str]]:
     asked = flat(with_settings(written, run.options.set))
     by_set = [setting.partition("=")[0].strip() for setting in run.options.set]
     decided = flat({**run.config, "branches": _decided(run)})
-    if decided.get("scheduler.params.total_num_steps") == AUTO:
-        decided["scheduler.params.total_num_steps"] = run.batching.total_steps
+    if decided.get(LENGTH) == AUTO:
+        decided[LENGTH] = run.batching.total_steps
     previous = run.folder.previous()
     began = recorded(previous["training"]) if previous else {}
     for key, value in decided.items():
@@ -60,16 +64,18 @@ def keys_of_run(run: PreparedRun) -> Iterator[tuple[str, Any, str]]:
             source = "--set"
         elif asked.get(key, AUTO) != AUTO:
             source = run.config_file.name
-        elif key.startswith("branches.") and key.split(".")[1] in _PLANNED:
-            source = f"the planner ({run.config_file.name}: auto)"
-        elif key in began:
-            source = f"the run that goes on ({run.config_file.name}: auto)"
         else:
-            source = f"the preset ({run.config_file.name}: auto)"
+            source = f"{_decider(key, began)} ({run.config_file.name}: auto)"
         yield key, value, source
 
 
-_PLANNED = ("layout", "stages", "replicas", "micro_batch_size", "schedule", "kept_micro_batches")
+def _decider(key: str, began: Mapping[str, Any]) -> str:
+    """Who decides what the file leaves open. `began`: by key, what the run that goes on had."""
+    if key == LENGTH:
+        return "the length of the run"
+    if key.startswith("branches.") and key.split(".")[1] in PLANNED:
+        return "the planner"
+    return "the run that goes on" if key in began else "the preset"
 
 
 def _decided(run: PreparedRun) -> dict[str, Any]:

@@ -35,6 +35,28 @@ def planned(pairs, tmp_path, monkeypatch):
     return run
 
 
+def test_every_value_is_shown_with_its_source(planned, capsys, tmp_path):
+    """Of flags and of the keys of the JSON file, whoever decided them."""
+    flags = ["--ranks", 16, "--device", "H100", "--epochs", 3, "--show-options", "--run-dir", "a"]
+    assert planned(*flags, "--set", "optimizer.params.lr=1e-3", "seed=5") == 0
+    rows = [line.replace("│", " ").split() for line in capsys.readouterr().out.splitlines()]
+    rows = {row[0]: row[1:] for row in rows if len(row) > 2}
+    expected = {
+        "--ranks": "16 command line",
+        "--seed": "5 --set",
+        "--leak-bits": "null default",
+        "--augmentation": '["crop", "white"] the preset',
+        "optimizer.params.lr": "0.001 --set",
+        "optimizer.type": "AdamW mine.json",
+        "optimizer.params.eps": "1e-06 the preset (mine.json: auto)",
+        "scheduler.params.total_num_steps": "3 the length of the run (mine.json: auto)",
+        "branches.schedule": "batch_sync the planner (mine.json: auto)",
+    }
+    found = {name: " ".join(rows[name]) for name in expected}
+    assert found == expected
+    assert not list((tmp_path / "here").iterdir())
+
+
 def test_the_first_screen_says_what_a_run_would_do_and_no_folder_is_made(
     planned, capsys, tmp_path, monkeypatch
 ):

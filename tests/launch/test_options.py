@@ -193,6 +193,14 @@ def test_the_strongest_of_those_that_say_a_value_wins(tmp_path):
     assert value("steps", *run, *recipe, "--set", "steps=4") == (4, "--set")
 
 
+def test_a_switch_is_put_off_by_set():
+    """As a sweep does, whose parameters are true or false."""
+    assert parse_options(["--eval-ema"]).eval_ema
+    for arguments in (["--eval-ema", "--set", "eval_ema=false"], ["--set", "eval_ema=False"]):
+        options = parse_options(arguments)
+        assert options.eval_ema is False and options.sources["eval_ema"] == "--set"
+
+
 def test_what_is_given_wins_over_the_defaults():
     options = parse_options(
         ["--image-tower", "vit_b_16", "--embed-dim", "96", "--steps", "7", "--workers", "3"]
