@@ -13,7 +13,7 @@ from common.output import outlive_output, run_program
 from data.modules import add_trust_flags, import_named
 from launch.exporting.writing import CODE, FORMATS, refuse_to_overwrite, write_export
 from launch.inference.trained import open_run
-from launch.run.records import read_export
+from launch.records import read_export
 from launch.tracking.artifacts import log_export
 
 

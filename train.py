@@ -26,11 +26,12 @@ from engine.trace import HostClock
 from launch.evaluating import Evaluator
 from launch.feeding import Feeding
 from launch.inputs import languages_of
-from launch.run.dry_run import dry_run
+from launch.journal import Journal
 from launch.run.failures import Run, report_and_exit
-from launch.run.journal import Journal
 from launch.run.stopping import STOPPED, StopRequest
-from launch.setup import LiveRanks, prepare_run, resume_run, write_record
+from launch.setup.dry_run import dry_run
+from launch.setup.prepare import prepare_run, resume_run, write_record
+from launch.setup.ranks import LiveRanks
 from launch.terminal.bar import Progress
 
 

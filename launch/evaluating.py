@@ -15,9 +15,9 @@ from data.prepare import HeldOut
 from data.progress import Bar, progress_bar
 from engine.executor import ForkEngine, PairTotals
 from engine.json_messages import from_first_rank
-from launch.batching.loss_weights import HeldOutFigures, LossWeights
 from launch.feeding import Feeding
-from launch.run.journal import Journal
+from launch.journal import Journal
+from launch.loss_weights import HeldOutFigures, LossWeights
 from launch.run.queries import (
     NUM_ANSWERS,
     NUM_QUERIES,

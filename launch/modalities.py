@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from data.bad_samples import BadSample
+from data.batching.buckets import side_multiple
 from data.cache import SampleCache
 from data.formats.rows import near
 from data.modalities.audio.features import AudioFeatures
@@ -31,8 +32,6 @@ from data.modalities.text import Languages, TextModality
 from data.modalities.tokenizer import num_ids
 from data.modalities.transforms import EvalTransform, augmented, normalise
 from data.options import IMAGE_TEXT, branches_of, read_pairs
-from launch.batching.planned import side_multiple
-from launch.config.groups import InputOptions
 from launch.views import ImageView, SoundView, View
 from models.towers.audio import audio_tower
 from models.towers.building import with_head
@@ -42,6 +41,7 @@ from models.towers.layers import Tower
 from models.towers.text import text_tower
 
 if TYPE_CHECKING:
+    from launch.config.groups import InputOptions
     from data.index.sources import Source
 
 

@@ -265,7 +265,7 @@ def train_three_split(case: ThreeBranches) -> dict[str, Any]:
 def train_with_alignment(case: ThreeBranches, steps: int) -> list[dict[str, Any]]:
     """On each rank, step by step: the weights that followed the evaluations so far, and the metrics
     of the step with them. The batch is the held-out set, too."""
-    from launch.batching.loss_weights import LossWeights
+    from launch.loss_weights import LossWeights
     from models.metrics.alignment import alignment_figures, alignment_sums
 
     engine, image_size = engine_of(case)

@@ -25,11 +25,11 @@ from engine.processes.agreement import refuse_differences
 from engine.processes.places import Place, Places
 from engine.processes.start import Processes, first_rank_first, start_processes
 from launch.config.groups import InputOptions
-from launch.costing import run_costs
 from launch.feeding import share_cores
-from launch.model import RunModel
 from launch.objective import objective_of, pairs_of
 from launch.run.folder import RunFolder
+from launch.setup.costing import run_costs
+from launch.setup.model import RunModel
 from models.losses import InfoNCE
 from models.towers.building import build_towers
 

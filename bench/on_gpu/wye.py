@@ -39,9 +39,9 @@ from engine.planning.planner import RunPlan, plan_run
 from engine.planning.profile import profile_together
 from engine.processes.start import start_processes
 from launch.config.hyperparameters import PRESETS
-from launch.estimates import estimated_costs
 from launch.inputs import from_bytes
 from launch.objective import objective_of, pairs_of
+from launch.setup.estimates import estimated_costs
 from models.losses import InfoNCE
 from models.towers.building import build_towers
 from models.towers.layers import library_models_kept

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 MAX_RATIO = 4.0  # no bucket is longer than four times its other side
+CONV_STRIDE = 32  # of ResNets and ConvNeXts, in pixels
 SHAPES = 512  # the data is summed up in so many classes of shape
 
 
@@ -157,3 +158,9 @@ def _best(ratio: np.ndarray, weight: np.ndarray, sizes: np.ndarray, number: int)
     for before in reversed(came_from):
         chosen.append(int(before[chosen[-1]]))
     return chosen[::-1]
+
+
+def side_multiple(patch_size: int | None) -> int:
+    """Pixels that the sides of an image are multiples of. `patch_size` of a ViT; None:
+    convolutions."""
+    return patch_size or CONV_STRIDE

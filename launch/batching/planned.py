@@ -12,7 +12,7 @@ import numpy as np
 
 from data.batching.batches import Batches, GlobalBatch, TextPacker
 from data.batching.branch_cost import BranchCost
-from data.batching.buckets import Buckets
+from data.batching.buckets import Buckets, side_multiple
 from data.batching.load_control import BRANCH_OF, LoadControl, patch_ladder, size_ladder
 from data.batching.mixing import Adaptation
 from data.batching.mixture import source_names
@@ -29,18 +29,11 @@ from launch.config.blocks import BalanceBlock, SampleWeightsBlock
 from launch.config.groups import BatchingOptions
 
 INSTRUCTIONS = 3  # of a micro-batch on a stage, at least: load or receive, forward, backward
-CONV_STRIDE = 32  # of ResNets and ConvNeXts, in pixels
 MARGIN = 0.9  # of the memory of a micro-batch: other global batches may have longer texts
 TYPICAL_TEXTS = 1 << 16
 SAMPLED_BATCHES = 4  # global batches that decide how many micro-batches there are
 # micro-batches of texts that are packed alone: more leave next to no padding to save
 MOST_PACKED = 32
-
-
-def side_multiple(patch_size: int | None) -> int:
-    """Pixels that the sides of an image are multiples of. `patch_size` of a ViT; None:
-    convolutions."""
-    return patch_size or CONV_STRIDE
 
 
 def image_buckets(

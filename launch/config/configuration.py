@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.monitor.config import DeepSpeedMonitorConfig
+from deepspeed.monitor.config import DeepSpeedMonitorConfig, get_monitor_config
 
 from common.files import read_json
 from engine.config.checks import AUTO
@@ -20,7 +22,13 @@ from engine.processes.start import has_bf16
 from launch.config.blocks import READERS
 from launch.config.options import ROOT, Options
 from launch.config.settings import with_settings
-from launch.tracking.monitors import split_monitors
+
+MONITORS = ("wandb", "tensorboard", "csv_monitor", "comet")
+# block -> the module that it needs, and what installs it
+PACKAGES = {
+    "tensorboard": ("tensorboard", "pip install tensorboard"),
+    "comet": ("comet_ml", 'pip install "comet_ml>=3.41.0"'),
+}
 
 
 def default_config(on_gpu: bool, bf16_supported: bool, world_size: int) -> Path:
@@ -96,3 +104,17 @@ def with_file(options: Options, file: Path) -> tuple[dict[str, Any], BranchesBlo
     except ValueError as error:
         by = f"with --set {' '.join(options.set)}: " if options.set else ""
         raise ValueError(f"{by}{error}") from error
+
+
+def split_monitors(config: Mapping[str, Any]) -> tuple[dict[str, Any], DeepSpeedMonitorConfig]:
+    """The JSON's keys without the blocks of monitors, and these blocks. Errors: ValueError where an
+    enabled one needs a package that is not installed."""
+    monitors = get_monitor_config(dict(config))
+    for name, (module, command) in PACKAGES.items():
+        # looked for and not imported, because only the first rank uses it
+        if getattr(monitors, name).enabled and find_spec(module) is None:
+            raise ValueError(
+                f"{name}.enabled: the package {module} is not installed; run `{command}`, or set "
+                "it to false"
+            )
+    return {key: value for key, value in config.items() if key not in MONITORS}, monitors

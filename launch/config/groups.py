@@ -37,8 +37,7 @@ from data.options import (
     read_pairs,
 )
 from engine.planning.devices import DEVICES, find_device
-from launch.batching.loss_weights import MODES, check_mode
-from launch.tracking.login import MODES as MODES_OF_WANDB
+from launch.loss_weights import MODES, check_mode
 
 OPEN_CLIP = "open_clip:"  # how the names of OpenCLIP's models begin
 
@@ -608,7 +607,7 @@ class TrackingOptions(OptionGroup):
     wandb: str = option(
         "auto",
         "Weights & Biases; auto: online where a login is found",
-        choices=MODES_OF_WANDB,
+        choices=("auto", "online", "offline", "disabled"),
     )
     wandb_project: str | None = option(
         None,

@@ -36,7 +36,7 @@ from launch.config.groups import (
 )
 from launch.config.recipe_files import RecipeFile, find_recipe
 from launch.config.settings import split_settings
-from launch.run.records import PIXELS, options_of_import, read_export, read_run, refuse_no_model
+from launch.records import PIXELS, options_of_import, read_export, read_run, refuse_no_model
 from launch.terminal.last_words import say_last
 from models.towers.names import join_name, split_name
 

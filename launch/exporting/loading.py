@@ -11,7 +11,7 @@ import transformers
 from transformers import ClapFeatureExtractor, SequenceFeatureExtractor
 
 from launch.inference.trained import Trained
-from launch.run.records import AUDIO, OPEN_CLIP, STATE_DICT, WEIGHTS
+from launch.records import AUDIO, OPEN_CLIP, STATE_DICT, WEIGHTS
 from models.towers.audio import QUIET_DB, SPREAD_DB, OfImage
 from models.towers.head import read_projection
 from models.towers.layers import Tower

@@ -12,11 +12,11 @@ from huggingface_hub import ModelCardData
 from common.files import read_json
 from common.markdown import code, fenced, words
 from engine.planning.planner import BranchBatch
-from launch.exporting.adapters import ADAPTERS, TOWER_IN
 from launch.exporting.loading import seconds_of_clip
+from launch.inference.adapters import ADAPTERS, TOWER_IN
 from launch.inference.trained import Trained
+from launch.records import AUDIO, FUSION, OPEN_CLIP, STATE_DICT, TEXT_FOLDER
 from launch.reporting.reading import RunData, read_folder
-from launch.run.records import AUDIO, FUSION, OPEN_CLIP, STATE_DICT, TEXT_FOLDER
 from models.metrics.retrieval import RECALL_AT
 from models.towers.layers import Tower
 

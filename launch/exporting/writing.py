@@ -18,11 +18,11 @@ from transformers import ClapProcessor, CLIPImageProcessor, PreTrainedConfig
 from common.files import replacing_folder, write_text
 from data.modalities.preprocessing import Preprocessing
 from data.modalities.tokenizer_open_clip import PREFIX, is_clips, text_config
-from launch.exporting.adapters import taken_off, write_all
 from launch.exporting.loading import feature_extractor, loading_record, seconds_of_clip
 from launch.exporting.page import export_page
+from launch.inference.adapters import taken_off, write_all
 from launch.inference.trained import Trained
-from launch.run.records import (
+from launch.records import (
     AUDIO,
     FORMAT,
     FUSION,

@@ -29,10 +29,10 @@ from engine.objective import scalars_of, without_loss
 from launch.config.blocks import train_block
 from launch.config.groups import AudioOptions
 from launch.config.pixels import PROCESSORS, trained_with
-from launch.exporting.adapters import ADAPTERS, FILE, read_adapters
+from launch.inference.adapters import ADAPTERS, FILE, read_adapters
 from launch.modalities import Vocabulary, tower_of
 from launch.objective import pairs_of
-from launch.run.records import (
+from launch.records import (
     WEIGHTS,
     branches_held,
     is_published,

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from launch.records import record_of_run
 from launch.run.queries import read_queries
-from launch.run.records import record_of_run
 
 MOST_SHOWN = 50  # bad samples that are listed
 

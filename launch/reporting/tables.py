@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from launch.records import flat
 from launch.reporting.parts import Facts, Gallery, words
 from launch.reporting.reading import RunData
-from launch.run.records import flat
 from launch.terminal.tables import Table, duration
 
 # of the page, in base64; further queries are left out, further sounds are only drawn

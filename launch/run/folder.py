@@ -37,7 +37,7 @@ from engine.planning.planner import RunPlan
 from engine.schedule import SCHEDULES
 from launch.config.blocks import SampleWeightsBlock
 from launch.config.options import ROOT, free_options
-from launch.run.records import RUN_RECORD, flat, read_run
+from launch.records import RUN_RECORD, flat, read_run
 from models.towers.building import Tower
 
 # Keys of the JSON file that may differ when a run goes on: the size of the global batch, how it is

@@ -43,9 +43,9 @@ from engine.topology import LAYOUTS
 from launch.config.blocks import READERS, adapting
 from launch.config.groups import device
 from launch.config.options import FLAGS, ROOT, default_of
-from launch.estimates import estimated_costs
 from launch.modalities import Vocabulary, refuse_pairs, tower_of
 from launch.objective import pairs_of
+from launch.setup.estimates import estimated_costs
 from launch.terminal.tables import Table, duration, show
 from launch.tools.command import OneLineParser, page_path
 from models.losses import build_loss

@@ -20,8 +20,8 @@ if __name__ == "__main__":
 from common.output import outlive_output
 from data.modules import add_trust_flags, import_named
 from engine.trace import Span
+from launch.records import record_of_run
 from launch.reporting.timelines import measured_step, prediction, save_timelines, timeline_table
-from launch.run.records import record_of_run
 from launch.run.trace_file import read_trace
 from launch.terminal.tables import show
 from launch.tools.command import OneLineParser, page_path, run_tool

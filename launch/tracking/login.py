@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # the command line reads this module, and needs no DeepSpeed
     from deepspeed.monitor.config import WandbConfig
 
-MODES = ("auto", "online", "offline", "disabled")
 SAME_AS = {"dryrun": "offline", "run": "online"}  # older words of W&B's own WANDB_MODE
 HOW_TO_SWITCH_IT_ON = (
     "W&B: off, because no login was found; run `wandb login` to track runs, or add --wandb offline "

@@ -13,7 +13,6 @@ import logging
 import os
 import uuid
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,35 +20,13 @@ from deepspeed.monitor.comet import CometMonitor, EventsLogScheduler
 from deepspeed.monitor.config import (
     CometConfig,
     CSVConfig,
-    DeepSpeedMonitorConfig,
     TensorBoardConfig,
-    get_monitor_config,
 )
 
 from common.files import make_folder, open_own, refuse_links_in, write_text
 from launch.tracking.backend import Backend
 
-BLOCKS = ("wandb", "tensorboard", "csv_monitor", "comet")
-# block -> the module that it needs, and what installs it
-PACKAGES = {
-    "tensorboard": ("tensorboard", "pip install tensorboard"),
-    "comet": ("comet_ml", 'pip install "comet_ml>=3.41.0"'),
-}
 COMET_KEY = "comet_experiment_key"  # a file in the run's folder
-
-
-def split_monitors(config: Mapping[str, Any]) -> tuple[dict[str, Any], DeepSpeedMonitorConfig]:
-    """The JSON's keys without the blocks of monitors, and these blocks. Errors: ValueError where an
-    enabled one needs a package that is not installed."""
-    monitors = get_monitor_config(dict(config))
-    for name, (module, command) in PACKAGES.items():
-        # looked for and not imported, because only the first rank uses it
-        if getattr(monitors, name).enabled and find_spec(module) is None:
-            raise ValueError(
-                f"{name}.enabled: the package {module} is not installed; run `{command}`, or set "
-                "it to false"
-            )
-    return {key: value for key, value in config.items() if key not in BLOCKS}, monitors
 
 
 class TensorBoard(Backend):

@@ -36,7 +36,7 @@ OF_OS = {"replace", "remove", "open", "link", "symlink", "truncate", "mkfifo"}
 EXCEPTIONS = {
     "engine/processes/start.py": "the system's shared memory",
     "engine/processes/ops.py": "the user's own cache",
-    "launch/setup.py": "copies into a temporary folder",
+    "launch/setup/ranks.py": "copies into a temporary folder",
     "engine/checkpoint/together.py": "an empty folder that was just made",
     "launch/inference/gallery.py": "into the new file that `replacing` gives",
     "data/inspect.py": "into the new file that `replacing` gives",

@@ -10,9 +10,9 @@ import pytest
 
 from common.output import INTERRUPTED, only_shows, outlive_output, plain, run_program
 from data.progress import Bar
+from launch.journal import Journal
 from launch.run.folder import RunFolder
-from launch.run.journal import Journal
-from launch.terminal.first_screen import print_screen
+from launch.setup.first_screen import print_screen
 from launch.terminal.tables import retrieval_report, show
 
 ROOT = Path(__file__).parents[2]

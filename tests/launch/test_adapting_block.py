@@ -9,7 +9,7 @@ from data.modalities.tokenizer import train_tokenizer
 from engine.config.reading import check_config
 from launch.config.blocks import READERS, adapting
 from launch.config.options import parse_options
-from launch.model import RunModel
+from launch.setup.model import RunModel
 from models.towers.adapters.lora import LoRA
 
 CONFIG = {"train_batch_size": 8, "optimizer": {"type": "AdamW"}}

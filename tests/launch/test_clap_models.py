@@ -30,7 +30,7 @@ from launch.config.options import parse_options  # noqa: E402
 from launch.exporting.writing import write_export  # noqa: E402
 from launch.inference.trained import Trained, open_model_folder, with_named_towers  # noqa: E402
 from launch.modalities import audio_features  # noqa: E402
-from launch.model import RunModel  # noqa: E402
+from launch.setup.model import RunModel  # noqa: E402
 from models.weights.clap import SCALES, clap_pairs  # noqa: E402
 
 HTSAT = {

@@ -8,8 +8,8 @@ from unlike_cases import costs_of_run
 
 from engine.planning.devices import find_device
 from engine.planning.measured import device_identity
-from launch.costing import are_of
-from launch.estimates import estimated_costs
+from launch.setup.costing import are_of
+from launch.setup.estimates import estimated_costs
 from models.towers.building import build_towers
 
 

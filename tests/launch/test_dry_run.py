@@ -14,7 +14,7 @@ from bad_audio import tone, wav  # noqa: E402
 
 from data.modalities.tokenizer import train_tokenizer
 from launch.config.options import ROOT, parse_options
-from launch.run.dry_run import dry_run
+from launch.setup.dry_run import dry_run
 
 
 @pytest.fixture(scope="module")

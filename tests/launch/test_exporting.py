@@ -37,8 +37,8 @@ from launch.inference.trained import (
     open_model_folder,
     open_run,
 )
-from launch.model import RunModel
-from launch.run.records import options_of_export
+from launch.records import options_of_export
+from launch.setup.model import RunModel
 from models.losses import build_loss
 from models.towers.building import build_towers
 from models.towers.fusion import FusionSizes

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from engine.objective import Branch, Objective, Pair
-from launch.batching.loss_weights import KEPT, MODES, MOST, RATE, LossWeights, score
 from launch.config.options import parse_options
+from launch.loss_weights import KEPT, MODES, MOST, RATE, LossWeights, score
 from models.losses import InfoNCE, Matching
 
 ASKED = {"contrastive": 1.0, "matching": 0.5}

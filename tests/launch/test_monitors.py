@@ -3,17 +3,17 @@
 import pytest
 from deepspeed.monitor.config import DeepSpeedMonitorConfig
 
+from launch.config.configuration import MONITORS, split_monitors
 from launch.config.groups import TrackingOptions
 from launch.tracking import monitors
 from launch.tracking.backend import Backend
-from launch.tracking.monitors import BLOCKS, split_monitors
 from launch.tracking.tracker import Tracker
 
 CONFIG = {"train_batch_size": 8, "optimizer": {"type": "AdamW"}}
 
 
 def test_deepspeeds_engine_gets_no_block_of_a_monitor():
-    blocks = {name: {"enabled": False} for name in BLOCKS}
+    blocks = {name: {"enabled": False} for name in MONITORS}
     blocks["csv_monitor"] = {"enabled": True, "output_path": "logs", "job_name": "birds"}
     config, read = split_monitors({**CONFIG, **blocks})
     assert config == CONFIG and read.enabled

@@ -17,7 +17,7 @@ from data.modalities.tokenizer_open_clip import clip_tokenizer
 from launch.config.options import parse_options
 from launch.exporting.writing import write_export
 from launch.inference.trained import open_model_folder, with_named_towers
-from launch.model import RunModel
+from launch.setup.model import RunModel
 
 VIT = {"image_size": 64, "layers": 2, "width": 64, "head_width": 32, "patch_size": 16}
 TEXT = {"context_length": TOKENS, "width": 48, "heads": 4, "layers": 2}

@@ -26,11 +26,11 @@ from engine.planning.planner import GIB, plan_run
 from launch.config.configuration import Abilities, read_configuration
 from launch.config.options import parse_options
 from launch.config.recipe_files import RECIPES, RecipeFile
-from launch.estimates import estimated_costs
 from launch.inference.trained import with_named_towers
 from launch.modalities import Vocabulary, tower_of
 from launch.objective import pairs_of
-from launch.run.dry_run import dry_run
+from launch.setup.dry_run import dry_run
+from launch.setup.estimates import estimated_costs
 from launch.terminal.tables import duration
 from models.losses import build_loss
 

@@ -11,12 +11,12 @@ import torch
 from torch.nn import functional as F
 
 from common import __version__
+from launch.journal import Journal
 from launch.reporting.charts import MOST_POINTS, thin, trend
 from launch.reporting.page import MOST_BYTES, render_page
 from launch.reporting.reading import labels, read_folder, read_runs
 from launch.reporting.sections import build_sections
 from launch.run.folder import RunFolder
-from launch.run.journal import Journal
 from launch.run.queries import query_rows
 from launch.tools.report import run
 from models.metrics.retrieval import Relevance, first_answers, nearest
@@ -209,7 +209,7 @@ def evaluate(journal, step, recall):
 def test_every_evaluation_writes_the_page_which_loads_itself_anew_until_the_run_ends(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("launch.run.journal.PAGE_SHARE", math.inf)  # however long it takes
+    monkeypatch.setattr("launch.journal.PAGE_SHARE", math.inf)  # however long it takes
     folder = make_run(tmp_path / "a")
     journal = Journal(RunFolder(folder, first_rank=True), 0)
     for step, recall in ((0, 0.125), (10, 0.25), (20, 0.375)):
@@ -224,7 +224,7 @@ def test_every_evaluation_writes_the_page_which_loads_itself_anew_until_the_run_
 def test_the_page_takes_a_small_share_of_the_time_of_a_run(tmp_path, monkeypatch):
     """It takes 10 s of a clock of its own here, so it is not written again for 500 s."""
     clock = iter([0, 0, 10, 499, 501, 501, 511])  # is it due, began, ended
-    monkeypatch.setattr("launch.run.journal.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("launch.journal.time.monotonic", lambda: next(clock))
     folder = make_run(tmp_path / "a")
     journal = Journal(RunFolder(folder, first_rank=True), 0)
     written = []

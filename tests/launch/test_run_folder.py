@@ -21,6 +21,7 @@ from engine.config.reading import BranchesBlock, check_config
 from engine.optimizer.bad_steps import BadStep
 from engine.planning.planner import plan_run
 from launch.config.options import parse_options
+from launch.journal import Journal
 from launch.run.folder import (
     BRANCHES_FREE_TO_CHANGE,
     BRANCHES_SPLIT,
@@ -29,7 +30,6 @@ from launch.run.folder import (
     choose_folder,
     training_identity,
 )
-from launch.run.journal import Journal
 from models.towers.building import build_towers
 
 CONFIG = {"train_batch_size": 48, "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}}

@@ -16,9 +16,9 @@ from cost_models import BRANCHES, proportional
 from data.progress import progress_bar
 from engine.config.reading import check_config
 from engine.planning.planner import plan_run
+from launch.setup.first_screen import _predicted, _why, folder_to_watch, print_screen
 from launch.terminal import last_words
 from launch.terminal.bar import Progress
-from launch.terminal.first_screen import _predicted, _why, folder_to_watch, print_screen
 from launch.terminal.last_words import MOST_LINES, say_last, shortened
 from launch.terminal.quiet import UNNEEDED, VERBOSE, quiet_libraries, quiet_ranks
 from launch.terminal.tables import duration

@@ -47,7 +47,7 @@ from launch.config.options import parse_options
 from launch.config.pixels import describe_pixels
 from launch.exporting.writing import image_processor, write_export
 from launch.inference.trained import open_model_folder, public_model, with_named_towers
-from launch.model import RunModel
+from launch.setup.model import RunModel
 
 PIXELS = Preprocessing(*NORMALIZATIONS["half"])
 IMAGES = {**SIZES, "patch_size": 16, "image_size": SIZE}

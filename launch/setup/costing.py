@@ -38,12 +38,12 @@ from engine.planning.profile import Profile, profile_together
 from engine.processes.start import Processes
 from launch.config.blocks import balancing
 from launch.config.groups import InputOptions
-from launch.estimates import estimated_costs
 from launch.feeding import sample_cache
 from launch.inputs import as_values, micro_batch_dataset
 from launch.modalities import Inputs
-from launch.model import RunModel
 from launch.run.folder import RunFolder
+from launch.setup.estimates import estimated_costs
+from launch.setup.model import RunModel
 from models.towers.building import token_bytes
 from models.towers.fusion import pair_inputs, pair_scores
 from models.towers.layers import Tower, library_models_kept

@@ -23,9 +23,9 @@ from engine.optimizer.preview import preview
 from engine.planning.costs import precision_of
 from engine.planning.planner import GIB, RunPlan
 from launch.config.options import Options, default_of
-from launch.costing import NOMINAL
 from launch.modalities import OWN
-from launch.run.records import branches_held
+from launch.records import branches_held
+from launch.setup.costing import NOMINAL
 from launch.terminal.tables import REPORT, duration
 from models.losses import PlainLoss, build_loss
 from models.towers.layers import Tower

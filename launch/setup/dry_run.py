@@ -8,9 +8,10 @@ import tempfile
 from pathlib import Path
 
 from launch.config.options import Options
-from launch.config.shown import options_table
-from launch.setup import PlannedRanks, prepare_run
-from launch.terminal.first_screen import print_screen
+from launch.setup.first_screen import print_screen
+from launch.setup.options_table import options_table
+from launch.setup.prepare import prepare_run
+from launch.setup.ranks import PlannedRanks
 from launch.terminal.tables import show
 
 

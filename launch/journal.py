@@ -18,13 +18,13 @@ from engine.executor import ForkEngine
 from engine.optimizer.bad_steps import BadStep
 from engine.planning.planner import RunPlan
 from engine.step_metrics import StepMetrics
-from launch.batching.loss_weights import HeldOutFigures, LossWeights
 from launch.config.groups import TrackingOptions
+from launch.loss_weights import HeldOutFigures, LossWeights
 from launch.run.folder import RunFolder
 from launch.run.queries import FILE as QUERIES
 from launch.run.queries import Answers, queries_record
 from launch.run.trace_file import TraceFile, is_sampled
-from launch.terminal.first_screen import print_screen
+from launch.setup.first_screen import print_screen
 from launch.terminal.tables import REPORT, retrieval_report, show
 from launch.tracking.tracker import Tracker
 

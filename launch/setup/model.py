@@ -15,7 +15,7 @@ from engine.objective import Objective
 from launch.config.groups import ModelOptions
 from launch.inference.trained import towers_of
 from launch.objective import objective_of, pairs_of
-from launch.run.records import branches_held
+from launch.records import branches_held
 from models.losses import Matching, Targets, build_loss
 from models.towers.adapters.layers import adapted_tower, describe_adapters, num_learned
 from models.towers.adapters.lora import LoRA

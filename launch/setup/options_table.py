@@ -18,10 +18,10 @@ from engine.config.checks import AUTO
 from engine.config.reading import BranchesBlock
 from launch.config.groups import GROUPS
 from launch.config.settings import with_settings
-from launch.run.records import flat
+from launch.records import flat
 
 if TYPE_CHECKING:
-    from launch.setup import PreparedRun
+    from launch.setup.prepare import PreparedRun
 
 
 PLANNED = ("layout", "stages", "replicas", "micro_batch_size", "schedule", "kept_micro_batches")

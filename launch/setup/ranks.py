@@ -1,0 +1,210 @@
+"""The ranks of a run: its processes, started here with a watchdog, or what a dry run supposes of
+them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from common.secrets import redacted
+from engine.checkpoint.layout import verify
+from engine.config.communication import HOST
+from engine.json_messages import from_first_rank
+from engine.planning.costs import CostModel
+from engine.planning.devices import find_device
+from engine.processes.agreement import refuse_differences
+from engine.processes.determinism import compute_deterministically
+from engine.processes.start import (
+    COLLECTIVE_LIMIT_S,
+    first_rank_first,
+    start_processes,
+)
+from engine.processes.watchdog import Watchdog
+from launch.config.configuration import Abilities, asked_communication
+from launch.config.options import Options
+from launch.feeding import share_cores
+from launch.inference.trained import find_checkpoint as newest_checkpoint
+from launch.run.failures import Run
+from launch.run.folder import RunFolder, choose_folder
+from launch.run.resuming import find_checkpoint
+from launch.run.stopping import StopRequest
+from launch.setup.costing import NOMINAL, run_costs
+from launch.setup.estimates import estimated_costs
+from launch.setup.first_screen import (
+    describe_device,
+    describe_ranks,
+    folder_to_watch,
+)
+from launch.setup.model import RunModel
+from launch.terminal.last_words import say_last
+from launch.terminal.quiet import quiet_ranks
+
+KEPT = ("samples", "tokenizer", "token_counts")  # of a run's folder, which a dry run reads again
+
+
+class Ranks(Protocol):
+    """The ranks of a run, started or planned for. `described`: in words; `first`: is this one the
+    first?"""
+
+    number: int
+    abilities: Abilities
+    described: str
+    first: bool
+
+    @property
+    def costs(self) -> Callable[..., CostModel]:
+        """What the layers cost here: called as `run_costs` is."""
+
+    def first_first(self) -> AbstractContextManager[None]:
+        """In here the first rank is alone before the others, which find what it made."""
+
+    def compare(self, record: Mapping[str, Any]) -> None:
+        """Raise ValueError where another rank has another record."""
+
+    def open_folder(self, options: Options) -> RunFolder: ...
+
+    def find_checkpoint(self, resume: str, folder: RunFolder) -> tuple[Path | None, list[str]]: ...
+
+    def working_folder(self, folder: RunFolder) -> Path:
+        """Where samples, tokenizer and token counts are kept."""
+
+    def describe_folder(self, folder: RunFolder) -> str: ...
+
+
+class LiveRanks:
+    """The processes of this run, started here, with a watchdog that ends them all when one is lost.
+    `run`: gets the watchdog and the folder, for the report of a failure."""
+
+    def __init__(self, options: Options, run: Run, stop: StopRequest):
+        limit_s = max(
+            COLLECTIVE_LIMIT_S, 2 * 60 * options.stall_limit
+        )  # the watchdog speaks before
+        self.processes = start_processes(limit_s, print, asked_communication(options))
+        self.run, self.stop = run, stop
+        self.watchdog = run.watchdog = Watchdog(
+            self.processes.rank, self.processes.places, self.processes.secret, tell=say_last
+        ).start()
+        quiet_ranks(self.processes.rank)
+        if options.deterministic:
+            compute_deterministically()
+        self.loading = share_cores(options, self.processes)
+        self.costs = partial(run_costs, loading=self.loading, processes=self.processes)
+        places, device = self.processes.places, self.processes.device
+        self.number, self.first = self.processes.world_size, self.processes.rank == 0
+        self.abilities = Abilities.here(device)
+        through_host = device.type != "cpu" and self.processes.communication == HOST
+        self.described = describe_ranks(
+            self.number,
+            places.num_nodes,
+            describe_device(device),
+            len(set(places.devices)) if through_host else 0,
+        )
+
+    def first_first(self) -> AbstractContextManager[None]:
+        return first_rank_first(self.processes)
+
+    def compare(self, record: Mapping[str, Any]) -> None:
+        refuse_differences(redacted(record))
+
+    def open_folder(self, options: Options) -> RunFolder:
+        where = Path(from_first_rank(str(choose_folder(options.run_dir, options.data))))
+        folder = RunFolder(where, self.first)
+        folder.claim()  # before a failure is written there
+        self.run.folder = folder
+        if self.first:
+            self.stop.watch(folder.stop)
+        return folder
+
+    def find_checkpoint(self, resume: str, folder: RunFolder) -> tuple[Path | None, list[str]]:
+        return find_checkpoint(resume, folder.checkpoints)
+
+    def working_folder(self, folder: RunFolder) -> Path:
+        return folder.path
+
+    def describe_folder(self, folder: RunFolder) -> str:
+        return folder_to_watch(folder.path)
+
+
+class PlannedRanks:
+    """What --ranks and --device say, and for what they leave open what is here: its kind of device,
+    and its memory where it is a GPU. Layers are counted, not measured. `temporary`: a folder for
+    what a run writes into its own."""
+
+    first = True
+
+    def __init__(self, options: Options, temporary: Path):
+        self.temporary = temporary
+        accelerator = get_accelerator()
+        kind = accelerator.device_name()
+        on_gpu = kind != "cpu"
+        launched = int(os.environ.get("WORLD_SIZE", accelerator.device_count() if on_gpu else 1))
+        self.number = options.ranks or max(1, launched)
+        self.memory_bytes: float | None = None
+        if options.device is not None:
+            self.costed = options.device
+            device = find_device(options.device)
+            num_nodes = -(-self.number // device.ranks_per_node)
+            self.described = describe_ranks(self.number, num_nodes, device.name)
+            self.abilities = Abilities("cuda")
+            return
+        here = torch.device(kind)
+        if kind == "cuda":
+            self.memory_bytes = torch.cuda.get_device_properties(0).total_memory
+        elif not on_gpu:
+            # a CPU's memory is shared by its ranks, of which some may be elsewhere: not checked
+            self.memory_bytes = float("inf")
+        on_node = max(1, accelerator.device_count()) if on_gpu else self.number
+        num_nodes = -(-self.number // on_node)
+        self.described = describe_ranks(self.number, num_nodes, describe_device(here))
+        self.abilities = Abilities.here(here)
+        self.costed = NOMINAL.get(kind, "A100")
+
+    def first_first(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def compare(self, record: Mapping[str, Any]) -> None:
+        return
+
+    def open_folder(self, options: Options) -> RunFolder:
+        return RunFolder(choose_folder(options.run_dir, options.data), first_rank=False)
+
+    def find_checkpoint(self, resume: str, folder: RunFolder) -> tuple[Path | None, list[str]]:
+        if resume == "never" or (resume == "auto" and not folder.checkpoints.is_dir()):
+            return None, []
+        if resume == "auto":
+            return newest_checkpoint(folder.checkpoints, None), []
+        if not Path(resume).is_dir():
+            raise FileNotFoundError(
+                f"--resume {resume}: no such folder; give auto, never, or a folder such as "
+                "RUN_DIR/checkpoints/step-00000100"
+            )
+        verify(Path(resume))
+        return Path(resume), []
+
+    def working_folder(self, folder: RunFolder) -> Path:
+        for name in KEPT:
+            if (folder.path / name).is_dir():
+                shutil.copytree(folder.path / name, self.temporary / name, dirs_exist_ok=True)
+        return self.temporary
+
+    def describe_folder(self, folder: RunFolder) -> str:
+        return f"{folder.path} (of the run; not written)"
+
+    def costs(self, model: RunModel, config: Mapping[str, Any], **measured: Any) -> CostModel:
+        """Counted, so what a run measures them with is not needed."""
+        return estimated_costs(
+            model.towers,
+            config,
+            model.embed_dim,
+            find_device(self.costed),
+            self.memory_bytes,
+            compared=[pair.branches for pair in model.objective.pairs],
+        )
