@@ -53,8 +53,8 @@ def make_files(folder: Path, samples: int) -> int:
     from PIL import Image
     from tqdm import tqdm
 
+    from data.decoding.images import decode_bytes, upright_8bit
     from data.index.sources import open_source
-    from data.modalities.decoding import decode_bytes, upright_8bit
 
     demo, generator, total = open_source("demo"), np.random.default_rng(0), 0
     (folder / "images").mkdir()

@@ -23,10 +23,10 @@ from rich.text import Text
 from common.files import make_folder, replacing
 from common.output import outlive_output, plain, run_program
 from data.bad_samples import REASONS, Absent, BadSample
+from data.decoding.images import decode_bytes, upright_8bit
+from data.decoding.sounds import decode_audio
 from data.index.roots import add_root_flag, given_roots, with_roots
 from data.index.sources import IndexedSource, Source, open_source
-from data.modalities.audio.decoding import decode_audio
-from data.modalities.decoding import decode_bytes, upright_8bit
 from data.modalities.fonts import columns_of, fonts_for, wrapped
 from data.modules import import_modules
 from data.options import add_pairs_flags, compared

@@ -41,8 +41,8 @@ from models.towers.layers import Tower
 from models.towers.text import text_tower
 
 if TYPE_CHECKING:
-    from launch.config.groups import InputOptions
     from data.index.sources import Source
+    from launch.config.groups import InputOptions
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from PIL import Image
 
+from data.decoding.images import decode_bytes, upright_8bit
+from data.decoding.sounds import Sound, decode_audio
 from data.formats.rows import AUDIO_ENDINGS, IMAGE_ENDINGS
-from data.modalities.audio.decoding import Sound, decode_audio
 from data.modalities.audio.picture import playable, spectrogram_of
-from data.modalities.decoding import decode_bytes, upright_8bit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

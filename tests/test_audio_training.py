@@ -18,8 +18,8 @@ sys.path.insert(0, str(ROOT / "tests/data"))
 from bad_audio import tone, wav  # noqa: E402
 
 import evaluate  # noqa: E402
+from data.decoding.sounds import decode_audio  # noqa: E402
 from data.index.sources import open_source  # noqa: E402
-from data.modalities.audio.decoding import decode_audio  # noqa: E402
 
 pytest.importorskip("soundfile", reason="pip install -r requirements-audio.txt")
 

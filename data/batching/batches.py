@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,7 +22,9 @@ from data.batching.order import GlobalOrder
 from data.batching.packing import Bounds, Packing, pack, padded_lengths
 from data.batching.requests import MicroBatchRequest, Size, TextRows
 from data.batching.settings import Setting, setting_at
-from data.modalities.lengths import TokenCounts
+
+if TYPE_CHECKING:
+    from data.modalities.lengths import TokenCounts
 
 
 @dataclass(frozen=True, eq=False)

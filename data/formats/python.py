@@ -15,6 +15,7 @@ import numpy as np
 from PIL import Image
 
 from data.bad_samples import Absent, BadSample, check_sound, refusing
+from data.decoding.images import upright_8bit
 from data.formats.rows import (
     ROWS_OF_A_PART,
     Format,
@@ -28,7 +29,6 @@ from data.formats.rows import (
     stamp,
 )
 from data.formats.specs import local_path
-from data.modalities.decoding import upright_8bit
 
 USAGE = (
     "python:MODULE:NAME, where NAME is a data set, or what makes one when it is called without "

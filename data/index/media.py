@@ -8,9 +8,9 @@ import numpy as np
 from PIL import Image
 
 from data.bad_samples import BadSample
+from data.decoding.images import decode_bytes, read_image_size, upright_8bit
+from data.decoding.sounds import decode_audio, describe_audio
 from data.keys import HASH_BYTES, hash64
-from data.modalities.audio.decoding import decode_audio, describe_audio
-from data.modalities.decoding import decode_bytes, read_image_size, upright_8bit
 
 DECODED_SIDE = 64  # pixels, for the perceptual hash
 HASH_SIDE = 8  # of the perceptual hash, bits; 8 * 8 = 64

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from data.decoding.images import decode_bytes, pixel_key
 from data.index.sources import ConceptSource, Source
 from data.keys import hash64, plain_caption
-from data.modalities.decoding import decode_bytes, pixel_key
 from data.progress import progress_bar
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
-from data.modalities.decoding import decode_bytes, upright_8bit
+from data.decoding.images import decode_bytes, upright_8bit
 from data.modalities.memory import empty
 from data.modalities.preprocessing import CLIP, Preprocessing
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from PIL import Image
 
-from data.modalities.audio.decoding import decode_audio
+from data.decoding.sounds import decode_audio
 from launch.run.queries import NUM_ANSWERS
 
 COLUMNS = ("query", "place of the right one", *(str(k + 1) for k in range(NUM_ANSWERS)))

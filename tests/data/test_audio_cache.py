@@ -16,11 +16,11 @@ from bad_audio import RATE, tone, wav  # noqa: E402
 
 from data.batching.requests import MicroBatchRequest
 from data.cache import SampleCache
+from data.decoding.sounds import decode_audio, resampled
 from data.index.sources import open_source
 from data.loader import MicroBatchDataset
 from data.modalities.audio import extractors
 from data.modalities.audio import modality as audio
-from data.modalities.audio.decoding import decode_audio, resampled
 from data.modalities.audio.features import AudioFeatures
 from data.modalities.audio.modality import AudioModality
 

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image, ImageSequence
 
 from data.bad_samples import BadSample
-from data.modalities.decoding import FORMATS, decode_bytes, pixel_key, read_image_size, upright_8bit
+from data.decoding.images import FORMATS, decode_bytes, pixel_key, read_image_size, upright_8bit
 from data.modalities.transforms import EvalTransform, TrainTransform
 
 RED, GREEN, BLUE = (255, 0, 0), (0, 255, 0), (0, 0, 255)

@@ -13,13 +13,13 @@ from PIL import Image
 from data.bad_samples import BadSample
 from data.batching.mixture import open_sources
 from data.batching.requests import MicroBatchRequest
+from data.decoding.images import decode_bytes
 from data.formats.python import encoded, encoded_audio
 from data.formats.rows import DEFAULT_PAIRS
 from data.index.sources import open_source
 from data.index.splits import split_source
 from data.inspect import main as inspect
 from data.loader import MicroBatchDataset
-from data.modalities.decoding import decode_bytes
 from data.modalities.image import ImageModality
 from data.modalities.lengths import token_counts
 from data.modalities.modality import ValueModality

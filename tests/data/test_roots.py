@@ -19,12 +19,12 @@ from PIL import Image
 
 from data.bad_samples import BadSample
 from data.cache import __main__ as cache_command
+from data.decoding.images import decode_bytes
 from data.formats.rows import Roots
 from data.formats.specs import split_options
 from data.index.roots import add_root_flag, from_anywhere, given_roots, with_roots
 from data.index.sources import open_format, open_source
 from data.inspect import main as inspect_command
-from data.modalities.decoding import decode_bytes
 from data.options import DataOptions
 from data.prepare import prepare_data
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from data.decoding.images import upright_8bit
 from data.formats.demo import (
     DemoFormat,
     code_points,
@@ -18,7 +19,6 @@ from data.formats.demo import (
     toneless_key,
 )
 from data.index.sources import ConceptSource, Source, open_source
-from data.modalities.decoding import upright_8bit
 
 WOMAN, MAN, PERSON, DARK, LIGHT = (
     "\U0001f469",

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from data.decoding.images import decode_bytes, pixel_key
 from data.formats.demo import text_of, toneless_key
 from data.index.sources import open_source
 from data.index.splits import content_groups, split_source
-from data.modalities.decoding import decode_bytes, pixel_key
 
 
 @pytest.fixture(scope="module", params=[0, 7])

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
 
-from data.modalities.decoding import decode_bytes
+from data.decoding.images import decode_bytes
 from data.modalities.preprocessing import CLIP, NORMALIZATIONS, Preprocessing
 from data.modalities.transforms import (
     COLOUR_JITTER,

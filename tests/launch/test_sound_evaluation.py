@@ -14,8 +14,8 @@ from launched import ROOT
 sys.path.insert(0, str(ROOT / "tests/data"))
 from bad_audio import tone, wav  # noqa: E402
 
+from data.decoding.sounds import decode_audio, resampled  # noqa: E402
 from data.index.sources import open_source  # noqa: E402
-from data.modalities.audio.decoding import decode_audio, resampled  # noqa: E402
 from data.modalities.audio.picture import spectrogram_of  # noqa: E402
 from data.modalities.tokenizer import train_tokenizer  # noqa: E402
 from launch.inference.classes import class_embeddings, classification  # noqa: E402

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
+from data.decoding.sounds import decode_audio, resampled
 from data.keys import keys_of
-from data.modalities.audio.decoding import decode_audio, resampled
 from data.modalities.audio.features import AudioFeatures
 from data.modalities.modality import Loaded, ValueModality
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.modalities.audio.decoding import Sound, resampled
+from data.decoding.sounds import Sound, resampled
 
 HIGHEST_RATE = 16_000  # Hz; what is drawn and played has nothing above half of it
 FRAME_S, FRAMES, MEL_BINS = 0.025, 400, 64
