@@ -36,7 +36,7 @@ OPTIONS = ["image_size", "audio_seconds", "image_tower", "wandb_project", "eval_
 # Callers of data/ that hand no training sample on: they read options, describe the data as a whole,
 # or evaluate. Any other caller counts, so that a new file is not overlooked.
 ASIDE = re.compile(
-    r"engine/|launch/(settings|config|terminal|inference)/|launch/(evaluating|model|costing)\.py"
+    r"engine/|launch/(settings|config|terminal|inference|setup)/|launch/(evaluating|model|costing|journal)\.py"
     r"|launch/run/(queries|journal)\.py"
 )
 RUN = "--steps 2 --workers 0 --wandb disabled --set train_batch_size=16 branches.layout=merged "

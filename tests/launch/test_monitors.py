@@ -3,9 +3,9 @@
 import pytest
 from deepspeed.monitor.config import DeepSpeedMonitorConfig
 
+from launch.config import configuration
 from launch.config.configuration import MONITORS, split_monitors
 from launch.config.groups import TrackingOptions
-from launch.tracking import monitors
 from launch.tracking.backend import Backend
 from launch.tracking.tracker import Tracker
 
@@ -25,7 +25,7 @@ def test_deepspeeds_engine_gets_no_block_of_a_monitor():
     "block, command", [("tensorboard", "pip install tensorboard"), ("comet", 'pip install "comet')]
 )
 def test_a_package_that_is_missing_is_named_with_what_installs_it(monkeypatch, block, command):
-    monkeypatch.setattr(monitors, "find_spec", lambda name: None)
+    monkeypatch.setattr(configuration, "find_spec", lambda name: None)
     with pytest.raises(ValueError) as error:
         split_monitors({**CONFIG, block: {"enabled": True}})
     assert str(error.value).startswith(f"{block}.enabled: ") and command in str(error.value)
