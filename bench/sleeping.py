@@ -50,7 +50,7 @@ class Case:
     seconds: Mapping[str, float]
     num_layers: Mapping[str, int]
     global_batch_size: int = 64
-    schedules: tuple[str, ...] = ("batch_sync", "replay", "zero_bubble")
+    schedules: tuple[str, ...] = ("batch_sync", "replay")
     deepspeed: Mapping[str, Any] = field(default_factory=dict)
 
     @cached_property
@@ -106,7 +106,7 @@ CASES = (
         {"layout": "merged", "stages": {"merged": 4}, "replicas": 1},
         SECONDS,
         LAYERS,
-        schedules=("batch_sync", "replay", "zero_bubble", "per_micro_batch"),
+        schedules=("batch_sync", "replay", "per_micro_batch"),
     ),
     Case(
         "merged 8 × 2",
@@ -115,7 +115,7 @@ CASES = (
         SECONDS,
         LAYERS,
         global_batch_size=128,
-        schedules=("batch_sync", "replay", "zero_bubble", "per_micro_batch"),
+        schedules=("batch_sync", "replay", "per_micro_batch"),
     ),
 )
 MICRO_BATCH_SIZE = 8

@@ -55,8 +55,6 @@ from engine.processes.out_of_memory import (
 )
 from engine.schedule import (
     SCHEDULES,
-    BackwardInputs,
-    BackwardWeights,
     ComputeLoss,
     EmbedPass,
     ForwardOnly,
@@ -66,7 +64,6 @@ from engine.schedule import (
     exact_schedules,
     receives_to_post,
 )
-from engine.split_backward import HeldBackward, backward_inputs, parameter_gradients
 from engine.step_metrics import RankNumbers, StepMetrics, losses_of, losses_of_sources
 from engine.streams import DeviceCopies, runs_behind
 from engine.topology import StageGraph
@@ -75,7 +72,6 @@ from engine.trace import Span
 # DeepSpeed's: of the engine, whose micro-steps stay 0 under a pipeline, and of its dynamic loss
 # scale
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-_COMPLETES_GRADIENTS = (ds_schedule.BackwardPass, BackwardWeights)
 OF_PAIRS = -1  # in the place of a layer, where negatives are drawn
 _OF_FUSION = ("_tokens", "_mask")  # how the names end of what the heads make for it
 _LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -203,7 +199,6 @@ class ForkEngine(PipelineEngine):
         self._outputs: dict[int, dict[str, Tensor]] = {}
         self._roots: dict[int, dict[str, GradientEdge]] = {}  # of what was handed on
         self._output_grads: dict[int, dict[str, Tensor]] = {}
-        self._half_done: dict[int, HeldBackward] = {}
         # signatures of the activations along both edges, by micro-batch
         self._received: list[Signature] = []
         self._sent: list[Signature] = []
@@ -382,7 +377,7 @@ class ForkEngine(PipelineEngine):
     def _exec_schedule(self, pipe_schedule: StageSchedule) -> None:
         program = [instruction for instructions in pipe_schedule for instruction in instructions]
         posts = receives_to_post(program)
-        backwards = [i for i in program if type(i) in _COMPLETES_GRADIENTS]
+        backwards = [i for i in program if isinstance(i, ds_schedule.BackwardPass)]
         self._announce(pipe_schedule.micro_batches)
         for instruction, receives in zip(program, posts):
             self._running = pipe_schedule, instruction
@@ -600,20 +595,6 @@ class ForkEngine(PipelineEngine):
 
     def _exec_backward_pass(self, buffer_id: int) -> None:
         self._inject(self._differentiable(buffer_id))
-
-    def _exec_backward_inputs(self, buffer_id: int) -> None:
-        outputs = self._differentiable(buffer_id)
-        inputs = list(self._inputs[buffer_id].values())
-        with self._own_backward():
-            self._half_done[buffer_id] = backward_inputs(outputs, inputs, self._trainable)
-
-    def _exec_backward_weights(self, buffer_id: int) -> None:
-        held = self._half_done.pop(buffer_id)
-        with self._own_backward():
-            found = parameter_gradients(held)
-        # through autograd, so that DeepSpeed's hooks see these gradients as all others
-        own = [(parameter.view_as(parameter), grad) for parameter, grad in found]
-        self._inject([*held.apart, *own])
 
     def _differentiable(self, buffer_id: int) -> list[tuple[GradientEdge, Tensor]]:
         """Of what was handed on of this micro-batch and needs a gradient, where it was made, with
@@ -934,8 +915,6 @@ class ForkEngine(PipelineEngine):
         ComputeLoss: _exec_compute_loss,
         ds_schedule.RecvGrad: _exec_recv_grads,
         ds_schedule.BackwardPass: _exec_backward_pass,
-        BackwardInputs: _exec_backward_inputs,
-        BackwardWeights: _exec_backward_weights,
         ds_schedule.SendGrad: _exec_send_grads,
         ds_schedule.ReduceGrads: _exec_reduce_grads,
         ds_schedule.OptimizerStep: PipelineEngine._exec_optimizer_step,

@@ -1,6 +1,6 @@
 """What each stage does, in which order: lists of instructions, made without a process group.
 
-The instructions are DeepSpeed's own and six of ours; `buffer_id` is the number of the micro-batch.
+The instructions are DeepSpeed's own and four of ours; `buffer_id` is the number of the micro-batch.
 The executor runs them, the simulator times them, tests read them. Two stages, four micro-batches:
 
 `batch_sync`: all forwards, one loss over the global batch, all backwards. Keeps the activations of
@@ -20,13 +20,6 @@ forward. Here 2 do:
 
     stage 0   F0 F1 E2 E3    .. B0 F2 B1 F3 B2 .. B3  R S
     stage 1      F0 F1 E2 E3  L B0 B1 F2 B2 F3 B3     R S
-
-`zero_bubble`: `batch_sync` with every backward in two parts (Qi et al. 2023). The gradients of the
-inputs come first, for which the stage before waits; those of the weights fill the time in which
-stages wait for the others. The first stage sends nothing back, so its backwards stay whole.
-
-    stage 0   F0 F1 F2 F3 ............ B0 B1 B2 B3           R S
-    stage 1      F0 F1 F2 F3  L  I0 I1 I2 I3 W0 W1 W2 W3     R S      I gradients of inputs, W gradients of weights
 
 `per_micro_batch`: a loss for each micro-batch by itself. Another objective, with fewer negatives;
 for ablation only.
@@ -78,14 +71,6 @@ class ReplayPass(BufferOpInstruction):
     """The forward again, the same function of the same input, now with gradient."""
 
 
-class BackwardInputs(BufferOpInstruction):
-    """The first part of a backward: the gradients that the stage before waits for."""
-
-
-class BackwardWeights(BufferOpInstruction):
-    """The second part of a backward: the gradients of the own parameters."""
-
-
 class ComputeLoss(PipeInstruction):
     """Tails: exchange the embeddings of the global batch, compute the loss and the gradients of the
     own embeddings.
@@ -96,7 +81,7 @@ class ComputeLoss(PipeInstruction):
 
 
 _RECEIVES = (RecvActivation, RecvGrad)
-PASSES = (ForwardPass, EmbedPass, ReplayPass, BackwardPass, BackwardInputs, BackwardWeights)
+PASSES = (ForwardPass, EmbedPass, ReplayPass, BackwardPass)
 
 
 def receives_to_post(program: Sequence[PipeInstruction]) -> list[list[PipeInstruction]]:
@@ -139,8 +124,6 @@ class StageSchedule(PipeSchedule, ABC):
     # May "schedule": "auto" choose it? Never where there is a loss per micro-batch: "auto" does not
     # change what is trained.
     chosen_by_auto: ClassVar[bool] = False
-    # Are backwards in two parts? Activations then wait for the second, so none are checkpointed.
-    splits_backward: ClassVar[bool] = False
 
     def __init__(self, stage: Stage, num_micro_batches: int, num_kept: int = 0):
         super().__init__(micro_batches=num_micro_batches, stages=1, stage_id=stage.stage_id)
@@ -181,9 +164,7 @@ class StageSchedule(PipeSchedule, ABC):
             *([SendActivation(m)] if stage.next is not None else []),
         ]
 
-    def backward(
-        self, m: int, run: Callable[[int], PipeInstruction] = BackwardPass
-    ) -> list[PipeInstruction]:
+    def backward(self, m: int) -> list[PipeInstruction]:
         """Take in the gradient of what was handed on, differentiate micro-batch m, hand its
         gradient back."""
         stage = self.place
@@ -191,7 +172,7 @@ class StageSchedule(PipeSchedule, ABC):
             return []
         return [
             *([RecvGrad(m)] if stage.next is not None else []),
-            run(m),
+            BackwardPass(m),
             *([SendGrad(m)] if stage.previous is not None and stage.sends_gradients else []),
         ]
 
@@ -227,26 +208,6 @@ class BatchSync(StageSchedule):
             yield [ComputeLoss()]
         for m in range(self.micro_batches):
             yield self.backward(m)
-        yield [ReduceGrads(), OptimizerStep()]
-
-
-class ZeroBubble(StageSchedule):
-    """`BatchSync` with the backwards in two parts: all gradients of inputs, then all of weights."""
-
-    description = "all forwards, one loss, the gradients of all inputs, then those of the weights"
-    splits_backward = True
-
-    def steps(self) -> Iterator[list[PipeInstruction]]:
-        for m in range(self.micro_batches):
-            yield self.forward(m)
-        if self.place.is_tail:
-            yield [ComputeLoss()]
-        splits = self.place.previous is not None and self.place.sends_gradients
-        for m in range(self.micro_batches):
-            yield self.backward(m, BackwardInputs if splits else BackwardPass)
-        if splits:
-            for m in range(self.micro_batches):
-                yield [BackwardWeights(m)]
         yield [ReduceGrads(), OptimizerStep()]
 
 
@@ -299,7 +260,6 @@ class ForwardOnly(StageSchedule):
 SCHEDULES: dict[str, type[StageSchedule]] = {
     "batch_sync": BatchSync,
     "replay": Replay,
-    "zero_bubble": ZeroBubble,
     "per_micro_batch": PerMicroBatch,
 }
 

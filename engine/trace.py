@@ -21,14 +21,7 @@ from engine.streams import runs_behind
 
 # Instructions in which a rank computes. In all others it waits: for input, for another stage, for a
 # message to leave.
-PASSES = (  # of a micro-batch through a stage
-    "EmbedPass",
-    "ForwardPass",
-    "ReplayPass",
-    "BackwardPass",
-    "BackwardInputs",
-    "BackwardWeights",
-)
+PASSES = ("EmbedPass", "ForwardPass", "ReplayPass", "BackwardPass")  # through a stage
 COMPUTE = (*PASSES, "ComputeLoss", "ReduceGrads", "OptimizerStep")
 WAIT = "wait"
 

@@ -37,7 +37,7 @@ from split_training import global_batch, make_engine, micro_batch, micro_batches
 from engine import communication, json_messages
 from engine.communication import Channel, Communicator
 from engine.objective import Comparison, Objective, Pair, links_of
-from engine.schedule import PASSES, BackwardWeights, ComputeLoss, ForwardOnly, receives_to_post
+from engine.schedule import PASSES, ComputeLoss, ForwardOnly, receives_to_post
 from engine.topology import StageGraph
 from models.losses import InfoNCE
 
@@ -98,7 +98,7 @@ class _Walk:
             yield Operation("together", Group("announcement", (self.rank, self.below)))
         program = self.work.programs[self.rank]
         last = max(
-            (n for n, i in enumerate(program) if isinstance(i, (BackwardPass, BackwardWeights))),
+            (n for n, i in enumerate(program) if isinstance(i, BackwardPass)),
             default=None,
         )
         for n, (instruction, receives) in enumerate(zip(program, receives_to_post(program))):

@@ -80,7 +80,6 @@ SPLITS = [
     chain(1, 1, 1, **RESNET),
     chain(2, 2, 1, schedule="replay", **CLIPPED),
     merged(1, 2, zero_stage=0, **RESNET),
-    merged(2, 1, schedule="zero_bubble"),
     merged(2, 2, **CLIPPED),
     merged(2, 2, schedule="replay", compile="layers"),
 ]

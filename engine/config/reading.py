@@ -77,6 +77,11 @@ class BranchesBlock:
 
     def __post_init__(self):
         check_choice("layout", self.layout, (AUTO, *LAYOUTS))
+        if self.schedule == "zero_bubble" and self.schedule not in SCHEDULES:
+            raise ValueError(
+                'branches.schedule: "zero_bubble" is no longer there, because backwards in two '
+                'parts take about as much longer as stages wait less; use "batch_sync"'
+            )
         check_choice("schedule", self.schedule, (AUTO, *SCHEDULES))
         check_counts("stages", self.stages, None, merged=True)
         check_counts("replicas", self.replicas, None)

@@ -27,8 +27,6 @@ from deepspeed.runtime.pipe.schedule import (
 )
 
 from engine.schedule import (
-    BackwardInputs,
-    BackwardWeights,
     ComputeLoss,
     EmbedPass,
     ReplayPass,
@@ -40,14 +38,12 @@ if TYPE_CHECKING:
     from engine.planning.planner import BranchBatch
 
 # kinds of work; the order of `_Times`
-_NOTHING, _FORWARD, _AGAIN, _BACKWARD, _LOSS, _REDUCE, _STEP, _INPUTS, _WEIGHTS = range(9)
+_NOTHING, _FORWARD, _AGAIN, _BACKWARD, _LOSS, _REDUCE, _STEP = range(7)
 _WORK = {
     ForwardPass: _FORWARD,
     EmbedPass: _FORWARD,
     ReplayPass: _AGAIN,
     BackwardPass: _BACKWARD,
-    BackwardInputs: _INPUTS,
-    BackwardWeights: _WEIGHTS,
     ComputeLoss: _LOSS,
     ReduceGrads: _REDUCE,
     OptimizerStep: _STEP,
@@ -90,8 +86,6 @@ class Counts(NamedTuple):
     gradients_sent: int
     in_flight: int
     in_flight_at_loss: int
-    input_backwards: int  # and as many of weights
-    half_done: int  # micro-batches, at most, between the two parts of their backward
 
 
 @dataclass(frozen=True)
@@ -241,17 +235,13 @@ def _instructions(place: Place, schedule: type[StageSchedule]) -> list[PipeInstr
 
 def _count(instructions: Sequence[PipeInstruction]) -> Counts:
     kinds = Counter(type(instruction) for instruction in instructions)
-    held = peak = at_loss = half_done = most_half_done = 0
+    held = peak = at_loss = 0
     for kind in map(type, instructions):
         if kind is ForwardPass or kind is ReplayPass:
             held += 1
             peak = max(peak, held)
-        elif kind is BackwardPass or kind is BackwardWeights:
+        elif kind is BackwardPass:
             held -= 1
-            half_done -= kind is BackwardWeights
-        elif kind is BackwardInputs:
-            half_done += 1
-            most_half_done = max(most_half_done, half_done)
         elif kind is ComputeLoss:
             at_loss = max(at_loss, held)
     return Counts(
@@ -265,8 +255,6 @@ def _count(instructions: Sequence[PipeInstruction]) -> Counts:
         gradients_sent=kinds[SendGrad],
         in_flight=peak,
         in_flight_at_loss=at_loss,
-        input_backwards=kinds[BackwardInputs],
-        half_done=most_half_done,
     )
 
 

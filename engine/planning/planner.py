@@ -474,12 +474,7 @@ def _splits(
                             if SCHEDULES[schedule].recomputes
                             else None
                         )
-                        if reason := (
-                            kept
-                            or _refuse_checkpoints(config, schedule)
-                            or _refuse_compiling(block, schedule, num_layers)
-                            or _refuse_schedule(schedule, deal)
-                        ):
+                        if reason := kept or _refuse_schedule(schedule, deal):
                             reasons.append(reason)
                         else:
                             ways.append((deal, schedule))
@@ -866,30 +861,6 @@ def _refuse_kept(block: BranchesBlock, layout: str, branches: Iterable[str]) -> 
     return f"branches.kept_micro_batches: {block.kept_micro_batches} differs between the branches, which only a fork allows; give one number"
 
 
-def _refuse_checkpoints(config: Mapping[str, Any], schedule: str) -> str | None:
-    """Why this schedule cannot run with the configuration's activation checkpoints, if it
-    cannot."""
-    interval = config.get("pipeline", {}).get("activation_checkpoint_interval", 0)
-    if not interval or not SCHEDULES[schedule].splits_backward:
-        return None
-    return (
-        f'branches.schedule: "{schedule}" keeps activations until the second part of a backward, '
-        f'so "pipeline": {{"activation_checkpoint_interval": {interval}}} would recompute them '
-        f"twice; remove it, or use {' or '.join(_of_whole_backwards())}"
-    )
-
-
-def _refuse_compiling(block: BranchesBlock, schedule: str, branches: Iterable[str]) -> str | None:
-    """Why this schedule cannot run compiled layers, if it cannot."""
-    compiled = [branch for branch in branches if block.compiling(branch) != "off"]
-    if not compiled or not SCHEDULES[schedule].splits_backward:
-        return None
-    return (
-        f'branches.schedule: "{schedule}" takes backwards apart, which are one piece where layers '
-        f'are compiled; write "compile": "off", or use {" or ".join(_of_whole_backwards())}'
-    )
-
-
 def _of_compiling(block: BranchesBlock, costs: CostModel) -> str:
     """A line for the branches whose layers are compiled where that is faster."""
     said = []
@@ -898,10 +869,6 @@ def _of_compiling(block: BranchesBlock, costs: CostModel) -> str:
         found = "not measured" if share is None else f"{share:.2f} of the time of its layers"
         said.append(f"{branch} {found}: {'on' if compiles(AUTO, share) else 'off'}")
     return f"torch.compile: {', '.join(said)}" if said else ""
-
-
-def _of_whole_backwards() -> list[str]:
-    return [name for name in exact_schedules() if not SCHEDULES[name].splits_backward]
 
 
 def _refuse_schedule(schedule: str, deal: Deal) -> str | None:

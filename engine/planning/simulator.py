@@ -48,12 +48,6 @@ if TYPE_CHECKING:
     )  # which asks the simulator: at run time it imports this module, not the reverse
 
 FLOAT_BYTES = 4  # embeddings and logits are fp32
-# of a backward in two parts: of its seconds, the first; matrix products and convolutions take as
-# long for the gradient of their input as for that of their weight
-OF_INPUTS = 0.5
-# of a micro-batch's activations, the gradients that wait for the second part: one for each
-# parameter's output, at most as many as there are activations
-HELD_GRADIENTS = 1.0
 ELEMENTWISE_FLOPS = 10  # of the loss per logit: two exponentials, their sums and differences
 LABEL_BYTES = 16  # place in the batch and index in the data, int64 each
 LOGITS_COPIES = (
@@ -163,18 +157,12 @@ def bounds(
             counts.forwards * own.forward_s
             + counts.replays * own.replay_s
             + counts.backwards * own.backward_s
-            + counts.input_backwards * (own.inputs_s + own.weights_s)
             + counts.losses * own.loss_s
         )
-        splits = counts.input_backwards > 0
-        late_s = counts.input_backwards * own.weights_s  # nobody waits for these
         longest = max(
-            longest,
-            fill_s + works_s + own.reduce_s,
-            fill_s + works_s - late_s + drain_s + reduce_s,
+            longest, fill_s + works_s + own.reduce_s, fill_s + works_s + drain_s + reduce_s
         )
-        back_s = own.inputs_s if splits else own.backward_s
-        above.append((fill_s + own.forward_s, drain_s + back_s, reduce_s))
+        above.append((fill_s + own.forward_s, drain_s + own.backward_s, reduce_s))
     return longest + max(own.step_s for own in bill.times), max(
         map(_peak_bytes, graph.stages, [bill] * len(every), every, [costs] * len(every))
     )
@@ -245,8 +233,6 @@ class _Times(NamedTuple):
     loss_s: float
     reduce_s: float
     step_s: float
-    inputs_s: float
-    weights_s: float
     exchange_s: float
 
 
@@ -628,8 +614,6 @@ def _times(
         step_s=host_s
         + machine.optimizer_s_per_parameter * owned
         + (ring.seconds(weights) if weights else 0.0),
-        inputs_s=host_s + OF_INPUTS * layers.backward_s,
-        weights_s=host_s + (1 - OF_INPUTS) * layers.backward_s,
         exchange_s=exchange_s,
     )
 
@@ -683,7 +667,6 @@ def _busy_s(times: _Times, counts: Counts) -> float:
         counts.forwards * times.forward_s
         + counts.replays * times.replay_s
         + counts.backwards * times.backward_s
-        + counts.input_backwards * (times.inputs_s + times.weights_s)
         + counts.losses * (times.loss_s - times.exchange_s)
         + counts.reductions * times.reduce_s
         + counts.steps * times.step_s
@@ -747,9 +730,8 @@ def _activations_and_loss_bytes(layers: _LayersCost, loss: _Loss | None, counts:
 
 
 def _held_bytes(layers: _LayersCost, counts: Counts) -> float:
-    """Activations at most, and what waits for the second part of a backward."""
-    held = counts.in_flight + HELD_GRADIENTS * counts.half_done
-    return held * layers.kept_bytes + layers.working_bytes
+    """Activations at most."""
+    return counts.in_flight * layers.kept_bytes + layers.working_bytes
 
 
 def _exchanged_bytes(stage: Stage, losses: Sequence[_Loss | None]) -> float:

@@ -34,8 +34,6 @@ COMPUTING = {
     "ForwardPass": ("forward", "#56B4E9"),
     "ReplayPass": ("forward again", "#0072B2"),
     "BackwardPass": ("backward", "#E69F00"),
-    "BackwardInputs": ("gradients of inputs", "#F0E442"),
-    "BackwardWeights": ("gradients of weights", "#D55E00"),
     "ComputeLoss": ("loss", "#CC79A7"),
     "ReduceGrads": ("gradients averaged", "#009E73"),
     "OptimizerStep": ("optimizer step", "#6B4C9A"),

@@ -45,7 +45,7 @@ def test_a_block_sleeps_in_both_parts_of_its_backward(monkeypatch):
     assert sum(slept) == 3 * BACKWARD / 2 * 4 * 0.5
 
 
-@pytest.mark.parametrize("schedule", ["batch_sync", "zero_bubble"])
+@pytest.mark.parametrize("schedule", ["batch_sync", "replay"])
 def test_a_way_runs_on_real_ranks(schedule):
     block = {"layout": "merged", "stages": {"merged": 2}, "replicas": 1}
     none = dict.fromkeys(("image", "text"), 0.0)

@@ -155,11 +155,6 @@ def test_what_is_not_known_is_refused(written, message):
         block_of(written)
 
 
-def test_backwards_in_two_parts_are_refused():
-    with pytest.raises(ValueError, match='"compile": "off", or use batch_sync or replay'):
-        plan_run(*block_of("layers", schedule="zero_bubble"), 1, COSTS)
-
-
 def test_compiled_layers_are_measured_apart_from_others(tmp_path, monkeypatch):
     needs_a_compiler()
     monkeypatch.setenv("WYE_CACHE", str(tmp_path))

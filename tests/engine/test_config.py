@@ -156,6 +156,7 @@ REFUSED_BRANCHES = [
     ({"layout": "ring"}, ["branches.layout", "'ring'", "auto", "fork", "chain", "merged"]),
     ({"schedule": "batchsync"}, ["branches.schedule", "'batchsync'", "did you mean 'batch_sync'?"]),
     ({"schedule": "1f1b"}, ["branches.schedule", "'1f1b'", "batch_sync"]),
+    ({"schedule": "zero_bubble"}, ["branches.schedule", "no longer there", "batch_sync"]),
     ({"stages": 0}, ["branches.stages", "got 0", "whole numbers of at least 1"]),
     ({"stages": True}, ["branches.stages", "got True", "whole numbers of at least 1"]),
     (

@@ -169,7 +169,6 @@ FORK = Case(
     [
         replace(FORK, zero_stage=0, steps=2),
         replace(FORK, precision="bf16", steps=2),
-        replace(FORK, precision="bf16", schedule="zero_bubble"),
         replace(FORK, zero_stage=0, schedule="replay"),
     ],
     ids=str,

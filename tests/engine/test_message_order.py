@@ -28,7 +28,6 @@ from engine.schedule import (
     PerMicroBatch,
     Replay,
     StageSchedule,
-    ZeroBubble,
     receives_to_post,
 )
 from engine.topology import StageGraph, chain, fork, merged
@@ -72,7 +71,7 @@ def check(work: Work) -> None:
 
 
 def check_schedules(graph: StageGraph, numbers: Mapping[str, int], objective: Objective) -> None:
-    schedules: list[Callable] = [BatchSync, ZeroBubble, OneByOne, *map(keeping, (0, 1, 3, 9))]
+    schedules: list[Callable] = [BatchSync, OneByOne, *map(keeping, (0, 1, 3, 9))]
     if len(set(numbers.values())) == 1:  # the losses of a micro-batch need all branches
         schedules.append(PerMicroBatch)
     for number, schedule in enumerate(schedules):
@@ -153,7 +152,7 @@ def test_nothing_waits_for_ever_with_three_branches(graph, numbers):
 
 
 @pytest.mark.parametrize("case", cases()[::5], ids=name)
-@pytest.mark.parametrize("schedule", [BatchSync, ZeroBubble, Replay, PerMicroBatch, OneByOne])
+@pytest.mark.parametrize("schedule", [BatchSync, Replay, PerMicroBatch, OneByOne])
 def test_a_receive_is_posted_one_pass_ahead(case, schedule):
     """Once each, in the order of the waits, and at most one of a channel beside the one that is
     waited for."""
@@ -255,9 +254,7 @@ def test_receives_that_are_posted_ahead_let_every_send_leave():
     assert waiting(late, 1) == waiting(found, 0) == {}
 
 
-@pytest.mark.parametrize(
-    "schedule", [BatchSync, ZeroBubble, Replay, PerMicroBatch, OneByOne, keeping(3)]
-)
+@pytest.mark.parametrize("schedule", [BatchSync, Replay, PerMicroBatch, OneByOne, keeping(3)])
 def test_receives_posted_ahead_wait_for_ever_where_a_pass_waits_for_the_device(schedule):
     """A gradient's receive spins on the device, a pass in front of it waits for the device, and
     the gradient needs this pass: in `batch_sync` that of the first one needs the last forward."""
@@ -282,7 +279,7 @@ def test_a_device_must_have_room_for_two_operations(schedule):
     [
         Case("merged", {"merged": 2}, 2, 4, schedule="replay", kept_micro_batches=1),
         Case("merged", {"merged": 2}, 1, 6, schedule="per_micro_batch", zero_stage=0),
-        Case("chain", {"image": 2, "text": 1}, 1, 6, schedule="zero_bubble", loss="sigmoid"),
+        Case("chain", {"image": 2, "text": 1}, 1, 6, loss="sigmoid"),
         Case("fork", {"image": 2, "text": 1}, {"image": 1, "text": 2}, {"image": 6, "text": 4}),
         Case("fork", {"image": 1, "text": 2}, {"image": 2, "text": 1}, 6, fusion=1),
         Case(

@@ -166,35 +166,6 @@ def test_replay_that_keeps_some_activations_equals_unsplit_training(case):
     check_with_running_statistics(replace(case, schedule="replay"))
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        merged(3, 1, 3, **DRAWING),
-        merged(2, 2, 4, towers="vit+clip", zero_stage=0),
-        chain(2, 2, 1, 3, **DRAWING, zero_stage=0),
-        chain(1, 2, 2, 6, towers="vit+clip"),
-        fork((3, 1), (2, 2), {"image": 3, "text": 4}, **DRAWING),
-        fork((2, 2), (2, 1), {"image": 6, "text": 8}, towers="vit, attention+clip, attention"),
-        fork((2, 1), (3, 1), {"image": 8, "text": 6}, towers="swin+mpnet"),
-        merged(2, 1, 12, towers="vit+clip", precision="bf16"),
-    ],
-    ids=str,
-)
-def test_backwards_in_two_parts_equal_unsplit_training(case):
-    """Gradients of inputs first, those of weights after all of them."""
-    case = replace(case, schedule="zero_bubble")
-    if case.precision == "fp32":
-        check_split(case)
-        return
-    results = run_ranks(case.world_size, train_split, case)
-    whole = run_ranks(case.world_size, train_split, replace(case, schedule="batch_sync"))
-    for own, other in zip(results, whole):
-        assert own["metrics"][0].loss == other["metrics"][0].loss
-        assert own["metrics"][0].grad_norm == pytest.approx(
-            other["metrics"][0].grad_norm, rel=RELATIVE
-        )
-
-
 USERS_OWN = {"schedule": "one_by_one", "imported": "examples.schedule", **DRAWING}
 
 

@@ -274,16 +274,6 @@ REFUSALS = [
         ["train_batch_size 7 is no multiple of 2 text replicas", "use 6, or batch_sync"],
     ),
     (
-        2,
-        {**FORK, "schedule": "zero_bubble"},
-        {"pipeline": {"activation_checkpoint_interval": 2}},
-        [
-            'branches.schedule: "zero_bubble" keeps activations',
-            '{"activation_checkpoint_interval": 2}',
-            "remove it, or use batch_sync or replay",
-        ],
-    ),
-    (
         5,
         FORK,
         {"train_batch_size": 2},

@@ -23,8 +23,6 @@ from schedule_cases import cases, keeping, lists, name, random_cases
 import engine.schedule
 from engine.schedule import (
     SCHEDULES,
-    BackwardInputs,
-    BackwardWeights,
     BatchSync,
     ComputeLoss,
     EmbedPass,
@@ -33,7 +31,6 @@ from engine.schedule import (
     ReloadMicroBatch,
     Replay,
     ReplayPass,
-    ZeroBubble,
 )
 from engine.topology import StageGraph, fork, merged
 
@@ -49,17 +46,12 @@ def at(program: list[PipeInstruction], kind: type, m: int | None = None) -> int:
     return place
 
 
-def backward_of(program: list[PipeInstruction]) -> type:
-    """What makes the gradients that are sent."""
-    return BackwardInputs if of(program, BackwardInputs) else BackwardPass
-
-
 def in_flight(program: list[PipeInstruction]) -> int:
     """The most micro-batches between their forward with gradient and their backward."""
     alive = most = 0
     for instruction in program:
         alive += (type(instruction) in (ForwardPass, ReplayPass)) - (
-            type(instruction) in (BackwardPass, BackwardWeights)
+            type(instruction) is BackwardPass
         )
         most = max(most, alive)
     return most
@@ -79,7 +71,7 @@ def test_every_micro_batch_once_and_in_order(case, schedule):
     for rank, program in lists(graph, numbers, schedule).items():
         stage, every = graph.stage_of(rank), every_micro_batch(graph, numbers, rank)
         times = 2 if schedule is Replay else 1  # activations travel again
-        assert of(program, FORWARD[schedule]) == of(program, backward_of(program)) == every
+        assert of(program, FORWARD[schedule]) == of(program, BackwardPass) == every
         assert of(program, EmbedPass) == (every if schedule is Replay else [])
         assert of(program, LoadMicroBatch) == (every if stage.loads else [])
         assert of(program, ReloadMicroBatch) == (
@@ -100,7 +92,7 @@ def test_every_micro_batch_once_and_in_order(case, schedule):
             assert each >= 1 and len(forwards) == times
             for k, forward in enumerate(forwards):
                 assert max(needs[k * each : (k + 1) * each]) < forward
-            backward = at(program, backward_of(program), m)
+            backward = at(program, BackwardPass, m)
             assert forwards[-1] < backward
             if stage.next is not None:
                 sent = [
@@ -117,22 +109,7 @@ def test_every_micro_batch_once_and_in_order(case, schedule):
 INPUTS = (LoadMicroBatch, ReloadMicroBatch, RecvActivation)
 
 
-@pytest.mark.parametrize("case", cases() + random_cases(100), ids=name)
-def test_in_two_parts_come_the_backwards_that_another_stage_waits_for(case):
-    """Every gradient of an input before any of a weight; where nobody waits, backwards stay
-    whole."""
-    graph, numbers = case
-    for rank, program in lists(graph, numbers, ZeroBubble).items():
-        every = every_micro_batch(graph, numbers, rank)
-        splits = graph.stage_of(rank).previous is not None
-        assert of(program, BackwardInputs) == of(program, BackwardWeights) == every * splits
-        assert of(program, BackwardPass) == every * (not splits)
-        if splits:
-            assert at(program, BackwardInputs, every[-1]) < at(program, BackwardWeights, 0)
-        assert in_flight(program) == len(every)
-
-
-@pytest.mark.parametrize("schedule", [BatchSync, ZeroBubble, Replay])
+@pytest.mark.parametrize("schedule", [BatchSync, Replay])
 @pytest.mark.parametrize("case", cases(), ids=name)
 def test_one_loss_after_all_forwards_and_before_every_backward(case, schedule):
     graph, numbers = case
@@ -144,7 +121,7 @@ def test_one_loss_after_all_forwards_and_before_every_backward(case, schedule):
             assert of(
                 before, EmbedPass if schedule is Replay else ForwardPass
             ) == every_micro_batch(graph, numbers, rank)
-            assert of(before, backward_of(program)) == of(before, ReplayPass) == []
+            assert of(before, BackwardPass) == of(before, ReplayPass) == []
 
 
 @pytest.mark.parametrize("case", cases(), ids=name)
@@ -254,7 +231,6 @@ def test_the_names_of_the_configuration():
     assert list(SCHEDULES.items()) == [
         ("batch_sync", BatchSync),
         ("replay", Replay),
-        ("zero_bubble", ZeroBubble),
         ("per_micro_batch", PerMicroBatch),
     ]
 
@@ -267,8 +243,6 @@ def test_the_diagrams_in_the_documentation(word, schedule):
         ForwardPass: "F",
         ReplayPass: "F",
         BackwardPass: "B",
-        BackwardInputs: "I",
-        BackwardWeights: "W",
         ComputeLoss: "L",
         ReduceGrads: "R",
         OptimizerStep: "S",
@@ -280,9 +254,7 @@ def test_the_diagrams_in_the_documentation(word, schedule):
         flags=re.DOTALL | re.MULTILINE,
     )[0]
     for rank, line in enumerate(diagram.splitlines()):
-        drawn = re.findall(
-            r"\b([A-Z]\d*)\b", re.sub(r" F forward.*| E forward.*| I gradients.*", "", line)
-        )
+        drawn = re.findall(r"\b([A-Z]\d*)\b", re.sub(r" F forward.*| E forward.*", "", line))
         kinds = [
             (letters[type(i)], getattr(i, "buffer_id", None))
             for i in programs[rank]

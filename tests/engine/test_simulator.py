@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from cost_models import BRANCHES, proportional
+from cost_models import BRANCHES
 from deepspeed.runtime.pipe.schedule import (
     OptimizerStep,
     PipeInstruction,
@@ -23,7 +23,6 @@ from engine.planning import ordering, simulator
 from engine.planning.costs import CostModel, Curve, LayerCost, Loading, Machine, StateBytes
 from engine.planning.planner import BranchBatch
 from engine.planning.simulator import (
-    OF_INPUTS,
     Simulation,
     Span,
     StageResult,
@@ -933,8 +932,6 @@ def expected_ends(graph, batches, costs, timelines, stage) -> list[float]:
         "EmbedPass": first,
         "ReplayPass": forward,
         "BackwardPass": backward,
-        "BackwardInputs": OF_INPUTS * backward,
-        "BackwardWeights": (1 - OF_INPUTS) * backward,
     }
     arrivals = {
         "RecvActivation": arriving(
@@ -1159,29 +1156,3 @@ def test_nothing_costs_nothing():
         result.bubble_fraction,
         [stage.idle_fraction for stage in result.stages],
     ) == (0, 0, [0, 0])
-
-
-def test_backwards_in_two_parts_drain_as_fast_as_inputs_have_gradients():
-    """The last stage's gradient takes a hop of the input's gradient alone to each stage before,
-    and memory also holds the gradients that wait for the second part."""
-    stages, number = 4, 8
-    graph = line(stages)
-    costs = proportional({branch: [1.0] * stages for branch in BRANCHES})
-    results = {
-        schedule: simulate(graph, both(1, 1, number), schedule, costs)
-        for schedule in ("batch_sync", "zero_bubble")
-    }
-    forward, backward = 2.0, 4.0  # both branches
-    whole = (stages - 1 + number) * (forward + backward)
-    assert results["batch_sync"].step_s == pytest.approx(whole)
-    assert results["zero_bubble"].step_s == pytest.approx(
-        whole - (stages - 1) * (1 - OF_INPUTS) * backward
-    )
-    busy = [[stage.busy_s for stage in result.stages] for result in results.values()]
-    assert busy[0] == pytest.approx(busy[1])
-    first, *others = zip(*(result.stages for result in results.values()))
-    assert first[0].peak_bytes == first[1].peak_bytes  # its backwards stay whole
-    assert all(split.peak_bytes > plain.peak_bytes for plain, split in others)
-    assert (
-        bounds(graph, both(1, 1, number), "zero_bubble", costs)[0] <= results["zero_bubble"].step_s
-    )
