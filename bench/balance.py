@@ -19,6 +19,7 @@ import argparse
 import heapq
 import sys
 import time
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,7 +116,7 @@ def simulated_s(
 ) -> float:
     """Seconds of a step of one line: its instruction lists, with `seconds` [R, M] for forward and
     backward of a micro-batch on each stage."""
-    from engine.planning.ordering import put_in_order, shape_of
+    from engine.planning.ordering import COLLECTIVES, put_in_order, shape_of
     from engine.planning.planner import BranchBatch
     from engine.schedule import SCHEDULES
     from engine.topology import merged
@@ -125,25 +126,23 @@ def simulated_s(
         {branch: [range(s, s + 1) for s in range(num_stages)] for branch in BRANCHES}, replicas
     )
     batches = {branch: BranchBatch(replicas, 1, number, num_kept) for branch in BRANCHES}
-    program = put_in_order(shape_of(graph, batches), SCHEDULES[schedule])
+    order = put_in_order(shape_of(graph, batches), SCHEDULES[schedule])
     shares = dict.fromkeys(("ForwardPass", "EmbedPass", "ReplayPass"), FORWARD_SHARE) | {
         "BackwardPass": 1 - FORWARD_SHARE
     }
     clock = np.zeros((num_stages, replicas))
-    arrival = np.zeros((program.num_messages, replicas))
-    labels = iter(program.labels)
-    for operations, members in program.segments:
-        for stage, message_in, _, _, message_out in operations:
-            _, _, instructions = next(labels)
-            works_s = sum(
-                shares[name] * seconds[:, m] for name, m, _ in instructions if name in shares
-            )
-            clock[stage] = np.maximum(clock[stage], arrival[message_in]) + works_s
-            if message_out:
-                arrival[message_out] = clock[stage]
-        for stage, _ in members:  # a collective: whoever comes last, of all replicas
-            next(labels)
-            clock[stage] = clock[[other for other, _ in members]].max()
+    arrivals = defaultdict(deque)
+    for stages, instruction, receives, sends in order.events:
+        if isinstance(instruction, COLLECTIVES):  # whoever comes last, of all replicas
+            clock[list(stages)] = clock[list(stages)].max()
+            continue
+        (stage,) = stages
+        if receives:
+            clock[stage] = np.maximum(clock[stage], arrivals[receives].popleft())
+        if instruction.name in shares:
+            clock[stage] += shares[instruction.name] * seconds[:, instruction.buffer_id]
+        if sends:
+            arrivals[sends].append(clock[stage].copy())
     return float(clock.max())
 
 

@@ -262,6 +262,10 @@ SCHEDULES: dict[str, type[StageSchedule]] = {
     "replay": Replay,
     "per_micro_batch": PerMicroBatch,
 }
+# What "schedule" took once, and why it is not there.
+REMOVED = {
+    "zero_bubble": "backwards in two parts take about as much longer as stages wait less",
+}
 
 
 def exact_schedules() -> list[str]:

@@ -26,7 +26,7 @@ from engine.optimizer.clipping_rules import HEAD, ClippingRule, clipping_rules
 from engine.optimizer.locking import LockedBlock, locked_block
 from engine.optimizer.parameter_groups import OptimizerGroups, check_groups, optimizer_groups
 from engine.optimizer.preview import preview
-from engine.schedule import SCHEDULES, recomputing_schedules
+from engine.schedule import REMOVED, SCHEDULES, exact_schedules, recomputing_schedules
 from engine.topology import LAYOUTS
 
 # What may be "auto" besides what the planner searches and the length of the run:
@@ -77,10 +77,10 @@ class BranchesBlock:
 
     def __post_init__(self):
         check_choice("layout", self.layout, (AUTO, *LAYOUTS))
-        if self.schedule == "zero_bubble" and self.schedule not in SCHEDULES:
+        if self.schedule in REMOVED.keys() - SCHEDULES.keys():
             raise ValueError(
-                'branches.schedule: "zero_bubble" is no longer there, because backwards in two '
-                'parts take about as much longer as stages wait less; use "batch_sync"'
+                f'branches.schedule: "{self.schedule}" is no longer there, because '
+                f"{REMOVED[self.schedule]}; use {' or '.join(exact_schedules())}"
             )
         check_choice("schedule", self.schedule, (AUTO, *SCHEDULES))
         check_counts("stages", self.stages, None, merged=True)

@@ -26,35 +26,14 @@ from deepspeed.runtime.pipe.schedule import (
     SendGrad,
 )
 
-from engine.schedule import (
-    ComputeLoss,
-    EmbedPass,
-    ReplayPass,
-    StageSchedule,
-)
+from engine.schedule import ComputeLoss, EmbedPass, ReplayPass, StageSchedule
 from engine.topology import Stage, StageGraph
 
 if TYPE_CHECKING:
     from engine.planning.planner import BranchBatch
 
-# kinds of work; the order of `_Times`
-_NOTHING, _FORWARD, _AGAIN, _BACKWARD, _LOSS, _REDUCE, _STEP = range(7)
-_WORK = {
-    ForwardPass: _FORWARD,
-    EmbedPass: _FORWARD,
-    ReplayPass: _AGAIN,
-    BackwardPass: _BACKWARD,
-    ComputeLoss: _LOSS,
-    ReduceGrads: _REDUCE,
-    OptimizerStep: _STEP,
-}
-_COLLECTIVES = (
-    ComputeLoss,
-    OptimizerStep,
-)  # between stages; the replicas of one stage are alike and wait for nobody
-DOWNSTREAM, UPSTREAM = 0, 1  # the two links that leave stage s have the numbers 2 s and 2 s + 1
-_SENDS = {SendActivation: DOWNSTREAM, SendGrad: UPSTREAM}
-_RECEIVES = (RecvActivation, RecvGrad)
+# between stages; the replicas of one stage are alike and wait for nobody
+COLLECTIVES = (ComputeLoss, OptimizerStep)
 
 
 class Place(NamedTuple):
@@ -88,27 +67,22 @@ class Counts(NamedTuple):
     in_flight_at_loss: int
 
 
+class Event(NamedTuple):
+    """One instruction of a stage, or a collective, to which all `stages` come. Messages of a link
+    `(sender, is it an activation?)` arrive in the order in which they were sent."""
+
+    stages: tuple[int, ...]
+    instruction: PipeInstruction
+    receives: tuple[int, bool] | None = None
+    sends: tuple[int, bool] | None = None
+
+
 @dataclass(frozen=True)
-class Program:
-    """The instructions of all stages in one order in which everything comes after what it waits
-    for.
+class Order:
+    """The events of a step, each after those that it waits for, and the counts of each stage."""
 
-    An operation is a run of instructions that waits only at its start and sends only at its end. As
-    tuples of integers, for speed: (stage, message it waits for, its duration's index, link it sends
-    on or −1, message it sends). Message 0 is there from the start. A segment is a run of operations
-    and then one collective: (stage, its duration's index) of its members. `durations` says what an
-    index stands for: (stage, kind of work, number of instructions). `labels` names the
-    instructions, (name, micro-batch, kind of work), of every operation and member in the order of
-    the segments.
-    """
-
-    segments: tuple[
-        tuple[tuple[tuple[int, int, int, int, int], ...], tuple[tuple[int, int], ...]], ...
-    ]
-    durations: tuple[tuple[int, int, int], ...]
-    labels: tuple[tuple[int, int, tuple[tuple[str, int | None, int], ...]], ...]
+    events: tuple[Event, ...]
     counts: tuple[Counts, ...]
-    num_messages: int
 
 
 def shape_of(graph: StageGraph, batches: Mapping[str, BranchBatch]) -> tuple[Place, ...]:
@@ -131,16 +105,13 @@ def shape_of(graph: StageGraph, batches: Mapping[str, BranchBatch]) -> tuple[Pla
 
 
 @lru_cache(maxsize=512)  # some 0.1 MB each
-def put_in_order(shape: tuple[Place, ...], schedule: type[StageSchedule]) -> Program:
+def put_in_order(shape: tuple[Place, ...], schedule: type[StageSchedule]) -> Order:
     """Order the instructions of all stages. Raises RuntimeError that names where each stage is
     stuck, if it cannot be done, and ValueError where the losses in the lists are not those that the
     schedule says it has."""
-    lists = [_listed(_nameless(place), schedule) for place in shape]
+    listed = [_listed(_nameless(place), schedule) for place in shape]
     losses = {
-        o.meets[1] is not None
-        for operations, _ in lists
-        for o in operations
-        if o.meets and o.meets[0] is ComputeLoss
+        micro_batch_of(i) is not None for own, _ in listed for i in own if type(i) is ComputeLoss
     }
     if losses - {schedule.loss_per_micro_batch}:
         raise ValueError(
@@ -148,32 +119,73 @@ def put_in_order(shape: tuple[Place, ...], schedule: type[StageSchedule]) -> Pro
             f"buffer_id, and its loss_per_micro_batch is {schedule.loss_per_micro_batch}; a loss "
             "per micro-batch has one, a loss over the global batch has none"
         )
-    linker = _Linker(shape, [operations for operations, _ in lists])
-    stuck = linker.link()
+    left = [deque(own) for own, _ in listed]
+    links: dict[tuple[int, bool], deque[int]] = defaultdict(deque)  # micro-batches on their way
+    events: list[Event] = []
+    moved = True
+    while moved:
+        moved = False
+        for number, place in enumerate(shape):
+            while left[number] and type(left[number][0]) not in COLLECTIVES:
+                event = _event(number, place, left[number][0])
+                if event.receives:
+                    queue = links[event.receives]
+                    if not queue or queue[0] != micro_batch_of(event.instruction):
+                        break  # not there yet, another one comes before it, or nobody sends it
+                    queue.popleft()
+                if event.sends:
+                    links[event.sends].append(event.instruction.buffer_id)
+                events.append(event)
+                left[number].popleft()
+                moved = True
+        if (meeting := _meeting(shape, left)) is not None:
+            events.append(meeting)
+            for number in meeting.stages:
+                left[number].popleft()
+            moved = True
+    stuck = [
+        f"{place.name} in {own[0].name}{_of_micro_batch(own[0])}"
+        for place, own in zip(shape, left)
+        if own
+    ]
+    stuck += [
+        f"{shape[sender].name} sends micro-batch {m} and nobody receives it"
+        for (sender, _), queue in links.items()
+        for m in queue
+    ]
     if stuck:
         raise RuntimeError(
-            f"{schedule.__name__}: these instructions wait for ever: " + "; ".join(stuck)
+            f"{schedule.__name__}: these instructions wait for ever: {'; '.join(stuck)}"
         )
-    return Program(
-        tuple(linker.segments),
-        tuple(linker.durations),
-        tuple(linker.labels),
-        tuple(counts for _, counts in lists),
-        linker.num_messages,
-    )
+    return Order(tuple(events), tuple(counts for _, counts in listed))
 
 
-class _Operation(NamedTuple):
-    """A run of instructions as long as it can be timed as one: a receive only at the start, one
-    piece of work, a send only at the end."""
+def _event(number: int, place: Place, instruction: PipeInstruction) -> Event:
+    kind = type(instruction)
+    receives = sends = None
+    if kind is RecvActivation or kind is RecvGrad:
+        sender = place.previous if kind is RecvActivation else place.next
+        receives = (-1 if sender is None else sender, kind is RecvActivation)
+    elif kind is SendActivation or kind is SendGrad:
+        sends = (number, kind is SendActivation)
+    return Event((number,), instruction, receives, sends)
 
-    receives: tuple[bool, int] | None  # (is it an activation?, micro-batch)
-    sends: tuple[int, int] | None  # (direction, micro-batch)
-    meets: (
-        tuple[type[PipeInstruction], int | None] | None
-    )  # the collective that it is, and of which micro-batch
-    work: int
-    instructions: tuple[tuple[str, int | None, int], ...]  # (name, micro-batch, kind of work)
+
+def _meeting(shape: Sequence[Place], left: Sequence[deque[PipeInstruction]]) -> Event | None:
+    """A collective to which all of its stages have come: of a loss the last stages, of the
+    optimizer step all."""
+    heads = [own[0] if own and type(own[0]) in COLLECTIVES else None for own in left]
+    for first in filter(None, heads):
+        kind, m = type(first), micro_batch_of(first)
+        members = tuple(
+            number for number, place in enumerate(shape) if place.tail_of or kind is OptimizerStep
+        )
+        if all(
+            (own := heads[number]) is not None and (type(own), micro_batch_of(own)) == (kind, m)
+            for number in members
+        ):
+            return Event(members, first)
+    return None
 
 
 def _nameless(place: Place) -> Place:
@@ -182,31 +194,11 @@ def _nameless(place: Place) -> Place:
 
 
 @lru_cache(maxsize=4096)
-def _listed(place: Place, schedule: type[StageSchedule]) -> tuple[list[_Operation], Counts]:
+def _listed(
+    place: Place, schedule: type[StageSchedule]
+) -> tuple[tuple[PipeInstruction, ...], Counts]:
     instructions = _instructions(place, schedule)
-    runs: list[list[PipeInstruction]] = []
-    ended, worked = True, False
-    for instruction in instructions:
-        kind = type(instruction)
-        if ended or kind in _RECEIVES or kind in _COLLECTIVES or (worked and kind in _WORK):
-            runs.append([])
-            worked = False
-        runs[-1].append(instruction)
-        worked = worked or kind in _WORK
-        ended = kind in _SENDS or kind in _COLLECTIVES
-    return [_operation(run) for run in runs], _count(instructions)
-
-
-def _operation(run: Sequence[PipeInstruction]) -> _Operation:
-    first, last = type(run[0]), type(run[-1])
-    works = [_WORK.get(type(instruction), _NOTHING) for instruction in run]
-    return _Operation(
-        (first is RecvActivation, run[0].buffer_id) if first in _RECEIVES else None,
-        (_SENDS[last], run[-1].buffer_id) if last in _SENDS else None,
-        (first, _micro_batch(run[0])) if first in _COLLECTIVES else None,
-        max(works),
-        tuple((i.name, _micro_batch(i), work) for i, work in zip(run, works)),
-    )
+    return tuple(instructions), _count(instructions)
 
 
 def _instructions(place: Place, schedule: type[StageSchedule]) -> list[PipeInstruction]:
@@ -282,123 +274,10 @@ def _few_counts(place: Place, schedule: type[StageSchedule]) -> Counts:
     return _count(_instructions(place, schedule))
 
 
-def _micro_batch(instruction: PipeInstruction) -> int | None:
+def micro_batch_of(instruction: PipeInstruction) -> int | None:
     return instruction.kwargs.get("buffer_id")
 
 
-class _Linker:
-    """Walks all stages forward together and writes down what they do, in the order it becomes
-    possible."""
-
-    def __init__(self, shape: Sequence[Place], operations: Sequence[Sequence[_Operation]]):
-        self.shape, self.operations = shape, operations
-        self.position = [0] * len(shape)
-        self.links: dict[int, deque[tuple[int | None, int]]] = defaultdict(
-            deque
-        )  # (micro-batch, message) on their way
-        self.num_messages = 1
-        self.durations: dict[tuple[int, int, int], int] = {}
-        self.segments: list = []
-        self.labels: list = []
-        self._open: list = []  # the segment being written
-
-    def link(self) -> list[str]:
-        """Everything, in order. Returns what is left over, in words: [] when all stages came to
-        their end."""
-        moved = True
-        while moved:
-            moved = any([self._advance(stage) for stage in range(len(self.shape))])
-            moved = self._meet() or moved
-        self._close(())
-        return [
-            self._describe(stage, operation)
-            for stage in range(len(self.shape))
-            if (operation := self._now(stage))
-        ] + [
-            f"{self.shape[link // 2].name} sends micro-batch {m} and nobody receives it"
-            for link, queue in self.links.items()
-            for m, _ in queue
-        ]
-
-    def _now(self, stage: int) -> _Operation | None:
-        position = self.position[stage]
-        return self.operations[stage][position] if position < len(self.operations[stage]) else None
-
-    def _describe(self, stage: int, operation: _Operation) -> str:
-        name, m, _ = operation.instructions[0]
-        return f"{self.shape[stage].name} in {name}" + ("" if m is None else f" of micro-batch {m}")
-
-    def _advance(self, stage: int) -> bool:
-        """One stage as far as it comes. False: not at all."""
-        start = self.position[stage]
-        while (operation := self._now(stage)) and not operation.meets:
-            message_in = self._take(stage, operation.receives)
-            if message_in is None:
-                break
-            link, message_out = self._give(stage, operation.sends)
-            self._open.append(
-                (stage, message_in, self._write_down(stage, operation), link, message_out)
-            )
-        return self.position[stage] > start
-
-    def _take(self, stage: int, receives: tuple[bool, int] | None) -> int | None:
-        """The message an operation starts with; 0: it needs none; None: it is not there yet,
-        another comes before it, or there is no stage that could send it."""
-        if receives is None:
-            return 0
-        activation, m = receives
-        place = self.shape[stage]
-        sender = place.previous if activation else place.next
-        if sender is None:
-            return None
-        queue = self.links[2 * sender + (DOWNSTREAM if activation else UPSTREAM)]
-        return queue.popleft()[1] if queue and queue[0][0] == m else None
-
-    def _give(self, stage: int, sends: tuple[int, int] | None) -> tuple[int, int]:
-        if sends is None:
-            return -1, 0
-        direction, m = sends
-        link, message = 2 * stage + direction, self.num_messages
-        self.links[link].append((m, message))
-        self.num_messages += 1
-        return link, message
-
-    def _meet(self) -> bool:
-        """One collective whose members have all come to it. False: there is none."""
-        collectives = [self._collective(stage) for stage in range(len(self.shape))]
-        for collective in filter(None, collectives):
-            members = [
-                stage
-                for stage, place in enumerate(self.shape)
-                if place.tail_of or collective[0] is OptimizerStep
-            ]
-            if all(collectives[stage] == collective for stage in members):
-                self._close(members)
-                return True
-        return False
-
-    def _collective(self, stage: int) -> tuple[type[PipeInstruction], int | None] | None:
-        """What this stage has come to, if that is a collective."""
-        operation = self._now(stage)
-        return operation.meets if operation else None
-
-    def _close(self, members: Sequence[int]) -> None:
-        operations, self._open = self._open, []
-        self.segments.append(
-            (
-                tuple(operations),
-                tuple(
-                    (stage, self._write_down(stage, self.operations[stage][self.position[stage]]))
-                    for stage in members
-                ),
-            )
-        )
-
-    def _write_down(self, stage: int, operation: _Operation) -> int:
-        """Label the operation, leave it behind, and return the index of its duration."""
-        duration = self.durations.setdefault(
-            (stage, operation.work, len(operation.instructions)), len(self.durations)
-        )
-        self.labels.append((stage, duration, operation.instructions))
-        self.position[stage] += 1
-        return duration
+def _of_micro_batch(instruction: PipeInstruction) -> str:
+    m = micro_batch_of(instruction)
+    return "" if m is None else f" of micro-batch {m}"

@@ -24,22 +24,24 @@ cost, and one pass over them.
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, OptimizerStep, ReduceGrads
+
 from engine.optimizer.gradient_averages import BUCKET_BYTES
 from engine.planning.costs import CostModel, LayerCost, Loading, Machine, Ring
 from engine.planning.ordering import (
-    DOWNSTREAM,
-    UPSTREAM,
     Counts,
-    Program,
+    Order,
     counts_of,
+    micro_batch_of,
     put_in_order,
     shape_of,
 )
-from engine.schedule import SCHEDULES
+from engine.schedule import SCHEDULES, ComputeLoss, EmbedPass, ReplayPass
 from engine.topology import Stage, StageGraph
 
 if TYPE_CHECKING:
@@ -109,11 +111,11 @@ def simulate(
     numbers of micro-batches that differ between the branches). `costs` must not be changed after
     its first use: sums over its layers are remembered.
     """
-    program = put_in_order(shape_of(graph, batches), SCHEDULES[schedule])
+    order = put_in_order(shape_of(graph, batches), SCHEDULES[schedule])
     bill = _bill(graph, batches, costs, SCHEDULES[schedule].loss_per_micro_batch)
-    seconds = _durations(program, bill.times)
-    ends = _run(program, seconds, bill.links)
-    busy = [_busy_s(times, counts) for times, counts in zip(bill.times, program.counts)]
+    spans: list[Span] | None = [] if timeline else None
+    ends = _run(order, bill, spans)
+    busy = [_busy_s(times, counts) for times, counts in zip(bill.times, order.counts)]
     step_s = max(*ends, _loading_s(graph, batches, busy, costs))
     idle_s = sum(stage.replicas * (step_s - busy_s) for stage, busy_s in zip(graph.stages, busy))
     return Simulation(
@@ -122,7 +124,7 @@ def simulate(
             _stage_result(
                 stage,
                 bill,
-                program.counts[stage.stage_id],
+                order.counts[stage.stage_id],
                 busy_s=busy[stage.stage_id],
                 step_s=step_s,
                 costs=costs,
@@ -130,7 +132,7 @@ def simulate(
             for stage in graph.stages
         ),
         idle_s / (graph.world_size * step_s) if step_s else 0.0,
-        _spans(program, seconds, ends, bill.times) if timeline else (),
+        tuple(spans or ()),
     )
 
 
@@ -238,13 +240,13 @@ class _Times(NamedTuple):
 
 @dataclass(frozen=True)
 class _Bill:
-    """All costs of a candidate, by stage id; `links` by number: seconds a message holds the link,
+    """All costs of a candidate, by stage id; `links` by (sender, is it an activation?): seconds a message holds the link,
     and its latency after that."""
 
     layers: Sequence[_LayersCost]
     losses: Sequence[_Loss | None]
     message_bytes: Sequence[float]  # to the next stage, and of its gradient back; 0 behind a tail
-    links: Sequence[tuple[float, float]]
+    links: Mapping[tuple[int, bool], tuple[float, float]]
     times: Sequence[_Times]
 
 
@@ -540,9 +542,9 @@ def _link(machine: Machine, ranks: Collection[int]) -> _Link:
 
 def _edges(
     graph: StageGraph, machine: Machine, message_bytes: Sequence[float]
-) -> list[tuple[float, float]]:
-    """The two links that leave each stage. An edge is as slow as its slowest pair of replicas."""
-    links = [(0.0, 0.0)] * (2 * len(graph.stages))
+) -> dict[tuple[int, bool], tuple[float, float]]:
+    """The links of the stages, two for each edge. An edge is as slow as its slowest pair of replicas."""
+    links = {}
     size, one_node = machine.ranks_per_node, graph.world_size <= machine.ranks_per_node
     for stage in graph.stages:
         if stage.next is None:
@@ -553,7 +555,7 @@ def _edges(
             next((pair for pair in pairs if pair[0] // size != pair[1] // size), stage.ranks[:1]),
         )
         both = (message_bytes[stage.stage_id] / link.bytes_per_s, link.latency_s)
-        links[2 * stage.stage_id + DOWNSTREAM] = links[2 * stage.next + UPSTREAM] = both
+        links[stage.stage_id, True] = links[stage.next, False] = both
     return links
 
 
@@ -628,38 +630,40 @@ def _reduced_bytes(stage: Stage, costs: CostModel, layers: _LayersCost) -> tuple
 # -- one pass
 
 
-def _durations(program: Program, times: Sequence[_Times]) -> list[float]:
-    """Seconds of every kind of operation of every stage, waiting not counted."""
-    host_s = times[0].instruction_s
-    return [times[stage][work] + host_s * (number - 1) for stage, work, number in program.durations]
+# by kind of instruction the field of `_Times`
+_WORK = {
+    ForwardPass: "forward_s",
+    EmbedPass: "forward_s",
+    ReplayPass: "replay_s",
+    BackwardPass: "backward_s",
+    ComputeLoss: "loss_s",
+    ReduceGrads: "reduce_s",
+    OptimizerStep: "step_s",
+}
 
 
-def _run(
-    program: Program, seconds: Sequence[float], links: Sequence[tuple[float, float]]
-) -> list[float]:
-    """When each operation ends, in seconds from the start of the step, in the program's order."""
-    clock = [0.0] * len(program.counts)
-    free = [0.0] * len(links)
-    arrival = [0.0] * program.num_messages
-    ends: list[float] = []
-    for operations, members in program.segments:
-        for stage, message_in, duration, link, message_out in operations:
-            now = clock[stage]
-            if arrival[message_in] > now:
-                now = arrival[message_in]
-            now += seconds[duration]
+def _run(order: Order, bill: _Bill, spans: list[Span] | None = None) -> list[float]:
+    """When each stage is done, in seconds from the start of the step. `spans`: gets one for each
+    instruction of each stage."""
+    clock = [0.0] * len(bill.times)
+    free: dict[tuple[int, bool], float] = defaultdict(float)  # when a link can take a message
+    arrivals: dict[tuple[int, bool], deque[float]] = defaultdict(deque)
+    for stages, instruction, receives, sends in order.events:
+        kind = type(instruction)
+        together = max([clock[stage] for stage in stages])
+        for stage in stages:
+            came, now = clock[stage], together
+            if receives:
+                now = max(now, arrivals[receives].popleft())
+            now += getattr(bill.times[stage], _WORK.get(kind, "instruction_s"))
             clock[stage] = now
-            ends.append(now)
-            if link >= 0:
-                holds_s, latency_s = links[link]
-                left = (now if now > free[link] else free[link]) + holds_s
-                free[link] = left
-                arrival[message_out] = left + latency_s
-        together = max((clock[stage] for stage, _ in members), default=0.0)
-        for stage, duration in members:
-            clock[stage] = together + seconds[duration]
-            ends.append(clock[stage])
-    return ends
+            if sends:
+                holds_s, latency_s = bill.links[sends]
+                free[sends] = max(now, free[sends]) + holds_s
+                arrivals[sends].append(free[sends] + latency_s)
+            if spans is not None:
+                spans.append(Span(stage, instruction.name, micro_batch_of(instruction), came, now))
+    return clock
 
 
 def _busy_s(times: _Times, counts: Counts) -> float:
@@ -745,18 +749,3 @@ def _exchanged_bytes(stage: Stage, losses: Sequence[_Loss | None]) -> float:
     return (
         loss.matching.moved_bytes + around + sum(loss.receivers) * (rows + statistics)
     ) / loss.replicas
-
-
-def _spans(
-    program: Program, seconds: Sequence[float], ends: Sequence[float], times: Sequence[_Times]
-) -> tuple[Span, ...]:
-    """Take the operations apart again. An operation waits before its own seconds, in its first
-    instruction."""
-    clock, spans = [0.0] * len(times), []
-    for (stage, duration, instructions), end in zip(program.labels, ends):
-        now = end - seconds[duration]
-        for position, (name, m, work) in enumerate(instructions):
-            now = end if position == len(instructions) - 1 else min(now + times[stage][work], end)
-            spans.append(Span(stage, name, m, clock[stage], now))
-            clock[stage] = now
-    return tuple(spans)
