@@ -1,16 +1,11 @@
 """OpenCLIP's trainer on one rank; bench/open_clip.py starts it through torchrun.
 
-    torchrun --nproc-per-node 2 -m bench.open_clip_rank RUN.json        {"towers": FILE, "options": [options of open_clip_train]}
+    torchrun --nproc-per-node 2 -m bench.open_clip_rank '{"towers": FILE, "options": [of open_clip_train]}'
 
-The options come in a file because torchrun would take some of them for its own (`--logs` for
-`--logs-specs`).
-
-It calls `open_clip_train.main.main`, which stays as it is. Two things are done around it:
-
-- The towers' file is made known to OpenCLIP under its name, as `open_clip.add_model_config` is
-  meant to be used.
-- DistributedDataParallel is called without `device_ids`. OpenCLIP gives `[device]` even for a CPU,
-  and torch refuses that.
+The options are one word because torchrun would take some of them for its own (`--logs` for
+`--logs-specs`). `open_clip_train.main.main` stays as it is; around it the towers' file is made known
+by `open_clip.add_model_config`, and DistributedDataParallel is called without `device_ids`, which
+OpenCLIP gives even for a CPU, where torch refuses them.
 
 This must run as a module from the root of the repository. Started as a file it would have bench/ at
 the front of its path, where `import open_clip` finds bench/open_clip.py instead of the library.
@@ -20,7 +15,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -46,4 +40,4 @@ def run(towers: str, options: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    run(**json.loads(sys.argv[1]))

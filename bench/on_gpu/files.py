@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 from bench.on_gpu.jobs import CONFIG, NUM_TOKENS, Job
-from bench.open_clip_report import Record, read_open_clip, read_own
+from bench.open_clip import Record, read_open_clip, read_own
 
 STEPS, SKIPPED = 14, 4  # loaders start in the first steps, and work ahead
 IMAGES, SIZE = 2048, (400, 300)  # about as large as those of CC12M and of LAION's smaller sets
@@ -140,4 +140,4 @@ def wye_from_files(job: Job) -> dict[str, Any]:
         "trace-every": 0,
     }
     train.main(parse_options([w for k, v in options.items() for w in (f"--{k}", str(v))]), Run())
-    return found(read_own(run_dir, ()), batch)
+    return found(read_own(run_dir, batch, ()), batch)
