@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,27 @@ def call(
     return [peaks[rank] for rank in range(ranks)]
 
 
+ALONE = """import importlib, json, sys
+sys.path.insert(1, "tests/data")
+module, name, given = json.loads(sys.argv[1])
+print(json.dumps(getattr(importlib.import_module(module), name)(*given)))"""
+
+
+def alone(function: Callable[..., Any], *given: Any) -> Any:
+    """What a function of a module returns in a fresh process of one thread."""
+    words = json.dumps([function.__module__, function.__name__, given])
+    run = subprocess.run(
+        [sys.executable, "-c", ALONE, words],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    if run.returncode:
+        sys.exit(f"{function.__name__} {given} ended with:\n{run.stderr[-2000:]}")
+    return json.loads(run.stdout.splitlines()[-1])
+
+
 def below(pid: int) -> list[psutil.Process]:
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).children(recursive=True)
@@ -90,14 +111,14 @@ def below(pid: int) -> list[psutil.Process]:
 def note_peak(process: psutil.Process, peaks: dict[int, int]) -> None:
     with contextlib.suppress(psutil.Error, OSError, KeyError):  # it has ended, or is no rank
         rank = int(process.environ()["RANK"])
-        peaks[rank] = max(peaks.get(rank, 0), peak_resident_bytes(process.pid))
+        peaks[rank] = max(peaks.get(rank, 0), resident_bytes(process.pid))
 
 
-def peak_resident_bytes(pid: int | str = "self") -> int:
+def resident_bytes(pid: int | str = "self", field: str = "VmHWM") -> int:
     """The most physical memory that a process has had; 0 for one that nobody has waited for."""
     text = Path(f"/proc/{pid}/status").read_text()
-    peak = (line.split()[1] for line in text.splitlines() if line.startswith("VmHWM:"))
-    return int(next(peak, 0)) * 1024
+    found = (line.split()[1] for line in text.splitlines() if line.startswith(f"{field}:"))
+    return int(next(found, 0)) * 1024
 
 
 def kill_all(launcher: subprocess.Popen) -> None:
