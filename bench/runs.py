@@ -89,7 +89,10 @@ print(json.dumps(getattr(importlib.import_module(module), name)(*given)))"""
 
 def alone(function: Callable[..., Any], *given: Any) -> Any:
     """What a function of a module returns in a fresh process of one thread."""
-    words = json.dumps([function.__module__, function.__name__, given])
+    module = function.__module__
+    if module == "__main__":
+        module = f"bench.{Path(sys.argv[0]).stem}"
+    words = json.dumps([module, function.__name__, given])
     run = subprocess.run(
         [sys.executable, "-c", ALONE, words],
         cwd=ROOT,
