@@ -321,8 +321,9 @@ def costs(records: Records, skip: int = 0) -> str:
         rates = [run.samples_per_s(BATCH_SIZE, skip) for run in runs]
         ratios = [a / own.samples_per_s(BATCH_SIZE, skip) for a, own in zip(rates, base)]
         some = f", in {len(reached)} of {len(runs)} runs" if len(reached) < len(runs) else ""
+        times = [a / b for a, b in seconds if a and b]
         row = [name, spread(reached, ".0f") + some if reached else "–"]
-        row.append(spread([a / b for a, b in seconds if a and b] or [float("nan")], ".2f"))
+        row.append(spread(times, ".2f") if times else "–")
         row += [spread(rates, ".1f"), f"{statistics.median(ratios):.2f}"]
         row[-1] += f" ({min(ratios):.2f} – {max(ratios):.2f})"
         row.append(spread([statistics.mean(run.data_wait_s) for run in runs], ".2f"))

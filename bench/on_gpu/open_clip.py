@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,6 @@ from bench.on_gpu.jobs import NUM_TOKENS, Job, write_tiny
 from bench.on_gpu.profile import PROFILED_STEPS, Profiled
 from bench.on_gpu.timing import (
     WARMUP_STEPS,
-    WINDOWS,
     Device,
     Note,
     example,
@@ -28,7 +26,9 @@ from bench.on_gpu.timing import (
     largest_foretold,
     sizes_of,
     speed,
+    timed,
 )
+from bench.runs import flags
 
 TIMES_TO_ENLARGE = 3
 
@@ -50,7 +50,7 @@ class Batches:
         self.job, self.device, self.note = job, device, note
         self.images, self.texts = example(*sizes_of(job), NUM_TOKENS)
         self.micro_batch = job.micro_batch
-        self.per_step = (job.batch or 1) // (job.micro_batch or 1) if job.of.accumulates else 1
+        self.per_step = accumulated(job)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         if self.micro_batch is None:
@@ -86,82 +86,59 @@ class Batches:
         if self.device.on_gpu:
             torch.cuda.empty_cache()  # blocks of smaller batches would be in the way
         yield batch
-        self.device.now()
         self.device.forget_peak()
         yield batch
         self.device.now()
         peaks.append((number, self.device.memory["peak_bytes"] or 0.0))
 
     def _time(self, batch: tuple[Tensor, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        device, size = self.device, len(batch[0]) * self.per_step
-        for _ in range(WARMUP_STEPS * self.per_step):
-            yield batch
-        device.now()
-        device.forget_peak()
-        # `timed`, for steps that happen between what is handed out
+        yield from [batch] * (WARMUP_STEPS * self.per_step)
+        self.device.forget_peak()
         windows: list[float] = []
-        number = 1
-        for window in range(WINDOWS + 1):
-            start = device.now()
-            for _ in range(number * self.per_step):
-                yield batch
-            seconds = (device.now() - start) / number
-            if window:
-                windows.append(seconds)
-            else:
-                number = max(1, math.ceil(self.job.seconds / WINDOWS / max(1e-6, seconds)))
-        self.note(status="ok", **speed(self.job, size, windows, device))
+        for _ in timed(self.device, self.job.seconds, windows):
+            yield from [batch] * self.per_step
+        size = len(batch[0]) * self.per_step
+        self.note(status="ok", **speed(self.job, size, windows, self.device))
         profiled = Profiled()
         profiled.start()
-        for _ in range(PROFILED_STEPS * self.per_step):
-            yield batch
-        device.now()
+        yield from [batch] * (PROFILED_STEPS * self.per_step)
+        self.device.now()
         self.note(profile=profiled.stop(PROFILED_STEPS))
 
 
-def open_clip_options(job: Job, folder: str, name: str) -> list[str]:
-    """OpenCLIP's own flags. The rate is that of nothing in particular: what is learned of noise is
-    of no interest."""
-    options = {
-        "model": name,
-        "precision": "amp_bf16",
-        "device": job.device,
-        "batch-size": job.micro_batch or job.probes[1],
-        "lr": 1e-4,
-        "warmup": 1000,
-        "epochs": 1,
-        "save-frequency": 0,
-        "logs": folder,
-        "name": "run",
-        "seed": 0,
-    }
-    flags = [word for key, value in options.items() for word in (f"--{key}", str(value))]
-    if job.of.compiled:
-        flags.append("--torchcompile")
-    if job.of.accumulates:
-        flags += ["--accum-freq", str((job.batch or 1) // (job.micro_batch or 1))]
-    return flags
+def accumulated(job: Job) -> int:
+    """Batches of an optimizer step."""
+    return (job.batch or 1) // (job.micro_batch or 1) if job.of.accumulates else 1
 
 
 def train(job: Job, note: Note) -> None:
-    device = Device(job.device)
-    name = job.model
+    """What is learned of noise is of no interest, and neither is the rate."""
+    device, name = Device(job.device), job.model
     if job.tiny:
-        write_tiny(Path(job.folder), job.model, open_clip.get_model_config(job.model))
+        write_tiny(Path(job.tower), open_clip.get_model_config(job.model))
         open_clip.add_model_config(Path(job.tower).with_suffix(".json"))
         name = Path(job.tower).name
-    with tempfile.TemporaryDirectory() as folder:
-        flags = open_clip_options(job, folder, name)
-        if job.of.decoded:
-            from bench.on_gpu.files import open_clip_from_files
-
-            note(status="ok", **open_clip_from_files(job, flags, Path(folder), main))
-            return
-        batches = Batches(job, device, note)
-        flags += ["--dataset-type", "synthetic", "--train-num-samples", "1", "--workers", "0"]
-        ready = data.DataInfo(batches)  # in place of a data set of black images, decoded each time
-        with (
-            patch.object(data, "get_synthetic_dataset", lambda *_, **__: ready),
-            contextlib.suppress(Timed),
-        ):
-            main(flags)
+    batches = data.DataInfo(Batches(job, device, note))  # not black images, decoded each time
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch.object(data, "get_synthetic_dataset", lambda *_, **__: batches),
+        contextlib.suppress(Timed),
+    ):
+        options = {
+            "model": name,
+            "precision": "amp_bf16",
+            "device": job.device,
+            "batch-size": job.micro_batch or job.probes[1],
+            "accum-freq": accumulated(job),
+            "lr": 1e-4,
+            "warmup": 1000,
+            "epochs": 1,
+            "save-frequency": 0,
+            "logs": folder,
+            "name": "run",
+            "seed": 0,
+            "dataset-type": "synthetic",
+            "train-num-samples": 1,
+            "workers": 0,
+        }
+        main([*flags(options), *(["--torchcompile"] if job.of.compiled else [])])

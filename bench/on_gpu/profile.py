@@ -123,10 +123,7 @@ class _Operations(TorchDispatchMode):
     the host."""
 
     NAMES = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select")
-
-    def __init__(self, waits: Counter[str]) -> None:
-        super().__init__()
-        self.waits = waits
+    waits: Counter[str]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         by_mask = func is torch.ops.aten.index.Tensor and any(
@@ -139,23 +136,17 @@ class _Operations(TorchDispatchMode):
 
 class _Methods(TorchFunctionMode):
     """What moves values between host and device, of which a CPU makes no operation: methods that
-    bring them to the host, and tensors that are made on the device from numbers of the host, which
-    lie in pageable memory."""
+    bring them to the host, and tensors that are made on the device from pageable memory."""
 
     METHODS = (Tensor.tolist, Tensor.cpu, Tensor.numpy)
     MAKERS = (torch.tensor, torch.as_tensor)
-
-    def __init__(self, waits: Counter[str]) -> None:
-        super().__init__()
-        self.waits = waits
+    waits: Counter[str]
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in self.METHODS:
-            self.waits[_here(f"Tensor.{func.__name__}")] += 1
-        elif func in self.MAKERS and (kwargs or {}).get("device") is not None:
-            on_device = isinstance(args[0], Tensor) and args[0].device == kwargs["device"]
-            if not on_device:
-                self.waits[_here(f"torch.{func.__name__} onto the device")] += 1
+        device = (kwargs or {}).get("device")
+        made = func in self.MAKERS and device is not None
+        if func in self.METHODS or (made and getattr(args[0], "device", None) != device):
+            self.waits[_here(f"torch.{func.__name__}")] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -166,7 +157,8 @@ def waits_by_line(device: torch.device) -> Iterator[Counter[str]]:
     are watched that would synchronise there, and copies are not seen."""
     waits: Counter[str] = Counter()
     if device.type != "cuda":
-        with _Operations(waits), _Methods(waits):
+        with _Operations() as operations, _Methods() as methods:
+            operations.waits = methods.waits = waits
             yield waits
         return
     before = torch.cuda.get_sync_debug_mode()

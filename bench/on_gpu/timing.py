@@ -7,7 +7,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ class Device:
     def __init__(self, kind: str) -> None:
         self.torch = torch.device(kind)
         self.on_gpu = kind == "cuda"
+        self.name = torch.cuda.get_device_name() if self.on_gpu else "CPU"
 
     def now(self) -> float:
         """Seconds, when all work so far is done."""
@@ -39,6 +40,7 @@ class Device:
 
     def forget_peak(self) -> None:
         if self.on_gpu:
+            torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
 
     @property
@@ -56,9 +58,6 @@ class Device:
     @property
     def held_bytes(self) -> int:
         return torch.cuda.memory_allocated() if self.on_gpu else 0
-
-    def name(self) -> str:
-        return torch.cuda.get_device_name() if self.on_gpu else "CPU"
 
 
 def filled(values: Tensor, number: int, on_gpu: bool, channels_last: bool = False) -> Tensor:
@@ -90,18 +89,18 @@ def sizes_of(job: Job) -> tuple[int, int]:
     return config["vision_cfg"]["image_size"], config["text_cfg"]["vocab_size"]
 
 
-def timed(steps: Callable[[int], None], device: Device, seconds: float) -> list[float]:
-    """Seconds a step in each of WINDOWS windows that take about `seconds` together. `steps(n)` runs
-    n steps."""
-    start = device.now()
-    steps(1)
-    number = max(1, math.ceil(seconds / WINDOWS / max(1e-6, device.now() - start)))
-    windows = []
-    for _ in range(WINDOWS):
+def timed(device: Device, seconds: float, windows: list[float]) -> Iterator[None]:
+    """Lets steps happen, one for each value that is drawn: a first one, then WINDOWS windows that
+    take about `seconds` together. `windows` gets the seconds a step in each."""
+    number = 1
+    for window in range(WINDOWS + 1):
         start = device.now()
-        steps(number)
-        windows.append((device.now() - start) / number)
-    return windows
+        yield from [None] * number
+        took = (device.now() - start) / number
+        if window:
+            windows.append(took)
+        else:
+            number = max(1, math.ceil(seconds / WINDOWS / max(1e-6, took)))
 
 
 def speed(job: Job, batch: int, windows: Sequence[float], device: Device) -> dict[str, Any]:

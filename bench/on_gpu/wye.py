@@ -6,7 +6,6 @@ import os
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import open_clip
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from bench.common import BRANCHES, laid_over
-from bench.on_gpu.jobs import CONFIG, NUM_TOKENS, SCHEDULES, Job, write_tiny
+from bench.on_gpu.jobs import CONFIG, NUM_TOKENS, Job, write_tiny
 from bench.on_gpu.profile import PROFILED_STEPS, Profiled, waits_by_line
 from bench.on_gpu.timing import (
     WARMUP_STEPS,
@@ -47,42 +46,34 @@ from models.towers.building import build_towers
 from models.towers.layers import library_models_kept
 
 
-def configuration(job: Job, batch: int, micro_batch: int) -> dict[str, Any]:
-    """The changes of ds_configs/zero1_bf16.json."""
-    return {
-        "train_batch_size": batch,
-        "branches": {
-            "layout": "merged",
-            "stages": {"merged": 1},
-            "replicas": 1,
-            "micro_batch_size": micro_batch,
-            "schedule": SCHEDULES[job.of.accumulates],
-            "compile": "layers" if job.of.compiled else "off",
-        },
-    }
-
-
 class Trained:
     """What train.py makes of a job before its loop, up to the engine."""
 
     def __init__(self, job: Job, device: Device) -> None:
         if job.tiny:
-            write_tiny(Path(job.folder), job.model, open_clip.get_model_config(job.model))
+            write_tiny(Path(job.tower), open_clip.get_model_config(job.model))
         self.job, self.device = job, device
         self.batch = job.batch or 4 * job.probes[1]
         self.micro_batch = job.micro_batch or self.batch
         self.image_size, self.vocab_size = sizes_of(job)
         self.processes = start_processes()
-        changes = configuration(job, self.batch, self.micro_batch)
-        config, block = read_config(
-            CONFIG, BRANCHES, change=lambda written: laid_over(written, changes)
-        )
+        changes = {
+            "train_batch_size": self.batch,
+            "branches": {
+                "layout": "merged",
+                "stages": {"merged": 1},
+                "replicas": 1,
+                "micro_batch_size": self.micro_batch,
+                "schedule": "replay" if job.of.accumulates else "batch_sync",
+                "compile": "layers" if job.of.compiled else "off",
+            },
+        }
+        config, block = read_config(CONFIG, BRANCHES, change=lambda read: laid_over(read, changes))
         values = PRESETS["long"].values(self.batch, 100_000, dict.fromkeys(BRANCHES, False))
         self.config, self.block = with_values(config, block, values, BRANCHES)
-        name = f"open_clip:{job.tower}"
         self.towers = build_towers(
-            name,
-            name,
+            f"open_clip:{job.tower}",
+            f"open_clip:{job.tower}",
             job.spec.embed_dim,
             image_size=self.image_size,
             vocab_size=self.vocab_size,
@@ -92,7 +83,7 @@ class Trained:
 
     def counted_costs(self) -> CostModel:
         """By counted operations, for the GPU that this is."""
-        here = next((d for name, d in DEVICES.items() if name in self.device.name()), None)
+        here = next((d for name, d in DEVICES.items() if name in self.device.name), None)
         return estimated_costs(
             self.towers,
             self.config,
@@ -103,7 +94,6 @@ class Trained:
 
     def measured_costs(self, seconds: float) -> CostModel:
         """As `"layout": "auto"` measures them, here for this micro-batch."""
-
         micro_batch = self.micro_batches()[0]
         inputs = {
             "image": {"pixel_values": normalise(micro_batch["pixel_values"])},
@@ -148,10 +138,9 @@ class Trained:
         on_gpu = self.device.on_gpu
         images, texts = example(self.image_size, self.vocab_size, NUM_TOKENS)
         pixels = images.mul(64).add(128).clamp(0, 255).to(torch.uint8)
-        tokens = filled(texts, self.micro_batch, on_gpu)
         shared = {
             "pixel_values": filled(pixels, self.micro_batch, on_gpu, channels_last=True),
-            "input_ids": tokens,
+            "input_ids": filled(texts, self.micro_batch, on_gpu),
             "attention_mask": filled(torch.ones_like(texts), self.micro_batch, on_gpu),
         }
         places = filled(torch.arange(self.batch), self.batch, on_gpu).split(self.micro_batch)
@@ -161,49 +150,37 @@ class Trained:
 
 def train(job: Job, note: Note) -> None:
     device = Device(job.device)
-    if job.of.decoded:
-        from bench.on_gpu.files import wye_from_files
-
-        note(status="ok", **wye_from_files(job))
-        return
     trained = Trained(job, device)
+    note(batch=trained.batch, micro_batch=trained.micro_batch)
     if job.of.predicts:
         predict(trained, note)
         return
-    note(batch=trained.batch, micro_batch=trained.micro_batch)
     engine, batch = trained.engine(), trained.micro_batches()
     held = device.held_bytes
-    losses: list[float] = []
-
-    def steps(number: int) -> None:
-        for _ in range(number):
-            losses.append(engine.train_batch(iter(batch)).loss)
-
-    steps(WARMUP_STEPS)
-    device.now()
+    losses = [engine.train_batch(iter(batch)).loss for _ in range(WARMUP_STEPS)]
     device.forget_peak()
-    windows = timed(steps, device, job.seconds)
+    windows: list[float] = []
+    for _ in timed(device, job.seconds, windows):
+        losses.append(engine.train_batch(iter(batch)).loss)
     found = speed(job, trained.batch, windows, device)
     note(status="ok", losses=[losses[0], losses[-1]], **found)
     if found["total_bytes"] and not job.of.accumulates:
-        own = largest_foretold(
-            (0, held), (trained.batch, found["peak_bytes"]), found["total_bytes"]
-        )
-        note(largest_foretold=own)
+        peaks = (0, held), (trained.batch, found["peak_bytes"])
+        note(largest_foretold=largest_foretold(*peaks, found["total_bytes"]))
     with waits_by_line(device.torch) as waits:
-        steps(1)
+        engine.train_batch(iter(batch))
     note(waiting_lines=dict(waits.most_common()))
     profiled = Profiled()
     profiled.start()
-    steps(PROFILED_STEPS)
+    for _ in range(PROFILED_STEPS):
+        engine.train_batch(iter(batch))
     device.now()
     note(profile=profiled.stop(PROFILED_STEPS))
 
 
 def predict(trained: Trained, note: Note) -> None:
     """The step as the planner foretells it: by counted costs, then by costs measured here."""
-    counted = trained.plan(trained.counted_costs()).predicted_step_s
-    note(batch=trained.batch, micro_batch=trained.micro_batch, counted_step_s=counted)
+    note(counted_step_s=trained.plan(trained.counted_costs()).predicted_step_s)
     with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, WYE_CACHE=folder):
         measured = trained.plan(trained.measured_costs(4 * trained.job.seconds)).predicted_step_s
     note(status="ok", measured_step_s=measured)

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from bench.gpu import Bench, Worker, main, merged, parse
+from bench.gpu import main, measured, merged, once, parse
 from bench.on_gpu.jobs import MODELS, NUM_TOKENS, ORDER, WAYS, Job, batches_for, peak_of, turns
 from bench.on_gpu.profile import covered, kind_of, summary, waits_by_line
 from bench.on_gpu.report import report
@@ -24,7 +24,8 @@ def test_both_programs_are_measured_and_a_failure_loses_its_own_line(tmp_path, c
     command = [*TRIED, "--only", ways, "--out", str(tmp_path), "--budget-s", "600"]
     assert main([*command, "--models", "ViT-B-32"]) == 0
     text = capsys.readouterr().out
-    records = json.loads((tmp_path / "results.json").read_text())["records"]
+    folder = tmp_path / "CPU-tiny"
+    records = json.loads((folder / "results.json").read_text())["records"]
     assert {key: record["status"] for key, record in records.items()} == {
         f"ViT-B-32/{way}": "ok" for way in ways.split(",")
     }, text
@@ -37,49 +38,52 @@ def test_both_programs_are_measured_and_a_failure_loses_its_own_line(tmp_path, c
     replay, foretold = records["ViT-B-32/wye_replay"], records["ViT-B-32/wye_predict"]
     assert (replay["batch"], replay["micro_batch"]) == (64, 16)
     assert foretold["counted_step_s"] > 0 and foretold["measured_step_s"] > 0
-    assert "mean nothing" in text and (tmp_path / "report.md").read_text() in text
+    assert "mean nothing" in text and (folder / "report.md").read_text() in text
 
     # the same command finds all done; what fails is said, beside what was measured
-    (tmp_path / "tiny" / "ViT-B-16-tiny").write_text("in the way of a folder")
+    (folder / "models" / "ViT-B-16-tiny").write_text("in the way of a folder")
     assert main([*command, "--models", "ViT-B-32,ViT-B-16"]) == 0
-    again = json.loads((tmp_path / "results.json").read_text())["records"]
+    again = json.loads((folder / "results.json").read_text())["records"]
     assert again["ViT-B-32/wye"] == own
     assert again["ViT-B-16/wye"]["status"] == "failed"
     assert "FileExistsError" in again["ViT-B-16/wye"]["reason"]
-    assert "ViT-B-16, Wye: failed" in (tmp_path / "report.md").read_text()
+    assert "ViT-B-16, Wye: failed" in (folder / "report.md").read_text()
 
 
-def test_what_does_not_fit_into_the_budget_is_skipped_and_said(tmp_path, capsys):
+def test_what_does_not_fit_into_the_budget_is_skipped(tmp_path, capsys):
     command = [*TRIED, "--models", "RN50", "--only", "wye", "--out", str(tmp_path)]
     assert main([*command, "--budget-s", "3"]) == 1
-    assert "RN50, Wye: skipped: 3 s of the budget are left" in capsys.readouterr().out
+    assert "RN50, Wye: skipped" in capsys.readouterr().out
 
 
-def test_a_process_is_ended_at_its_limit_and_what_it_had_found_is_kept(tmp_path):
-    worker = Worker("wye", tmp_path, "cpu")  # which imports, and waits for its job
+def test_a_process_is_ended_at_its_limit_and_what_it_had_found_is_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr("bench.gpu.SLOWER_CPU", 1e-3)
+    job = Job("ViT-B-32", "wye", 8, 8, "cpu", True, 0.05, str(tmp_path))
     start = time.monotonic()
-    assert worker.wait(0.5) is None and time.monotonic() - start < 60
+    assert once(job, start + 1.0)["status"] == "timeout" and time.monotonic() - start < 60
     file = tmp_path / "job.jsonl"
     file.write_text('{"status": "ok", "batch": 8}\n{"batch": 16}\n{"profile": {"ker')
     assert merged(file) == {"status": "ok", "batch": 16}
 
 
-def test_a_process_that_dies_without_a_word_is_a_failure(tmp_path):
-    bench = Bench(tmp_path, "cpu", True, 0.05, time.monotonic() + 300)
-    job = Job("ViT-B-32", "open_clip", None, None, "cpu", True, 0.05, str(tmp_path / "not there"))
-    record = bench._once(job, None)
-    assert record["status"] == "failed" and "FileNotFoundError" in record["reason"]
+def test_a_process_that_dies_without_a_word_is_a_failure(tmp_path, monkeypatch):
+    monkeypatch.setattr("bench.gpu.environment", lambda device: {"PYTHONHOME": "/nothing"})
+    job = Job("ViT-B-32", "wye", 8, 8, "cpu", True, 0.05, str(tmp_path))
+    record = once(job, time.monotonic() + 300)
+    assert record["status"] == "failed" and "exit status 1" in record["reason"]
 
 
-def test_what_another_device_measured_is_set_aside(tmp_path):
-    bench = Bench(tmp_path, "cpu", True, 0.05, time.monotonic() + 300)
-    bench._note("RN50", "open_clip", {"status": "ok", "environment": {"device": "NVIDIA H100"}})
-    bench._note("RN50", "wye", {"status": "ok", "environment": {"device": "NVIDIA H100"}})
-    assert len(bench.records) == 2
-    bench._note("RN50", "wye", {"status": "ok", "environment": {"device": "NVIDIA H200"}})
-    assert list(bench.records) == ["RN50/wye"] and bench.about["device"] == "NVIDIA H200"
-    aside = json.loads((tmp_path / "results-NVIDIA-H100.json").read_text())
-    assert len(aside["records"]) == 2
+def test_where_memory_runs_out_a_smaller_batch_is_tried(tmp_path, monkeypatch):
+    tried = []
+
+    def once_(job, deadline):
+        tried.append((job.batch, job.micro_batch))
+        return {"status": "out of memory"} if len(tried) < 3 else {"status": "ok"}
+
+    monkeypatch.setattr("bench.gpu.once", once_)
+    job = Job("ViT-B-32", "wye_replay", 400, 100, "cuda", False, 1.0, str(tmp_path))
+    assert measured(job, 0.0) == {"status": "ok"}
+    assert tried == [(400, 100), (368, 92), (336, 84)]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -113,7 +117,7 @@ def test_batches_follow_what_open_clip_held():
 
     assert of("open_clip") == (None, None)
     assert of("wye") == of("open_clip_compiled") == (1000, 1000)
-    assert of("wye_replay") == (4000, 1000) and of("wye_replay_large") == (16000, 1000)
+    assert of("wye_replay") == (4000, 1000)
     assert of("open_clip_accum") == (3720, 930)
     assert of("wye_largest") == (1600, 1600)
     assert batches_for("wye", "RN50", found, False) == (512, 512)  # OpenCLIP was not measured
@@ -221,14 +225,13 @@ def test_the_report_of_a_gpu():
     }
     text = report(records, {"device": "NVIDIA H100 80GB HBM3", "tiny": False})
     assert "mean nothing" not in text
-    line = next(line for line in text.splitlines() if line.startswith("| ViT-L-14 | Wye | 1,000"))
+    line = next(line for line in text.splitlines() if line.startswith("| ViT-L-14, Wye | 1,000"))
     cells = [cell.strip() for cell in line.strip("|").split("|")]
-    assert cells[3:] == ["752.2", "1.50", "1.20", "40.0%", "1,329.4", "10.0%", "60.0", "64.0"]
-    assert "| ViT-L-14 | Wye | 1,329.4 | 25% | 1,234 | 5 | 12.5 | 900.0 | 100.0 |" in text
+    assert cells[2:] == ["752.2", "1.50", "1.20", "40.0%", "1,329.4", "10.0%", "60.0", "64.0"]
+    profiled = "| ViT-L-14, Wye | 1,329.4 | 25% | 1,234 | 12.5 | 900.0 | 100.0 | 5 cudaStream"
+    assert profiled in text
     assert "| ViT-L-14 | 1,000 | 1,329.4 | 1,000.0 | 0.75 | 1,329.4 | 1.00 |" in text
     assert "- RN50, Wye: out of memory" in text and "2 × `a.py:1: x`" in text
-    # 25 and 40 % of an H100, as in the issue of the measurement
-    assert "| ViT-B-32 | 44.3 | 787 samples/s | 5,580 samples/s | 8,927 samples/s |" in text
 
 
 def test_peaks_are_known_by_the_name_of_the_gpu():
@@ -240,9 +243,9 @@ def test_peaks_are_known_by_the_name_of_the_gpu():
     "arguments, said",
     [
         (["--device", "cpu"], "add --tiny"),
-        (["--only", "wye,nothing"], "'nothing' is not known"),
-        (["--models", "ViT-H-14"], "known: ViT-B-32"),
-        (["--budget-s", "0"], "must be above 0"),
+        (["--only", "wye,nothing"], "'nothing'"),
+        (["--models", "ViT-H-14"], "some of ViT-B-32"),
+        (["--budget-s", "0"], "above 0"),
     ],
 )
 def test_what_is_asked_for_is_checked(arguments, said, capsys):
