@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from bench.towers import PACKAGES, README, SUMMARY, TABLE, layers_in, names, page, row
+from docs.towers import PACKAGES, README, SUMMARY, TABLE, layers_in, names, page, row
 
 pytest.importorskip("timm", reason="the table has its models")
 pytest.importorskip("open_clip", reason="the table has its models")

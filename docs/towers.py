@@ -1,16 +1,10 @@
 """Which models of timm, torchvision, OpenCLIP and transformers can be towers, and into how many layers?
 
-    python bench/towers.py                              all of them; writes models/TOWERS.md,
-                                                        and its summary into models/README.md
-    python bench/towers.py --rows FILE                  keeps each row in FILE, and goes on from there
-    python bench/towers.py --rows FILE --known          writes the page of what is in FILE
-    python bench/towers.py timm:resnet18 swin_t         some, one line each
+    python docs/towers.py                 writes models/TOWERS.md, and its summary into models/README.md
+    python docs/towers.py --rows FILE     keeps each row in FILE, and goes on from there
 
 Each is made, recorded and cut on the meta device, at the image size that it was published with: no
 memory, no arithmetic. One to three seconds each, an hour for all on one core.
-
-Expected. All that their library builds; a layer for each of the library's blocks, and two for what
-comes before and behind them.
 """
 
 from __future__ import annotations
@@ -21,15 +15,13 @@ import json
 import re
 import statistics
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-if __name__ == "__main__":
-    sys.path[0] = str(ROOT)  # not this folder, where a script is called open_clip
+sys.path.insert(0, str(ROOT))
 TABLE, README = ROOT / "models" / "TOWERS.md", ROOT / "models" / "README.md"
 SUMMARY = re.compile(r"^\| library \| names \|.+?(?=\n\n)", re.M | re.S)  # in both
 SHORT = 6  # layers; fewer are too few for a pipeline
@@ -122,25 +114,9 @@ def row(name: str, library: str, family: str, size: int) -> Row:
         else:
             tower = image_tower(name, size) if size else text_tower(name, None, 16)
     except (ValueError, RuntimeError) as error:
-        return Row(
-            name=name,
-            library=library,
-            family=family,
-            size=size,
-            layers=0,
-            width=0,
-            notes=(str(error).replace("\n", " "),),
-        )
+        return Row(name, library, family, size, 0, 0, (str(error).replace("\n", " "),))
     notes = tuple(tower.config.get("notes", ()))
-    return Row(
-        name=name,
-        library=library,
-        family=family,
-        size=size,
-        layers=len(tower.specs),
-        width=tower.width,
-        notes=notes,
-    )
+    return Row(name, library, family, size, len(tower.specs), tower.width, notes)
 
 
 # -- the page
@@ -173,8 +149,8 @@ def page(rows: Sequence[Row], every: Sequence[tuple[str, str, str, int]]) -> str
     their layers, and the names that are no tower. `every`: of `names`."""
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
     parts = [
-        "# Towers that libraries' models make\n\nWritten by `python bench/towers.py`, with "
-        f"{versions}; checked by `tests/bench/test_towers.py`. Layers are counted without the head, "
+        "# Towers that libraries' models make\n\nWritten by `python docs/towers.py`, with "
+        f"{versions}; checked by `tests/docs/test_towers.py`. Layers are counted without the head, "
         "at the image size that a model was published with.",
         summary(rows, Counter(library for _, library, _, _ in every)),
     ]
@@ -287,31 +263,20 @@ def read_rows(file: Path | None) -> dict[tuple[str, str], Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help="of towers (default: all)")
     parser.add_argument("--rows", type=Path, metavar="FILE", help="JSON lines, read and added to")
-    parser.add_argument(
-        "--known", action="store_true", help="write the page of the rows in FILE, and try no more"
-    )
     arguments = parser.parse_args()
-    start, rows, every, known = time.monotonic(), [], list(names()), read_rows(arguments.rows)
+    rows, every, known = [], list(names()), read_rows(arguments.rows)
     for each in every:
-        if arguments.names and each[0] not in arguments.names:
-            continue
-        if found := known.get(each[:2]):
-            rows.append(found)
-        elif not arguments.known:
-            rows.append(row(*each))
-            notes = "; ".join(rows[-1].notes)
-            print(f"{rows[-1].layers:4}  {each[1]}  {each[0]}  {notes}", flush=True)
+        rows.append(known.get(each[:2]) or row(*each))
+        if each[:2] not in known:
+            print(f"{rows[-1].layers:4}  {each[1]}  {each[0]}  {'; '.join(rows[-1].notes)}")
             if arguments.rows:
                 with arguments.rows.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(asdict(rows[-1])) + "\n")
-    if not arguments.names:
-        text = page(rows, every)
-        TABLE.write_text(text, encoding="utf-8")
-        before = README.read_text(encoding="utf-8")
-        README.write_text(SUMMARY.sub(SUMMARY.search(text)[0], before), encoding="utf-8")
-        print(f"{TABLE}: {len(rows)} of {len(every)} in {time.monotonic() - start:.0f} s")
+    text = page(rows, every)
+    TABLE.write_text(text, encoding="utf-8")
+    before = README.read_text(encoding="utf-8")
+    README.write_text(SUMMARY.sub(SUMMARY.search(text)[0], before), encoding="utf-8")
 
 
 if __name__ == "__main__":
