@@ -119,20 +119,30 @@ def merged(file: Path) -> dict[str, Any]:
 
 
 def hardware(device: str) -> dict[str, Any]:
-    """The device, its driver, and versions of packages."""
-    known: dict[str, Any] = {"device": "CPU" if device == "cpu" else "GPU"}
-    query = ["nvidia-smi", "--query-gpu=name,driver_version,clocks.max.sm,power.limit"]
+    """The device, its driver, and versions of packages. Ends this program where there is no GPU."""
+    known: dict[str, Any] = {"device": "CPU"}
     if device == "cuda":
-        with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
-            run = subprocess.run(
-                [*query, "--format=csv,noheader"], capture_output=True, text=True, timeout=20
-            )
-            line = run.stdout.splitlines()[0]
-            known["device"], _, known["driver, clock, power"] = line.partition(", ")
+        # in a process of its own, which gives the memory of its context back
+        known["device"] = output(sys.executable, "-c", NAME)
+        if not known["device"]:
+            sys.exit("bench/gpu.py: torch finds no GPU; to try the program: --device cpu --tiny")
+        query = "--query-gpu=driver_version,clocks.max.sm,power.limit"
+        known["driver, clock, power"] = output("nvidia-smi", query, "--format=csv,noheader")
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             known[package] = version(package)
     return {**known, "python": sys.version.split()[0], "cores": len(os.sched_getaffinity(0))}
+
+
+NAME = "import torch; print(torch.cuda.get_device_name())"
+
+
+def output(*command: str) -> str:
+    """The first line that a program writes; empty where it fails."""
+    with contextlib.suppress(OSError):
+        run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        return run.stdout.partition("\n")[0]
+    return ""
 
 
 def some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
@@ -161,8 +171,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     def add(flag: str, default: Any, kind: Callable[[str], Any], words: str, metavar: str) -> None:
         parser.add_argument(flag, default=default, type=kind, metavar=metavar, help=words)
 
-    add("--only", list(WAYS), some_of([*WAYS]), "ways to train", "WAY,...")
-    add("--models", list(MODELS), some_of([*MODELS]), "of them", "MODEL,...")
+    add("--only", ",".join(WAYS), some_of([*WAYS]), "ways to train", "WAY,...")
+    add("--models", ",".join(MODELS), some_of([*MODELS]), "of them", "MODEL,...")
     add("--seconds-per-measurement", 2.5, above_zero, "that steps are timed", "S")
     add("--budget-s", 520.0, above_zero, "for everything", "S")
     add("--out", OUT, Path, "where a folder for the device is made", "DIR")

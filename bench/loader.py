@@ -114,13 +114,11 @@ def prepare(medium: str, folder: str, samples: int) -> tuple[float, float]:
     from data.cache import SampleCache
 
     place, total = Path(folder), 0
+    make, key = {"image": (make_images, "image_path"), "audio": (make_sounds, "audio")}[medium]
     with (place / "set.jsonl").open("w", encoding="utf-8") as rows:
-        for name, content, text in (make_images if medium == "image" else make_sounds)(
-            place, samples
-        ):
+        for name, content, text in make(place, samples):
             (place / name).write_bytes(content)
             total += len(content)
-            key = "image_path" if medium == "image" else "audio"
             rows.write(json.dumps({key: name, "text": text, "id": name}) + "\n")
     cache = SampleCache(place / "cache")
     source, dataset = opened(medium, f"jsonl:{place / 'set.jsonl'}", cache)
@@ -167,24 +165,13 @@ class PlainDataset:
 
             return self.transforms(Image.open(self.paths[i]).convert("RGB"))
         import soundfile
-
-        samples, rate = soundfile.read(self.paths[i], dtype="float32", always_2d=True)
-        mono = usual_resampling(samples.mean(1), rate)
-        made = self.extractor(mono, sampling_rate=RATE, return_tensors="pt")  # cuts at random
-        return made["input_features"][0]
-
-
-def usual_resampling(samples: Any, rate: int) -> Any:
-    try:
-        import torch
-        from torchaudio.functional import resample
-
-        return resample(torch.from_numpy(samples), rate, RATE).numpy()
-    except ImportError:
         from scipy.signal import resample_poly
 
+        samples, rate = soundfile.read(self.paths[i], dtype="float32", always_2d=True)
         common = math.gcd(rate, RATE)
-        return resample_poly(samples, RATE // common, rate // common)
+        mono = resample_poly(samples.mean(1), RATE // common, rate // common)
+        made = self.extractor(mono, sampling_rate=RATE, return_tensors="pt")  # cuts at random
+        return made["input_features"][0]
 
 
 def one_thread(worker: int) -> None:

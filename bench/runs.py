@@ -96,7 +96,7 @@ def alone(function: Callable[..., Any], *given: Any) -> Any:
     run = subprocess.run(
         [sys.executable, "-c", ALONE, words],
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
     )
