@@ -1,7 +1,7 @@
 """Where the time of a step goes on a GPU, and where the host waits for the device.
 
 `summary` reads a trace of torch.profiler, whose events have the categories that are asked for here;
-`Waits` counts, line by line, where a step synchronises.
+`waits_by_line` counts, line by line, where a step synchronises.
 """
 
 from __future__ import annotations
@@ -56,33 +56,28 @@ def summary(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, Any]:
     in which any kernel or copy ran and in which copies ran alone, kernels launched, and how often
     the host waited, by call."""
     kernel_s: dict[str, float] = defaultdict(float)
-    spans: list[tuple[float, float]] = []
-    of_kernels: list[tuple[float, float]] = []
+    kernels: list[tuple[float, float]] = []
+    copies: list[tuple[float, float]] = []
     waits = Counter[str]()
-    slowest: dict[str, float] = defaultdict(float)
     for event in events:
-        category, name = event.get("cat"), str(event.get("name", ""))
         if event.get("ph") != "X":
             continue
-        if category == "kernel" or category in COPIES:  # microseconds
-            seconds = float(event["dur"]) / 1e6
-            spans.append((float(event["ts"]) / 1e6, float(event["ts"]) / 1e6 + seconds))
+        category, name = event.get("cat"), str(event.get("name", ""))
+        if category == "kernel" or category in COPIES:
+            start, seconds = float(event["ts"]) / 1e6, float(event["dur"]) / 1e6
+            (kernels if category == "kernel" else copies).append((start, start + seconds))
             kernel_s[COPIES.get(category) or kind_of(name)] += seconds
-            if category == "kernel":
-                of_kernels.append(spans[-1])
-                slowest[name[:80]] += seconds
         elif (category in ("cuda_runtime", "cuda_driver") and WAITING_CALL.match(name)) or (
             category == "cpu_op" and name in WAITING_OPERATIONS
         ):
             waits[name] += 1
-    most = sorted(slowest.items(), key=lambda item: -item[1])[:12]
+    busy_s = covered(kernels + copies)
     return {
         "kernel_s": {k: v / steps for k, v in sorted(kernel_s.items(), key=lambda item: -item[1])},
-        "busy_s": covered(spans) / steps,
-        "copies_alone_s": (covered(spans) - covered(of_kernels)) / steps,
-        "kernels": len(of_kernels) / steps,
+        "busy_s": busy_s / steps,
+        "copies_alone_s": (busy_s - covered(kernels)) / steps,
+        "kernels": len(kernels) / steps,
         "waits": {name: number / steps for name, number in waits.most_common()},
-        "slowest_kernels": {name: seconds / steps for name, seconds in most},
     }
 
 
