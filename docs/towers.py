@@ -201,20 +201,6 @@ def _layers_of_names(family: str, rows: Sequence[Row]) -> str:
     return f"- {family}: " + "; ".join(f"{n} {' '.join(names)}" for n, names in by_layers.items())
 
 
-def layers_in(text: str) -> dict[str, dict[str, int]]:
-    """What a page says: library -> name, without the library's prefix -> layers, 0 where it is no
-    tower."""
-    found: dict[str, dict[str, int]] = {}
-    for library, section in re.findall(r"^## (.+?)$(.+?)(?=^## |\Z)", text, re.M | re.S):
-        found[library] = of_library = {}
-        listed, _, refused = section.partition(f"No towers of {library}")
-        for line in re.findall(r"^- .+?: (\d.*)$", listed, re.M):
-            for number, names_of in re.findall(r"(\d+) ((?:`[^`]+` ?)+)", line):
-                of_library |= dict.fromkeys(re.findall(r"`([^`]+)`", names_of), int(number))
-        of_library |= dict.fromkeys(re.findall(r"^- `([^`]+)`:", refused, re.M), 0)
-    return found
-
-
 def _short(name: str) -> str:
     prefix = next((prefix for prefix in PREFIXES if name.startswith(prefix)), "")
     return name.removeprefix(prefix)

@@ -2,11 +2,12 @@
 its rows."""
 
 import importlib.metadata
+import re
 import statistics
 
 import pytest
 
-from docs.towers import PACKAGES, README, SUMMARY, TABLE, layers_in, names, page, row
+from docs.towers import PACKAGES, README, SUMMARY, TABLE, names, page, row
 
 pytest.importorskip("timm", reason="the table has its models")
 pytest.importorskip("open_clip", reason="the table has its models")
@@ -24,6 +25,20 @@ SAMPLE = (
     ("transformers, texts", "bert-tiny"),
     ("transformers, sounds", "hf:whisper-tiny"),
 )
+
+
+def layers_in(text: str) -> dict[str, dict[str, int]]:
+    """What a page says: library -> name, without the library's prefix -> layers, 0 where it is no
+    tower."""
+    found: dict[str, dict[str, int]] = {}
+    for library, section in re.findall(r"^## (.+?)$(.+?)(?=^## |\Z)", text, re.M | re.S):
+        found[library] = of_library = {}
+        listed, _, refused = section.partition(f"No towers of {library}")
+        for line in re.findall(r"^- .+?: (\d.*)$", listed, re.M):
+            for number, names_of in re.findall(r"(\d+) ((?:`[^`]+` ?)+)", line):
+                of_library |= dict.fromkeys(re.findall(r"`([^`]+)`", names_of), int(number))
+        of_library |= dict.fromkeys(re.findall(r"^- `([^`]+)`:", refused, re.M), 0)
+    return found
 
 
 @pytest.fixture(scope="module")
