@@ -16,17 +16,14 @@ from open_clip_train.main import main
 from torch import Tensor
 
 from bench.on_gpu.jobs import NUM_TOKENS, Job, write_tiny
-from bench.on_gpu.profile import PROFILED_STEPS, Profiled
 from bench.on_gpu.timing import (
-    WARMUP_STEPS,
     Device,
     Note,
     example,
     filled,
     largest_foretold,
+    measured_steps,
     sizes_of,
-    speed,
-    timed,
 )
 from bench.runs import flags
 
@@ -92,18 +89,9 @@ class Batches:
         peaks.append((number, self.device.memory["peak_bytes"] or 0.0))
 
     def _time(self, batch: tuple[Tensor, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        yield from [batch] * (WARMUP_STEPS * self.per_step)
-        self.device.forget_peak()
-        windows: list[float] = []
-        for _ in timed(self.device, self.job.seconds, windows):
-            yield from [batch] * self.per_step
         size = len(batch[0]) * self.per_step
-        self.note(status="ok", **speed(self.job, size, windows, self.device))
-        profiled = Profiled()
-        profiled.start()
-        yield from [batch] * (PROFILED_STEPS * self.per_step)
-        self.device.now()
-        self.note(profile=profiled.stop(PROFILED_STEPS))
+        for _ in measured_steps(self.job, size, self.device, self.note):
+            yield from [batch] * self.per_step
 
 
 def accumulated(job: Job) -> int:

@@ -7,14 +7,14 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench.on_gpu.jobs import Job
+from bench.on_gpu.profile import PROFILED_STEPS, Profiled
 
 WARMUP_STEPS = 3  # memory is allocated, kernels are chosen and, where asked, compiled in them
 WINDOWS = 3  # between waits for the device; their median is what is reported
@@ -89,9 +89,12 @@ def sizes_of(job: Job) -> tuple[int, int]:
     return config["vision_cfg"]["image_size"], config["text_cfg"]["vocab_size"]
 
 
-def timed(device: Device, seconds: float, windows: list[float]) -> Iterator[None]:
-    """Lets steps happen, one for each value that is drawn: a first one, then WINDOWS windows that
-    take about `seconds` together. `windows` gets the seconds a step in each."""
+def measured_steps(job: Job, batch: int, device: Device, note: Note) -> Iterator[None]:
+    """Lets steps of `batch` samples happen, one for each value that is drawn, and notes what they
+    took: WARMUP_STEPS, a first one, WINDOWS windows of `job.seconds` together, and a profile."""
+    yield from [None] * WARMUP_STEPS
+    device.forget_peak()
+    windows: list[float] = []
     number = 1
     for window in range(WINDOWS + 1):
         start = device.now()
@@ -100,19 +103,22 @@ def timed(device: Device, seconds: float, windows: list[float]) -> Iterator[None
         if window:
             windows.append(took)
         else:
-            number = max(1, math.ceil(seconds / WINDOWS / max(1e-6, took)))
-
-
-def speed(job: Job, batch: int, windows: Sequence[float], device: Device) -> dict[str, Any]:
+            number = max(1, math.ceil(job.seconds / WINDOWS / max(1e-6, took)))
     step_s = statistics.median(windows)
-    return {
-        "batch": batch,
-        "micro_batch": job.micro_batch or batch,
-        "step_s": step_s,
-        "samples_per_s": batch / step_s,
-        "windows_s": list(windows),
+    note(
+        status="ok",
+        batch=batch,
+        micro_batch=job.micro_batch or batch,
+        step_s=step_s,
+        samples_per_s=batch / step_s,
+        windows_s=windows,
         **device.memory,
-    }
+    )
+    profiled = Profiled()
+    profiled.start()
+    yield from [None] * PROFILED_STEPS
+    device.now()
+    note(profile=profiled.stop(PROFILED_STEPS))
 
 
 def largest_foretold(small: tuple[int, float], large: tuple[int, float], total: float) -> int:

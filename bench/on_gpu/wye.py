@@ -14,17 +14,15 @@ from torch import Tensor
 
 from bench.common import BRANCHES, laid_over
 from bench.on_gpu.jobs import CONFIG, NUM_TOKENS, Job, write_tiny
-from bench.on_gpu.profile import PROFILED_STEPS, Profiled, waits_by_line
+from bench.on_gpu.profile import waits_by_line
 from bench.on_gpu.timing import (
-    WARMUP_STEPS,
     Device,
     Note,
     example,
     filled,
     largest_foretold,
+    measured_steps,
     sizes_of,
-    speed,
-    timed,
 )
 from data.modalities.preprocessing import CLIP
 from data.modalities.transforms import normalise
@@ -157,25 +155,16 @@ def train(job: Job, note: Note) -> None:
         return
     engine, batch = trained.engine(), trained.micro_batches()
     held = device.held_bytes
-    losses = [engine.train_batch(iter(batch)).loss for _ in range(WARMUP_STEPS)]
-    device.forget_peak()
-    windows: list[float] = []
-    for _ in timed(device, job.seconds, windows):
+    losses = []
+    for _ in measured_steps(job, trained.batch, device, note):
         losses.append(engine.train_batch(iter(batch)).loss)
-    found = speed(job, trained.batch, windows, device)
-    note(status="ok", losses=[losses[0], losses[-1]], **found)
-    if found["total_bytes"] and not job.of.accumulates:
-        peaks = (0, held), (trained.batch, found["peak_bytes"])
-        note(largest_foretold=largest_foretold(*peaks, found["total_bytes"]))
+    note(losses=[losses[0], losses[-1]])
+    peak, total = device.memory["peak_bytes"], device.memory["total_bytes"]
+    if peak and total and not job.of.accumulates:
+        note(largest_foretold=largest_foretold((0, held), (trained.batch, peak), total))
     with waits_by_line(device.torch) as waits:
         engine.train_batch(iter(batch))
     note(waiting_lines=dict(waits.most_common()))
-    profiled = Profiled()
-    profiled.start()
-    for _ in range(PROFILED_STEPS):
-        engine.train_batch(iter(batch))
-    device.now()
-    note(profile=profiled.stop(PROFILED_STEPS))
 
 
 def predict(trained: Trained, note: Note) -> None:
