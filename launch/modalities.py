@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from common.spelling import near
 from data.bad_samples import BadSample
 from data.batching.buckets import side_multiple
 from data.cache import SampleCache
-from data.formats.rows import near
 from data.modalities.audio.features import AudioFeatures
 from data.modalities.audio.modality import AudioModality
 from data.modalities.image import ImageModality

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from common.spelling import near
 from data.bad_samples import Absent, BadSample, check_sound, refusing
 from data.decoding.images import upright_8bit
 from data.formats.rows import (
@@ -25,7 +26,6 @@ from data.formats.rows import (
     Row,
     Stamp,
     attempt,
-    near,
     stamp,
 )
 from data.formats.specs import local_path

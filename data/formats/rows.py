@@ -6,7 +6,6 @@ them. Listing parts is cheap and happens in one process, reading a part happens 
 `parts` and `samples`.
 """
 
-import difflib
 import os
 import re
 import stat
@@ -448,9 +447,3 @@ def in_parts(file: str, entries: Iterable[tuple[Any, int]]) -> Iterator[Part]:
             content, weight = [], 0
     if content:
         yield Part(file, content, weight)
-
-
-def near(word: str, known: Iterable[str]) -> str:
-    """A hint for a word that is none of the known ones, or nothing."""
-    found = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.4)
-    return f"; did you mean '{found[0]}'?" if found else ""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import unquote
 
-from data.formats.rows import near
+from common.spelling import near
 
 ROOT = "root"  # the option that names a further folder in which images may lie
 

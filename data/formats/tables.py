@@ -9,8 +9,9 @@ import os
 from collections.abc import Iterator
 from typing import Any, TextIO
 
+from common.spelling import near
 from data.bad_samples import BadSample
-from data.formats.rows import DEFAULT_PAIRS, EntriesFormat, Roots, near
+from data.formats.rows import DEFAULT_PAIRS, EntriesFormat, Roots
 from data.formats.specs import ROOT, chosen_columns, existing, names_of, split_options
 
 # Of each, the first that a line has. Hugging Face's metadata.jsonl has `file_name`.

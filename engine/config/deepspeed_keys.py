@@ -22,8 +22,8 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from engine.config.checks import AUTO
-from engine.config.spelling import nearest
+from common.spelling import nearest
+from engine.checks import AUTO
 from engine.optimizer.classes import ADAM_SWITCHES, RATES, optimizer_class, schedule_class
 
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)

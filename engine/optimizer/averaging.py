@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.config.spelling import strict_block
+from common.spelling import strict_block
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from engine.config.spelling import nearest, nearest_pattern
+from common.spelling import nearest, nearest_pattern
 from engine.topology import StageGraph
 
 HEAD = "head"  # the group of what stands behind the towers

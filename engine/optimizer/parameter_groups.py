@@ -23,7 +23,7 @@ from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, Protocol
 
-from engine.config.spelling import nearest, nearest_pattern
+from common.spelling import nearest, nearest_pattern
 from engine.optimizer.clipping_rules import HEAD
 
 

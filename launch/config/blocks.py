@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from engine.config.checks import check_bounds, check_choice, check_counts
+from common.spelling import nearest, strict_block
+from engine.checks import check_bounds, check_choice, check_counts
 from engine.config.reading import BranchesBlock
-from engine.config.spelling import nearest, strict_block
 from models.towers.adapters.lora import LoRA
 
 REMOVED = {

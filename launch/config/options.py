@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from common.options import SAME, add_flags, flags_of
-from data.formats.rows import near
+from common.spelling import near
 from data.index.roots import from_anywhere
 from data.modalities.preprocessing import NORMALIZATIONS, Preprocessing
 from data.modules import import_modules

@@ -43,9 +43,9 @@ from launch.records import (
     refuse_no_model,
 )
 from launch.terminal.tables import show
+from models.defaults import image_name, text_name
 from models.losses import build_loss
 from models.towers.adapters.layers import adapted_tower
-from models.towers.defaults import image_name, text_name
 from models.towers.fusion import fusion_sizes
 from models.towers.layers import Layer, Tower, library_models_kept
 from models.weights.open_clip_models import weights_of
@@ -233,7 +233,7 @@ def find_checkpoint(folder: Path, name: str | None) -> Path:
 
 def with_named_towers(options: Options, previous: Mapping[str, Any] | None) -> Options:
     """The options of a run with what the names of its towers leave open written out
-    (`models/towers/defaults.py`).
+    (`models/defaults.py`).
 
     `previous`: the record of the run that goes on, None for a new one. A model that is gone on with
     keeps the names by which it is known. Errors: those of weights that are not found.

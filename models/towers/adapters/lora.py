@@ -3,11 +3,12 @@ it is asked for its configuration."""
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from common.spelling import near
 
 TARGETS = ("attention", "mlp", "all")
 
@@ -40,9 +41,9 @@ class LoRA:
         if not (isinstance(names, (list, tuple)) and names and all(map(_is_name, names))):
             raise ValueError(f"target: got {self.target!r}; it is {_CHOICES}")
         if isinstance(self.target, str) and self.target not in TARGETS:
-            near = difflib.get_close_matches(self.target, TARGETS, 1)
-            meant = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"target: got {self.target!r}; it is {_CHOICES}{meant}")
+            raise ValueError(
+                f"target: got {self.target!r}; it is {_CHOICES}{near(self.target, TARGETS)}"
+            )
         if not isinstance(self.target, str):
             object.__setattr__(self, "target", tuple(self.target))
 

@@ -4,16 +4,23 @@ of words."""
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from typing import Any
 
 
+def near(given: str, known: Iterable[str]) -> str:
+    """`; did you mean …?` with the known word that is most like `given`; empty where none is."""
+    of_case = {word: word for word in known}
+    for words, word in ((of_case, given), ({w.lower(): w for w in of_case}, given.lower())):
+        if found := difflib.get_close_matches(word, words, 1, cutoff=0.5):
+            return f"; did you mean {words[found[0]]!r}?"
+    return ""
+
+
 def nearest(given: str, valid: Sequence[str]) -> str:
-    """`; did you mean …?` with the valid word that is most like `given`; where none is, all valid
-    ones."""
-    near = difflib.get_close_matches(given, valid, 1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else f"; valid keys: {', '.join(valid)}"
+    """As `near`; where no word is like `given`, all valid ones."""
+    return near(given, valid) or f"; valid keys: {', '.join(valid)}"
 
 
 def nearest_pattern(pattern: str, names: Sequence[str]) -> str:

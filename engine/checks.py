@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from engine.config.spelling import nearest
+from common.spelling import nearest
 
 AUTO = "auto"
 
