@@ -1,12 +1,10 @@
-"""What somebody may have meant, for messages that refuse a word; and the strict reading of a block
-of words."""
+"""What somebody may have meant, for messages that refuse a word."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
-from typing import Any
 
 
 def near(given: str, known: Iterable[str]) -> str:
@@ -40,14 +38,3 @@ def nearest_pattern(pattern: str, names: Sequence[str]) -> str:
 
 def keys_of(cls: type) -> list[str]:
     return [field.name for field in fields(cls)]
-
-
-def strict_block(name: str, value: Any, cls: type, example: str) -> dict[str, Any]:
-    """`branches.<name>` as written, if it is an object with keys of the dataclass `cls` only.
-    Errors: ValueError with the key."""
-    if not isinstance(value, dict):
-        raise ValueError(f"branches.{name}: got {value!r}; it is an object such as {example}")
-    for key in value:
-        if key not in keys_of(cls):
-            raise ValueError(f"unknown key 'branches.{name}.{key}'{nearest(key, keys_of(cls))}")
-    return value
