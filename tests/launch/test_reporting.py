@@ -219,7 +219,7 @@ def test_every_evaluation_writes_the_page_which_loads_itself_anew_until_the_run_
         assert 'data-refresh-s="30"' in page and f"{100 * recall:.1f}" in page
     assert "12.5 → 37.5" in page and "37.5 → " not in page
     journal.report()
-    assert 'data-refresh-s' not in (folder / "report.html").read_text()
+    assert "data-refresh-s" not in (folder / "report.html").read_text()
 
 
 def test_the_page_takes_a_small_share_of_the_time_of_a_run(tmp_path, monkeypatch):

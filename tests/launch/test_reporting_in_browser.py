@@ -211,7 +211,7 @@ def test_the_switch_changes_the_theme_of_page_and_charts(runs, opened):
 
 def test_the_page_of_a_run_that_goes_on_loads_itself_anew(runs, opened, tmp_path, monkeypatch):
     folder = shutil.copytree(runs[1], tmp_path / "live", ignore=shutil.ignore_patterns("check*"))
-    monkeypatch.setattr("launch.reporting.page.REFRESH_S", 1)
+    monkeypatch.setattr("launch.reporting.page.REFRESH_S", 0.2)  # quicker than it is drawn
     write_report([folder], folder / "report.html", next_s=3600)
     page = opened(address_of(folder / "report.html"))
     with (folder / "metrics.jsonl").open("a") as lines:
