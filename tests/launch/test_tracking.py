@@ -10,12 +10,14 @@ import sys
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 import wandb
 from deepspeed.monitor.config import WandbConfig
 from wandb_files import pieces
 
 from launch.tracking import wandb_run
+from launch.tracking.artifacts import log_export
 from launch.tracking.login import HOW_TO_SWITCH_IT_ON, choose_mode
 from launch.tracking.tracker import where
 
@@ -228,8 +230,9 @@ def set_for_wandb(home: Path, **settings: str) -> None:
     file.write_text("[default]\n" + "".join(f"{k} = {v}\n" for k, v in settings.items()))
 
 
-def test_without_a_login_auto_says_how_to_switch_it_on(machine):
+def test_without_a_login_auto_says_how_to_switch_it_on_and_leaves_no_process(machine):
     assert choose_mode("auto", WandbConfig()) == ("disabled", HOW_TO_SWITCH_IT_ON)
+    assert "wandb-core" not in [each.name() for each in psutil.Process().children()]
     assert "wandb login" in HOW_TO_SWITCH_IT_ON and "--wandb offline" in HOW_TO_SWITCH_IT_ON
 
 
@@ -270,6 +273,7 @@ def test_what_is_damaged_is_no_login(machine):
     [
         ({"WANDB_MODE": "offline"}, {}, "offline"),
         ({"WANDB_MODE": "dryrun"}, {}, "offline"),
+        ({"WANDB_MODE": ""}, {}, "online"),
         ({"WANDB_DISABLED": "true"}, {}, "disabled"),
         ({}, {"mode": "disabled"}, "disabled"),
     ],
@@ -283,6 +287,20 @@ def test_what_the_user_told_wandb_decides_where_no_flag_does(
         set_for_wandb(machine, **settings)
     assert choose_mode("auto", WandbConfig(enabled=True)) == (mode, "")
     assert choose_mode("online", WandbConfig()) == ("online", "")
+
+
+def test_a_mode_that_has_no_meaning_here_is_one_line(machine, monkeypatch, caplog):
+    monkeypatch.setenv("WANDB_MODE", "shared")
+    mode, notice = choose_mode("auto", WandbConfig())
+    assert mode == "online" and "shared" in notice
+    wandb.teardown()
+    monkeypatch.setenv("WANDB_MODE", "of\nline")
+    log_export(None, machine, machine, averaged=False)
+    (said,) = [each.getMessage() for each in caplog.records if each.name == "wye"]
+    assert "the export is not in W&B" in said and "WANDB_MODE" in said and "\n" not in said
+    monkeypatch.setenv("WANDB_MODE", "banana")
+    assert choose_mode("offline", WandbConfig()) == ("offline", "")
+    wandb.setup()  # does not fail for it
 
 
 def test_the_json_block_switches_it_on_and_off_and_says_where(machine, monkeypatch):
