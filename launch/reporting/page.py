@@ -24,8 +24,7 @@ from launch.reporting.sections import build_sections, charts_of
 
 TEMPLATES = Path(__file__).resolve().parent / "template"
 REFRESH_S = 30
-MOST_BYTES = 5_000_000
-# of these bytes, beside 2 MB of library and the pictures, see `tables.MOST_PICTURE_BYTES`
+# of the page, beside 2 MB of library and the pictures, see `tables.MOST_PICTURE_BYTES`
 MOST_FIGURE_BYTES = 1_900_000
 FEWEST_POINTS = 25
 
