@@ -5,6 +5,7 @@ import json
 import math
 import re
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -285,8 +286,11 @@ def test_the_page_takes_a_small_share_of_the_time_of_a_run(tmp_path, monkeypatch
     monkeypatch.setattr("launch.run.journal.time.monotonic", clock)
     folder = make_run(tmp_path / "a")
     journal = Journal(RunFolder(folder, first_rank=True), 0)
-    written = []
+    written, due_in_s = [], []
     for step in range(3):
         evaluate(journal, step, 0.5)
         written.append((folder / "report.html").stat().st_ino)  # another file each time
+        due_s = re.search(r'data-due-s="(.*?)"', (folder / "report.html").read_text())
+        due_in_s.append(float(due_s[1]) - time.time())
+    assert due_in_s[0] > 10_000 and 1000 < due_in_s[2] < 2000  # three times 501
     assert written[0] == written[1] != written[2] and imported[:2] == [False, True]
