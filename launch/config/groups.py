@@ -59,6 +59,9 @@ def named_tower(text: str) -> str:
     return text
 
 
+WANDB_MODES = ("auto", "online", "offline", "disabled")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModuleOptions(OptionGroup):
     title = "how to run"
@@ -607,7 +610,7 @@ class TrackingOptions(OptionGroup):
     wandb: str = option(
         "auto",
         "Weights & Biases; auto: online where a login is found",
-        choices=("auto", "online", "offline", "disabled"),
+        choices=WANDB_MODES,
     )
     wandb_project: str | None = option(
         None,

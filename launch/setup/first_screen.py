@@ -112,7 +112,7 @@ def print_screen(screen: Sequence[tuple[str, str]]) -> None:
 
 def folder_to_watch(folder: Path) -> str:
     """A run's folder, and the page that shows its curves while it goes on."""
-    return f"{folder}\nto watch it: open {folder / REPORT}, written at every evaluation"
+    return f"{folder}\nto watch it: open {folder / REPORT}, written at evaluations"
 
 
 def _data(data: PreparedData) -> str:

@@ -59,6 +59,7 @@ def test_a_timeline_of_a_run_imports_nothing(trap, tmp_path):
     (tmp_path / "run" / "costs.json").write_text("{}")
     (tmp_path / "run" / "config.json").write_text(json.dumps(record))
     _, reason = prediction(tmp_path / "run", record)
+    assert reason and "launch.tools.timeline" in reason
     assert reason is not None and "trap_module" in reason
     assert not trap.exists()
 
