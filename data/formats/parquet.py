@@ -303,7 +303,8 @@ def _decoded_bytes(batch: pa.RecordBatch, values: dict[str, Any] | BadSample) ->
     """That one row was decoded to. A dictionary, which all rows share, does not count; lists, which
     are read as one, count by their texts."""
     texts = values.get("text") if isinstance(values, dict) else None
-    size = sum(len(text or "") for text in texts) if isinstance(texts, list) else 0
+    texts = texts if isinstance(texts, list) else []
+    size = sum(len(text) for text in texts if isinstance(text, str))
     for column in batch.columns:
         if pa.types.is_dictionary(column.type):
             column = column.dictionary_decode()

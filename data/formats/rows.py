@@ -203,7 +203,7 @@ class Format:
                 except BadSample as problem:
                     media.mtime_ns = -1 if problem.reason == "missing-file" else 0
                     raise
-                media.size, media.mtime_ns = status.st_size, status.st_mtime_ns
+                media.size, media.mtime_ns = size_and_time(status)
             if media.size > FILE_LIMIT:
                 raise BadSample("unreadable", f"the {modality} has {_too_large(media.size)}")
 
@@ -258,8 +258,12 @@ class EntriesFormat(Format):
 
 def stamp(path: str) -> Stamp:
     """Raises OSError."""
-    found = os.stat(path)
-    return path, found.st_size, found.st_mtime_ns
+    return path, *size_and_time(os.stat(path))
+
+
+def size_and_time(status: os.stat_result) -> tuple[int, int]:
+    """Bytes, and time of the last change in ns: never 0, which says that there is no file."""
+    return status.st_size, status.st_mtime_ns or 1
 
 
 # -- files of their own

@@ -10,6 +10,7 @@ On disk, in `index/<hash of the spec>/` of the cache folder:
     lock           held while building: processes that start together build once
 """
 
+import contextlib
 import hashlib
 import mmap
 import os
@@ -23,7 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.files import read_json
-from data.formats.rows import DEFAULT_PAIRS, Format
+from data.formats.rows import DEFAULT_PAIRS, Format, size_and_time
 from data.formats.specs import cache_folder
 from data.index.media import MEDIA, PLACE, media_of
 
@@ -252,9 +253,6 @@ def _files_changed(format: Format, index: Index) -> bool:
 def _size_and_time(folders: Sequence[str], path: str) -> tuple[int, int]:
     """Find the file that a path leads to, without the checks of `Roots.find`; -1: none."""
     for folder in folders:
-        try:
-            found = os.stat(os.path.join(folder, path))
-        except (OSError, ValueError):
-            continue
-        return found.st_size, found.st_mtime_ns
+        with contextlib.suppress(OSError, ValueError):
+            return size_and_time(os.stat(os.path.join(folder, path)))
     return -1, -1

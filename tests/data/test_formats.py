@@ -269,6 +269,15 @@ def test_parquet_texts_of_any_type(tmp_path, kind):
     assert source.unused() == ({} if kind in TEXTS else {"captions without text": (1, where)})
 
 
+@pytest.mark.parametrize("wrong", [5, [5], [{"a": "b"}]])
+def test_parquet_texts_of_a_type_that_is_none_are_bad_samples(tmp_path, wrong):
+    for name, text in (("a", "words"), ("b", wrong)):
+        table = pa.table({"image": [encoded_image()], "text": [text]})
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+    ((_, _, reason, detail),) = open_source(f"parquet:{tmp_path}/*.parquet").bad_samples()
+    assert reason == "invalid-row" and "the text is" in detail
+
+
 def test_parquet_one_text_that_is_no_utf8_costs_no_other(tmp_path):
     texts = pa.array([[b"good", b"caf\xe9"]], pa.list_(pa.binary()))
     texts = pa.ListArray.from_arrays(texts.offsets, texts.values.view(pa.string()))
