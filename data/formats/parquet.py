@@ -25,7 +25,6 @@ from data.formats.rows import (
     Roots,
     Row,
     attempt,
-    stamp,
 )
 from data.formats.shards import ShardsFormat
 from data.formats.specs import ROOT, chosen_columns, is_remote, split_options
@@ -118,7 +117,7 @@ class ParquetFormat(ShardsFormat):
 
     def parts(self) -> Iterator[Part]:
         for file in self.files:
-            unchanging = stamp(file)
+            unchanging = self.stamp(file)
             try:
                 metadata = pq.ParquetFile(file).metadata
             except (pa.ArrowException, OSError) as error:

@@ -16,7 +16,6 @@ from PIL import Image
 
 from data.bad_samples import Absent, BadSample, check_sound, refusing
 from data.formats.rows import (
-    ROWS_OF_A_PART,
     Format,
     Media,
     Part,
@@ -24,6 +23,7 @@ from data.formats.rows import (
     Row,
     Stamp,
     attempt,
+    in_parts,
     near,
     stamp,
 )
@@ -101,10 +101,7 @@ class PythonFormat(Format):
         return len(self._items)
 
     def parts(self) -> Iterator[Part]:
-        unchanging = self.fingerprint()
-        for start in range(0, len(self._items), ROWS_OF_A_PART):
-            numbers = range(start, min(start + ROWS_OF_A_PART, len(self._items)))
-            yield Part(self.spec, numbers, len(numbers), (unchanging, numbers))
+        return in_parts(self.spec, ((number, 1) for number in range(len(self._items))))
 
     def rows(self, part: Part) -> Iterator[Row]:
         for number in part.content:

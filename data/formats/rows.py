@@ -232,10 +232,9 @@ class Format:
 class EntriesFormat(Format):
     """A data set that one file lists, entry by entry."""
 
-    file: str
-
-    def fingerprint(self) -> list[Stamp]:
-        return [stamp(self.file)]
+    @property
+    def file(self) -> str:
+        return self.files[0]
 
     def entries(self) -> Iterator[tuple[tuple[int, Any], int]]:
         """(number, content) of each, and its share of `total`."""

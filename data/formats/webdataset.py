@@ -24,7 +24,6 @@ from data.formats.rows import (
     Row,
     Unused,
     checked_captions,
-    stamp,
 )
 from data.formats.shards import ShardsFormat
 from data.formats.tables import parsed_object
@@ -71,8 +70,7 @@ class WebdatasetFormat(ShardsFormat):
 
     def parts(self) -> Iterator[Part]:
         for file in self.files:
-            found = stamp(file)
-            yield Part(file, None, found[1], found)
+            yield Part(file, None, os.path.getsize(file), self.stamp(file))
 
     def rows(self, part: Part) -> Iterator[Row | Unused]:
         name, short = self.shown[part.file], self.short[part.file]

@@ -364,8 +364,8 @@ def _row(work: _Work, part: Part, sample: Sample) -> tuple[dict[str, Any], bool]
         }
         if modality in lacks or format.problem(sample) is not None:
             continue
+        content = media.content
         try:
-            content = media.content
             if content is None:
                 content = format.read(modality, part.file, sample.number, media)
             row[f"{modality}_hash"] = content_hash(content)
@@ -374,8 +374,10 @@ def _row(work: _Work, part: Part, sample: Sample) -> tuple[dict[str, Any], bool]
             row |= measured
         except BadSample as wrong:
             lacks[modality] = wrong
-            # an error of the system, such as a faulty disk or a missing right
-            may_pass = may_pass or getattr(wrong.__cause__, "errno", None) is not None
+            # An error of the system, such as a faulty disk or a missing right. FFmpeg gives what
+            # is wrong with the content the same numbers.
+            is_of_the_system = getattr(wrong.__cause__, "errno", None) is not None
+            may_pass = may_pass or content is None and is_of_the_system
     problem = format.problem(sample)
     row |= {
         "id": _clean(sample.id),

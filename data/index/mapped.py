@@ -28,7 +28,7 @@ from data.formats.rows import DEFAULT_PAIRS, Format, size_and_time
 from data.formats.specs import cache_folder
 from data.index.media import MEDIA, PLACE, media_of
 
-VERSION = 4  # raised when an index of before would say other things of the same data
+VERSION = 5  # raised when an index of before would say other things of the same data
 NUMBERS, TEXTS, REPEATS, META = "numbers", "texts.arrow", "repeats.npy", "meta.json"
 # Images that are files: up to so many, each one's size and time are compared whenever the index is
 # opened.
@@ -207,6 +207,8 @@ def index_folder(
     """Where the index of a data set lies; `folder` instead of the cache folder's `index`. The rest
     as `load_index` has it."""
     words: list[Any] = [VERSION, check, format.spec, format.pairs]
+    # what one decoder refuses, another may read once it is installed
+    words += [MEDIA[modality].missing_decoders() for modality in media_of(format.modalities)]
     if "audio" in format.modalities:
         words.append(max_audio_seconds)
     return (folder or cache_folder() / "index") / fingerprint(words)

@@ -249,11 +249,13 @@ def test_an_image_s_verdict_is_its_own_when_the_data_set_changes(module, tmp_pat
 
 
 def test_an_image_that_changes_unnoticed_says_how_it_would_be_noticed(module, tmp_path):
+    """And a refresh finds it."""
     (tmp_path / f"{module}.py").write_text(GROWING)
     source = open_source(f"python:{module}:growing")
     importlib.import_module(module).growing.first = 50
     with pytest.raises(BadSample, match="change the data set's `fingerprint` attribute"):
         source.image_bytes(0)
+    assert open_source(source.spec, refresh=True).image_bytes(0) != b""
 
 
 def test_pairs_without_images_or_without_texts(module, tmp_path):
