@@ -5,7 +5,6 @@ An image is read with its whole row group, of which the last one is kept: files 
 groups are fast in any order (Hugging Face writes 100 rows), files with one large group are not.
 """
 
-import math
 import os
 import uuid
 from collections.abc import Iterator
@@ -350,6 +349,6 @@ def _texts(scalar: pa.Scalar) -> Any:
 def _id(given: Any) -> Any:
     """What a text or a whole number may have become: DuckDB has a type for UUIDs, and pandas makes
     a column of numbers float where one is missing."""
-    if isinstance(given, float):
-        return int(given) if given.is_integer() else None if math.isnan(given) else given
+    if isinstance(given, float) and given.is_integer():
+        return int(given)
     return str(given) if isinstance(given, uuid.UUID) else given

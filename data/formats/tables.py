@@ -77,10 +77,11 @@ class JsonlFormat(EntriesFormat):
             given = [fields[key] for key in keys if key in fields]
             values[what] = next((value for value in given if value is not None), None)
             if not given and self.pairs == DEFAULT_PAIRS and what in self.modalities:
-                hint = near(keys[0], fields)
+                wanted = keys[0] if keys else what
+                hint = near(wanted, fields)
                 hint += hint and f" or name it: ?{what}=KEY"
                 listed = ", ".join(fields) or "none"
-                detail = f"no key '{keys[0]}'; given: {listed}{hint}"
+                detail = f"no key '{wanted}'; given: {listed}{hint}"
                 values[what] = BadSample("invalid-row", detail)
         return values
 

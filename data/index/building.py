@@ -73,8 +73,10 @@ def load_index(
 
     workers: processes that read images; None: a core each, at most 16. check: "decode" decodes
     every image, so that all who open the index agree on which are bad; "header" reads sizes only,
-    and leaves the rest to be found in training. refresh: compare every file, however many there
-    are. max_audio_seconds: longer sounds are bad; None: as far as they are read at all. Errors:
+    and leaves the rest to be found in training. refresh: list all parts, and read again those of
+    which a row, or the size or the time of a file, is another; else that is done only where the
+    data set's own files, or one of up to 100,000 images or sounds, are seen to have changed.
+    max_audio_seconds: longer sounds are bad; None: as far as they are read at all. Errors:
     ValueError, OSError.
     """
     if check not in CHECKS:

@@ -444,11 +444,11 @@ def test_a_data_set_without_sounds_is_refused_by_name(tmp_path):
         ValueError, match="it holds image and text, and --pairs compares audio:text"
     ):
         open_format(f"csv:{tmp_path}/a.csv", AUDIO_TEXT)
-    (tmp_path / "b.csv").write_text("audio,title\na.wav,words\n")
+    # named for sounds, it is no image's
     with pytest.raises(
         ValueError, match="it holds text and audio, and --pairs compares image:text"
     ):
-        open_format(f"csv:{tmp_path}/b.csv")
+        open_format(f"csv:{tmp_path}/a.csv?audio=filepath")
 
 
 @pytest.mark.parametrize(

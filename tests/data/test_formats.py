@@ -171,9 +171,9 @@ def test_imagefolder_with_names_and_templates(classes, tmp_path, kind):
 def test_imagefolder_counts_what_it_does_not_use(classes):
     """What would have been a sample is bad, with a reason; other files are counted by ending, and
     what systems leave is passed over."""
-    jpg = encoded_image(kind="JPEG")
-    for name in ("n01/deep/2.pgm", "n01/3.heic", "top.jpg", "n03/x.dat", ".git/1.jpg"):
-        (classes / name).parent.mkdir(exist_ok=True)
+    jpg, deep = encoded_image(kind="JPEG"), "n01/" + "/".join(["deep" * 50] * 6)
+    for name in (f"{deep}/2.pgm", "n01/3.heic", "top.jpg", "n03/x.dat", ".git/1.jpg"):
+        (classes / name).parent.mkdir(parents=True, exist_ok=True)
         (classes / name).write_bytes(jpg)
     (classes / "n04").mkdir()
     for name in ("n01/1.xml", "n02_big_cat/1.xml", "n01/list", "labels.csv", "classnames.txt"):
@@ -189,7 +189,7 @@ def test_imagefolder_counts_what_it_does_not_use(classes):
         *("orphan-member", "not-an-image", "orphan-member", "orphan-member")
     ]
     assert [source.identity(int(i)) for i in source.usable()] == [
-        *("n01/1.JPEG", "n01/deep/2.pgm", "n02_big_cat/1.JPEG")
+        *("n01/1.JPEG", f"{deep}/2.pgm", "n02_big_cat/1.JPEG")
     ]
     root = classes.resolve()
     assert source.unused() == {

@@ -54,7 +54,7 @@ class Own:
         if i == 15:
             item["image"] = b"no image"
         if i < 6:
-            item["language"] = ("de", 2, None)[i % 3]
+            item["language"] = ("de", np.int64(2), float("nan"))[i % 3]
         return item
 
 class Tuples:
@@ -75,7 +75,8 @@ class Undecoded(Tuples):
 
 class Broken(Tuples):
     def __getitem__(self, i):
-        return [1, 2, 3] if i == 1 else {"image": 5, "text": "five"} if i == 2 else {}[i] if i == 3 else self.items[i]
+        broken = {1: [1, 2, 3], 2: {"image": 5, "text": "five"}, 4: {"language": ["de"]}}
+        return {}[i] if i == 3 else broken.get(i, self.items[i])
 
 number = 5
 """
@@ -312,7 +313,9 @@ def test_what_is_wrong_with_an_item_is_said(module):
         "1": "invalid-row",
         "2": "not-an-image",
         "3": "unreadable",
+        "4": "invalid-row",
     }
+    assert "the language is ['de']" in found["4"][1]
     assert (
         "item 3: KeyError: 3" in found["3"][1]
         and "the image is a int; bytes, a path" in found["2"][1]
