@@ -98,14 +98,14 @@ class Index:
             for name, (size, crc) in self.meta["files"].items():
                 if os.path.getsize(folder / name) != size or checksum(folder / name) != crc:
                     raise ValueError(f"{folder / name} is not the file that was written")
-            numbers, self._texts = _map(folder / NUMBERS), _map(folder / TEXTS)
+            numbers, texts = self._maps = _map(folder / NUMBERS), _map(folder / TEXTS)
             self.repeats = np.load(folder / REPEATS)
         except FileNotFoundError:
             raise FileNotFoundError(
                 f"{folder}: this index was replaced, because the data changed; start the run again"
             ) from None
         self.modalities: tuple[str, ...] = tuple(self.meta["modalities"])
-        self._batches = pa.ipc.open_file(pa.py_buffer(self._texts))
+        self._batches = pa.ipc.open_file(pa.py_buffer(texts))
         sizes = [(rows, file) for _, file, batches, _ in self.meta["parts"] for rows in batches]
         self._starts = np.cumsum([0, *(rows for rows, _ in sizes)])
         self._files = [file for _, file in sizes]  # of each batch
@@ -131,12 +131,13 @@ class Index:
 
     def text(self, name: str, i: int) -> Any:
         """One of `texts_of` of row i; empty for media that the index has not."""
-        # Rows are read in any order, and each maps far more than itself: without letting go, in an
-        # epoch all of the file. It stays in the system's memory, where every process finds it again
-        # without reading the disk.
+        # Rows are read in any order, and each maps far more than itself, also of the numbers that
+        # are read beside a text: without letting go, in an epoch all of both files. They stay in
+        # the system's memory, where every process finds them again without reading the disk.
         self._reads += 1
         if self._reads % READS_KEPT == 0:
-            self._texts.madvise(mmap.MADV_DONTNEED)
+            for mapped in self._maps:
+                mapped.madvise(mmap.MADV_DONTNEED)
         if name not in self._batches.schema.names:
             return ""
         number = self._batch_of(i)
