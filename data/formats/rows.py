@@ -132,7 +132,7 @@ class Format:
 
     def total(self) -> int | None:
         """The sum of the weights of all parts, where it is known beforehand."""
-        return None
+        return sum(map(os.path.getsize, self.files)) if self.unit == "B" else None
 
     def parts(self) -> Iterator[Part]:
         raise NotImplementedError

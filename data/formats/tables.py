@@ -50,9 +50,6 @@ class JsonlFormat(EntriesFormat):
         self.roots = Roots.of(os.path.dirname(self.file), more)
         self.spec = f"jsonl:{self.file}{options or ''}{self.roots.options()}"
 
-    def total(self) -> int:
-        return os.path.getsize(self.file)
-
     def entries(self) -> Iterator[tuple[tuple[int, bytes], int]]:
         number = 0
         with open(self.file, "rb") as file:
@@ -148,9 +145,6 @@ class TableFormat(EntriesFormat):
     def _opened(self) -> TextIO:
         # Bytes that are not UTF-8 become lone surrogates, which the checks of texts find.
         return open(self.file, encoding="utf-8-sig", errors="surrogateescape", newline="")
-
-    def total(self) -> int:
-        return os.path.getsize(self.file)
 
     def entries(self) -> Iterator[tuple[tuple[int, list[str] | BadSample], int]]:
         before = csv.field_size_limit(FIELD_LIMIT)

@@ -65,9 +65,6 @@ class WebdatasetFormat(ShardsFormat):
         if name.partition("?")[0].lower().endswith(PACKED):
             raise ValueError(_refusal(name))
 
-    def total(self) -> int:
-        return sum(map(os.path.getsize, self.files))
-
     def parts(self) -> Iterator[Part]:
         for file in self.files:
             yield Part(file, None, os.path.getsize(file), self.stamp(file))
