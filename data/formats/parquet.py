@@ -166,8 +166,9 @@ class ParquetFormat(ShardsFormat):
             # A damaged page, or a file without the columns of the first one. A damaged footer may
             # promise any number of rows.
             for lost in range(number, min(first + count, number + size)):
-                fault = f"row group {group}: {error}"
-                yield Row(f"{name}/{lost}", lost, BadSample("unreadable", fault))
+                unread = BadSample("unreadable", f"row group {group}: {error}")
+                unread.__cause__ = error
+                yield Row(f"{name}/{lost}", lost, unread)
 
     def _batches(self, file: str, group: int, wanted: dict[str, str]) -> Iterator[pa.RecordBatch]:
         """The rows of a row group, one each. Raises _Bomb."""

@@ -354,7 +354,7 @@ def _row(work: _Work, part: Part, sample: Sample) -> tuple[dict[str, Any], bool]
     """The columns of a sample, and whether what is wrong with it may pass by itself."""
     format, lacks = work.format, sample.lacks
     row: dict[str, Any] = {}
-    may_pass = False
+    may_pass = _is_of_the_system(sample.problem)
     for modality in media_of(format.modalities):
         media = sample.media.get(modality, Media())
         row |= {
@@ -376,10 +376,8 @@ def _row(work: _Work, part: Part, sample: Sample) -> tuple[dict[str, Any], bool]
             row |= measured
         except BadSample as wrong:
             lacks[modality] = wrong
-            # An error of the system, such as a faulty disk or a missing right. FFmpeg gives what
-            # is wrong with the content the same numbers.
-            is_of_the_system = getattr(wrong.__cause__, "errno", None) is not None
-            may_pass = may_pass or content is None and is_of_the_system
+            # FFmpeg gives what is wrong with the content the numbers of the system's errors
+            may_pass = may_pass or content is None and _is_of_the_system(wrong)
     problem = format.problem(sample)
     row |= {
         "id": _clean(sample.id),
@@ -394,6 +392,11 @@ def _row(work: _Work, part: Part, sample: Sample) -> tuple[dict[str, Any], bool]
         ABSENT: sum(1 << bit for bit, name in enumerate(format.modalities) if name in lacks),
     }
     return row, may_pass
+
+
+def _is_of_the_system(problem: BadSample | None) -> bool:
+    """Whether it follows from something such as a faulty disk or a missing right."""
+    return getattr(problem and problem.__cause__, "errno", None) is not None
 
 
 def _noted(sample: Sample) -> str:

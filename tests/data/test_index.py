@@ -217,19 +217,23 @@ def test_what_the_system_could_not_read_is_tried_again(tmp_path, monkeypatch):
     """Its size and time stay when a disk or a right is mended; a broken image stays broken."""
     spec = write_set(tmp_path, 2)
     (tmp_path / "images/1.png").write_bytes(BAD_IMAGES["unreadable"])
-    fails = []
 
     def failing(file, *arguments, **named):
-        if fails and str(file).endswith("0.png"):
+        if str(file).endswith("0.png"):
             raise OSError(errno.EIO, "Input/output error")
         return open(file, *arguments, **named)
 
-    monkeypatch.setattr("data.formats.rows.open", failing, raising=False)
-    fails.append(True)
-    with pytest.raises(ValueError, match="unreadable 2.*(?s:.)*Input/output error"):
-        open_source(spec)
-    fails.clear()
+    table = pa.table({"image": [encoded_image(0), b"no image"], "text": ["a", "b"]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    tables = f"parquet:{tmp_path}/a.parquet"
+    with monkeypatch.context() as patch:
+        patch.setattr("data.formats.rows.open", failing, raising=False)
+        patch.setattr(pq.ParquetFile, "iter_batches", lambda *given, **named: failing("0.png"))
+        for each in (spec, tables):
+            with pytest.raises(ValueError, match="unreadable 2.*(?s:.)*Input/output error"):
+                open_source(each)
     assert [row[0] for row in open_source(spec, refresh=True).bad_samples()] == ["id 1"]
+    assert open_source(tables, refresh=True).usable().tolist() == [0]
 
 
 def test_processes_that_start_together_build_once(tmp_path):
