@@ -13,7 +13,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data.bad_samples import BadSample
 from data.formats import parquet as parquet_format
 from data.index.sources import open_source
 
@@ -642,16 +641,6 @@ def test_remote_parquet_and_file_addresses(tmp_path):
 
 
 # -- all
-
-
-def test_an_image_that_changed_under_the_run_is_not_given_out(tmp_path):
-    (tmp_path / "a.png").write_bytes(encoded_image(0))
-    (tmp_path / "set.jsonl").write_text('{"image_path": "a.png", "text": "a"}\n')
-    source = open_source(f"jsonl:{tmp_path}/set.jsonl")
-    (tmp_path / "a.png").write_bytes(encoded_image(1))
-    with pytest.raises(BadSample, match="has changed since it was checked; start again"):
-        source.image_bytes(0)
-    assert open_source(f"jsonl:{tmp_path}/set.jsonl").image_bytes(0) == encoded_image(1)
 
 
 def test_listing_loads_neither_torch_nor_models():
