@@ -431,24 +431,6 @@ def test_webdataset_finds_what_webdataset_finds(tmp_path):
     assert [ours.image_bytes(i) for i in range(8)] == [sample["png"] for sample in theirs]
 
 
-def test_webdataset_key_ends_at_the_first_dot(tmp_path):
-    """As in webdataset: `a.large.png` has the ending `large.png`, which is no image's; `A.TXT` is
-    a text."""
-    with tarfile.open(tmp_path / "a.tar", "w") as tar:
-        for name, content in (
-            ("a.large.png", b"?"),
-            ("a.PNG", encoded_image()),
-            ("a.TXT", b"words"),
-            ("b.large.png", b"?"),
-            ("b.txt", b"words"),
-        ):
-            add(tar, name, content)
-    source = open_source(f"webdataset:{tmp_path}/a.tar")
-    assert source.image_bytes(0) == encoded_image() and [
-        row[0] for row in source.bad_samples()
-    ] == ["a.tar/b"]
-
-
 @pytest.mark.parametrize(
     ("names", "keys", "bad", "unused"),
     [

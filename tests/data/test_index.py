@@ -162,19 +162,6 @@ def _of(shard: str, keys: str) -> list[str]:
     return [f"{shard}.tar/{key}" for key in keys]
 
 
-def test_a_sample_whose_twin_went_is_usable_again(tmp_path):
-    """Which ids come twice is found anew, also among rows that were copied."""
-    spec = write_set(tmp_path, 3)
-    file = tmp_path / "set.jsonl"
-    lines = file.read_text().replace("id 2", "id 0").splitlines(keepends=True)
-    file.write_text("".join(lines))
-    assert [row[:3] for row in open_source(spec).bad_samples()] == [
-        ("id 0", f"{file}:3", "duplicate-id")
-    ]
-    file.write_text("".join(lines[1:]))
-    assert len(open_source(spec).usable()) == 2
-
-
 def test_a_row_whose_twin_went_with_its_file_is_usable_again(tmp_path):
     """And what was noted of it is not forgotten."""
     for n in range(3):
