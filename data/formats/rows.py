@@ -242,6 +242,10 @@ class EntriesFormat(Format):
     def file(self) -> str:
         return self.files[0]
 
+    @file.setter
+    def file(self, file: str) -> None:
+        self.files = [file]
+
     def entries(self) -> Iterator[tuple[tuple[int, Any], int]]:
         """(number, content) of each, and its share of `total`."""
         raise NotImplementedError
