@@ -50,8 +50,8 @@ class PythonFormat(Format):
     "id": a name that stays, else the number; "language": of the text, for towers that tell
     languages apart. Further keys hold further modalities. A key that is missing, or None: the
     sample lacks the modality. Item i must be the same whenever it is asked for. The data set is
-    made once in every process. It is read again when its module's file changes, its length, or its
-    attribute `fingerprint` if it has one.
+    made once in every process. It is compared with its index when its module's file changes, its
+    length, or its attribute `fingerprint` if it has one.
     """
 
     when_changed = (

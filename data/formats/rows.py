@@ -50,7 +50,7 @@ class Part(NamedTuple):
     file: str  # the file or folder that the rows stand in
     content: Any  # what the format's `rows` turns into rows
     weight: int  # its share of `Format.total`
-    # Equal while all rows are unchanged; None: they follow from other files too, such as images.
+    # Equal while all rows are unchanged; None: they follow from more, such as images or code.
     stamp: Any = None
 
 
