@@ -40,6 +40,7 @@ from engine.planning.devices import DEVICES, find_device
 from launch.loss_weights import MODES, check_mode
 
 OPEN_CLIP = "open_clip:"  # how the names of OpenCLIP's models begin
+WANDB_MODES = ("auto", "online", "offline", "disabled")
 
 
 def device(text: str) -> str:
@@ -57,9 +58,6 @@ def named_tower(text: str) -> str:
     if not modality or not equals or not name:
         raise ArgumentTypeError(f"'{text}' is not written MODALITY=NAME")
     return text
-
-
-WANDB_MODES = ("auto", "online", "offline", "disabled")
 
 
 @dataclass(frozen=True, kw_only=True)
