@@ -27,6 +27,7 @@ from launch.run.records import (
     FORMAT,
     FUSION,
     FUSION_OPTIONS,
+    HERE,
     OPEN_CLIP,
     RECORD,
     STATE_DICT,
@@ -36,6 +37,8 @@ from launch.run.records import (
 from models.losses import LOGIT_SCALE_LIMIT
 from models.towers.head import FUSION_NAMES
 from models.towers.layers import Layer, Tower
+from models.towers.libraries.open_clip import model_config
+from models.towers.libraries.open_clip import names as names_of_open_clip
 from models.towers.names import TWO_LAYERS, join_name, split_name
 from models.weights.clap import clap_config, clap_pairs, scale_of, what_clap_lacks
 from models.weights.dual_encoder import (
@@ -58,7 +61,6 @@ PACKAGES = {"timm": "timm", "open_clip": "open_clip_torch"}  # of a library, whe
 CLAP, DUAL_ENCODER = "ClapModel", "VisionTextDualEncoderModel"
 FORMATS = ("auto", "transformers", "open_clip", "state_dict")
 OPEN_CLIP_FILES = "open_clip_config.json", "open_clip_model.safetensors"
-HERE = "{folder}"  # in options that are recorded: where the export lies
 
 
 def write_export(
@@ -98,6 +100,9 @@ def write_export(
                 (beside / branch).mkdir()
                 own = config_of_text(tower) if (branch, kind) == ("text", OPEN_CLIP) else None
                 _write_json(beside / branch / "config.json", own or library_config(tower))
+            elif _lacks_config(tower) and (kind != OPEN_CLIP or branch == "audio"):
+                (beside / branch).mkdir()
+                _write_json(beside / branch / OPEN_CLIP_FILES[0], model_config(tower.name))
         config, pairs = _write_weights(trained, state, kind, beside, folder)
         _write_inputs(trained, kind, beside)
         apart = adapters if keep_adapters else ()
@@ -404,11 +409,20 @@ def _tower_name(tower: Tower, name: str, kind: str) -> str:
         return f"{prefix}{HERE}/{branch}:pool={config['pool']}{more}"
     if kind == OPEN_CLIP and branch != "audio":
         return f"open_clip:{HERE}"
-    if branch != "text":
-        return name
-    # its table of tokens may be of another size than the tokenizer
     base, overrides = split_name(name)
+    if _lacks_config(tower):
+        base = f"{PREFIX}{HERE}/{branch}"
+    if branch != "text":
+        return join_name(base, overrides)
+    # its table of tokens may be of another size than the tokenizer
     return join_name(base, {**overrides, "vocab_size": str(config["config"]["vocab_size"])})
+
+
+def _lacks_config(tower: Tower) -> bool:
+    """Is it of OpenCLIP, which does not know it by its name, but from a folder or the hub?"""
+    return (
+        tower.config["library"] == OPEN_CLIP and tower.config["model"] not in names_of_open_clip()
+    )
 
 
 def _pairs(trained: Trained) -> str:

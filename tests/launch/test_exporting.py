@@ -224,6 +224,8 @@ def test_an_export_is_started_from_without_a_change(exports, name):
     """What the folder says about towers, sizes and tokenizer is enough, and every tensor comes back
     to the last bit."""
     trained, folder, *_ = exports[name]
+    written = json.loads((folder / "wye.json").read_text())["options"]
+    assert options_of_export(folder).keys() == written.keys()  # each may be said by an export
     options = parse_options(["--import", str(folder), "--loss", loss_of(name)])
     assert options.tokenizer_source() == str(folder)
     image_tower = MODELS[name][0]

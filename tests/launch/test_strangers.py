@@ -9,11 +9,13 @@ import pytest
 
 from data import modules
 from data.modules import add_trust_flags, import_named
+from launch.config.options import parse_options
 from launch.config.recipe_files import RECIPES, RecipeFile
 from launch.inference.querying import _searched
 from launch.inference.samples import held_out
 from launch.inference.trained import Trained, towers_of
 from launch.reporting.timelines import prediction
+from launch.run.records import HERE, fusion_of_export, options_of_export
 
 TOWERS = {
     "image_tower": "resnet18:layers=1-1-1-1",
@@ -90,3 +92,75 @@ def test_a_recipe_cannot_set_what_only_the_command_line_may(tmp_path, flag):
     (tmp_path / "recipe.json").write_text(json.dumps(written), encoding="utf-8")
     with pytest.raises(ValueError, match=f"cannot set --{flag}"):
         RecipeFile.read(tmp_path / "recipe.json")
+
+
+MODEL = {**TOWERS, "text_tower": f"{HERE}/text", "tokenizer": HERE}
+
+
+@pytest.fixture
+def export(tmp_path):
+    """Writes the record of an export; returns its folder."""
+    folder = tmp_path / "export"
+    (folder / "text").mkdir(parents=True)
+    (folder / "vocab.txt").write_text("a\nb\n")
+
+    def write(fusion=(), **options):
+        record = {"format": 1, "options": {**MODEL, **options}, "fusion": dict(fusion)}
+        (folder / "wye.json").write_text(json.dumps(record), encoding="utf-8")
+        return folder
+
+    return write
+
+
+def test_an_export_decides_nothing_but_its_model(trap, export, tmp_path, caplog):
+    """What else it says is named and passed over, so that those of another program can be used."""
+    others = {
+        "data": ["python:trap_module:Items"],
+        "val_data": "python:trap_module:Items",
+        "import_module": ["trap_module"],
+        "run_dir": str(tmp_path / "run"),
+        "deepspeed_config": str(tmp_path / "mine.json"),
+        "wandb_project": "theirs",
+        "seed": 5,
+        "colour": "red",
+    }
+    folder = export({"fusion": 1, "run_dir": str(tmp_path)}, **others)
+    plain = parse_options(["--import", str(export())])
+    assert parse_options(["--import", str(export(**others))]) == plain
+    assert all(name in caplog.text for name in others) and not trap.exists()
+    export({"fusion": 1, "run_dir": str(tmp_path)}, **others)
+    assert fusion_of_export(folder) == {"fusion": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("embed_dim", "wide"),
+        ("embed_dim", {"a": 1}),
+        ("image_size", 0),
+        ("image_mean", [1, "a", 2]),
+        ("image_interpolation", "trap_module"),
+        ("pairs", "image"),
+        ("text_tower", None),
+    ],
+)
+def test_what_an_export_says_is_read_as_on_the_command_line(export, name, value):
+    with pytest.raises(ValueError, match=f"options.{name} is .*export again"):
+        options_of_export(export(**{name: value}))
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "text_tower", "image_tower", "audio_tower"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        *("/etc", "~", "..", "./text", f"{HERE}/../other", f"{HERE}/link", f"{HERE}s"),
+        *("hf:/etc:pool=cls", "hf:organisation/model", "open_clip:/etc", "open_clip:..", "a/b"),
+        *("open_clip:hf-hub:organisation/model", "open_clip:local-dir:x", "python:trap_module"),
+    ],
+)
+def test_towers_and_tokenizers_of_an_export_lie_in_it(trap, export, tmp_path, name, place):
+    folder = export(**{name: place})
+    (folder / "link").symlink_to(tmp_path)
+    with pytest.raises(ValueError, match=f"options.{name} is .*lie in the folder"):
+        options_of_export(folder)
+    assert not trap.exists()
