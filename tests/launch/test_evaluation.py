@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from embedders import TOKENS, make_embedder
+from exports import CLIP, trained_model
 from matplotlib.image import imread
 from PIL import Image
 from torch.nn import functional as F
@@ -19,6 +20,7 @@ from data.index.sources import open_source
 from data.modalities.fonts import fonts_for, installed_families
 from data.modalities.tokenizer import batch_tokens
 from data.prepare import HeldOut
+from launch.exporting.writing import write_export
 from launch.inference.classes import classification
 from launch.inference.evaluation import examples, retrieval, write_numbers
 from launch.inference.folders import (
@@ -334,6 +336,28 @@ def test_examples_are_marked_right_where_they_are(source, embedder, tmp_path):
     ]
     draw_rows([priced, *rows[1:]], "a title of $1", tmp_path / "a folder" / "rows.png")
     assert (tmp_path / "a folder" / "rows.png").stat().st_size > 20_000
+
+
+def test_numbers_are_there_whatever_a_picture_does(emoji_files, tmp_path, monkeypatch, capsys):
+    import evaluate
+
+    def fail(*_, **__):
+        raise OSError("no space for a picture")
+
+    write_export(trained_model("resnet18:layers=1-1-1-1", CLIP, "infonce"), tmp_path / "model")
+    words = f"model --val-data {emoji_files[0].spec} --picture a.png --json a.json --workers 0"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["evaluate.py", *words.split()])
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", fail)
+    with pytest.raises(OSError, match="no space for a picture"):
+        evaluate.main(evaluate.parse())
+    assert json.loads((tmp_path / "a.json").read_text())["num_samples"] == {"validation": 9}
+    assert "R@10" in capsys.readouterr().out
+
+
+def test_nothing_is_drawn_of_no_queries(tmp_path, capsys):
+    draw_rows([], "nothing", tmp_path / "rows.png")
+    assert not (tmp_path / "rows.png").exists() and "no queries" in capsys.readouterr().out
 
 
 def figure_of(text: str, path: Path) -> np.ndarray:
