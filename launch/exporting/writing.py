@@ -166,7 +166,7 @@ def exported(trained: Trained) -> Trained:
             "needs the scale that infonce and sigmoid learn"
         )
     towers = trained.by_branch
-    if images and "library" not in towers.get("audio", towers["image"]).config:
+    if images and "audio" in towers and "library" not in towers["audio"].config:
         del towers["audio"]
     chosen = [towers[branch] for branch in ("image", "audio", "text") if branch in towers]
     for tower in chosen:

@@ -4,6 +4,7 @@ back."""
 import io
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -410,6 +411,13 @@ def test_an_exported_folder_is_evaluated_like_a_run(name, tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in before)
     with pytest.raises(ValueError, match="--checkpoint and --ema are of a run's folder"):
         open_model_folder(tmp_path / "out", "step-00000007")
+
+
+def test_an_image_tower_of_ones_own_is_refused_by_its_name(tmp_path):
+    trained = trained_model(RESNET, BERT, "infonce")
+    own = replace(trained.towers[0], name="mine", config={})
+    with pytest.raises(ValueError, match="tower mine is in no library"):
+        write_export(replace(trained, towers=(own, trained.towers[1])), tmp_path / "out")
 
 
 def test_a_checkpoint_that_is_not_there_is_refused(tmp_path):
