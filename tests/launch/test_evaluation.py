@@ -18,10 +18,12 @@ from torch.nn import functional as F
 
 from data.index.sources import open_source
 from data.modalities.fonts import fonts_for, installed_families
+from data.modalities.text import Languages, TextModality
 from data.modalities.tokenizer import batch_tokens
 from data.prepare import HeldOut
 from launch.exporting.writing import write_export
 from launch.inference.classes import classification
+from launch.inference.embedding import Embedder, Texts
 from launch.inference.evaluation import examples, retrieval, write_numbers
 from launch.inference.folders import (
     forget_embeddings,
@@ -34,8 +36,10 @@ from launch.inference.gallery import Cell, draw_rows
 from launch.inference.querying import search
 from launch.inference.reranking import reranked_retrieval
 from launch.inference.samples import held_out, left_out, opened
+from launch.modalities import MODALITIES
 from models.towers.fusion import FusionSizes
 
+LANGUAGES = {"number": 2, "default": 0, "names": {}}
 MODEL = {"checkpoint": "step-00000001", "run": "a run", "checksum": "a"}
 
 
@@ -72,6 +76,31 @@ def test_embeddings_are_those_of_the_towers(source, embedder, all_captions):
     torch.testing.assert_close(image.embeds.norm(dim=1), torch.ones(len(SUBSET)))
     alone = embedder.rows("image", source, SUBSET[row % len(SUBSET) :][:1]).embeds
     torch.testing.assert_close(image.embeds[row % len(SUBSET)], alone[0], rtol=0, atol=1e-5)
+
+
+def test_texts_are_read_by_the_modality_that_a_module_registers(source, embedder, registries):
+    """With all that it is given in training."""
+    given = []
+
+    class Backwards(TextModality):
+        def load(self, source, request, seed):
+            turned = [source.captions(i)[0][::-1] for i in range(len(source))]
+            return super().load(Texts(turned, [None] * len(turned)), request, seed)
+
+    def load(inputs):
+        given.append(inputs)
+        return Backwards(inputs.tokenizer, inputs.options.max_text_tokens, inputs.length_multiple)
+
+    texts = ["evil star", "a lid"]
+    expected = embedder.texts([text[::-1] for text in texts])
+    MODALITIES["text"] = replace(MODALITIES["text"], load=load)
+    assert torch.equal(embedder.texts(texts), expected)
+    rows = embedder.rows("text", source, SUBSET[:3])
+    assert torch.equal(rows.embeds, embedder.texts(rows.texts))
+    spoken = replace(embedder.trained.towers[1], config={"languages": LANGUAGES})
+    towers = (embedder.trained.towers[0], spoken)
+    Embedder(replace(embedder.trained, towers=towers), "cpu", 7, 0).texts(texts)
+    assert given[-1].languages == Languages(**LANGUAGES)
 
 
 def test_retrieval_of_all_captions_as_counted_by_hand(source, embedder):
