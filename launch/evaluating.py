@@ -25,6 +25,7 @@ from launch.run.queries import (
     compared_samples,
     query_rows,
 )
+from launch.run.records import AVERAGED
 from models.losses.blocks import Sides, other_of
 from models.metrics.alignment import alignment_figures, alignment_sums
 from models.metrics.retrieval import (
@@ -37,7 +38,6 @@ from models.metrics.retrieval import (
 )
 
 NUM_FOUND = NUM_QUERIES * NUM_ANSWERS * 3  # numbers of `first_answers`
-AVERAGED = "ema/"  # before the name of a set that the averaged weights were measured on
 
 
 class Evaluator:
@@ -59,7 +59,7 @@ class Evaluator:
 
     def evaluate(self, step: int) -> None:
         """Measure after `step` steps: recalls and figures of alignment by held-out set, equal on
-        all ranks. Those of the averaged weights have the prefix `ema/`."""
+        all ranks. Those of the averaged weights have the prefix `AVERAGED`."""
         found: dict[str, dict[str, float]] = {}
         answers: dict[str, list[Answers]] = {}
         for prefix in self.prefixes:

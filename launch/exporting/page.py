@@ -16,7 +16,7 @@ from launch.exporting.adapters import ADAPTERS, TOWER_IN
 from launch.exporting.loading import seconds_of_clip
 from launch.inference.trained import Trained
 from launch.reporting.reading import RunData, read_folder
-from launch.run.records import AUDIO, FUSION, OPEN_CLIP, STATE_DICT, TEXT_FOLDER
+from launch.run.records import AUDIO, AVERAGED, FUSION, OPEN_CLIP, STATE_DICT, TEXT_FOLDER
 from models.metrics.retrieval import RECALL_AT
 from models.towers.layers import Tower
 
@@ -246,11 +246,12 @@ def _results(run: RunData, trained: Trained, averaged: bool) -> dict[str, Mappin
         part, slash, metric = key.partition("/")
         if slash and isinstance(value, int | float):
             found[part] = {**found.get(part, {}), metric: value}
-    # the run's own lines are of its weights, or of their average where that was evaluated
-    if found or averaged != bool(trained.options.get("eval_ema")):
-        return found
-    lines = [line for of_set in run.held_out.values() for line in of_set]
-    return {line["held_out"]: line for line in lines if line["step"] == trained.step}
+    return found or {
+        name.removeprefix(AVERAGED): line
+        for name, lines in run.held_out.items()
+        for line in lines
+        if name.startswith(AVERAGED) == averaged and line["step"] == trained.step
+    }
 
 
 def _table(results: Mapping[str, Mapping[str, float]]) -> str:

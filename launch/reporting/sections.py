@@ -37,6 +37,7 @@ from launch.reporting.timelines import (
     timeline_figure,
     timeline_table,
 )
+from launch.run.records import AVERAGED
 from launch.run.trace_file import FIRST_STEP, read_trace
 from launch.terminal.tables import Table, duration, retrieval_rows
 from models.metrics.retrieval import RECALL_AT
@@ -111,7 +112,7 @@ def _retrieval_table(run: RunData) -> list[Table | str]:
     rows = []
     for name, lines in run.held_out.items():
         evaluations = [{f"{name}/{key}": value for key, value in line.items()} for line in lines]
-        rows += retrieval_rows(evaluations, {name: sizes.get(name.removeprefix("ema/"), 0)})
+        rows += retrieval_rows(evaluations, {name: sizes.get(name.removeprefix(AVERAGED), 0)})
     if not rows:
         return ["No evaluation has been made, or no samples were held out."]
     note = "Each cell is the value at the first → at the last evaluation."

@@ -20,6 +20,8 @@ from launch.config.groups import GROUPS
 from models.towers.names import split_name
 
 RUN_RECORD = "config.json"
+# of a run's metrics: before the name of a set that the averaged weights were measured on
+AVERAGED = "ema/"
 OPEN_CLIP_CONFIG = "open_clip_config.json"
 # kinds of an export that are no model of transformers
 OPEN_CLIP, STATE_DICT = "open_clip", "state dict"

@@ -27,18 +27,22 @@ from exports import (
 from safetensors.torch import load_file
 from transformers import AutoImageProcessor, AutoProcessor
 
+from common import __version__
 from data.modalities.preprocessing import CLIP as CLIP_PIXELS
 from data.modalities.tokenizer import batch_tokens, load_tokenizer
 from data.modalities.transforms import EvalTransform, normalise, stacked
 from launch.config.options import parse_options
 from launch.exporting import modeling_export
+from launch.exporting.page import _results
 from launch.exporting.writing import canonical_state, write_export
 from launch.inference.trained import (
+    Trained,
     find_checkpoint,
     open_model_folder,
     open_run,
 )
 from launch.model import RunModel
+from launch.reporting.reading import read_folder
 from launch.run.records import options_of_export
 from models.losses import build_loss
 from models.towers.building import build_towers
@@ -370,6 +374,27 @@ def test_the_pixels_of_the_weights_go_with_an_export(tmp_path):
     (tmp_path / "wye.json").write_text(json.dumps({**record, "format": 0}))
     with pytest.raises(ValueError, match="wye.json: is of another version of Wye .format 0"):
         open_model_folder(tmp_path)
+
+
+def test_a_page_shows_the_results_of_its_very_weights(tmp_path):
+    """Of a run that evaluated both: those of the average are of that alone."""
+    lines = [
+        {"step": step, "held_out": name, "image_to_text_R@1": value}
+        for step, name, value in [
+            (6, "a", 0.1),
+            (7, "a", 0.2),
+            (6, "ema/a", 0.3),
+            (7, "ema/a", 0.4),
+        ]
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    record = {"version": __version__, "options": {"eval_ema": True}}
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    checkpoint = tmp_path / "checkpoints" / "step-00000007"
+    trained = Trained(record, checkpoint, 7, None, (), [])
+    for averaged, expected in ((False, 0.2), (True, 0.4)):
+        found = _results(read_folder(tmp_path, ""), trained, averaged)
+        assert {name: line["image_to_text_R@1"] for name, line in found.items()} == {"a": expected}
 
 
 def test_a_scale_beyond_its_limit_is_exported_as_the_loss_read_it(tmp_path):
