@@ -205,8 +205,9 @@ def main(arguments: argparse.Namespace) -> None:
         return
     numbers = {"step": trained.step, "precision": arguments.precision}
     numbers |= {"model": arguments.imported} if arguments.imported else {}
+    pictures: list[Callable[[], None]] = []
     if arguments.classify:
-        (found, table), pictures = of_classes(arguments, embedder, name), []
+        found, table = of_classes(arguments, embedder, name)
     else:
         found, table, pictures = of_pairs(arguments, embedder, model)
     output = arguments.json or results / output_name(arguments, name)

@@ -52,7 +52,8 @@ class ExportedModel(nn.Module):
     def embed_images(self, pixel_values: Tensor) -> Tensor:
         """[B, 3, H, W], as `pixel_values` prepares them -> [B, D], of length 1."""
         if side := self.record["images"]["patch_size"]:
-            return self._embed("image", **_patches(pixel_values, side))
+            in_patches = patches(pixel_values, side)
+            return self._embed("image", in_patches.pop("pixel_values"), **in_patches)
         return self._embed("image", pixel_values)
 
     def embed_sounds(self, input_features: Tensor) -> Tensor:
@@ -101,7 +102,7 @@ class ExportedModel(nn.Module):
 
         how = self.options
         resize, size = how["image_resize"], how["image_size"]
-        image = ImageOps.exif_transpose(Image.open(file))
+        image = _in_8_bits(ImageOps.exif_transpose(Image.open(file)))
         if image.has_transparency_data:
             image = image.convert("RGBA")
             page = Image.new("RGB", image.size, "white")
@@ -135,6 +136,26 @@ class ExportedModel(nn.Module):
         clip = samples[start : start + how["num_samples"]].astype("float32")
         made = extractor(clip, sampling_rate=wanted, return_tensors="pt", **how["arguments"])
         return made[extractor.model_input_names[0]][0]
+
+
+def _in_8_bits(image: Any) -> Any:
+    """Grey of 16 bits by its upper 8, and grey of real numbers as 0..1 or 0..255, as in training;
+    Pillow would clip them at 255. All others as they are."""
+    import numpy as np
+    from PIL import Image
+
+    transparent = image.info.get("transparency")
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        values = np.asarray(image).clip(0, 65535)
+        grey = Image.fromarray((values // 256).astype(np.uint8))
+        if isinstance(transparent, int):
+            grey.putalpha(Image.fromarray(np.where(values == transparent, 0, 255).astype(np.uint8)))
+        return grey
+    if image.mode == "F":
+        values = np.nan_to_num(np.asarray(image))
+        scale = 255.0 if values.max() <= 1.0 else 1.0
+        return Image.fromarray((values * scale).clip(0, 255).astype(np.uint8))
+    return image.convert("LA") if image.mode == "La" else image
 
 
 class Tower(nn.Module):
@@ -209,17 +230,17 @@ class AttentionPool(nn.Module):
         return (found + self.mlp["fc2"](inner))[:, 0]
 
 
-def _patches(pixel_values: Tensor, side: int) -> dict[str, Tensor]:
+def patches(pixel_values: Tensor, side: int) -> dict[str, Tensor]:
     """What SigLIP 2's image towers read: patches with their channels last, which of them count, and
     how many rows and columns there are."""
     rows, columns = (length // side for length in pixel_values.shape[2:])
     whole = pixel_values[..., : rows * side, : columns * side]
-    patches = whole.unflatten(3, (columns, side)).unflatten(2, (rows, side))
-    patches = patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+    cut = whole.unflatten(3, (columns, side)).unflatten(2, (rows, side))
+    cut = cut.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
     return {
-        "values": patches,
-        "pixel_attention_mask": torch.ones_like(patches[..., 0], dtype=torch.int64),
-        "spatial_shapes": torch.tensor([[rows, columns]] * len(patches), device=patches.device),
+        "pixel_values": cut,
+        "pixel_attention_mask": torch.ones_like(cut[..., 0], dtype=torch.int64),
+        "spatial_shapes": torch.tensor([[rows, columns]] * len(cut), device=cut.device),
     }
 
 

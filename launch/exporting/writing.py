@@ -364,7 +364,7 @@ def _write_inputs(trained: Trained, kind: str, beside: Path) -> None:
 
 def image_processor(preprocessing: Preprocessing, image_size: int) -> CLIPImageProcessor:
     """transformers' nearest to `data.modalities.transforms.EvalTransform`. Other are transparent
-    images, and those where the margin around the centre is odd."""
+    images, grey ones of more than 8 bits, and those where the margin around the centre is odd."""
     resize = preprocessing.options(image_size)["image_resize"]
     squashed = preprocessing.resize_mode == "squash"
     return CLIPImageProcessor(

@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from exports import (
@@ -24,6 +25,7 @@ from exports import (
     towers_for,
     trained_model,
 )
+from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoImageProcessor, AutoProcessor
 
@@ -333,6 +335,17 @@ def test_transformers_processor_gives_the_pixels_of_evaluation_where_the_page_sa
     assert type(AutoProcessor.from_pretrained(folder)).__name__ == "VisionTextDualEncoderProcessor"
 
 
+def grey_files():
+    """Of 16 bits, with a value that stands for transparency too, and of real numbers to 1 and to
+    255."""
+    coarse = np.random.default_rng(0).integers(0, 65536, (9, 8)).astype(np.uint16)
+    fine = coarse.repeat(9, 0).repeat(10, 1)
+    yield encoded(Image.fromarray(fine))
+    yield encoded(Image.fromarray(fine), transparency=int(fine[0, 0]))
+    for most in (1, 255):
+        yield encoded(Image.fromarray((fine / 65535 * most).astype(np.float32)), "TIFF")
+
+
 def test_the_pixels_of_the_weights_go_with_an_export(tmp_path):
     """Of a run with ImageNet's values: its page, transformers' processor and a run that starts from
     it prepare the same pixels."""
@@ -349,8 +362,14 @@ def test_the_pixels_of_the_weights_go_with_an_export(tmp_path):
     data = encoded(sample_image((87, 80)))
     pixels = stacked([transform(transform.stored(data))])
     expected = normalise(pixels, preprocessing=trained.preprocessing)[0]
-    found = modeling_export.load(tmp_path).pixel_values(io.BytesIO(data))
+    model = modeling_export.load(tmp_path)
+    found = model.pixel_values(io.BytesIO(data))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    for data in grey_files():
+        pixels = stacked([transform(transform.stored(data))])
+        expected_of_grey = normalise(pixels, preprocessing=trained.preprocessing)[0]
+        found = model.pixel_values(io.BytesIO(data))
+        torch.testing.assert_close(found, expected_of_grey, rtol=0, atol=1e-5)
     by_pillow, theirs = (
         AutoImageProcessor.from_pretrained(tmp_path, **how)(
             sample_image((87, 80)), return_tensors="pt"
