@@ -228,6 +228,32 @@ def test_a_folder_of_embeddings_is_mapped_and_searched(source, embedder, tmp_pat
         refuse_other_content(tmp_path / "other")
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("about.json", lambda text: "[]"),
+        ("about.json", lambda text: text.replace('"checksum"', '"weights"')),
+        ("about.json", lambda text: text.replace('"modalities"', '"branches"')),
+        ("about.json", lambda text: text.replace('"image"', '"../image"')),
+        ("images.jsonl", lambda text: text.replace('"content"', '"hash"')),
+        ("images.jsonl", lambda text: text[: len(text) // 2]),
+        ("images.jsonl", lambda text: text.partition("\n")[2]),
+        ("image.npy", lambda text: ""),
+        ("image.npy", None),
+    ],
+)
+def test_embeddings_in_another_format_are_refused(source, embedder, tmp_path, name, change):
+    """As an earlier version may have left them: with one message, whatever differs."""
+    write_embeddings(tmp_path, embedder.embedded(source, SUBSET[:3]).rows, source, MODEL)
+    if change is None:
+        (tmp_path / name).unlink()
+    else:
+        text = (tmp_path / name).read_text(encoding="latin-1")
+        (tmp_path / name).write_text(change(text), encoding="latin-1")
+    with pytest.raises(ValueError, match="another format"):
+        read_embeddings(tmp_path, MODEL)
+
+
 def test_embeddings_of_several_sets_are_searched_together(source, embedder, tmp_path):
     for name, subset in (("a", SUBSET[:6]), ("b", SUBSET[6:])):
         rows = embedder.embedded(source, subset).rows
