@@ -24,6 +24,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+# of DINOv2, which makes it in any case; no tower reads it
+OF_PRETRAINING = "embeddings.mask_token"
+
 
 def load(folder: str | Path = ".") -> ExportedModel:
     """The model of an exported folder, ready to embed."""
@@ -172,15 +175,18 @@ class Tower(nn.Module):
             self.attention_pool = AttentionPool(record["width"], record["heads"])
             self.attention_pool.load_state_dict(_taken(tensors, f"{modality}.attention_pool."))
         self.module = _module(folder, record, _taken(tensors, f"{modality}."))
-        self.inner: list[Tensor] = []  # the output of the module that is pooled, if it is inside
+        self.inner: Tensor | None = None  # the output of the module that is pooled, if it is inside
         if "inner" in record:
-            inside = self.module.get_submodule(record["inner"])
-            inside.register_forward_hook(lambda module, given, output: self.inner.append(output))
+            self.module.get_submodule(record["inner"]).register_forward_hook(self._keep_inner)
+
+    def _keep_inner(self, module: nn.Module, given: Any, output: Tensor) -> None:
+        self.inner = output
 
     def forward(self, values: Tensor, mask: Tensor | None, **more: Tensor) -> Tensor:
         """-> [B, D]"""
         output = getattr(self.module, self.record.get("method", "forward"))(values, **more)
-        output = self.inner.pop() if self.inner else output
+        if "inner" in self.record:
+            output, self.inner = self.inner, None
         if "output" in self.record:
             output = getattr(output, self.record["output"])
         if "pool" in self.record:
@@ -256,7 +262,7 @@ def _whole_model(folder: Path, name: str | None) -> tuple[Any, Any]:
         return open_clip.create_model_and_transforms(where)[0], open_clip.get_tokenizer(where)
     import transformers
 
-    model = getattr(transformers, name).from_pretrained(folder) if name else None
+    model = _loaded(getattr(transformers, name), folder) if name else None
     return model, transformers.AutoTokenizer.from_pretrained(folder)
 
 
@@ -269,7 +275,8 @@ def _module(folder: Path, record: Mapping[str, Any], tensors: dict[str, Tensor])
 
         kind = WhisperEncoder if name == "WhisperEncoder" else getattr(transformers, name)
         config = transformers.AutoConfig.from_pretrained(folder)
-        return kind.from_pretrained(None, config=config, state_dict=tensors, **arguments)
+        given = {"config": config, "state_dict": tensors, **arguments}
+        return _loaded(kind, None, tuple(record["unused"]), **given)
     # JSON has lists only, and constructors may want tuples
     given = {
         key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()
@@ -281,6 +288,23 @@ def _module(folder: Path, record: Mapping[str, Any], tensors: dict[str, Tensor])
         setattr(module.get_submodule(parent), last, new)
     module.load_state_dict(tensors, strict=record.get("strict", True))
     return module
+
+
+def _loaded(kind: Any, folder: Path | None, unused: tuple[str, ...] = (), **given: Any) -> Any:
+    """A model of transformers, which would fill what its files lack with random values. `unused`:
+    how the names begin of what may be lacking. Errors: ValueError."""
+    model, found = kind.from_pretrained(folder, output_loading_info=True, **given)
+    lacking = [
+        name
+        for name in found["missing_keys"]
+        if not name.startswith(unused or ("\0",)) and not name.endswith(OF_PRETRAINING)
+    ]
+    if lacking:
+        raise ValueError(
+            f"the weights of {kind.__name__} lack {', '.join(sorted(lacking))}; export again, or "
+            "copy the folder again"
+        )
+    return model
 
 
 def _made(library: str, name: str, arguments: dict[str, Any]) -> Any:

@@ -17,9 +17,10 @@ from launch.exporting.adapters import ADAPTERS, TOWER_IN
 from launch.exporting.loading import seconds_of_clip
 from launch.inference.trained import Trained
 from launch.reporting.reading import RunData, read_folder
-from launch.run.records import AUDIO, AVERAGED, FUSION, OPEN_CLIP, STATE_DICT, TEXT_FOLDER
+from launch.run.records import AVERAGED, OPEN_CLIP, STATE_DICT
 from models.metrics.retrieval import RECALL_AT
 from models.towers.layers import Tower
+from models.weights.names import AUDIO, FUSION, TEXT_FOLDER
 
 # the hub's words for what CLIP and SigLIP, and CLAP, are used for
 TASKS = {"image": "zero-shot-image-classification", "audio": "zero-shot-audio-classification"}

@@ -23,15 +23,12 @@ from launch.exporting.loading import feature_extractor, loading_record, seconds_
 from launch.exporting.page import export_page
 from launch.inference.trained import Trained
 from launch.run.records import (
-    AUDIO,
     FORMAT,
-    FUSION,
     FUSION_OPTIONS,
     HERE,
     OPEN_CLIP,
     RECORD,
     STATE_DICT,
-    TEXT_FOLDER,
     WEIGHTS,
 )
 from models.losses import LOGIT_SCALE_LIMIT
@@ -47,6 +44,7 @@ from models.weights.dual_encoder import (
     library_config,
     what_differs,
 )
+from models.weights.names import AUDIO, FUSION, TEXT_FOLDER
 from models.weights.open_clip_export import config_of_text, open_clip_model, what_open_clip_lacks
 from models.weights.translation import Pair, to_theirs
 from models.weights.whole_models import (

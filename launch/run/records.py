@@ -26,8 +26,6 @@ OPEN_CLIP_CONFIG = "open_clip_config.json"
 # kinds of an export that are no model of transformers
 OPEN_CLIP, STATE_DICT = "open_clip", "state dict"
 FORMAT = 1  # of an export's record
-FUSION = "fusion.safetensors"  # of an export: what scores pairs
-AUDIO = "audio.safetensors"  # of an export: the audio tower, beside a model of images and texts
 FUSION_OPTIONS = ("fusion", "fusion_width", "fusion_heads", "fusion_scales")
 # of train.py: how pixels are prepared
 PIXELS = ("image_mean", "image_std", "image_interpolation", "image_resize", "image_resize_mode")
@@ -46,7 +44,7 @@ MODEL_OPTIONS = (
     *("embed_dim", "max_text_tokens", "loss", "projection", "pairs", *BY_NAME),
     *("image_size", *PIXELS, "audio_size", "audio_seconds"),
 )
-RECORD, WEIGHTS, TEXT_FOLDER = "wye.json", "model.safetensors", "text"
+RECORD, WEIGHTS = "wye.json", "model.safetensors"
 
 
 def read_run(folder: Path) -> dict[str, Any] | None:

@@ -26,7 +26,7 @@ from exports import (
     trained_model,
 )
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, AutoProcessor
 
 from common import __version__
@@ -288,6 +288,18 @@ def test_an_export_is_started_from_beside_another_pair(exports, pairs, registrie
         for name, value in canonical_state(trained.layers).items():
             if name in built[branch]:
                 assert torch.equal(built[branch][name], value), name
+
+
+@pytest.mark.parametrize("name", ["hf vit+roberta", "hf clip, avg+modernbert"])
+def test_a_model_that_lacks_a_tensor_is_not_loaded(exports, tmp_path, name):
+    """By the folder's own code, as a whole model and as towers; transformers would draw it."""
+    copy = shutil.copytree(exports[name][1], tmp_path / "copy")
+    state = load_file(copy / "model.safetensors")
+    lost = next(key for key in state if "layers.1." in key or "layer.1." in key)
+    del state[lost]
+    save_file(state, copy / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"lack .*{lost[-12:]}"):
+        modeling_export.load(copy)
 
 
 def test_what_is_given_beside_an_export_counts_and_must_fit_its_weights(exports, capsys):
