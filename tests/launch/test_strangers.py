@@ -6,6 +6,7 @@ import json
 import sys
 
 import pytest
+from transformers import BertConfig, ViTConfig
 
 from data import modules
 from data.modules import add_trust_flags, import_named
@@ -53,6 +54,20 @@ def test_modules_that_a_record_names_are_not_imported(trap, tmp_path):
         with pytest.raises(ValueError, match="--import-module trap_module, or --trust-run"):
             call()
         assert not trap.exists(), name
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_a_configuration_names_no_code_of_the_hub(tmp_path, key):
+    kinds = {"image": ViTConfig, "text": BertConfig}
+    for branch, kind in kinds.items():
+        sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = kind(**sizes, intermediate_size=32, image_size=32).to_dict()
+        (tmp_path / branch).mkdir()
+        text = json.dumps({**config, key: "organisation/kernel"})
+        (tmp_path / branch / "config.json").write_text(text, encoding="utf-8")
+    names = {"image_tower": f"hf:{tmp_path}/image", "text_tower": f"{tmp_path}/text"}
+    sizes = {"image_size": 32, "max_text_tokens": 8, "embed_dim": 16, "fusion": 0}
+    assert len(towers_of({**TOWERS, **names, **sizes}, None)) == 2
 
 
 def test_a_timeline_of_a_run_imports_nothing(trap, tmp_path):
