@@ -3,25 +3,48 @@ Imports neither torch nor transformers, but for published models: the command li
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import os
+import re
+from argparse import ArgumentTypeError
+from collections.abc import Collection, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from common import __version__
 from common.files import read_json
+from common.options import flags_of
 from data.options import IMAGE_TEXT, branches_of
+from launch.config.groups import GROUPS
+from models.towers.names import split_name
 
 RUN_RECORD = "config.json"
+# of a run's metrics: before the name of a set that the averaged weights were measured on
+AVERAGED = "ema/"
 OPEN_CLIP_CONFIG = "open_clip_config.json"
 # kinds of an export that are no model of transformers
 OPEN_CLIP, STATE_DICT = "open_clip", "state dict"
 FORMAT = 1  # of an export's record
-FUSION = "fusion.safetensors"  # of an export: what scores pairs
-AUDIO = "audio.safetensors"  # of an export: the audio tower, beside a model of images and texts
 FUSION_OPTIONS = ("fusion", "fusion_width", "fusion_heads", "fusion_scales")
 # of train.py: how pixels are prepared
 PIXELS = ("image_mean", "image_std", "image_interpolation", "image_resize", "image_resize_mode")
-RECORD, WEIGHTS, TEXT_FOLDER = "wye.json", "model.safetensors", "text"
+HERE = "{folder}"  # in the options of an export: where it lies
+LIBRARIES = ("hf:", "open_clip:", "timm:")  # how names of towers and tokenizers begin, "" otherwise
+# those that need no file: all others lie in the export
+BY_NAME: Mapping[str, Collection[str]] = {
+    "tokenizer": (),
+    "text_tower": ("open_clip:",),
+    "image_tower": ("", "open_clip:", "timm:"),
+    "audio_tower": ("", "open_clip:", "timm:"),
+}
+# of train.py: all that an export may say, of its model and of what enters it. It may come from a
+# stranger, who is not to decide more, such as what data are read and what modules are imported
+MODEL_OPTIONS = (
+    *("embed_dim", "max_text_tokens", "loss", "projection", "pairs", *BY_NAME),
+    *("image_size", *PIXELS, "audio_size", "audio_seconds"),
+)
+RECORD, WEIGHTS = "wye.json", "model.safetensors"
 
 
 def read_run(folder: Path) -> dict[str, Any] | None:
@@ -79,9 +102,12 @@ def flat(record: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 def _read(file: Path, remedy: str) -> dict[str, Any] | None:
     try:
-        return read_json(file) if file.is_file() else None
+        record = read_json(file) if file.is_file() else None
+        if not isinstance(record, dict | None):
+            raise ValueError(f"holds a {type(record).__name__}, and no object")
     except ValueError as error:
         raise ValueError(f"{file}: is damaged ({error}); {remedy}") from error
+    return record
 
 
 def refuse_no_model(where: str, folder: Path, weights_alone: bool) -> None:
@@ -161,9 +187,71 @@ def is_published(folder: Path) -> bool:
 
 def options_of_export(folder: Path) -> dict[str, Any]:
     """train.py's options that go on with an exported model; none where there is no record (a file
-    of weights)."""
-    here = str(folder.expanduser().absolute())
+    of weights). Errors: ValueError for what no option takes, and for a tower or tokenizer elsewhere
+    than in the export."""
+    return _options_said(folder, "options", MODEL_OPTIONS)
+
+
+def fusion_of_export(folder: Path) -> dict[str, Any]:
+    """Those of what scores pairs. Errors: as `options_of_export`."""
+    return _options_said(folder, "fusion", FUSION_OPTIONS)
+
+
+def _options_said(folder: Path, key: str, allowed: Collection[str]) -> dict[str, Any]:
+    written, file = (read_export(folder) or {}).get(key, {}), folder / RECORD
+    if not isinstance(written, dict):
+        raise ValueError(f"{file}: {key} is {written!r}, and no object; export again")
+    if others := tuple(name for name in written if name not in allowed):
+        _note_others(file, key, others)
     return {
-        name: value.replace("{folder}", here) if isinstance(value, str) else value
-        for name, value in (read_export(folder) or {}).get("options", {}).items()
+        name: _option_said(folder, f"{key}.{name}", name, value)
+        for name, value in written.items()
+        if name in allowed
     }
+
+
+@cache  # a folder is read several times
+def _note_others(file: Path, key: str, names: tuple[str, ...]) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        logging.getLogger("wye").warning(
+            "%s: %s holds %s, which an export cannot decide; passed over, give it on the command "
+            "line if it is wanted",
+            *(file, key, ", ".join(names)),
+        )
+
+
+def _option_said(folder: Path, key: str, name: str, value: Any) -> Any:
+    """The value as the command line would read it."""
+    default, flag = next(
+        (default, flag)
+        for group in GROUPS
+        for each, default, flag in flags_of(group)
+        if each == name
+    )
+    if value is None and default is None:
+        return None
+    text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+    try:
+        read = flag.parse(text) if flag.parse else text
+        if flag.choices and read not in flag.choices:
+            raise ValueError(f"there are {', '.join(flag.choices)}")
+        if name in BY_NAME:
+            return _in_export(folder, text, BY_NAME[name])
+    except (ValueError, ArgumentTypeError) as error:
+        raise ValueError(f"{folder / RECORD}: {key} is {value!r}: {error}; export again") from None
+    return read
+
+
+def _in_export(folder: Path, said: str, by_name: Collection[str]) -> str:
+    """A tower or tokenizer with the folder of the export in it. `by_name`: how names begin of which
+    the library makes it by itself. Errors: ValueError for a path that leads out of the folder, and
+    for what would be looked for elsewhere."""
+    here, base = folder.expanduser().absolute(), split_name(said)[0]
+    library = next((known for known in LIBRARIES if base.startswith(known)), "")
+    place = base.removeprefix(library)
+    inside = place == HERE or place.startswith(f"{HERE}/")
+    if inside and Path(place.replace(HERE, str(here))).resolve().is_relative_to(here.resolve()):
+        return said.replace(HERE, str(here))
+    if library in by_name and re.fullmatch(r"\w[\w.-]*", place):
+        return said
+    raise ValueError(f"it is to lie in the folder of the export, {HERE}")

@@ -35,6 +35,7 @@ from launch.objective import pairs_of
 from launch.records import (
     WEIGHTS,
     branches_held,
+    fusion_of_export,
     is_published,
     options_of_export,
     options_of_import,
@@ -132,14 +133,20 @@ def open_model_folder(
     if checkpoint or averaged:
         raise ValueError(f"{folder}: holds one model; --checkpoint and --ema are of a run's folder")
     folder = folder.expanduser().absolute()
-    known = options_of_export(folder) | export["fusion"] if export else _options_published(folder)
+    known = (
+        options_of_export(folder) | fusion_of_export(folder)
+        if export
+        else _options_published(folder)
+    )
     options = {"seed": 0, "fusion": 0, "imported": str(folder), **vars(AudioOptions()), **known}
     tokenizer = load_tokenizer(options["tokenizer"])
     # the plain towers: weights of an export are those below its adapters
     towers = towers_of(options, tokenizer)
     reader = open_model(str(folder), *towers)
     reader.refuse_missing(towers)
-    adapters = export["adapters"] if export else {}
+    # of its towers only: a name becomes part of a path
+    held = export["adapters"] if export else {}
+    adapters = {each.branch: held[each.branch] for each in towers if each.branch in held}
     towers = adapted_towers(
         towers, {branch: {"lora": own["lora"]} for branch, own in adapters.items()}
     )

@@ -8,6 +8,7 @@ from functools import partial
 from statistics import mean
 from typing import Any
 
+from launch.records import AVERAGED
 from launch.reporting.balance import balance_tables, decisions, measured_columns
 from launch.reporting.charts import Lines, line_charts, new_figure
 from launch.reporting.columns import columns_of
@@ -125,7 +126,7 @@ def _retrieval_table(run: RunData) -> list[Table | str]:
     rows = []
     for name, lines in run.held_out.items():
         evaluations = [{f"{name}/{key}": value for key, value in line.items()} for line in lines]
-        rows += retrieval_rows(evaluations, {name: sizes.get(name.removeprefix("ema/"), 0)})
+        rows += retrieval_rows(evaluations, {name: sizes.get(name.removeprefix(AVERAGED), 0)})
     if not rows:
         return ["No evaluation has been made, or no samples were held out."]
     note = "Each cell is the value at the first → at the last evaluation."
