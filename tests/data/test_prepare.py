@@ -191,11 +191,9 @@ def test_several_data_sets_with_weights(emoji_set, folder):
     )
     assert prepared.parts == ((24, 1.0), (6, 2.5)) and len(prepared.train) == 30
     # of the same samples
-    shared = prepare_data(
-        DataOptions(data=specs, val_fraction=0.0, data_temperature=1e9, data_floors=(0, 0.6)),
-        None,
-        folder,
-    )
+    others = {"data_temperature": 1e9, "data_floors": (0, 0.6), "data_adapt": 0.5}
+    others |= {"pairs": "image:text:0.5", "max_bad_fraction": 0.2}
+    shared = prepare_data(DataOptions(data=specs, val_fraction=0.0, **others), None, folder)
     assert shared.parts == ((24, 12 / 24), (6, 18 / 6)) and np.array_equal(
         shared.train, prepared.train
     )
