@@ -1,6 +1,7 @@
 """Micro-batches: what they hold, what they never touch, and that workers change nothing."""
 
 import itertools
+import multiprocessing
 import os
 import signal
 from dataclasses import replace
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from dying_source import NamesItsReaders
-from number_modality import Long, Numbers
+from number_modality import Long, Made, Numbers, calculated, parts, whole
 from plain_requests import plain_requests
 
 from data.batching.load_control import FeedRates
@@ -25,6 +26,7 @@ from data.modalities.text import TextModality
 from data.modalities.transforms import EvalTransform, TrainTransform
 from data.processes import start_method
 
+AT_ONCE = 5  # blocks of a worker: two ready, one being made, one handed out, one on its way
 BOTH = frozenset({"image", "text"})
 ORDER = GlobalOrder(num_samples=40, global_batch_size=12, seed=1)
 SUBSET = np.arange(300, 340)
@@ -289,6 +291,10 @@ def large_images(demo, *more):
     )
 
 
+def shared_blocks(process="self"):
+    return open(f"/proc/{process}/maps").read().count("/torch_")
+
+
 def test_micro_batches_that_are_kept_are_never_written_to_again(demo):
     dataset = large_images(demo)
     requests = [request(*range(n, n + 3)) for n in range(24)]
@@ -308,11 +314,26 @@ def test_workers_use_their_memory_again(demo):
     for batch in micro_batches(large_images(demo), iter(requests), 1):
         places.add(batch["pixel_values"].data_ptr())
         del batch
-    assert len(places) <= 5  # two ready, one being made, one handed out, one on its way; not 30
+    assert len(places) <= AT_ONCE  # not 30
     assert not memory._received  # when the loader has ended
-    sizes = [request(*range(n)) for n in (1, 2, 4, 8, 16, 3, 9)]  # larger and larger ones
+    sizes = [request(*range(n)) for n in (1, 2, 4, 8, 16, 3, *range(17, 26))]
     for asked, batch in zip(sizes, micro_batches(large_images(demo), iter(sizes), 1)):
         assert torch.equal(batch["pixel_values"], large_images(demo)[asked]["pixel_values"])
+        del batch
+        assert shared_blocks() <= AT_ONCE  # larger and larger ones, and none of the smaller
+
+
+@pytest.mark.parametrize("of", [whole, calculated, parts])
+def test_a_modality_of_one_s_own_may_do_anything_with_shared_memory(demo, of):
+    dataset = MicroBatchDataset(demo, [Made(of)])
+    asked = [request(*range(n, n + 8)) for n in range(0, 160, 8)]
+    others = multiprocessing.active_children()
+    batches = micro_batches(dataset, (x for each in asked for x in ([each], each)), 1)
+    for each in asked:
+        next(batches)  # the meta batch, for which it makes all of it
+        assert_equal(next(batches), dataset[each])
+    (worker,) = [each for each in multiprocessing.active_children() if each not in others]
+    assert shared_blocks(worker.pid) <= AT_ONCE
 
 
 def test_another_modality_comes_from_a_worker_alone_and_beside_images(demo):
