@@ -206,9 +206,9 @@ def open_cache(folder: Path | None = None, limit_bytes: int = DEFAULT_LIMIT) -> 
     return cache if cache.is_open() else None
 
 
-def _row(key: bytes, value: np.ndarray) -> tuple[bytes, bytes, np.ndarray, bytes]:
+def _row(key: bytes, value: np.ndarray) -> tuple[bytes, bytes, memoryview, bytes]:
     form = " ".join(map(str, (value.dtype.str, *value.shape))).encode()
-    content = np.ascontiguousarray(value)
+    content = np.ascontiguousarray(value).data
     return key, form, content, _checksum(key, form, content)
 
 
@@ -216,7 +216,7 @@ def _checksum(*parts: Any) -> bytes:
     """Of values of a row that may be of any kind where the disk has changed it."""
     checksum = xxhash.xxh3_64()
     for part in parts:
-        checksum.update(part if isinstance(part, (bytes, np.ndarray)) else repr(part).encode())
+        checksum.update(part if isinstance(part, (bytes, memoryview)) else repr(part).encode())
     return checksum.digest()
 
 
