@@ -19,7 +19,8 @@ class Numbers(ValueModality):
     def encode(self, value, generator):
         raise NotImplementedError
 
-    blank = encode
+    def blank(self):
+        return {"numbers": torch.zeros(1)}
 
 
 class Long(Numbers):
@@ -38,15 +39,15 @@ class Long(Numbers):
 class Made(Modality):
     """Tensors that are made of shared memory: `of` takes it, and gives what is sent."""
 
-    name = "made"
-
     def __init__(self, of):
-        self.of = of
+        self.of, self.name = of, of.__name__
 
     def load(self, source, request, seed):
         values = memory.empty((len(request.index), 9_000), torch.int32)
         values[:] = torch.from_numpy(request.index)[:, None]
-        return Loaded.of(request, {f"made_{n}": each for n, each in enumerate(self.of(values))})
+        return Loaded.of(
+            request, {f"{self.name}_{n}": each for n, each in enumerate(self.of(values))}
+        )
 
 
 def whole(tensor):
