@@ -260,6 +260,7 @@ def test_a_cost_model_survives_json():
         {"speed": 1},
         {"machine": {"name": "x"}},
         {"state": None},
+        {"compared": None},
     ],
 )
 def test_what_is_no_cost_model_is_refused(change):
