@@ -34,9 +34,10 @@ from launch.config.groups import (
     RunOptions,
     TrackingOptions,
 )
+from launch.config.imported import PIXELS, options_of_import, refuse_no_model
 from launch.config.recipe_files import RecipeFile, find_recipe
 from launch.config.settings import split_settings
-from launch.records import PIXELS, options_of_import, read_export, read_run, refuse_no_model
+from launch.records import read_export, read_run
 from launch.terminal.last_words import say_last
 from models.towers.names import join_name, split_name
 

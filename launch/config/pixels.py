@@ -18,7 +18,7 @@ from PIL import Image
 
 from common.files import read_json
 from data.modalities.preprocessing import CLIP, INTERPOLATIONS, NORMALIZATIONS, Preprocessing
-from launch.records import branches_held, options_of_export
+from launch.config.imported import branches_held, options_of_export
 from models.towers.image import full_name
 from models.towers.libraries import open_clip, timm, transformers_image
 from models.towers.names import split_name

@@ -18,19 +18,12 @@ from transformers import ClapProcessor, CLIPImageProcessor, PreTrainedConfig
 from common.files import replacing_folder, write_text
 from data.modalities.preprocessing import Preprocessing
 from data.modalities.tokenizer_open_clip import PREFIX, is_clips, text_config
+from launch.config.imported import FUSION_OPTIONS, HERE
 from launch.exporting.loading import feature_extractor, loading_record, seconds_of_clip
 from launch.exporting.page import export_page
 from launch.inference.adapters import taken_off, write_all
 from launch.inference.trained import Trained
-from launch.records import (
-    FORMAT,
-    FUSION_OPTIONS,
-    HERE,
-    OPEN_CLIP,
-    RECORD,
-    STATE_DICT,
-    WEIGHTS,
-)
+from launch.records import FORMAT, OPEN_CLIP, RECORD, STATE_DICT, WEIGHTS
 from models.losses import LOGIT_SCALE_LIMIT
 from models.towers.head import FUSION_NAMES
 from models.towers.layers import Layer, Tower

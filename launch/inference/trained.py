@@ -28,21 +28,19 @@ from engine.checkpoint.reading import CheckpointReader, load_layer
 from engine.objective import scalars_of, without_loss
 from launch.config.blocks import train_block
 from launch.config.groups import AudioOptions
-from launch.config.pixels import PROCESSORS, trained_with
-from launch.inference.adapters import ADAPTERS, FILE, read_adapters
-from launch.modalities import Vocabulary, tower_of
-from launch.objective import pairs_of
-from launch.records import (
-    WEIGHTS,
+from launch.config.imported import (
     branches_held,
     fusion_of_export,
     is_published,
     options_of_export,
     options_of_import,
-    read_export,
-    record_of_run,
     refuse_no_model,
 )
+from launch.config.pixels import PROCESSORS, trained_with
+from launch.inference.adapters import ADAPTERS, FILE, read_adapters
+from launch.modalities import Vocabulary, tower_of
+from launch.objective import pairs_of
+from launch.records import WEIGHTS, read_export, record_of_run
 from launch.terminal.tables import show
 from models.defaults import image_name, text_name
 from models.losses import build_loss

@@ -22,9 +22,9 @@ from data.prepare import PreparedData, count_bad, count_unusable
 from engine.optimizer.preview import preview
 from engine.planning.costs import precision_of
 from engine.planning.planner import GIB, RunPlan
+from launch.config.imported import branches_held
 from launch.config.options import Options, default_of
 from launch.modalities import OWN
-from launch.records import branches_held
 from launch.setup.costing import NOMINAL
 from launch.terminal.tables import REPORT, duration
 from models.losses import PlainLoss, build_loss

@@ -11,9 +11,9 @@ from neighbours import neighbour
 from safetensors.torch import load_file
 
 from data.modalities.tokenizer import batch_tokens
+from launch.config.imported import options_of_import
 from launch.exporting.writing import write_export
 from launch.inference.trained import open_model_folder
-from launch.records import options_of_import
 from models.towers.adapters.lora import LoRA
 
 pytest.importorskip("peft", reason="adapters are made by peft")

@@ -33,6 +33,7 @@ from common import __version__
 from data.modalities.preprocessing import CLIP as CLIP_PIXELS
 from data.modalities.tokenizer import batch_tokens, load_tokenizer
 from data.modalities.transforms import EvalTransform, normalise, stacked
+from launch.config.imported import options_of_export
 from launch.config.options import parse_options
 from launch.exporting import modeling_export
 from launch.exporting.page import _results
@@ -43,7 +44,6 @@ from launch.inference.trained import (
     open_model_folder,
     open_run,
 )
-from launch.records import options_of_export
 from launch.reporting.reading import read_folder
 from launch.setup.model import RunModel
 from models.losses import build_loss

@@ -10,12 +10,12 @@ from transformers import BertConfig, ViTConfig
 
 from data import modules
 from data.modules import add_trust_flags, import_named
+from launch.config.imported import HERE, fusion_of_export, options_of_export
 from launch.config.options import parse_options
 from launch.config.recipe_files import RECIPES, RecipeFile
 from launch.inference.querying import _searched
 from launch.inference.samples import held_out
 from launch.inference.trained import Trained, towers_of
-from launch.records import HERE, fusion_of_export, options_of_export
 from launch.reporting.timelines import prediction
 
 TOWERS = {
