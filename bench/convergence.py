@@ -1,4 +1,4 @@
-"""Whole runs of train.py, side by side: does a choice change what is learned, and what does it cost?
+"""Whole runs of train.py, side by side: does a choice change what is learned, at what cost?
 
     python bench/convergence.py --experiment split           3 seeds of each variant
     python bench/convergence.py --experiment split --set data=demo:de branches.balance.strategy=off
@@ -6,8 +6,8 @@
 
 A variant of an experiment is what it sets of train.py (`--set`), over `BASE`; the others are
 compared with the first. All see the same data for the same number of epochs, variants and seeds in
-turn. A run that is done is not run again, and experiments share runs: after an interruption the same
-command goes on. A difference counts where it is more than the spread of the seeds. Tables go to
+turn. A run that is done is not run again, and experiments share runs: after an interruption the
+same command goes on. A difference counts where it is more than the spread of the seeds. Tables go to
 bench/out/convergence/; `bench/EVIDENCE.md` is written from them.
 """
 
@@ -34,7 +34,8 @@ from bench.runs import call, read_metrics, settings, table, train_command
 
 RECALLS = ("text_to_image_R@10", "text_to_image_R@1")
 BASE = settings(
-    "deepspeed_config=ds_configs/cpu_fp32.json data=demo workers=0 trace_every=0 eval_every=1000000",
+    "deepspeed_config=ds_configs/cpu_fp32.json data=demo workers=0 trace_every=0",
+    "eval_every=1000000",
     "image_tower=resnet18:layers=1-1-1-1 image_size=32 text_tower=bert-tiny embed_dim=128",
     "branches.layout=fork branches.schedule=batch_sync",
     {"branches.stages": {"image": 1, "text": 1}, "branches.micro_batch_size": 30},
@@ -176,9 +177,8 @@ def report(results: Mapping[str, Sequence[Mapping[str, Any]]], timed: bool) -> s
             apart = statistics.mean(recalls[m]) - statistics.mean(other)
             range_ = max(max(each) - min(each) for each in (other, recalls[m]))
             where = "within" if abs(apart) <= range_ else "beyond"
-            differences.append(
-                f"- {m}: {name} − {first} = {apart:+.1f}, {where} the spread of the seeds ({range_:.1f})"
-            )
+            what = f"{m}: {name} − {first} = {apart:+.1f}"
+            differences.append(f"- {what}, {where} the spread of the seeds ({range_:.1f})")
     header = ["variant", "steps", *measures, "loss, last 10 steps"]
     header += [f"first 5 losses, apart from {first}", "s / step", "peak MiB", "MiB sent a step"]
     return table(header, rows) + "\n" + "\n".join(differences) + "\n"

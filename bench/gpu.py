@@ -1,9 +1,9 @@
 """One GPU, a few minutes: this program and OpenCLIP's own trainer, in turn, with the same models.
 
-    python bench/gpu.py                                     the most important first, until 520 seconds are over
+    python bench/gpu.py                                     the most important first, for 520 s
     python bench/gpu.py --models ViT-L-14 --budget-s 300    one model
     python bench/gpu.py --only wye,open_clip                two ways to train
-    python bench/gpu.py --device cpu --tiny                 tries the program; its numbers mean nothing
+    python bench/gpu.py --device cpu --tiny                 a trial, whose numbers mean nothing
 
 Samples/s, model FLOPs utilisation and memory at the largest batch that OpenCLIP holds; kernels by
 class, waiting and idle time of three profiled steps; the planner's prediction against the measured

@@ -5,13 +5,13 @@ loader, decoding and from its cache.
     python bench/loader.py --audio --samples 192         sounds; bench/out/loader-audio.md
 
 The files are the same for all: 640×480 JPEGs of emoji on smooth backgrounds with noise, about 85 KB
-each, in a folder with a jsonl file, and again in tar shards; or stereo FLAC of 16 bits at 44.1 kHz, 2
-to 12 seconds of harmonics with noise. All give float32 tensors in the same number of worker
-processes: images [b, 3, 224, 224], cropped at random and normalised, which ours leave to the process
-that asked, as a rank does on its device; sounds [b, 1, 1001, 64], the spectrogram that CLAP reads of
-10 seconds at 48 kHz, cut at random where a sound is longer.
+each, in a folder with a jsonl file, and again in tar shards; or stereo FLAC of 16 bits at 44.1 kHz,
+2 to 12 seconds of harmonics with noise. All give float32 tensors in the same number of worker
+processes: images [b, 3, 224, 224], cropped at random and normalised, which ours leave to the
+process that asked, as a rank does on its device; sounds [b, 1, 1001, 64], the spectrogram that CLAP
+reads of 10 seconds at 48 kHz, cut at random where a sound is longer.
 
-    plain         DataLoader over PIL and torchvision; over soundfile, resampling and ClapFeatureExtractor
+    plain         DataLoader over PIL and torchvision; over soundfile, SciPy, ClapFeatureExtractor
     webdataset    the webdataset library on the tar shards, with the same transforms
     decoding      ours on the folder; decoding_tar: on the tar shards
     cached        ours on the folder, from a cache that is full

@@ -1,11 +1,11 @@
 """OpenCLIP's own trainer and this program, side by side: what is learned by step and by second,
 samples/s, and memory.
 
-    python bench/open_clip.py                         3 seeds of each variant, 4 epochs; tables to bench/out/open_clip/
+    python bench/open_clip.py                         3 seeds of each variant, 4 epochs
     python bench/open_clip.py --speed                 throughput alone, in rounds
     python bench/open_clip.py --speed --towers near   with towers that cost about the same
     python bench/open_clip.py --language zh           the same images with their Chinese names
-    pip install -r requirements-test.txt              what it needs beside the project's requirements
+    pip install -r requirements-test.txt              what it needs
 
 Both programs read the same csv files with the same tokenizer, on two ranks without a GPU, in fp32,
 with the same global batch, optimizer and schedule (but for the variant that is called shipped
@@ -17,7 +17,7 @@ Seconds are those of steps, their waiting for data included; the start, evaluati
 and checkpoints are in none of them. OpenCLIP logs the loss of its first rank, 128 of the 256 rows,
 where this program logs the loss of all. A rank's memory is its largest resident size.
 
-Runs come in turn, seed by seed and variant by variant, so that what else the machine does hits all
+Tables go to bench/out/open_clip/. Runs come in turn, seed by seed and variant by variant, so that what else the machine does hits all
 alike. A finished run is kept in bench/out/open_clip/runs/ and is not run again; one that was broken
 off starts anew. After a change of the program, delete that folder.
 """

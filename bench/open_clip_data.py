@@ -1,9 +1,9 @@
 """What bench/open_clip.py trains on: files that this program and OpenCLIP's trainer both read.
 
-    data/en/images/*.png              RGB, flattened onto white
-    data/en/train.csv, val.csv        columns filepath and title, separated by tabs, which is OpenCLIP's default
-    data/en/tokenizer/                trained on the titles of train.csv; both programs use it
-    data/en/unequal-0/, .json         OpenCLIP's text tower with random weights, and its description of both towers
+    images/*.png            RGB, flattened onto white
+    train.csv, val.csv      filepath and title, separated by tabs, which is OpenCLIP's default
+    tokenizer/              trained on the titles of train.csv; both programs use it
+    unequal-0/, .json       OpenCLIP's text tower with random weights, and its towers' description
 
 The demo's images are RGBA. Flattening them beforehand keeps the choice of a background out of the
 comparison: OpenCLIP would show the colours behind the transparent parts, and this program white.

@@ -1,10 +1,10 @@
 """OpenCLIP's trainer on one rank; bench/open_clip.py starts it through torchrun.
 
-    torchrun --nproc-per-node 2 -m bench.open_clip_rank '{"towers": FILE, "options": [of open_clip_train]}'
+    torchrun --nproc-per-node 2 -m bench.open_clip_rank '{"towers": FILE, "options": […]}'
 
-The options are one word because torchrun would take some of them for its own (`--logs` for
-`--logs-specs`). `open_clip_train.main.main` stays as it is; around it the towers' file is made known
-by `open_clip.add_model_config`, and DistributedDataParallel is called without `device_ids`, which
+The options of OpenCLIP are one word because torchrun would take some of them for its own (`--logs`
+for `--logs-specs`). `open_clip_train.main.main` stays as it is; around it the towers' file is made
+known by `open_clip.add_model_config`, and DistributedDataParallel is called without `device_ids`, which
 OpenCLIP gives even for a CPU, where torch refuses them.
 
 This must run as a module from the root of the repository. Started as a file it would have bench/ at

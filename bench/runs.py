@@ -1,4 +1,4 @@
-"""Programs that a measurement starts: train.py by its settings, what it logs, and memory by rank."""
+"""Programs that a measurement starts: train.py by its settings, its logs, and memory by rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
-# The peak that the kernel keeps never falls: only what a process takes in its last second is missed.
+# The kernel's peak never falls: only what a process takes in its last second can be missed.
 SAMPLED_EVERY_S = 1.0
 
 

@@ -1,6 +1,6 @@
-"""Which models of timm, torchvision, OpenCLIP and transformers can be towers, and into how many layers?
+"""Which models of four libraries can be towers, and into how many layers?
 
-    python docs/towers.py                 writes models/TOWERS.md, and its summary into models/README.md
+    python docs/towers.py                 writes models/TOWERS.md, its summary into models/README.md
     python docs/towers.py --rows FILE     keeps each row in FILE, and goes on from there
 
 Each is made, recorded and cut on the meta device, at the image size that it was published with: no
@@ -33,8 +33,8 @@ PREFIXES = ("timm:", "open_clip:", "hf:")  # left out in the lists of names of a
 @dataclass(frozen=True)
 class Row:
     """A tower: `library` and `family` as in the table. `size`: pixels a side of the images that it
-    was published with, 0 for texts and sounds; `width`: of its features. No `layers`: it could not be made,
-    and `notes` says why."""
+    was published with, 0 for texts and sounds; `width`: of its features. No `layers`: it could not
+    be made, and `notes` says why."""
 
     name: str
     library: str

@@ -127,7 +127,7 @@ def batches_for(
     way: str, model: str, found: Mapping[str, Any], tiny: bool
 ) -> tuple[int | None, int | None]:
     """(samples of a step, of them in a micro-batch), by the largest batch that OpenCLIP held.
-    `found`: records by `MODEL/WAY`. Where OpenCLIP was not measured, four times the larger probe."""
+    `found`: records by `MODEL/WAY`. Without OpenCLIP's, four times the larger probe."""
     probes = TINY_PROBES if tiny else MODELS[model].probes
     largest = found.get(f"{model}/open_clip", {}).get("batch") or 4 * probes[1]
     if way == "open_clip":

@@ -1,5 +1,5 @@
-"""The measurement on one GPU, tried without one: both programs run tiny models in processes of their
-own, one failure loses its own line only, and what is read from traces and put into tables."""
+"""The measurement on one GPU, tried without one: both programs run tiny models in processes of
+their own, one failure loses its own line only, and what is read from traces and put into tables."""
 
 import json
 import time
@@ -18,8 +18,8 @@ TRIED = ["--device", "cpu", "--tiny", "--seconds-per-measurement", "0.05"]
 
 
 def test_both_programs_are_measured_and_a_failure_loses_its_own_line(tmp_path, capsys):
-    """OpenCLIP's trainer, this program, replay and a prediction in real processes; then a model that
-    cannot be built."""
+    """OpenCLIP's trainer, this program, replay and a prediction in real processes; then a model
+    that cannot be built."""
     ways = "open_clip,wye,wye_predict,wye_replay"
     command = [*TRIED, "--only", ways, "--out", str(tmp_path), "--budget-s", "600"]
     assert main([*command, "--models", "ViT-B-32"]) == 0
@@ -152,8 +152,8 @@ def event(cat, name, ts, dur):
 
 
 def test_a_trace_is_summed_per_step():
-    """Two steps: 4 + 2 µs of kernels of which 1 runs beside another, and copies of 1 beside them and
-    of 3 alone."""
+    """Two steps: 4 + 2 µs of kernels of which 1 runs beside another, and copies of 1 beside them
+    and of 3 alone."""
     events = [
         event("kernel", "nvjet_a", 0.0, 4.0),
         event("kernel", "flash_fwd", 3.0, 2.0),
