@@ -17,9 +17,9 @@ Seconds are those of steps, their waiting for data included; the start, evaluati
 and checkpoints are in none of them. OpenCLIP logs the loss of its first rank, 128 of the 256 rows,
 where this program logs the loss of all. A rank's memory is its largest resident size.
 
-Tables go to bench/out/open_clip/. Runs come in turn, seed by seed and variant by variant, so that what else the machine does hits all
-alike. A finished run is kept in bench/out/open_clip/runs/ and is not run again; one that was broken
-off starts anew. After a change of the program, delete that folder.
+Tables go to bench/out/open_clip/. Runs come in turn, seed by seed and variant by variant, so that
+what else the machine does hits all alike. A finished run is kept in bench/out/open_clip/runs/ and is
+not run again; one that was broken off starts anew. After a change of the program, delete that folder.
 """
 
 from __future__ import annotations
