@@ -494,7 +494,7 @@ def line_per_caption(every: int) -> str:
         (folder / "images").mkdir(parents=True, exist_ok=True)
         source, rows = open_source("demo:en+de+es+fr"), ["filepath,title"]
         for i in range(0, len(source), every):
-            (folder / "images" / f"{i}.png").write_bytes(source.image_bytes(i))
+            (folder / "images" / f"{i}.png").write_bytes(source.value("image", i))
             names = (name.replace('"', "") for name in source.captions(i))
             rows += [f'images/{i}.png,"{name}"' for name in names]
         table.write_text("\n".join(rows) + "\n", encoding="utf-8")

@@ -97,7 +97,7 @@ def measure(spec: str, folder: Path, with_torch: bool) -> dict[str, object]:
     requests = partial(Batches(order, subset, settings).requests, "image", replicas=REPLICAS)
     request = next(requests(replica=0, start_step=0, stop_step=order.steps_per_epoch))
     read = [
-        (source.captions(i), source.content_hash(i), source.where(i))
+        (source.captions(i), source.content_hash("image", i), source.where(i))
         for i in request.index.tolist()
     ]
     first = time.perf_counter()
@@ -107,7 +107,7 @@ def measure(spec: str, folder: Path, with_torch: bool) -> dict[str, object]:
     resume_start = time.perf_counter()
     request = next(requests(replica=3, start_step=step, stop_step=step + 1))
     read += [
-        (source.captions(i), source.content_hash(i), source.where(i))
+        (source.captions(i), source.content_hash("image", i), source.where(i))
         for i in request.index.tolist()
     ]
     resumed = time.perf_counter()

@@ -67,7 +67,7 @@ def make_files(folder: Path, samples: int) -> int:
             for emoji in chosen.tolist():
                 side = int(generator.integers(120, 360))
                 drawn = (
-                    upright_8bit(decode_bytes(demo.image_bytes(emoji)))
+                    upright_8bit(decode_bytes(demo.value("image", emoji)))
                     .convert("RGBA")
                     .resize((side, side), Image.Resampling.LANCZOS)
                 )
@@ -210,7 +210,7 @@ def ours(spec: str, workers: int, pin: bool, cache=None, on_host: bool = True) -
     )
     if cache is not None:
         for i in range(len(source)):
-            source.content_hash(i)  # what the index of a data set holds, made beforehand
+            source.content_hash("image", i)  # what the index of a data set holds, made beforehand
     batches = Batches(order, np.arange(len(source)), [Setting(0, {"image": 1})])
     requests = batches.requests("image", 0, 1, 0, EPOCHS * order.steps_per_epoch)
     for micro_batch in micro_batches(dataset, requests, workers, pin):

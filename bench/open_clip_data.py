@@ -115,7 +115,7 @@ def demo_samples(language: str) -> Iterator[Sample]:
 
     source = open_source(f"demo:{language}")
     for i in map(int, source.usable()):
-        yield Sample(source.identity(i), source.image_bytes(i), source.captions(i)[0])
+        yield Sample(source.identity(i), source.value("image", i), source.captions(i)[0])
 
 
 def write_samples(folder: Path, samples: Iterable[Sample], final_folder: Path) -> None:
