@@ -197,12 +197,14 @@ def _refuse_unequal(seen: Seen) -> None:
                 )
 
 
-def on_ranks(number: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What a function of a module returns on that many ranks, each a fresh process of one
-    thread."""
+def on_ranks(
+    number: int, function: Callable[..., Any], *arguments: Any, started: bool = True
+) -> list[Any]:
+    """What a function of a module returns on that many ranks, each a fresh process of one thread
+    in one process group, where that is `started`."""
     from ranks import run_ranks
 
-    return run_ranks(number, function, *arguments, timeout_s=LIMIT_S)
+    return run_ranks(number, function, *arguments, timeout_s=LIMIT_S, started=started)
 
 
 def main(module: str) -> None:
