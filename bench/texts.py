@@ -1,5 +1,5 @@
-"""Texts of 4 to 77 tokens dealt into micro-batches: at random, sorted by length, longest first
-(LPT), balanced by `data/batching/packing.py`.
+"""Texts of 4 to 77 tokens dealt into micro-batches: at random, and balanced by
+`data/batching/packing.py`.
 
     python bench/texts.py deals       a step's seconds above work divided evenly, and padding; 10 s
     python bench/texts.py speed       processor time to deal
@@ -12,7 +12,6 @@ changes and no figure here counts.
 
 from __future__ import annotations
 
-import heapq
 import statistics
 import sys
 import time
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 
     from engine.planning.planner import BranchBatch
 
-NUM_MICRO_BATCHES = 32  # of each replica, whatever the way; ours may also choose
+NUMBER = 32  # of micro-batches of each replica; ours may also choose
 MAX_TEXT_TOKENS = 77
 TEXT_COST = BranchCost(fixed_s=1e-3, per_sample_s=2e-5, per_token_s=1e-5, per_token_squared_s=5e-8)
 TOKENS_ALONE = BranchCost(fixed_s=0.0, per_sample_s=0.0, per_token_s=1.0)
@@ -70,42 +69,14 @@ def padded(tokens: np.ndarray) -> np.ndarray:
 
 def at_random(lengths: np.ndarray, replicas: int, number: int) -> Packing:
     """As the order comes: the samples of a global batch are shuffled already."""
-    return _in_equal_parts(np.arange(len(lengths)), replicas, number)
-
-
-def by_length(lengths: np.ndarray, replicas: int, number: int) -> Packing:
-    """In equal parts, each replica's in a row: little padding, and the last replica has all the
-    long ones."""
-    return _in_equal_parts(np.argsort(lengths, kind="stable"), replicas, number)
-
-
-def longest_first(lengths: np.ndarray, replicas: int, number: int) -> Packing:
-    """Each sample, the costliest first, to the micro-batch that has least so far (LPT, Graham
-    1969): even, if padding cost nothing."""
-    parts: list[list[int]] = [[] for _ in range(replicas * number)]
-    heap = [(0.0, i) for i in range(len(parts))]
-    costs = TEXT_COST.of_sample(lengths)
-    for position in np.argsort(-costs, kind="stable").tolist():
-        load, i = heap[0]
-        parts[i].append(position)
-        heapq.heapreplace(heap, (load + float(costs[position]), i))
-    arrays = [np.array(sorted(part), dtype=np.int64) for part in parts]
-    return [arrays[r * number : (r + 1) * number] for r in range(replicas)]
-
-
-def _in_equal_parts(order: np.ndarray, replicas: int, number: int) -> Packing:
-    parts = np.array_split(order, replicas * number)
+    parts = np.array_split(np.arange(len(lengths)), replicas * number)
     return [parts[r * number : (r + 1) * number] for r in range(replicas)]
 
 
 def balanced(
-    lengths: np.ndarray, replicas: int, number: int, num_stages: int = 1, free: bool = False
+    lengths: np.ndarray, replicas: int, numbers: Sequence[int], num_stages: int
 ) -> Packing:
-    numbers = ANY_NUMBER if free else [number]
     return pack(lengths, TEXT_COST, replicas, numbers, num_stages, Bounds(4))
-
-
-DEALS = {"random": at_random, "sorted": by_length, "longest first": longest_first}
 
 
 # -- a step, simulated
@@ -146,31 +117,25 @@ def measure_deals(num_stages: int, replicas: int, samples: int) -> Figures:
     """Of each way to deal: a step above the lower bound (all work divided evenly, nothing padded),
     and the padding."""
     lengths = padded(num_tokens(samples))
-    dealt = [way(lengths, replicas, NUM_MICRO_BATCHES) for way in DEALS.values()]
-    dealt.append(balanced(lengths, replicas, NUM_MICRO_BATCHES, num_stages))
-    free = balanced(lengths, replicas, NUM_MICRO_BATCHES, num_stages, free=True)
-
-    def above(deal: Packing, numbers: Sequence[int]) -> float:
+    found = {}
+    for way, numbers in (("random", [NUMBER]), ("balanced", [NUMBER]), ("free", ANY_NUMBER)):
+        if way == "random":
+            deal = at_random(lengths, replicas, NUMBER)
+        else:
+            deal = balanced(lengths, replicas, numbers, num_stages)
         bound_s = min(lower_bound_s(lengths, TEXT_COST, replicas, n, num_stages) for n in numbers)
-        return simulated_s(micro_batch_seconds(deal, lengths, TEXT_COST), num_stages) / bound_s - 1
-
-    return {
-        "above": [*(above(deal, [NUM_MICRO_BATCHES]) for deal in dealt), above(free, ANY_NUMBER)],
-        "padding": [padding_share(deal, lengths) for deal in dealt],
-        "number": len(free[0]),
-    }
+        step_s = simulated_s(micro_batch_seconds(deal, lengths, TEXT_COST), num_stages)
+        found |= {way: step_s / bound_s - 1, f"{way}_padding": padding_share(deal, lengths)}
+    return {**found, "number": len(deal[0])}
 
 
 def deals(samples: int = 4096) -> Study:
     """Balanced within 5 % of the lower bound, and at most 5 % of the tokens padding."""
-    names = " / ".join((*DEALS, "balanced"))
 
     def notes(seen: Seen) -> list[str]:
-        above = [figures["above"][len(DEALS)] for (figures,) in seen.rounds.values()]
+        above = [seen.median(name, "balanced") for name in seen.rounds]
         near = sum(share <= 0.05 for share in above)
-        return [
-            f"balanced within 5 % of the bound in {near} of {len(above)}: {max(above):.1%} at most"
-        ]
+        return [f"balanced is within 5 % of the bound in {near} of {len(above)}"]
 
     return Study(
         "Ways to deal a global batch",
@@ -180,26 +145,24 @@ def deals(samples: int = 4096) -> Study:
             for replicas in (1, 2, 4, 8)
         },
         (
-            Column(
-                "above",
-                f"a step above the bound: {names} / balanced, 1 to 64 micro-batches",
-                "{:.1%}",
-            ),
-            Column("padding", f"padding: {names}", "{:.1%}"),
-            Column("number", "micro-batches that balanced chose", "{:.0f}"),
+            Column("random", "at random: a step above the bound", "{:.1%}"),
+            Column("random_padding", "padding", "{:.1%}"),
+            Column("balanced", "balanced: above the bound", "{:.1%}"),
+            Column("balanced_padding", "padding", "{:.1%}"),
+            Column("free", "1 to 64 micro-batches: above the bound", "{:.1%}"),
+            Column("number", "chosen", "{:.0f}"),
         ),
-        f"{samples:,} texts, {NUM_MICRO_BATCHES} micro-batches per replica.",
+        f"{samples:,} texts, {NUMBER} micro-batches per replica.",
         rounds=1,
         notes=notes,
     )
 
 
-def dealing_ms(way: str, samples: int) -> Figures:
+def dealing_ms(numbers: Sequence[int], samples: int) -> Figures:
     """To 8 replicas, for 4 stages; what else the machine does is not counted."""
     lengths = padded(num_tokens(samples))
-    deal = DEALS.get(way) or partial(balanced, num_stages=4, free=way != "balanced")
     start = time.process_time()
-    deal(lengths, 8, NUM_MICRO_BATCHES)
+    balanced(lengths, 8, numbers, 4)
     return {"ms": 1e3 * (time.process_time() - start)}
 
 
@@ -208,9 +171,9 @@ def speed() -> Study:
     return Study(
         "Time to deal a global batch",
         {
-            f"{samples:,} texts, {way}": Way(partial(dealing_ms, way, samples))
+            f"{samples:,} texts, {word}": Way(partial(dealing_ms, numbers, samples))
             for samples in (4096, 65536)
-            for way in (*DEALS, "balanced", "balanced, any number")
+            for word, numbers in (("32 micro-batches", [NUMBER]), ("1 to 64", ANY_NUMBER))
         },
         (Column("ms", "ms of processor time", "{:.1f}"),),
         "8 replicas, 4 stages.",
