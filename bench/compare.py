@@ -28,7 +28,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -219,42 +219,47 @@ def main(module: str) -> None:
     parsers = {name: parser for name in studies}
     if len(studies) > 1:
         choices = parser.add_subparsers(dest="study", required=True, metavar="STUDY")
-        parsers = {
-            name: choices.add_parser(
-                name, help=study.__doc__.split(":")[0], description=study.__doc__
-            )
-            for name, study in studies.items()
-        }
+        for name, study in studies.items():
+            what = study.__doc__.split(":")[0].replace("%", "%%")
+            parsers[name] = choices.add_parser(name, help=what, description=study.__doc__)
     for name, own in parsers.items():
         own.add_argument("--rounds", type=int, metavar="N", help="times each way is measured")
         own.add_argument("--only", metavar="WORD[,WORD]", help="ways whose name holds one of these")
         for flag in inspect.signature(studies[name]).parameters.values():
+            several = isinstance(flag.default, tuple)
             own.add_argument(
                 "--" + flag.name.replace("_", "-"),
-                type=type(flag.default),
+                type=type(flag.default[0] if several else flag.default),
                 default=flag.default,
-                metavar=type(flag.default).__name__.upper()[0],
+                nargs="+" if several else None,
+                metavar="DIR" if isinstance(flag.default, str) else "N",
                 help="default: %(default)s",
             )
     given = vars(parser.parse_args())
     name = given.pop("study", next(iter(studies)))
     rounds, only = given.pop("rounds"), given.pop("only")
-    study = studies[name](**given)
-    rounds = study.rounds if rounds is None else rounds
-    if rounds < 1 or any(isinstance(value, int) and value < 1 for value in given.values()):
-        parser.error("--rounds and the numbers of a study must be at least 1")
+    for flag, value in {"rounds": rounds, **given}.items():
+        if (
+            isinstance(value, (int, list))
+            and min(value if isinstance(value, list) else [value]) < 1
+        ):
+            parser.error(f"--{flag.replace('_', '-')} {value}: must be at least 1")
+    try:
+        study = studies[name](**given)
+    except ValueError as error:
+        parser.error(str(error))
+    names = ", ".join(study.ways)
     if only:
         study = chosen(study, only.split(","))
     if not study.ways:
-        parser.error(f"--only {only}: not among {', '.join(studies[name](**given).ways)}")
+        parser.error(f"--only {only}: not among {names}")
     stem = module.rpartition(".")[2]
-    compare(study, OUT / f"{stem if len(studies) == 1 else f'{stem}-{name}'}.md", rounds)
+    file = OUT / (f"{stem}.md" if len(studies) == 1 else f"{stem}-{name}.md")
+    compare(study, file, study.rounds if rounds is None else rounds)
 
 
 def chosen(study: Study, words: Sequence[str]) -> Study:
     """The ways whose name holds one of the words; one that is such a word is taken alone."""
-    from dataclasses import replace
-
     ways = {
         name: way
         for name, way in study.ways.items()

@@ -93,14 +93,14 @@ def built(world_size: int, layout: str) -> Figures:
     return {key: max(one[key] for one in found) for key in found[0]}
 
 
-def engines(world_sizes: str = "512,1024") -> Study:
+def engines(world_sizes: Sequence[int] = (512, 1024)) -> Study:
     """Process groups that are made: their number and that of a rank's own do not grow with the
     ranks, but for those of the replicas."""
     return Study(
         "Engines of many ranks",
         {
             f"{size} ranks, {layout}": Way(partial(built, size, layout))
-            for size in map(int, world_sizes.split(","))
+            for size in world_sizes
             for layout in layouts(size)
         },
         (
@@ -189,14 +189,14 @@ def _open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def store(world_sizes: str = "512,1024") -> Study:
+def store(world_sizes: Sequence[int] = (512, 1024)) -> Study:
     """Calls of the store by a rank: a few, whatever the number of ranks, to find out where all are,
     to wait three times for the first rank, and to watch over each other for two rounds."""
     return Study(
         "Many ranks at one store",
         {
             f"{size} ranks": Way(lambda n=size: on_ranks(1, start_together, n, started=False)[0])
-            for size in map(int, world_sizes.split(","))
+            for size in world_sizes
         },
         (
             Column("met_s", "s until all have met", "{:.1f}"),

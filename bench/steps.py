@@ -377,10 +377,10 @@ def strategies(
     """DDP and every layout and schedule: a fork with batch_sync is a little faster than DDP, since
     it averages no gradients and steps one tower a rank, at about two thirds of its memory. The aim
     is 1.1 × the samples/s at 0.65 of the tensor bytes."""
-    if global_batch % (ranks * micro_batch):
-        sys.exit(
-            f"--global-batch {global_batch} must be a multiple of --ranks × --micro-batch, "
-            f"{ranks * micro_batch}"
+    if ranks < 2 or global_batch % (ranks * micro_batch):
+        raise ValueError(
+            f"--ranks {ranks} must be at least 2, and --global-batch {global_batch} a multiple of "
+            f"--ranks × --micro-batch, {ranks * micro_batch}"
         )
     setup = replace(STRATEGIES, global_batch_size=global_batch, micro_batch_size=micro_batch)
     half = ranks // 2
@@ -459,15 +459,15 @@ def split(steps: int = 12, micro_batch: int = 32) -> Study:
     )
 
 
-def memory(points: str = "4,8,16,32,64") -> Study:
+def memory(points: Sequence[int] = (4, 8, 16, 32, 64)) -> Study:
     """Peak memory as micro-batches get more: under replay within 5 % from 8 to 64, under batch_sync
     in proportion. What is loaded waits in host memory, which on a CPU is the memory measured."""
     ways = {}
     for schedule in ("replay", "batch_sync"):
-        for number in map(int, points.split(",")):
+        for number in points:
             setup = replace(MEMORY, global_batch_size=MEMORY.micro_batch_size * number)
             run = Run(setup, {**fork(), "schedule": schedule})
-            against = f"{schedule}, 8" if "8" in points.split(",") else None
+            against = f"{schedule}, 8" if 8 in points else None
             ways[f"{schedule}, {number}"] = Way(
                 partial(seconds, run, 1), partial(tensors, run), against
             )

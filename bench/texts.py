@@ -130,7 +130,8 @@ def measure_deals(num_stages: int, replicas: int, samples: int) -> Figures:
 
 
 def deals(samples: int = 4096) -> Study:
-    """Balanced within 5 % of the lower bound, and at most 5 % of the tokens padding."""
+    """Ways to deal a global batch: balanced is within 5 % of the lower bound, and at most 5 % of its
+    tokens are padding."""
 
     def notes(seen: Seen) -> list[str]:
         above = [seen.median(name, "balanced") for name in seen.rounds]

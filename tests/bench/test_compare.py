@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.compare import Column, Study, Way, chosen, compare
+from bench.compare import Column, Study, Way, chosen, compare, main
 
 COLUMNS = (
     Column("s", "ms", "{:.0f}", 1e3),
@@ -53,3 +53,20 @@ def test_only_takes_a_name_or_all_that_hold_a_word():
     ways = dict.fromkeys(("ddp", "ddp_cached", "fork-a", "fork-b"), Way(dict))
     for words, names in ((["ddp"], ["ddp"]), (["cached", "fork"], list(ways)[1:]), (["x"], [])):
         assert list(chosen(study(ways=ways), words).ways) == names
+
+
+@pytest.mark.parametrize(
+    "given, named",
+    [
+        ("strategies --ranks 3 --global-batch 64", "multiple"),
+        ("memory --points 8 0", "--points"),
+        ("split --rounds 0", "--rounds"),
+        ("split --only forks", "fork"),
+        ("split --points 8", "--points"),
+    ],
+)
+def test_a_wrong_command_is_one_error(monkeypatch, capsys, given, named):
+    monkeypatch.setattr("sys.argv", ["bench/steps.py", *given.split()])
+    with pytest.raises(SystemExit) as ended:
+        main("bench.steps")
+    assert ended.value.code == 2 and named in capsys.readouterr().err.splitlines()[-1]
