@@ -1,6 +1,6 @@
 """Averages and gathers over nodes with slow links: as long as the planner says?
 
-    python bench/collectives.py      as root, on Linux with iproute2; writes bench/out/collectives.md and prints it
+    python bench/collectives.py      as root, on Linux with iproute2; bench/out/collectives.md
 
 Each node is a network namespace of this machine with an interface of limited speed. The ranks
 measure their links as `branches.layout: "auto"` does, then average and gather tensors over groups

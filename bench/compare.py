@@ -69,7 +69,8 @@ class Column:
 @dataclass(frozen=True)
 class Study:
     """`setting`: what all ways have in common. `equal`: a number that the exact ways must share
-    with those that they are compared with, and the relative tolerance. `notes`: sentences below the table, made of what was seen."""
+    with those that they are compared with, and the relative tolerance. `notes`: sentences below the
+    table, made of what was seen."""
 
     title: str
     ways: Mapping[str, Way]
@@ -223,13 +224,13 @@ def main(module: str) -> None:
             what = study.__doc__.split(":")[0].replace("%", "%%")
             parsers[name] = choices.add_parser(name, help=what, description=study.__doc__)
     for name, own in parsers.items():
-        own.add_argument("--rounds", type=int, metavar="N", help="times each way is measured")
+        own.add_argument("--rounds", type=_positive, metavar="N", help="times each way is measured")
         own.add_argument("--only", metavar="WORD[,WORD]", help="ways whose name holds one of these")
         for flag in inspect.signature(studies[name]).parameters.values():
             several = isinstance(flag.default, tuple)
             own.add_argument(
                 "--" + flag.name.replace("_", "-"),
-                type=type(flag.default[0] if several else flag.default),
+                type=str if isinstance(flag.default, str) else _positive,
                 default=flag.default,
                 nargs="+" if several else None,
                 metavar="DIR" if isinstance(flag.default, str) else "N",
@@ -238,12 +239,6 @@ def main(module: str) -> None:
     given = vars(parser.parse_args())
     name = given.pop("study", next(iter(studies)))
     rounds, only = given.pop("rounds"), given.pop("only")
-    for flag, value in {"rounds": rounds, **given}.items():
-        if (
-            isinstance(value, (int, list))
-            and min(value if isinstance(value, list) else [value]) < 1
-        ):
-            parser.error(f"--{flag.replace('_', '-')} {value}: must be at least 1")
     try:
         study = studies[name](**given)
     except ValueError as error:
@@ -256,6 +251,12 @@ def main(module: str) -> None:
     stem = module.rpartition(".")[2]
     file = OUT / (f"{stem}.md" if len(studies) == 1 else f"{stem}-{name}.md")
     compare(study, file, study.rounds if rounds is None else rounds)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be a whole number of at least 1")
+    return int(text)
 
 
 def chosen(study: Study, words: Sequence[str]) -> Study:

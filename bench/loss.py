@@ -134,8 +134,8 @@ def speed(rows: int = 16384) -> Study:
 
 
 def memory(rows: int = 65536) -> Study:
-    """Memory in blocks: 64 MiB for the blocks, and per side a gradient and a copy of the embeddings,
-    0.6 GiB of a matrix of 16 GiB, 4 %. The aim is 10 %."""
+    """Memory in blocks: 64 MiB for the blocks, and per side a gradient and a copy of the
+    embeddings, 0.6 GiB of a matrix of 16 GiB, 4 %. The aim is 10 %."""
     return Study(
         "Memory of the losses in blocks",
         {name: Way(partial(alone, "in blocks", name, rows, False)) for name in LOSSES},

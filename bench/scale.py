@@ -1,6 +1,6 @@
 """Starting on hundreds of GPUs, on one machine without any: what a rank makes and asks for.
 
-python bench/scale.py engines                     512 and 1,024 ranks; writes bench/out/scale-engines.md
+python bench/scale.py engines                     512 and 1,024 ranks; bench/out/scale-engines.md
 python bench/scale.py store --world-sizes 64      fewer
 """
 

@@ -335,11 +335,11 @@ def chain(image: int = 1, text: int = 1, replicas: int = 1) -> dict[str, Any]:
 
 
 NO_DROPOUT = ",hidden_dropout_prob=0,attention_probs_dropout_prob=0"
-# Both towers are transformers of width 384 and depth 6 and take about as many tokens of a sample (37
-# patches, 32 words), so that neither branch of a fork waits for the other. The text tower has a real
-# vocabulary besides (BERT's, 11.7 M parameters), because that is what text towers have. With the
-# 2,000 tokens of a rank and step, averaging gradients weighs more than it would on a GPU, which is
-# kind to the fork.
+# Both towers are transformers of width 384 and depth 6 and take about as many tokens of a sample
+# (37 patches, 32 words), so that neither branch of a fork waits for the other. The text tower has a
+# real vocabulary besides (BERT's, 11.7 M parameters), because that is what text towers have. With
+# the 2,000 tokens of a rank and step, averaging gradients weighs more than it would on a GPU, which
+# is kind to the fork.
 STRATEGIES = Setup(
     image_tower="vit_b_16:hidden_dim=384,num_layers=6,num_heads=6,mlp_dim=1536,patch_size=8",
     image_size=48,
@@ -421,8 +421,8 @@ def strategies(
             Column("sent_bytes", "sent MiB a step and rank", "{:.1f}", 1 / MIB),
             Column("loss", f"loss after {WARMUP_STEPS + steps} steps", "{:.5f}"),
         ),
-        f"{setup.describe()} {ranks} ranks. Memory is that of the rank that needs most; what is sent "
-        "counts collectives as rings.",
+        f"{setup.describe()} {ranks} ranks. Memory is that of the rank that needs most; what is "
+        "sent counts collectives as rings.",
         reference="ddp",
         rounds=5,
         equal=("loss", 1e-5),
@@ -532,8 +532,8 @@ def _first(figure: Sequence[float]) -> float:
 
 
 def prediction(steps: int = 6) -> Study:
-    """The planner's step time with costs that are profiled here, for 24 ways to run: within 10 % for
-    at least 12, and its choice within 3 % of the best."""
+    """The planner's step time with costs that are profiled here, for 24 ways to run: within 10 %
+    for at least 12, and its choice within 3 % of the best."""
     towers = {"ViT + BERT": VIT, "ResNet-18 + BERT": replace(VIT, image_tower="resnet18")}
     ways = {}
     for name, setup in towers.items():
@@ -581,8 +581,8 @@ def _within(seen: Seen) -> str:
     ratios = [seen.median(name, "predicted_ratio") for name in seen.rounds]
     near = sum(abs(ratio - 1) <= 0.1 for ratio in ratios)
     return (
-        f"{near} of {len(ratios)} within 10 %; predicted ÷ measured {statistics.median(ratios):.2f} "
-        f"({min(ratios):.2f} – {max(ratios):.2f})"
+        f"{near} of {len(ratios)} within 10 %; predicted ÷ measured "
+        f"{statistics.median(ratios):.2f} ({min(ratios):.2f} – {max(ratios):.2f})"
     )
 
 

@@ -39,7 +39,8 @@ VARYING = VaryingSetup(
     num_batches=2,
 )
 SMALL = Setup(
-    image_tower="vit_b_16:hidden_dim=96,num_heads=4,num_layers=3,mlp_dim=192,patch_size=8,dropout=0.1",
+    image_tower="vit_b_16:hidden_dim=96,num_heads=4,num_layers=3,mlp_dim=192,patch_size=8,"
+    "dropout=0.1",
     image_size=32,
     text_tower="bert-tiny:hidden_size=96,intermediate_size=192,num_hidden_layers=3",
     num_tokens=16,
