@@ -70,7 +70,7 @@ class Column:
 class Study:
     """`setting`: what all ways have in common. `equal`: a number that the exact ways must share
     with those that they are compared with, and the relative tolerance. `notes`: sentences below the
-    table, made of what was seen."""
+    table, made of what was seen. `predicted`: the docstring of the function that declares it."""
 
     title: str
     ways: Mapping[str, Way]
@@ -80,6 +80,7 @@ class Study:
     rounds: int = 3
     equal: tuple[str, float] | None = None
     notes: Callable[[Seen], Iterable[str]] = lambda seen: ()
+    predicted: str = ""
 
 
 @dataclass
@@ -137,6 +138,7 @@ def report(seen: Seen) -> str:
         [
             f"# {study.title}",
             "",
+            *([study.predicted, ""] if study.predicted else []),
             f"{study.setting} Rounds in turn: {max(map(len, seen.rounds.values()))}; median "
             "(least – most).".strip(),
             "",
@@ -240,7 +242,7 @@ def main(module: str) -> None:
     name = given.pop("study", next(iter(studies)))
     rounds, only = given.pop("rounds"), given.pop("only")
     try:
-        study = studies[name](**given)
+        study = replace(studies[name](**given), predicted=inspect.getdoc(studies[name]))
     except ValueError as error:
         parser.error(str(error))
     names = ", ".join(study.ways)

@@ -391,7 +391,10 @@ def strategies(
         "merged-replicas": merged(1, ranks),
         "merged-stages": merged(ranks, 1),
     }
-    blocks.pop("fork-equal" if ranks % 2 else "fork-unequal")
+    if ranks % 2:
+        del blocks["fork-equal"]
+    if ranks == 2 or global_batch % ((ranks - 1) * micro_batch):
+        del blocks["fork-unequal"]
     runs = {"ddp": Run(setup, None, ranks), "ddp_cached": Run(setup, None, ranks, cached=True)}
     for name, block in blocks.items():
         for schedule in ("batch_sync", "replay"):
