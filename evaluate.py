@@ -21,7 +21,8 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,11 @@ from common.options import Once, at_least
 from common.output import outlive_output, run_program
 from common.secrets import redact
 from data.index.roots import add_root_flag, from_anywhere, given_roots, with_roots
+from data.index.sources import Source
 from data.loader import resolve_workers
 from data.modules import add_trust_flags, import_named
 from launch.inference.classes import benchmark_metrics, classification, classification_table
-from launch.inference.embedding import PRECISIONS, Embedder, chosen_device
+from launch.inference.embedding import PRECISIONS, Embedded, Embedder, chosen_device
 from launch.inference.evaluation import benchmark_metrics as retrieval_metrics
 from launch.inference.evaluation import by_language, examples, retrieval, write_numbers
 from launch.inference.folders import forget_embeddings, refuse_other_content, write_embeddings
@@ -203,14 +205,17 @@ def main(arguments: argparse.Namespace) -> None:
         return
     numbers = {"step": trained.step, "precision": arguments.precision}
     numbers |= {"model": arguments.imported} if arguments.imported else {}
+    pictures: list[Callable[[], None]] = []
     if arguments.classify:
         found, table = of_classes(arguments, embedder, name)
     else:
-        found, table = of_pairs(arguments, embedder, model)
+        found, table, pictures = of_pairs(arguments, embedder, model)
     output = arguments.json or results / output_name(arguments, name)
     write_numbers(output, {**numbers, **found})
     show(table)
     print(output)
+    for draw in pictures:  # last: what cannot be drawn costs no number
+        draw()
 
 
 def name_of(arguments: argparse.Namespace, trained: Trained) -> str:
@@ -258,8 +263,9 @@ def of_classes(
 
 def of_pairs(
     arguments: argparse.Namespace, embedder: Embedder, model: Mapping[str, str]
-) -> tuple[dict[str, Any], Table]:
-    """Retrieval among each set of samples, and with the same embeddings what else was asked for."""
+) -> tuple[dict[str, Any], Table, list[Callable[[], None]]]:
+    """Retrieval among each set of samples, and with the same embeddings what else was asked for;
+    what draws its pictures."""
     rerank, name = arguments.rerank, model["checkpoint"]
     if rerank and fusion_of(embedder) is None:
         raise ValueError(
@@ -267,6 +273,7 @@ def of_pairs(
             "--fusion, or an export of one"
         )
     parts = held_out(arguments, embedder.trained)
+    pictures: list[Callable[[], None]] = []
     # by held-out set
     sizes, metrics = {}, {}
     languages: dict[str, dict[str, Any]] = {}
@@ -294,7 +301,7 @@ def of_pairs(
         if file := arguments.picture:
             file = file.with_stem(f"{file.stem}-{beside}") if beside else file
             title = f"{part_name}: queries and their first answers by embeddings, {name}"
-            draw_rows(examples(embedded, part.source, NUM_EXAMPLES), title, file)
+            pictures.append(partial(draw_examples, embedded, part.source, title, file))
     how = f", by embeddings → the nearest {rerank} by matching" if rerank else ""
     table = retrieval_table(
         f"Zero-shot retrieval, {name}{how}",
@@ -313,7 +320,11 @@ def of_pairs(
     numbers |= {"left_out": left_out(parts["validation"])} if arguments.val_data else {}
     numbers |= results
     numbers |= {"reranked": {"candidates": rerank, **after}} if rerank else {}
-    return numbers, table
+    return numbers, table, pictures
+
+
+def draw_examples(embedded: Embedded, source: Source, title: str, file: Path) -> None:
+    draw_rows(examples(embedded, source, NUM_EXAMPLES), title, file)
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ def start_together(world_size: int) -> dict[str, float]:
 
     import torch.distributed as dist
 
-    from engine.config.checks import AUTO
+    from engine.checks import AUTO
     from engine.processes.places import Place, communication_of, meet
     from engine.processes.start import PREPARATION_LIMIT, free_port
     from engine.processes.store import connect

@@ -205,6 +205,7 @@ class _Items(Dataset):
         self.dataset = dataset
 
     def __getitem__(self, request: Any) -> Any:
+        memory.reclaim()
         try:
             if isinstance(request, list):
                 return [self.dataset.meta_batch(each) for each in request], None

@@ -25,12 +25,18 @@ from data.index.roots import with_roots
 from data.index.sources import Source, open_source
 from data.index.splits import split_source
 from data.modalities.tokenizer import load_tokenizer, refuse_unknown_words, train_tokenizer
-from data.options import DataOptions
+from data.options import DataOptions, compared
 
 TRAIN = "train"
 SAMPLES_TRIED = 1000  # with a tokenizer that is given
 # options that do not say which samples there are, but how often they come and how many may be bad
-NOT_OF_SAMPLES = ("data_weights", "data_temperature", "data_floors", "max_bad_fraction")
+NOT_OF_SAMPLES = {
+    "data_weights",
+    "data_temperature",
+    "data_floors",
+    "data_adapt",
+    "max_bad_fraction",
+}
 
 
 @dataclass(frozen=True)
@@ -253,10 +259,15 @@ def write_bad_samples(file: Path, sources: Sequence[Source]) -> None:
 
 
 def _made_of(options: DataOptions, sources: Sequence[Source]) -> dict[str, Any]:
-    """The options and sizes that a division depends on, as JSON gives them back."""
-    asked = {name: value for name, value in vars(options).items() if name not in NOT_OF_SAMPLES}
+    """The options and sizes that a division is made by, as JSON gives them back."""
     sizes = [[len(source), len(source.usable())] for source in sources]
-    return {"options": redacted(json.loads(json.dumps(asked))), "sizes": sizes}
+    return {"options": redacted(json.loads(json.dumps(vars(options)))), "sizes": sizes}
+
+
+def _of_samples(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that a division depends on; of the pairs, their modalities without the weights."""
+    asked = {name: value for name, value in options.items() if name not in NOT_OF_SAMPLES}
+    return asked | {"pairs": compared(options["pairs"])}
 
 
 def _read_division(folder: Path, made_of: Mapping[str, Any]) -> Division | None:
@@ -266,7 +277,7 @@ def _read_division(folder: Path, made_of: Mapping[str, Any]) -> Division | None:
         record = read_json(folder / "made_of.json")
     except FileNotFoundError:
         return None
-    there, asked = record["options"], made_of["options"]
+    there, asked = _of_samples(record["options"]), _of_samples(made_of["options"])
     changed = [name for name in there | asked if there.get(name) != asked.get(name)]
     if changed:
         raise ValueError(

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
-from engine.config.checks import AUTO
+from engine.checks import AUTO
 
 # Compilations of one function before torch falls back to running it as it is. All layers run
 # through one `forward`, which is compiled for each structure, for fixed and for varying sizes, with

@@ -18,6 +18,7 @@ from engine.json_messages import from_first_rank
 from launch.feeding import Feeding
 from launch.journal import Journal
 from launch.loss_weights import HeldOutFigures, LossWeights
+from launch.records import AVERAGED
 from launch.run.queries import (
     NUM_ANSWERS,
     NUM_QUERIES,
@@ -37,7 +38,6 @@ from models.metrics.retrieval import (
 )
 
 NUM_FOUND = NUM_QUERIES * NUM_ANSWERS * 3  # numbers of `first_answers`
-AVERAGED = "ema/"  # before the name of a set that the averaged weights were measured on
 
 
 class Evaluator:
@@ -59,7 +59,7 @@ class Evaluator:
 
     def evaluate(self, step: int) -> None:
         """Measure after `step` steps: recalls and figures of alignment by held-out set, equal on
-        all ranks. Those of the averaged weights have the prefix `ema/`."""
+        all ranks. Those of the averaged weights have the prefix `AVERAGED`."""
         found: dict[str, dict[str, float]] = {}
         answers: dict[str, list[Answers]] = {}
         for prefix in self.prefixes:

@@ -29,6 +29,9 @@ from launch.terminal.tables import REPORT, retrieval_report, show
 from launch.tracking.tracker import Tracker
 
 PAGE_SHARE = 0.02  # of the time of a run, at most, goes into its page
+# A page is the last one of a run that was killed where none follows within three times what lay
+# between the last two, and these seconds; of the first page that is not known.
+NEXT_PAGE_S, SECOND_PAGE_S = 600, 3 * 3600
 UNTRACKED = "tracking ends, metrics.jsonl goes on"
 
 
@@ -40,7 +43,8 @@ class Journal:
         self.tracker: Tracker | None = None  # on the first rank, once the run is decided
         self.trace = TraceFile(folder.path / "trace.json")
         self._evaluations: dict[int, dict[str, float]] = {}
-        self._page_due_s = -math.inf  # on the clock time.monotonic
+        # on the clock time.monotonic: the next page is not before, and the newest was begun
+        self._page_due_s = self._page_begun_s = -math.inf
 
     def track(
         self,
@@ -170,12 +174,16 @@ class Journal:
         """Was report.html written? A failure is one warning."""
         if not self.folder.first_rank:
             return False
-        began_s, self._page_due_s = time.monotonic(), math.inf
+        self._page_due_s = math.inf
         with only_shows(f"{REPORT} is not written"):
-            # imports plotly, which no step needs
+            # imports plotly, which no step needs; once, so it is no time that a page takes
             from launch.reporting.page import write_report
 
-            write_report([self.folder.path], self.folder.path / REPORT, goes_on)
+            began_s = time.monotonic()
+            between_s, self._page_begun_s = began_s - self._page_begun_s, began_s
+            next_s = max(NEXT_PAGE_S, 3 * between_s) if between_s < math.inf else SECOND_PAGE_S
+            page = self.folder.path / REPORT
+            write_report([self.folder.path], page, next_s if goes_on else None)
             # evaluations may follow one another quickly, and the other ranks wait for the page
             self._page_due_s = began_s + (time.monotonic() - began_s) / PAGE_SHARE
             return True

@@ -1,5 +1,5 @@
-"""The modalities of a run, one entry each: what loads its samples, which tower its branch has, and
-how its values are shown. A module of one's own adds or replaces one:
+"""The modalities of a run, one entry each: what loads its samples, in training and in evaluation,
+which tower its branch has, and how its values are shown. A module of one's own adds or replaces one:
 
     MODALITIES["tone"] = ModalityEntry(
         lambda inputs: Tone(), lambda wanted: tone_tower(wanted.name)
@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from common.spelling import near
 from data.bad_samples import BadSample
 from data.batching.buckets import side_multiple
 from data.cache import SampleCache
-from data.formats.rows import near
 from data.modalities.audio.features import AudioFeatures
 from data.modalities.audio.modality import AudioModality
 from data.modalities.image import ImageModality
@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a modality may need to load samples. `cache`: of decoded images and sounds;
+    """What a modality may need to load samples. `tokenizer`: None where no pair has texts;
+    `length_multiple`: of the tokens of a micro-batch's texts; `cache`: of decoded images and sounds;
     `patch_size`: of a ViT, pixels; `languages`: that the text tower tells apart."""
 
     options: InputOptions

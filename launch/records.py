@@ -9,19 +9,14 @@ from typing import Any
 
 from common import __version__
 from common.files import read_json
-from data.options import IMAGE_TEXT, branches_of
 
 RUN_RECORD = "config.json"
-OPEN_CLIP_CONFIG = "open_clip_config.json"
+# of a run's metrics: before the name of a set that the averaged weights were measured on
+AVERAGED = "ema/"
 # kinds of an export that are no model of transformers
 OPEN_CLIP, STATE_DICT = "open_clip", "state dict"
 FORMAT = 1  # of an export's record
-FUSION = "fusion.safetensors"  # of an export: what scores pairs
-AUDIO = "audio.safetensors"  # of an export: the audio tower, beside a model of images and texts
-FUSION_OPTIONS = ("fusion", "fusion_width", "fusion_heads", "fusion_scales")
-# of train.py: how pixels are prepared
-PIXELS = ("image_mean", "image_std", "image_interpolation", "image_resize", "image_resize_mode")
-RECORD, WEIGHTS, TEXT_FOLDER = "wye.json", "model.safetensors", "text"
+RECORD, WEIGHTS = "wye.json", "model.safetensors"
 
 
 def read_run(folder: Path) -> dict[str, Any] | None:
@@ -79,91 +74,9 @@ def flat(record: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 def _read(file: Path, remedy: str) -> dict[str, Any] | None:
     try:
-        return read_json(file) if file.is_file() else None
+        record = read_json(file) if file.is_file() else None
+        if not isinstance(record, dict | None):
+            raise ValueError(f"holds a {type(record).__name__}, and no object")
     except ValueError as error:
         raise ValueError(f"{file}: is damaged ({error}); {remedy}") from error
-
-
-def refuse_no_model(where: str, folder: Path, weights_alone: bool) -> None:
-    """Raise ValueError for a folder of --import that holds no whole model: neither an export nor a
-    published one. `weights_alone`: a folder without a configuration will do, because the towers are
-    named elsewhere."""
-    folder = folder.expanduser()
-    if not folder.is_dir() or read_export(folder) is not None or is_published(folder):
-        return
-    file, found = folder / RUN_RECORD, None
-    if file.is_file():
-        try:
-            found = read_json(file)
-        except ValueError as error:
-            raise ValueError(
-                f"--import {where}: its {RUN_RECORD} is no JSON ({error}); download the model again"
-            ) from error
-    if isinstance(found, dict) and "options" in found:
-        raise ValueError(
-            f"--import {where}: is the folder of a run; write its model out with export.py RUN_DIR "
-            "OUT, and give OUT (evaluate.py takes the folder itself, without --import)"
-        )
-    if found is None and weights_alone and any(folder.glob("*model*")):
-        return
-    kind = found.get("model_type") if isinstance(found, dict) else None
-    what = f"its {RUN_RECORD} is of a {kind!r}" if kind else f"there is no {RUN_RECORD} of a model"
-    raise ValueError(
-        f"--import {where}: holds no whole model: {what}. Give a folder of export.py, of "
-        "transformers' CLIPModel, SiglipModel, Siglip2Model, ChineseCLIPModel, "
-        "VisionTextDualEncoderModel or ClapModel, or of OpenCLIP; a single tower is started from "
-        "with --image-weights, --text-weights or --audio-weights"
-    )
-
-
-def options_of_import(where: Path) -> dict[str, Any]:
-    """train.py's options that go on with the model in a folder, of export.py, of transformers or of
-    OpenCLIP; none of a file of weights. `pairs` is among them where sounds are. Errors: ValueError
-    for a model that is not built, FileNotFoundError for one that lacks a file."""
-    if not is_published(where):
-        if (read_export(where) or {}).get("adapters"):
-            raise ValueError(
-                f"--import {where}: its adapters are apart from its weights, which are those "
-                "before training; export without --keep-adapters to go on from it"
-            )
-        return options_of_export(where)
-    # imports transformers, which the command line can do without
-    from models.weights.open_clip_models import PREFIX, folder_of, options_of_open_clip
-    from models.weights.whole_models import is_whole_model, options_of_model
-
-    where = where.expanduser().absolute()
-    if is_whole_model(where):
-        return options_of_model(where)
-    return options_of_open_clip(f"{PREFIX}{folder_of(where)}")
-
-
-def branches_held(where: str | Path | None) -> tuple[str, ...]:
-    """The branches that the model of --import has towers of; none where there is no such model.
-    Errors: as `options_of_import`."""
-    if not where:
-        return ()
-    return branches_of(options_of_import(Path(where)).get("pairs", IMAGE_TEXT))
-
-
-def is_published(folder: Path) -> bool:
-    """Does the folder hold one of transformers' or OpenCLIP's models of two modalities, and is it
-    no export? A file: is it of OpenCLIP, with the model's configuration beside it?"""
-    folder = folder.expanduser()
-    if read_export(folder) is not None:
-        return False
-    if not any((folder / name).is_file() for name in (RUN_RECORD, OPEN_CLIP_CONFIG)):
-        return folder.name.startswith("open_clip_") and (folder.parent / OPEN_CLIP_CONFIG).is_file()
-    from models.weights.open_clip_models import folder_of
-    from models.weights.whole_models import is_whole_model
-
-    return is_whole_model(folder) or folder_of(folder) is not None
-
-
-def options_of_export(folder: Path) -> dict[str, Any]:
-    """train.py's options that go on with an exported model; none where there is no record (a file
-    of weights)."""
-    here = str(folder.expanduser().absolute())
-    return {
-        name: value.replace("{folder}", here) if isinstance(value, str) else value
-        for name, value in (read_export(folder) or {}).get("options", {}).items()
-    }
+    return record

@@ -20,7 +20,7 @@ import numpy as np
 from data.batching.buckets import Buckets, pack_by_bucket
 from data.batching.order import GlobalOrder
 from data.batching.packing import Bounds, Packing, pack, padded_lengths
-from data.batching.requests import MicroBatchRequest, Size, TextRows
+from data.batching.requests import MicroBatchRequest, Size, TextRows, check_replica
 from data.batching.settings import Setting, setting_at
 
 if TYPE_CHECKING:
@@ -96,6 +96,13 @@ class Batches:
     texts: TextPacker | None = None
     weights_of: Callable[[GlobalBatch], np.ndarray] | None = None
 
+    def __post_init__(self) -> None:
+        if len(self.train) != self.order.num_samples:
+            raise ValueError(
+                f"{len(self.train)} training samples, and an order of {self.order.num_samples}; "
+                "make the order for as many as there are"
+            )
+
     def at(self, step: int, setting: Setting | None = None) -> GlobalBatch:
         """The global batch of a step, under another setting than its own if one is given."""
         visited = self.order.batch(step)
@@ -121,6 +128,7 @@ class Batches:
         when the micro-batches of the step before are asked for. `meta_first`: before those of each
         step comes the list of them, of which the loader makes meta batches.
         """
+        check_replica(replica, replicas)
         requests_of = partial(self._requests_of, branch, loads or (branch,), replica, replicas)
         return _one_ahead(requests_of, range(start_step, stop_step), meta_first)
 
@@ -173,7 +181,13 @@ def in_equal_parts(
     global_batch_size: int, replicas: int, num_micro_batches: int
 ) -> list[np.ndarray]:
     """The positions of each micro-batch in order, R · M of them: the shares of replicas differ by
-    at most one sample, and so do the micro-batches of a replica."""
+    at most one sample, and so do the micro-batches of a replica. Errors: ValueError where one would
+    have none."""
+    if global_batch_size // replicas < num_micro_batches:
+        raise ValueError(
+            f"a global batch of {global_batch_size} samples for {replicas} replicas with "
+            f"{num_micro_batches} micro-batches each: every micro-batch needs a sample, give fewer"
+        )
     shares = np.array_split(np.arange(global_batch_size, dtype=np.int64), replicas)
     return [part for share in shares for part in np.array_split(share, num_micro_batches)]
 

@@ -36,10 +36,12 @@ def mixed(parts: Parts, temperature: float = 1.0, floors: Sequence[float] | None
     floor of its set, see `raised_to_floors`. Shares become whole visits by largest remainders: a
     floor holds to within one sample.
 
-    Errors: ValueError for a floor of a set without samples, for a set that its weight leaves
-    without a visit.
+    Errors: ValueError for floors of more than 1 together, for a floor of a set without samples, for
+    a set that its weight leaves without a visit.
     """
     least = np.zeros(len(parts)) if floors is None else np.asarray(floors, np.float64)
+    if math.fsum(least) > 1 + 1e-9:
+        raise ValueError(f"floors {least.tolist()}: give shares of an epoch, at most 1 together")
     sizes = np.array([count * weight for count, weight in parts])
     for number, ((count, weight), floor) in enumerate(zip(parts, least, strict=True), 1):
         if floor > 0 and not count * weight:

@@ -49,6 +49,12 @@ class GlobalOrder:
     mixes: Mixes = ()
 
     def __post_init__(self) -> None:
+        counts, weights = zip(*self.parts) if self.parts else ((self.num_samples,), ())
+        if sum(counts) != self.num_samples or not all(0 <= weight < math.inf for weight in weights):
+            raise ValueError(
+                f"parts {self.parts}: (samples, weight) of data sets with {self.num_samples} "
+                "samples together and weights >= 0 are needed"
+            )
         largest = max(size for _, size in (*self.earlier, (0, self.global_batch_size)))
         if self.epoch_samples < largest:
             raise ValueError(

@@ -53,6 +53,11 @@ class MicroBatchRequest:
         return TextRows(np.repeat(self.index, c), position, weight)
 
 
+def check_replica(replica: int, replicas: int) -> None:
+    if not 0 <= replica < replicas:
+        raise ValueError(f"replica {replica} of {replicas}: give one from 0 to {replicas - 1}")
+
+
 def evaluation_requests(
     subset: np.ndarray, replica: int, replicas: int, micro_batch_size: int
 ) -> list[MicroBatchRequest]:
@@ -60,8 +65,9 @@ def evaluation_requests(
     differ by at most one.
 
     The last micro-batch may be smaller; a replica without a share gets none. Positions are 0..n-1
-    over the subset.
+    over the subset. Errors: ValueError.
     """
+    check_replica(replica, replicas)
     share = np.array_split(np.arange(len(subset), dtype=np.int64), replicas)[replica]
     parts = [
         share[start : start + micro_batch_size] for start in range(0, len(share), micro_batch_size)

@@ -5,7 +5,8 @@
 fills it with images before training, and goes on where it was broken off. Without that it fills in
 the first epoch: what is not there is decoded as ever, and stored a few at a time. A key is the hash
 of the encoded image or sound and the name of what was made of it, so a changed file, another size
-or another version of the code never finds old values.
+or another version of the code never finds old values. Each value has a checksum: one that the disk has
+changed is made anew, and stored in its place.
 
 Any number of processes read while one writes. A process that finds another one writing keeps what
 it has for later, and drops it when it is too much. A cache never stops a run: whatever fails here
@@ -28,10 +29,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from filelock import FileLock
 from torch import Tensor
 
-from common.files import make_folder, refuse_link
+from common.files import make_folder, refuse_link, remove
 from data.bad_samples import BadSample
 from data.formats.specs import cache_folder
 from data.index.sources import Source
@@ -41,7 +43,8 @@ from data.progress import progress_bar
 
 GIB = 1 << 30
 DEFAULT_LIMIT = 50 * GIB
-FILE = "samples.sqlite"
+FILE = "samples-2.sqlite"
+EARLIER = "samples.sqlite"  # without checksums
 PAGE_BYTES = 16 << 10  # reads images of 150 KB at 3 GB/s, and wastes half a page of each
 READ_S = 10.0  # how long a reader waits for another process that repairs the file
 BATCH_BYTES = 4 << 20  # stored at a time
@@ -83,40 +86,33 @@ class SampleCache:
 
     def get(self, key: bytes) -> np.ndarray | None:
         """Return a stored array, which is read-only, or None."""
-        row = self._run("SELECT dtype, shape, content FROM samples WHERE key = ?", key)
-        if row is None:
+        row = self._run("SELECT form, content, checksum FROM samples WHERE key = ?", key)
+        if row is None or row[2] != _checksum(key, *row[:2]):
             return None
-        try:
-            dtype, shape, content = row
-            return np.frombuffer(content, dtype).reshape([int(n) for n in shape.split("x")])
-        except (ValueError, TypeError, AttributeError) as error:
-            self._give_up(error)
-            return None
+        dtype, *shape = row[0].decode().split()
+        return np.frombuffer(row[1], dtype).reshape([int(n) for n in shape])
 
     def has(self, key: bytes) -> bool:
         return self._run("SELECT 1 FROM samples WHERE key = ?", key) is not None
 
-    def put(self, key: bytes, value: np.ndarray) -> None:
-        """Store an array with the next ones, by the batch. It must not be changed afterwards."""
+    def put(self, key: bytes, value: np.ndarray, turn_s: float = 0.0) -> None:
+        """Store an array with the next ones, by the batch. It must not be changed afterwards.
+        `turn_s`: as in `store`."""
         if self.is_full or self.is_broken:
             return
         self._waiting[key] = value
         self._waiting_bytes += value.nbytes
-        if self._waiting_bytes >= BATCH_BYTES and not self.store():
-            # another process is writing
-            if self._waiting_bytes > WAITING_BYTES:
-                self._forget_waiting()
+        if self._waiting_bytes >= BATCH_BYTES:
+            self.store(turn_s)
 
     def store(self, turn_s: float = 0.0) -> bool:
         """Store what was put so far. Returns False if it could not be stored: the cache is full or
-        broken, or another process wrote for longer than `turn_s`."""
+        broken, or another process wrote for longer than `turn_s`. That is kept for the next time,
+        but dropped where it is too much, or where it has waited."""
         connection = self._opened() if self._waiting else None
         if connection is None:
             return not self.is_full and not self.is_broken
-        rows = [
-            (key, value.dtype.str, "x".join(map(str, value.shape)), np.ascontiguousarray(value))
-            for key, value in self._waiting.items()
-        ]
+        rows = [_row(key, value) for key, value in self._waiting.items()]
         try:
             connection.execute(f"PRAGMA busy_timeout = {round(1000 * turn_s)}")
             with connection:  # commits, or rolls back
@@ -128,12 +124,14 @@ class SampleCache:
                         f"{self.limit_bytes / GIB:.1f} GiB"
                     )
                     return False
-                connection.executemany("INSERT OR IGNORE INTO samples VALUES (?, ?, ?, ?)", rows)
+                connection.executemany("INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?)", rows)
             self._forget_waiting()
             return True
         except sqlite3.OperationalError as error:
             if "locked" not in str(error):  # a full disk, no permission
                 self._stop_writing(f"cannot be written ({error})")
+            elif turn_s or self._waiting_bytes > WAITING_BYTES:
+                self._forget_waiting()
         except sqlite3.Error as error:
             self._give_up(error)
         finally:
@@ -208,11 +206,27 @@ def open_cache(folder: Path | None = None, limit_bytes: int = DEFAULT_LIMIT) -> 
     return cache if cache.is_open() else None
 
 
+def _row(key: bytes, value: np.ndarray) -> tuple[bytes, bytes, memoryview, bytes]:
+    form = " ".join(map(str, (value.dtype.str, *value.shape))).encode()
+    content = np.ascontiguousarray(value).data
+    return key, form, content, _checksum(key, form, content)
+
+
+def _checksum(*parts: Any) -> bytes:
+    """Of values of a row that may be of any kind where the disk has changed it."""
+    checksum = xxhash.xxh3_64()
+    for part in parts:
+        checksum.update(part if isinstance(part, (bytes, memoryview)) else repr(part).encode())
+    return checksum.digest()
+
+
 def _open(folder: Path) -> sqlite3.Connection:
     make_folder(folder)
     for name in (FILE, f"{FILE}-wal", f"{FILE}-shm", "lock"):
         refuse_link(folder / name)
     with FileLock(folder / "lock", timeout=READ_S):  # two that make the file at once would fail
+        for end in ("", "-wal", "-shm"):
+            remove(folder / (EARLIER + end), folder)
         connection = sqlite3.connect(
             folder / FILE, READ_S, isolation_level=None, check_same_thread=False
         )
@@ -222,7 +236,7 @@ def _open(folder: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA trusted_schema = OFF")
         connection.execute(
             "CREATE TABLE IF NOT EXISTS samples"
-            "(key BLOB PRIMARY KEY, dtype TEXT, shape TEXT, content BLOB)"
+            "(key BLOB PRIMARY KEY, form BLOB, content BLOB, checksum BLOB)"
         )
     return connection
 
@@ -272,16 +286,18 @@ class _Filling:
         if self.cache.is_full or not self.cache.is_open():
             return {}, LoadReport(counts={"refused": len(chunk)})
         done, bad = Counter[str](), []
+        made: list[bytes] = []
         for i in chunk.tolist():
             key = self.stored.key(self.source.content_hash(i))
             if self.cache.has(key):
                 done["present"] += 1
                 continue
             try:
-                self.cache.put(key, self.stored(self.source.image_bytes(i)))
-                done["stored"] += 1
+                self.cache.put(key, self.stored(self.source.image_bytes(i)), FILL_S)
+                made.append(key)
             except BadSample as error:
                 bad.append((i, error.reason, f"{self.source.where(i)}: {error}"))
-        if not self.cache.store(FILL_S):
-            done["refused"] = done.pop("stored", 0)
+        self.cache.store(FILL_S)
+        done["stored"] = sum(map(self.cache.has, made))
+        done["refused"] = len(made) - done["stored"]
         return {}, LoadReport(bad, done)

@@ -25,6 +25,7 @@ from PIL import (
     PpmImagePlugin,  # noqa: F401
     TiffImagePlugin,  # noqa: F401
     WebPImagePlugin,  # noqa: F401
+    features,
 )
 
 from data.bad_samples import PIXEL_LIMIT, Allowance, BadSample, check_size, refusing
@@ -128,6 +129,11 @@ def _upright_8bit(image: Image.Image) -> Image.Image:
         image = image.convert("LA")  # the only mode that Pillow converts it to
     transparent = image.mode in ("LA", "PA", "RGBA", "RGBa") or "transparency" in image.info
     return image.convert("RGBA" if transparent else "RGB")
+
+
+def missing_image_decoders() -> list[str]:
+    """Those that Pillow can be built without."""
+    return [name for name in ("jpg", "zlib", "libtiff", "webp") if not features.check(name)]
 
 
 def pixel_key(image: Image.Image) -> str:

@@ -107,6 +107,10 @@ def _library(name: str) -> ModuleType | None:
         return None
 
 
+def missing_audio_decoders() -> list[str]:
+    return [name for name in ("soundfile", "av") if _library(name) is None]
+
+
 def _one_channel(blocks: Iterator[np.ndarray], rate: int) -> np.ndarray:
     """float32 [samples, channels] each -> float32 [n]. Raises BadSample: not-finite-audio, and
     huge-audio for a file that is longer than its header says."""

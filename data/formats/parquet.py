@@ -5,7 +5,6 @@ An image is read with its whole row group, of which the last one is kept: files 
 groups are fast in any order (Hugging Face writes 100 rows), files with one large group are not.
 """
 
-import math
 import os
 import uuid
 from collections.abc import Iterator
@@ -25,7 +24,6 @@ from data.formats.rows import (
     Roots,
     Row,
     attempt,
-    stamp,
 )
 from data.formats.shards import ShardsFormat
 from data.formats.specs import ROOT, chosen_columns, is_remote, split_options
@@ -118,7 +116,7 @@ class ParquetFormat(ShardsFormat):
 
     def parts(self) -> Iterator[Part]:
         for file in self.files:
-            unchanging = stamp(file)
+            unchanging = self.stamp(file)
             try:
                 metadata = pq.ParquetFile(file).metadata
             except (pa.ArrowException, OSError) as error:
@@ -168,8 +166,9 @@ class ParquetFormat(ShardsFormat):
             # A damaged page, or a file without the columns of the first one. A damaged footer may
             # promise any number of rows.
             for lost in range(number, min(first + count, number + size)):
-                fault = f"row group {group}: {error}"
-                yield Row(f"{name}/{lost}", lost, BadSample("unreadable", fault))
+                unread = BadSample("unreadable", f"row group {group}: {error}")
+                unread.__cause__ = error
+                yield Row(f"{name}/{lost}", lost, unread)
 
     def _batches(self, file: str, group: int, wanted: dict[str, str]) -> Iterator[pa.RecordBatch]:
         """The rows of a row group, one each. Raises _Bomb."""
@@ -303,7 +302,8 @@ def _decoded_bytes(batch: pa.RecordBatch, values: dict[str, Any] | BadSample) ->
     """That one row was decoded to. A dictionary, which all rows share, does not count; lists, which
     are read as one, count by their texts."""
     texts = values.get("text") if isinstance(values, dict) else None
-    size = sum(len(text or "") for text in texts) if isinstance(texts, list) else 0
+    texts = texts if isinstance(texts, list) else []
+    size = sum(len(text) for text in texts if isinstance(text, str))
     for column in batch.columns:
         if pa.types.is_dictionary(column.type):
             column = column.dictionary_decode()
@@ -350,6 +350,6 @@ def _texts(scalar: pa.Scalar) -> Any:
 def _id(given: Any) -> Any:
     """What a text or a whole number may have become: DuckDB has a type for UUIDs, and pandas makes
     a column of numbers float where one is missing."""
-    if isinstance(given, float):
-        return int(given) if given.is_integer() else None if math.isnan(given) else given
+    if isinstance(given, float) and given.is_integer():
+        return int(given)
     return str(given) if isinstance(given, uuid.UUID) else given

@@ -11,7 +11,8 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from data.formats.rows import is_inside, near
+from common.spelling import near
+from data.formats.rows import is_inside
 from data.formats.specs import existing
 
 TEMPLATES = (

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from common.spelling import near
 from data.bad_samples import Absent, BadSample, check_sound, refusing
 from data.decoding.images import upright_8bit
 from data.formats.rows import (
-    ROWS_OF_A_PART,
     Format,
     Media,
     Part,
@@ -25,7 +25,7 @@ from data.formats.rows import (
     Row,
     Stamp,
     attempt,
-    near,
+    in_parts,
     stamp,
 )
 from data.formats.specs import local_path
@@ -50,8 +50,8 @@ class PythonFormat(Format):
     "id": a name that stays, else the number; "language": of the text, for towers that tell
     languages apart. Further keys hold further modalities. A key that is missing, or None: the
     sample lacks the modality. Item i must be the same whenever it is asked for. The data set is
-    made once in every process. It is read again when its module's file changes, its length, or its
-    attribute `fingerprint` if it has one.
+    made once in every process. It is compared with its index when its module's file changes, its
+    length, or its attribute `fingerprint` if it has one.
     """
 
     when_changed = (
@@ -101,10 +101,7 @@ class PythonFormat(Format):
         return len(self._items)
 
     def parts(self) -> Iterator[Part]:
-        unchanging = self.fingerprint()
-        for start in range(0, len(self._items), ROWS_OF_A_PART):
-            numbers = range(start, min(start + ROWS_OF_A_PART, len(self._items)))
-            yield Part(self.spec, numbers, len(numbers), (unchanging, numbers))
+        return in_parts(self.spec, ((number, 1) for number in range(len(self._items))))
 
     def rows(self, part: Part) -> Iterator[Row]:
         for number in part.content:

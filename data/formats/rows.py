@@ -6,12 +6,13 @@ them. Listing parts is cheap and happens in one process, reading a part happens 
 `parts` and `samples`.
 """
 
-import difflib
+import math
 import os
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
@@ -19,7 +20,8 @@ from data.bad_samples import CAPTION_LIMIT, FILE_LIMIT, Absent, BadSample
 
 ROWS_OF_A_PART = 1024
 WEIGHT_OF_A_PART = 8 << 20
-ID_LIMIT = 1000  # characters
+NAME_LIMIT = 1000  # characters of an id or a language that is given
+NAME_NEEDED = "a text or a whole number is needed"
 ROOTS_SHOWN = 3
 AUDIO_ENDINGS = ("wav", "flac", "ogg", "opus", "mp3", "m4a", "aac", "aif", "aiff")
 IMAGE_ENDINGS = (
@@ -47,7 +49,7 @@ class Part(NamedTuple):
     file: str  # the file or folder that the rows stand in
     content: Any  # what the format's `rows` turns into rows
     weight: int  # its share of `Format.total`
-    # Equal while all rows are unchanged; None: they follow from other files too, such as images.
+    # Equal while all rows are unchanged; None: they follow from more, such as images or code.
     stamp: Any = None
 
 
@@ -114,7 +116,11 @@ class Format:
     files: Sequence[str] = ()  # all that the rows follow from
     roots: "Roots"  # unused where no image or sound is a file of its own
     unit = "sample"  # of `total` and the weights of parts
-    when_changed = "start again, and it is checked anew"  # what to do about a changed image
+    # what to do about an image or a sound that is not what the index knows
+    when_changed = (
+        "start again, and it is checked anew; one of over 100,000 files, by open_source(SPEC, "
+        "refresh=True)"
+    )
     holds: tuple[str, ...] | None = ("image", "text")  # modalities; None: any, each sample some
     # of modalities that are compared: a sample is usable where it has both of some pair
     pairs: Pairs = DEFAULT_PAIRS
@@ -125,7 +131,7 @@ class Format:
 
     def total(self) -> int | None:
         """The sum of the weights of all parts, where it is known beforehand."""
-        return None
+        return sum(map(os.path.getsize, self.files)) if self.unit == "B" else None
 
     def parts(self) -> Iterator[Part]:
         raise NotImplementedError
@@ -167,13 +173,12 @@ class Format:
         try:
             if isinstance(row.values, BadSample):
                 raise row.values
-            check_characters(row.name, "the name")
             sample.id = checked_id(row.values.get("id"), row.name)
+            language = checked_name(row.values.get("language"), "the language")
+            sample.language = None if language == "" else language
         except BadSample as problem:
             sample.problem = problem
             return sample
-        language = row.values.get("language")
-        sample.language = language if isinstance(language, (str, int)) and language != "" else None
         for modality in self.modalities:
             try:
                 self._fill(sample, modality, row.values.get(modality))
@@ -203,7 +208,7 @@ class Format:
                 except BadSample as problem:
                     media.mtime_ns = -1 if problem.reason == "missing-file" else 0
                     raise
-                media.size, media.mtime_ns = status.st_size, status.st_mtime_ns
+                media.size, media.mtime_ns = size_and_time(status)
             if media.size > FILE_LIMIT:
                 raise BadSample("unreadable", f"the {modality} has {_too_large(media.size)}")
 
@@ -232,10 +237,13 @@ class Format:
 class EntriesFormat(Format):
     """A data set that one file lists, entry by entry."""
 
-    file: str
+    @property
+    def file(self) -> str:
+        return self.files[0]
 
-    def fingerprint(self) -> list[Stamp]:
-        return [stamp(self.file)]
+    @file.setter
+    def file(self, file: str) -> None:
+        self.files = [file]
 
     def entries(self) -> Iterator[tuple[tuple[int, Any], int]]:
         """(number, content) of each, and its share of `total`."""
@@ -258,8 +266,12 @@ class EntriesFormat(Format):
 
 def stamp(path: str) -> Stamp:
     """Raises OSError."""
-    found = os.stat(path)
-    return path, found.st_size, found.st_mtime_ns
+    return path, *size_and_time(os.stat(path))
+
+
+def size_and_time(status: os.stat_result) -> tuple[int, int]:
+    """Bytes, and time of the last change in ns: never 0, which says that there is no file."""
+    return status.st_size, status.st_mtime_ns or 1
 
 
 # -- files of their own
@@ -418,19 +430,33 @@ def check_caption(text: Any) -> None:
 
 
 def checked_id(given: Any, otherwise: str) -> str:
-    """A text or a whole number, or None for `otherwise`. Raises BadSample: invalid-row,
-    nul-character, invalid-utf8."""
-    if isinstance(given, bool) or not isinstance(given, (str, int, type(None))) or given == "":
+    """`otherwise`, a name that follows from the data's own, for None. Raises BadSample: as
+    `checked_name`."""
+    found = checked_name(given, "the id")
+    if found is None:
+        check_characters(otherwise, "the name")
+        return otherwise
+    if found == "":
+        raise BadSample("invalid-row", f"the id is ''; {NAME_NEEDED}")
+    return str(found)
+
+
+def checked_name(given: Any, what: str) -> str | int | None:
+    """A text, a whole number, also of numpy, or None, also as pandas has it. Raises BadSample:
+    invalid-row, nul-character, invalid-utf8."""
+    if given is None or isinstance(given, float) and math.isnan(given):
+        return None
+    if isinstance(given, Integral) and not isinstance(given, bool):
+        return int(given)
+    if not isinstance(given, str):
+        raise BadSample("invalid-row", f"{what} is {given!r:.100}; {NAME_NEEDED}")
+    check_characters(given, what)
+    if len(given) > NAME_LIMIT:
         raise BadSample(
-            "invalid-row", f"the id is {given!r:.100}; a text or a whole number is needed"
+            "invalid-row",
+            f"{what} has {len(given):,} characters; at most {NAME_LIMIT:,} are allowed",
         )
-    text = otherwise if given is None else str(given)
-    check_characters(text, "the id")
-    if len(text) > ID_LIMIT:
-        raise BadSample(
-            "invalid-row", f"the id has {len(text):,} characters; at most {ID_LIMIT:,} are allowed"
-        )
-    return text
+    return given
 
 
 # -- lists
@@ -448,9 +474,3 @@ def in_parts(file: str, entries: Iterable[tuple[Any, int]]) -> Iterator[Part]:
             content, weight = [], 0
     if content:
         yield Part(file, content, weight)
-
-
-def near(word: str, known: Iterable[str]) -> str:
-    """A hint for a word that is none of the known ones, or nothing."""
-    found = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.4)
-    return f"; did you mean '{found[0]}'?" if found else ""

@@ -11,7 +11,7 @@ from filelock import FileLock
 
 from common.files import make_folder, replacing
 from common.secrets import redact
-from data.formats.rows import Format
+from data.formats.rows import Format, Stamp, stamp
 from data.formats.specs import cache_folder, is_remote, local_path
 from data.keys import content_hash
 
@@ -40,6 +40,11 @@ class ShardsFormat(Format):
         # What an index of the pattern is filed under, whichever files it names by now.
         parts = (each if is_remote(each) else local_path(each) for each in pattern.split("::"))
         self.spec = redact(f"{kind}:{'::'.join(parts)}")
+
+    def stamp(self, file: str) -> tuple[Stamp, str]:
+        """Of a file and of its short name, which changes with the other files' names. Raises
+        OSError."""
+        return stamp(file), self.short[file]
 
     def check(self, name: str) -> None:
         """Raises ValueError for a file that cannot be read, before it is copied."""

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import unquote
 
-from data.formats.rows import near
+from common.spelling import near
 
+NAMING = ("id", "language")  # what a row holds beside its modalities
 ROOT = "root"  # the option that names a further folder in which images may lie
 
 
@@ -50,12 +51,14 @@ def names_of(
     usual: dict[str, tuple[str, ...]], options: dict[str, str]
 ) -> dict[str, tuple[str, ...]]:
     """What a row holds -> the names of columns or keys that it may stand under: the one of the
-    options, else the usual ones. A name that is given for one thing is not read as another."""
-    given = {key: (options[key],) for key in usual if key in options}
+    options, else the usual ones without those that the options give to another modality. An id or
+    a language may stand under any."""
+    taken = {name for key, name in options.items() if key not in NAMING}
     free = {
-        key: tuple(n for n in names if n not in options.values()) for key, names in usual.items()
+        key: names if key in NAMING else tuple(name for name in names if name not in taken)
+        for key, names in usual.items()
     }
-    return {key: given.get(key) or free[key] or usual[key] for key in usual}
+    return free | {key: (name,) for key, name in options.items()}
 
 
 def chosen_columns(
@@ -72,9 +75,10 @@ def chosen_columns(
         needed.add("text")  # a sound alone is compared with nothing
     for key in usual:
         if key in needed and key not in found:
+            wanted = names[key] or (key,)
             raise ValueError(
-                f"{spec} no column {' or '.join(names[key])}; there are: "
-                f"{', '.join(columns) or 'none'}{near(names[key][0], columns)}; name it: "
+                f"{spec} no column {' or '.join(wanted)}; there are: "
+                f"{', '.join(columns) or 'none'}{near(wanted[0], columns)}; name it: "
                 f"?{key}=COLUMN"
             )
     return found

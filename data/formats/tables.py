@@ -9,8 +9,9 @@ import os
 from collections.abc import Iterator
 from typing import Any, TextIO
 
+from common.spelling import near
 from data.bad_samples import BadSample
-from data.formats.rows import DEFAULT_PAIRS, EntriesFormat, Roots, near
+from data.formats.rows import DEFAULT_PAIRS, EntriesFormat, Roots
 from data.formats.specs import ROOT, chosen_columns, existing, names_of, split_options
 
 # Of each, the first that a line has. Hugging Face's metadata.jsonl has `file_name`.
@@ -50,9 +51,6 @@ class JsonlFormat(EntriesFormat):
         self.roots = Roots.of(os.path.dirname(self.file), more)
         self.spec = f"jsonl:{self.file}{options or ''}{self.roots.options()}"
 
-    def total(self) -> int:
-        return os.path.getsize(self.file)
-
     def entries(self) -> Iterator[tuple[tuple[int, bytes], int]]:
         number = 0
         with open(self.file, "rb") as file:
@@ -77,10 +75,11 @@ class JsonlFormat(EntriesFormat):
             given = [fields[key] for key in keys if key in fields]
             values[what] = next((value for value in given if value is not None), None)
             if not given and self.pairs == DEFAULT_PAIRS and what in self.modalities:
-                hint = near(keys[0], fields)
+                wanted = keys[0] if keys else what
+                hint = near(wanted, fields)
                 hint += hint and f" or name it: ?{what}=KEY"
                 listed = ", ".join(fields) or "none"
-                detail = f"no key '{keys[0]}'; given: {listed}{hint}"
+                detail = f"no key '{wanted}'; given: {listed}{hint}"
                 values[what] = BadSample("invalid-row", detail)
         return values
 
@@ -147,9 +146,6 @@ class TableFormat(EntriesFormat):
     def _opened(self) -> TextIO:
         # Bytes that are not UTF-8 become lone surrogates, which the checks of texts find.
         return open(self.file, encoding="utf-8-sig", errors="surrogateescape", newline="")
-
-    def total(self) -> int:
-        return os.path.getsize(self.file)
 
     def entries(self) -> Iterator[tuple[tuple[int, list[str] | BadSample], int]]:
         before = csv.field_size_limit(FIELD_LIMIT)

@@ -24,7 +24,6 @@ from data.formats.rows import (
     Row,
     Unused,
     checked_captions,
-    stamp,
 )
 from data.formats.shards import ShardsFormat
 from data.formats.tables import parsed_object
@@ -66,13 +65,9 @@ class WebdatasetFormat(ShardsFormat):
         if name.partition("?")[0].lower().endswith(PACKED):
             raise ValueError(_refusal(name))
 
-    def total(self) -> int:
-        return sum(map(os.path.getsize, self.files))
-
     def parts(self) -> Iterator[Part]:
         for file in self.files:
-            found = stamp(file)
-            yield Part(file, None, found[1], found)
+            yield Part(file, None, os.path.getsize(file), self.stamp(file))
 
     def rows(self, part: Part) -> Iterator[Row | Unused]:
         name, short = self.shown[part.file], self.short[part.file]

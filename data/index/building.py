@@ -73,8 +73,10 @@ def load_index(
 
     workers: processes that read images; None: a core each, at most 16. check: "decode" decodes
     every image, so that all who open the index agree on which are bad; "header" reads sizes only,
-    and leaves the rest to be found in training. refresh: compare every file, however many there
-    are. max_audio_seconds: longer sounds are bad; None: as far as they are read at all. Errors:
+    and leaves the rest to be found in training. refresh: list all parts, and read again those of
+    which a row, or the size or the time of a file, is another; else that is done only where the
+    data set's own files, or one of up to 100,000 images or sounds, are seen to have changed.
+    max_audio_seconds: longer sounds are bad; None: as far as they are read at all. Errors:
     ValueError, OSError.
     """
     if check not in CHECKS:
@@ -352,7 +354,7 @@ def _row(work: _Work, part: Part, sample: Sample) -> tuple[dict[str, Any], bool]
     """The columns of a sample, and whether what is wrong with it may pass by itself."""
     format, lacks = work.format, sample.lacks
     row: dict[str, Any] = {}
-    may_pass = False
+    may_pass = _is_of_the_system(sample.problem)
     for modality in media_of(format.modalities):
         media = sample.media.get(modality, Media())
         row |= {
@@ -364,8 +366,8 @@ def _row(work: _Work, part: Part, sample: Sample) -> tuple[dict[str, Any], bool]
         }
         if modality in lacks or format.problem(sample) is not None:
             continue
+        content = media.content
         try:
-            content = media.content
             if content is None:
                 content = format.read(modality, part.file, sample.number, media)
             row[f"{modality}_hash"] = content_hash(content)
@@ -374,8 +376,8 @@ def _row(work: _Work, part: Part, sample: Sample) -> tuple[dict[str, Any], bool]
             row |= measured
         except BadSample as wrong:
             lacks[modality] = wrong
-            # an error of the system, such as a faulty disk or a missing right
-            may_pass = may_pass or getattr(wrong.__cause__, "errno", None) is not None
+            # FFmpeg gives what is wrong with the content the numbers of the system's errors
+            may_pass = may_pass or content is None and _is_of_the_system(wrong)
     problem = format.problem(sample)
     row |= {
         "id": _clean(sample.id),
@@ -390,6 +392,11 @@ def _row(work: _Work, part: Part, sample: Sample) -> tuple[dict[str, Any], bool]
         ABSENT: sum(1 << bit for bit, name in enumerate(format.modalities) if name in lacks),
     }
     return row, may_pass
+
+
+def _is_of_the_system(problem: BadSample | None) -> bool:
+    """Whether it follows from something such as a faulty disk or a missing right."""
+    return getattr(problem and problem.__cause__, "errno", None) is not None
 
 
 def _noted(sample: Sample) -> str:

@@ -10,6 +10,7 @@ On disk, in `index/<hash of the spec>/` of the cache folder:
     lock           held while building: processes that start together build once
 """
 
+import contextlib
 import hashlib
 import mmap
 import os
@@ -23,11 +24,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.files import read_json
-from data.formats.rows import DEFAULT_PAIRS, Format
+from data.formats.rows import DEFAULT_PAIRS, Format, size_and_time
 from data.formats.specs import cache_folder
 from data.index.media import MEDIA, PLACE, media_of
 
-VERSION = 4  # raised when an index of before would say other things of the same data
+VERSION = 5  # raised when an index of before would say other things of the same data
 NUMBERS, TEXTS, REPEATS, META = "numbers", "texts.arrow", "repeats.npy", "meta.json"
 # Images that are files: up to so many, each one's size and time are compared whenever the index is
 # opened.
@@ -97,14 +98,14 @@ class Index:
             for name, (size, crc) in self.meta["files"].items():
                 if os.path.getsize(folder / name) != size or checksum(folder / name) != crc:
                     raise ValueError(f"{folder / name} is not the file that was written")
-            numbers, self._texts = _map(folder / NUMBERS), _map(folder / TEXTS)
+            numbers, texts = self._maps = _map(folder / NUMBERS), _map(folder / TEXTS)
             self.repeats = np.load(folder / REPEATS)
         except FileNotFoundError:
             raise FileNotFoundError(
                 f"{folder}: this index was replaced, because the data changed; start the run again"
             ) from None
         self.modalities: tuple[str, ...] = tuple(self.meta["modalities"])
-        self._batches = pa.ipc.open_file(pa.py_buffer(self._texts))
+        self._batches = pa.ipc.open_file(pa.py_buffer(texts))
         sizes = [(rows, file) for _, file, batches, _ in self.meta["parts"] for rows in batches]
         self._starts = np.cumsum([0, *(rows for rows, _ in sizes)])
         self._files = [file for _, file in sizes]  # of each batch
@@ -130,12 +131,13 @@ class Index:
 
     def text(self, name: str, i: int) -> Any:
         """One of `texts_of` of row i; empty for media that the index has not."""
-        # Rows are read in any order, and each maps far more than itself: without letting go, in an
-        # epoch all of the file. It stays in the system's memory, where every process finds it again
-        # without reading the disk.
+        # Rows are read in any order, and each maps far more than itself, also of the numbers that
+        # are read beside a text: without letting go, in an epoch all of both files. They stay in
+        # the system's memory, where every process finds them again without reading the disk.
         self._reads += 1
         if self._reads % READS_KEPT == 0:
-            self._texts.madvise(mmap.MADV_DONTNEED)
+            for mapped in self._maps:
+                mapped.madvise(mmap.MADV_DONTNEED)
         if name not in self._batches.schema.names:
             return ""
         number = self._batch_of(i)
@@ -206,6 +208,8 @@ def index_folder(
     """Where the index of a data set lies; `folder` instead of the cache folder's `index`. The rest
     as `load_index` has it."""
     words: list[Any] = [VERSION, check, format.spec, format.pairs]
+    # what one decoder refuses, another may read once it is installed
+    words += [MEDIA[modality].missing_decoders() for modality in media_of(format.modalities)]
     if "audio" in format.modalities:
         words.append(max_audio_seconds)
     return (folder or cache_folder() / "index") / fingerprint(words)
@@ -252,9 +256,6 @@ def _files_changed(format: Format, index: Index) -> bool:
 def _size_and_time(folders: Sequence[str], path: str) -> tuple[int, int]:
     """Find the file that a path leads to, without the checks of `Roots.find`; -1: none."""
     for folder in folders:
-        try:
-            found = os.stat(os.path.join(folder, path))
-        except (OSError, ValueError):
-            continue
-        return found.st_size, found.st_mtime_ns
+        with contextlib.suppress(OSError, ValueError):
+            return size_and_time(os.stat(os.path.join(folder, path)))
     return -1, -1

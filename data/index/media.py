@@ -8,8 +8,13 @@ import numpy as np
 from PIL import Image
 
 from data.bad_samples import BadSample
-from data.decoding.images import decode_bytes, read_image_size, upright_8bit
-from data.decoding.sounds import decode_audio, describe_audio
+from data.decoding.images import (
+    decode_bytes,
+    missing_image_decoders,
+    read_image_size,
+    upright_8bit,
+)
+from data.decoding.sounds import decode_audio, describe_audio, missing_audio_decoders
 from data.keys import HASH_BYTES, hash64
 
 DECODED_SIDE = 64  # pixels, for the perceptual hash
@@ -25,6 +30,7 @@ class Medium(NamedTuple):
 
     columns: dict[str, str]
     measure: Callable[[bytes, bool], dict[str, Any]]  # of content; whether it is decoded
+    missing_decoders: Callable[[], list[str]]
 
 
 def measured_image(content: bytes, decode: bool) -> dict[str, Any]:
@@ -92,6 +98,7 @@ MEDIA = {
             "perceptual_hash": "u8",
         },
         measured_image,
+        missing_image_decoders,
     ),
     "audio": Medium(
         {
@@ -101,6 +108,7 @@ MEDIA = {
             "audio_channels": "i2",
         },
         measured_audio,
+        missing_audio_decoders,
     ),
 }
 """Modality -> its kind of media, of all modalities that are encoded files."""

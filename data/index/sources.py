@@ -11,12 +11,13 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from common.secrets import HIDDEN, redact
+from common.spelling import near
 from data.bad_samples import CODES, REASON_OF_CODE, Absent, BadSample
 from data.formats.demo import Concept, DemoFormat
 from data.formats.folders import AudioFolderFormat, CocoFormat, ImageFolderFormat, KarpathyFormat
 from data.formats.parquet import ParquetFormat
 from data.formats.python import PythonFormat
-from data.formats.rows import DEFAULT_PAIRS, Format, Media, Pairs, near
+from data.formats.rows import DEFAULT_PAIRS, Format, Media, Pairs
 from data.formats.tables import JsonlFormat, TableFormat
 from data.formats.webdataset import WebdatasetFormat
 from data.index.building import load_index

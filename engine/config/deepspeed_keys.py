@@ -20,23 +20,24 @@ from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import BaseModel, Field, ValidationError, create_model
 
-from engine.config.checks import AUTO
-from engine.config.spelling import nearest
+from common.blocks import (
+    STRICT,
+    Count,
+    Fraction,
+    NotNegative,
+    Number,
+    Positive,
+    Share,
+    Switch,
+    Whole,
+    first_fault,
+    refuse_unknown,
+)
+from engine.checks import AUTO
 from engine.optimizer.classes import ADAM_SWITCHES, RATES, optimizer_class, schedule_class
 
-STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-# The descriptions are the rules of messages: "got …; it is …".
-Switch = Annotated[bool, Field(description="true or false")]
-Number = Annotated[float, Field(description="a number")]
-NotNegative = Annotated[float, Field(ge=0, description="a number of at least 0")]
-Positive = Annotated[float, Field(gt=0, description="a number above 0")]
-Fraction = Annotated[float, Field(ge=0, lt=1, description="a number from 0, below 1")]
-Share = Annotated[float, Field(ge=0, le=1, description="a number from 0 to 1")]
-Whole = Annotated[int, Field(ge=0, description="a whole number of at least 0")]
-Count = Annotated[int, Field(ge=1, description="a whole number of at least 1")]
 CountOrAuto = Annotated[
     Count | Literal["auto"], Field(description='"auto" or a whole number of at least 1')
 ]
@@ -236,26 +237,19 @@ def _check(
 ) -> None:
     """Raise ValueError for the first thing that `model` does not take. `present`: keys that are
     there, also where their value is not in `given`."""
-    prefix = f"{where}." if where else ""
     # an alias is DeepSpeed's older name
     names = {name: key for key, f in model.model_fields.items() for name in (key, f.alias) if name}
-    for key in (*present, *given):
-        if key not in names:
-            near = nearest(key, [*names, "branches"] if model is Keys else list(names))
-            hint = '; stages are described in "branches"' if model is Pipeline else ""
-            raise ValueError(f"unknown key '{prefix}{key}'{hint}{near}")
+    known = [*names, "branches"] if model is Keys else list(names)
+    hint = '; stages are described in "branches"' if model is Pipeline else ""
+    refuse_unknown((*present, *given), known, where, hint)
+    fields = {name: model.model_fields[key] for name, key in names.items()}
     try:
         taken = model(**given)
     except ValidationError as error:
-        for first in error.errors():
-            if not first["loc"]:  # of several keys, which the message names
-                raise ValueError(f"{where}: {first['msg']}") from None
-            key = names[str(first["loc"][0])]
-            if first["type"] != "missing" or key not in present:
-                rule = model.model_fields[key].description
-                said = f"it is {rule}" if rule else first["msg"]
-                raise ValueError(f"{prefix}{key}: got {given.get(key)!r}; {said}") from None
+        if fault := first_fault(error, fields, given, where, present):
+            raise ValueError(fault) from None
         return
+    prefix = f"{where}." if where else ""
     for key, value in given.items():
         kept = getattr(taken, names[key])
         if value is not None and not _is_alike(value, kept):

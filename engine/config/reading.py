@@ -16,16 +16,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from engine.config.checks import AUTO, check_choice, check_counts
-from engine.config.communication import COMMUNICATION
+from common.spelling import keys_of, nearest
+from engine.checks import AUTO, check_choice, check_counts
 from engine.config.deepspeed_keys import check_keys
-from engine.config.spelling import keys_of, nearest
 from engine.optimizer.averaging import AverageBlock, average_block
 from engine.optimizer.classes import check_optimizer, check_schedule
 from engine.optimizer.clipping_rules import HEAD, ClippingRule, clipping_rules
 from engine.optimizer.locking import LockedBlock, locked_block
 from engine.optimizer.parameter_groups import OptimizerGroups, check_groups, optimizer_groups
 from engine.optimizer.preview import preview
+from engine.processes.communication import COMMUNICATION
 from engine.schedule import REMOVED, SCHEDULES, exact_schedules, recomputing_schedules
 from engine.topology import LAYOUTS
 

@@ -11,34 +11,23 @@ averaged, is this rank's slice of the fp32 weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from engine.config.spelling import strict_block
+from common.blocks import Switch, block, read_block
 
 
-@dataclass(frozen=True)
+@block
 class AverageBlock:
-    """The `ema` block inside `branches`. Checked when made."""
+    """The `ema` block inside `branches`."""
 
-    decay: float = 0.9999
-    warmup: bool = True
-
-    def __post_init__(self):
-        if (
-            isinstance(self.decay, bool)
-            or not isinstance(self.decay, (int, float))
-            or not 0 < self.decay < 1
-        ):
-            raise ValueError(
-                f"branches.ema.decay: got {self.decay!r}; it is a number between 0 and 1, such as "
-                "0.9999"
-            )
-        if not isinstance(self.warmup, bool):
-            raise ValueError(f"branches.ema.warmup: got {self.warmup!r}; it is true or false")
+    decay: Annotated[
+        float, Field(gt=0, lt=1, description="a number between 0 and 1, such as 0.9999")
+    ] = 0.9999
+    warmup: Switch = True
 
     def decay_at(self, step: int) -> float:
         """Of the applied step `step`, counted from 1."""
@@ -47,11 +36,8 @@ class AverageBlock:
 
 def average_block(written: Any) -> AverageBlock | None:
     """`branches.ema` as written; None: nothing is averaged. Errors: ValueError with the key."""
-    if written is None:
-        return None
-    return AverageBlock(
-        **strict_block("ema", written, AverageBlock, '{"decay": 0.9999, "warmup": true}')
-    )
+    example = '{"decay": 0.9999, "warmup": true}'
+    return None if written is None else read_block(AverageBlock, written, "branches.ema", example)
 
 
 class WeightAverage:

@@ -22,7 +22,7 @@ from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from engine.config.spelling import nearest
+from common.spelling import nearest
 
 # By DeepSpeed's name: on the accelerator, and with the state offloaded to the CPU.
 _DEEPSPEED_OPTIMIZERS: dict[str, tuple[type[Optimizer], type[Optimizer]]] = {

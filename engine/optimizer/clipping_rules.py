@@ -18,11 +18,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Annotated, Any
 
-from engine.config.spelling import nearest, nearest_pattern
+from pydantic import BeforeValidator, Field
+
+from common.blocks import block, one_of, read_block
+from common.spelling import nearest, nearest_pattern
 from engine.topology import StageGraph
 
 HEAD = "head"  # the group of what stands behind the towers
@@ -36,10 +38,19 @@ KEYS_OF_KIND = {
 FACTOR, DECAY, WARMUP_STEPS = 1.5, 0.99, 100
 
 
-@dataclass(frozen=True)
+def _patterns(match: Any) -> tuple[str, ...]:
+    if match == [] or not (
+        isinstance(match, (list, tuple)) and all(isinstance(pattern, str) for pattern in match)
+    ):
+        raise ValueError(
+            f'got {match!r}; it is a list of patterns of parameter names, such as ["head.*"]'
+        )
+    return tuple(match)
+
+
+@block
 class ClippingRule:
-    """How the gradients of one group are clipped. Checked when made: ValueError, with the key that
-    is wrong.
+    """How the gradients of one group are clipped.
 
     `limit`: of the norm (norm), of every element (value), of the norm during the warm-up (adaptive;
     None: none holds then). `match`: patterns of canonical names as in `fnmatch`, for a group of
@@ -48,47 +59,31 @@ class ClippingRule:
     are the applied steps before that limit holds.
     """
 
-    kind: str
-    limit: float | None = None
-    match: tuple[str, ...] = ()
-    factor: float = FACTOR
-    decay: float = DECAY
-    warmup_steps: int = WARMUP_STEPS
+    kind: Annotated[str, one_of(*KEYS_OF_KIND)]
+    limit: Annotated[
+        float | None,
+        Field(gt=0, description='a number above 0; to clip nothing, write {"kind": "none"}'),
+    ] = None
+    match: Annotated[tuple[str, ...], BeforeValidator(_patterns)] = ()
+    factor: Annotated[
+        float,
+        Field(gt=1, description="a number above 1, or the limit would fall from step to step"),
+    ] = FACTOR
+    decay: Annotated[
+        float, Field(gt=0, lt=1, description=f"a number between 0 and 1, such as {DECAY}")
+    ] = DECAY
+    warmup_steps: Annotated[
+        int, Field(ge=1, description="a whole number of at least 1: a mean needs a step")
+    ] = WARMUP_STEPS
+
+    def __post_init__(self) -> None:
+        if self.kind in ("norm", "value") and self.limit is None:
+            raise ValueError(f'a rule of kind "{self.kind}" needs a "limit", such as 1.0')
 
     @property
     def bound(self) -> float:
         """The limit; infinity where there is none."""
         return math.inf if self.limit is None else self.limit
-
-    def __post_init__(self):
-        if self.kind not in list(KEYS_OF_KIND):
-            raise ValueError(
-                f"kind: unknown value {self.kind!r}{nearest(str(self.kind), list(KEYS_OF_KIND))}"
-            )
-        if self.kind in ("norm", "value") and self.limit is None:
-            raise ValueError(f'a rule of kind "{self.kind}" needs a "limit", such as 1.0')
-        if self.limit is not None and not (_is_number(self.limit) and self.limit > 0):
-            raise ValueError(
-                f'limit: got {self.limit!r}; a limit is a number above 0; to clip nothing, write {{"kind": "none"}}'
-            )
-        if not (_is_number(self.factor) and self.factor > 1):
-            raise ValueError(
-                f"factor: got {self.factor!r}; it is a number above 1, or the limit would fall "
-                "from step to step"
-            )
-        if not (_is_number(self.decay) and 0 < self.decay < 1):
-            raise ValueError(
-                f"decay: got {self.decay!r}; it is a number between 0 and 1, such as {DECAY}"
-            )
-        if (
-            isinstance(self.warmup_steps, bool)
-            or not isinstance(self.warmup_steps, int)
-            or self.warmup_steps < 1
-        ):
-            raise ValueError(
-                f"warmup_steps: got {self.warmup_steps!r}; it is a whole number of at least 1: a "
-                "mean needs a step"
-            )
 
 
 def clipping_rules(block: Any, branches: Sequence[str]) -> dict[str, ClippingRule]:
@@ -126,44 +121,23 @@ def _read_rule(group: str, written: Any, given: Sequence[str]) -> ClippingRule:
             "give a group of another name"
         )
     if not isinstance(written, Mapping):
-        if not (_is_number(written) and written >= 0):
+        if isinstance(written, bool) or not (
+            isinstance(written, (int, float)) and 0 <= written < math.inf
+        ):
             raise ValueError(
                 f"{where}: got {written!r}; a limit is a number ≥ 0, and 0 means no clipping; or "
                 "an object such as "
                 '{"kind": "norm", "limit": 1.0}'
             )
         return ClippingRule("norm", float(written)) if written else ClippingRule("none")
-    try:
-        kind = written.get("kind", "norm")
-        valid = (
-            "kind",
-            *(("match",) if has_pattern else ()),
-            *(KEYS_OF_KIND[kind] if kind in list(KEYS_OF_KIND) else written),
-        )
-        for key in written:
-            if key not in valid:
-                raise ValueError(f'unknown key {key!r} for kind "{kind}"{nearest(key, valid)}')
-        return ClippingRule(
-            **{**written, "kind": kind, "match": _patterns(written.get("match", ()))}
-        )
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-
-
-def _patterns(match: Any) -> tuple[str, ...]:
-    if (
-        not isinstance(match, (list, tuple))
-        or not all(isinstance(pattern, str) for pattern in match)
-        or match == []
-    ):
-        raise ValueError(
-            f'match: got {match!r}; it is a list of patterns of parameter names, such as ["head.*"]'
-        )
-    return tuple(match)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    rule = read_block(ClippingRule, {"kind": "norm", **written}, where)
+    valid = ("kind", *(("match",) if has_pattern else ()), *KEYS_OF_KIND[rule.kind])
+    for key in written:
+        if key not in valid:
+            raise ValueError(
+                f'{where}: unknown key {key!r} for kind "{rule.kind}"{nearest(key, valid)}'
+            )
+    return rule
 
 
 def group_of(canonical_name: str, rules: Mapping[str, ClippingRule]) -> str:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from engine.config.spelling import nearest
-from engine.planning.costs import CostModel
+from common.spelling import nearest
 from engine.topology import Stage, StageGraph
+
+if TYPE_CHECKING:
+    from engine.planning.costs import CostModel
 
 Trainable = Mapping[str, Sequence[bool]]  # branch -> of each of its layers, the head last
 

@@ -19,50 +19,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
-from engine.config.spelling import nearest, nearest_pattern
+from pydantic import Field
+
+from common.blocks import block, read_block
+from common.spelling import nearest, nearest_pattern
 from engine.optimizer.clipping_rules import HEAD
 
 
-@dataclass(frozen=True)
+@block
 class GroupRule:
-    """How the parameters of one group learn. Checked when made: ValueError, with the key that is
-    wrong.
+    """How the parameters of one group learn.
 
     None: as the `optimizer` and `scheduler` blocks say. `layer_decay`: of the rate from a layer to
     the one before it, above 0 up to 1.
     """
 
-    lr: float | None = None
-    weight_decay: float | None = None
-    layer_decay: float = 1.0
-    warmup_steps: int | None = None
-
-    def __post_init__(self):
-        if self.lr is not None and not (_is_number(self.lr) and self.lr > 0):
-            raise ValueError(
-                f'lr: got {self.lr!r}; a rate is a number above 0; to hold a tower still, use "locked"'
-            )
-        if self.weight_decay is not None and not (
-            _is_number(self.weight_decay) and self.weight_decay >= 0
-        ):
-            raise ValueError(
-                f"weight_decay: got {self.weight_decay!r}; it is a number of at least 0"
-            )
-        if not (_is_number(self.layer_decay) and 0 < self.layer_decay <= 1):
-            raise ValueError(
-                f"layer_decay: got {self.layer_decay!r}; it is a number above 0 up to 1, such as "
-                "0.75"
-            )
-        if self.warmup_steps is not None and not (
-            type(self.warmup_steps) is int and self.warmup_steps >= 0
-        ):
-            raise ValueError(
-                f"warmup_steps: got {self.warmup_steps!r}; it is a whole number of at least 0"
-            )
+    lr: Annotated[
+        float | None,
+        Field(gt=0, description='a number above 0; to hold a tower still, use "locked"'),
+    ] = None
+    weight_decay: Annotated[float | None, Field(ge=0, description="a number of at least 0")] = None
+    layer_decay: Annotated[
+        float, Field(gt=0, le=1, description="a number above 0 up to 1, such as 0.75")
+    ] = 1.0
+    warmup_steps: Annotated[int | None, Field(ge=0, description="a whole number of at least 0")] = (
+        None
+    )
 
 
 @dataclass(frozen=True)
@@ -123,20 +109,10 @@ def optimizer_groups(block: Any, branches: Sequence[str]) -> OptimizerGroups:
 
 
 def _read_rule(where: str, group: str, written: Any) -> GroupRule:
-    if not isinstance(written, Mapping):
-        raise ValueError(
-            f'{where}: got {written!r}; it is an object such as {{"lr": 1e-4, "weight_decay": 0.1}}'
-        )
-    valid = [
-        field.name for field in fields(GroupRule) if group != HEAD or field.name != "layer_decay"
-    ]  # the head is one layer
-    for key in written:
-        if key not in valid:
-            raise ValueError(f"unknown key '{where}.{key}'{nearest(key, valid)}")
-    try:
-        return GroupRule(**written)
-    except ValueError as error:
-        raise ValueError(f"{where}.{error}") from None
+    rule = read_block(GroupRule, written, where, '{"lr": 1e-4, "weight_decay": 0.1}')
+    if group == HEAD and "layer_decay" in written:
+        raise ValueError(f"{where}.layer_decay: the head is one layer; leave it out")
+    return rule
 
 
 def check_groups(groups: OptimizerGroups, config: Mapping[str, Any]) -> None:

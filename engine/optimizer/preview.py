@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from engine.config.checks import AUTO
+from engine.checks import AUTO
 from engine.optimizer.classes import ADAM_SWITCHES, make_schedule, optimizer_class, with_length
 from engine.optimizer.parameter_groups import GroupSchedule, OptimizerGroups, Setting
 

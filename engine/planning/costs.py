@@ -304,17 +304,15 @@ def cost_model_from_json(record: Mapping[str, Any]) -> CostModel:
             key: float("inf") if value is None else value
             for key, value in record["machine"].items()
         }
-        compared = tuple(
-            map(tuple, record.get("compared", ()))
-        )  # files of earlier versions do not say it
         objects = {
             "layers": layers,
             "pairs": pairs,
             "machine": Machine(**machine),
             "state": StateBytes(**record["state"]),
-            "loading": record.get("loading") and Loading(**record["loading"]),
+            "compared": tuple(map(tuple, record["compared"])),
+            "loading": record["loading"] and Loading(**record["loading"]),
         }
-        return CostModel(**{**record, **objects, "compared": compared})
+        return CostModel(**{**record, **objects})
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"not a cost model of this version: {type(error).__name__}: {error}"

@@ -10,11 +10,11 @@ and what fits; a measurement on the device (`engine/planning/profile.py`) tells 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from common.spelling import near
 from engine.planning.costs import Curve, LayerCost, Machine
 
 # Assumptions, not data: what training in eager torch reaches of the peaks. Large transformers in
@@ -127,10 +127,8 @@ def find_device(text: str) -> Device:
         known = {name.lower(): name for name in DEVICES}
         if text.lower() in known:
             return DEVICES[known[text.lower()]]
-        near = difflib.get_close_matches(text.lower(), known, n=1)
-        hint = f"; did you mean {known[near[0]]}?" if near else "."
         raise ValueError(
-            f"device {text!r} is not known{hint} Known: {', '.join(DEVICES)}. Or give its numbers: "
+            f"device {text!r} is not known{near(text, DEVICES) or '.'} Known: {', '.join(DEVICES)}. Or give its numbers: "
             f"{_FORM}"
         )
     values = {**_OPTIONAL, **_numbers(text)}

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+from engine.checks import AUTO
 from engine.compiling import compiles
-from engine.config.checks import AUTO
 from engine.planning.costs import LayerCost, Machine
 from engine.planning.measured import Tensors
 from engine.planning.profile_layers import Effort, ProfiledLayer, Together, profile_layers

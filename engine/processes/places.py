@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from engine.config.communication import choose_communication
 from engine.processes.agreement import refuse_different
+from engine.processes.communication import choose_communication
 
 PACKAGES = ("torch", "deepspeed", "transformers")
 HEARING_LIMIT = timedelta(seconds=10)

@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from engine.config.checks import AUTO
-from engine.config.communication import DEVICE, HOST
+from engine.checks import AUTO
 from engine.json_messages import from_first_rank
+from engine.processes.communication import DEVICE, HOST
 from engine.processes.ops import compile_shared_memory_op
 from engine.processes.places import Place, Places, communication_of, meet
 from engine.processes.store import connect, meeting, open_store, torch_version

@@ -230,10 +230,11 @@ class Batching:
     def report(self) -> Report:
         """What this rank measured."""
         points: list[Point] = []
-        if self._branch == "text" and self.batches.texts is not None:  # others cost all the same
+        texts = self.batches.texts
+        if self._branch == "text" and texts is not None:  # others cost all the same
             replicas = self.plan.batches["text"].replicas
             for step, spans in self._spans:
-                points += points_of(self.batches, step, spans, self._replica, replicas)
+                points += points_of(texts, self.batches.at(step), spans, self._replica, replicas)
         return Report(self._stage.name, points, self._ahead)
 
     def decide(self, step: int, reports: Sequence[Report]) -> Decision:

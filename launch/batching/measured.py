@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.batching.batches import Batches
+from data.batching.batches import GlobalBatch, TextPacker
 from data.batching.branch_cost import BranchCost, fit_branch_cost, smoothed
 from engine.topology import StageGraph
 from engine.trace import PASSES, Span
@@ -48,15 +48,12 @@ def seconds_of_micro_batches(spans: Sequence[Span]) -> dict[int, float]:
 
 
 def points_of(
-    batches: Batches, step: int, spans: Sequence[Span], replica: int, replicas: int
+    texts: TextPacker, batch: GlobalBatch, spans: Sequence[Span], replica: int, replicas: int
 ) -> list[Point]:
     """The points of one replica's micro-batches of texts in a step, as far as they were traced."""
-    if batches.texts is None:
-        return []
-    batch, seconds = batches.at(step), seconds_of_micro_batches(spans)
-    lengths = batches.texts.lengths(batch)
+    lengths, seconds = texts.lengths(batch), seconds_of_micro_batches(spans)
     numbers = (batch.setting.num_micro_batches["text"],)
-    packed = batches.texts.pack(batch, replicas, numbers)[replica]
+    packed = texts.pack(batch, replicas, numbers)[replica]
     return [
         (len(part), int(lengths[part].max()), seconds[m])
         for m, part in enumerate(packed)

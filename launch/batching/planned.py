@@ -190,8 +190,7 @@ def _num_packed(
     setting: Setting, batches: Batches, plan: RunPlan, block: BalanceBlock, step: int
 ) -> int:
     planned, texts = plan.batches["text"], batches.texts
-    if texts is None:
-        raise ValueError("the texts of this run are not packed by cost")
+    assert texts is not None
     captions = _captions(plan, "text", setting)
     positions = batches.order.global_batch_size * captions
     # Texts of several captions are so many more. Shorter texts together need less memory than the

@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any
 
-from engine.config.checks import check_bounds, check_choice, check_counts
+from pydantic import BeforeValidator, Field
+
+from common.blocks import Count, NotNegative, block, one_of, read_block
+from common.spelling import nearest
 from engine.config.reading import BranchesBlock
-from engine.config.spelling import nearest, strict_block
 from models.towers.adapters.lora import LoRA
 
 REMOVED = {
     "balance.window": "texts are packed within their global batch, which leaves next to no padding "
     "to save; remove the key",
+    "sample_weights.use=curriculum": "an order from light to heavy samples is no longer there; use "
+    '"loss", which weighs the samples in the loss instead',
     "sample_weights.epochs": 'it belonged to "use": "curriculum", which is no longer there; remove '
     "the key",
     "sample_weights.length": "lengths are counted in tokens; remove the key",
@@ -23,10 +26,31 @@ FEED_RATES = ("captions_per_image", "kept_patches", "image_size")  # of the `bal
 DEFAULT_INTERVAL = 20  # steps
 
 
-@dataclass(frozen=True)
+def bounds(kind: type, least: float, most: float) -> BeforeValidator:
+    """For a value that is [low, high] with least <= low <= high <= most; `kind` int: whole
+    numbers."""
+    kinds = (int,) if kind is int else (int, float)
+
+    def check(value: Any) -> Any:
+        pair = (
+            isinstance(value, (list, tuple))
+            and len(value) == 2
+            and all(isinstance(v, kinds) and not isinstance(v, bool) for v in value)
+        )
+        if value is not None and not (pair and least <= value[0] <= value[1] <= most):
+            words = "whole numbers" if kind is int else "numbers"
+            raise ValueError(
+                f"got {value!r}; it takes [least, most], two {words} from {least:g} to {most:g}"
+            )
+        return value
+
+    return BeforeValidator(check)
+
+
+@block
 class BalanceBlock:
     """The `balance` block inside `branches`: how global batches are packed into micro-batches, and
-    how much of each modality a step takes in. Checked when made.
+    how much of each modality a step takes in.
 
     "deal": by cost, sizes from `min_size` to `max_size` (None: whatever the memory of the planned
     micro-batches holds); "off": in order; "feed": packed, and feed rates within bounds [least,
@@ -35,55 +59,30 @@ class BalanceBlock:
     `measurement_interval`).
     """
 
-    strategy: str = "deal"
-    min_size: int = 1
-    max_size: int | None = None
-    interval: int | None = None
-    captions_per_image: Any = None
-    kept_patches: Any = None
-    image_size: Any = None
-    dead_band: float = 0.1
-    max_change: float = 2.0
+    strategy: Annotated[str, one_of("off", "deal", "feed")] = "deal"
+    min_size: Count = 1
+    max_size: Annotated[int | None, Field(ge=1, description="a whole number of at least 1")] = None
+    interval: Annotated[int | None, Field(ge=0, description="a whole number of at least 0")] = None
+    captions_per_image: Annotated[Any, bounds(int, 1, 64)] = None
+    kept_patches: Annotated[Any, bounds(float, 0.05, 1)] = None
+    image_size: Annotated[Any, bounds(int, 8, 4096)] = None
+    dead_band: Annotated[float, Field(gt=0, lt=1, description="a number between 0 and 1")] = 0.1
+    max_change: Annotated[float, Field(gt=1, lt=16, description="a number between 1 and 16")] = 2.0
 
-    def __post_init__(self):
-        check_choice("balance.strategy", self.strategy, ("off", "deal", "feed"))
-        check_counts("balance.min_size", self.min_size, (), least=1)
-        if self.interval is not None:
-            check_counts("balance.interval", self.interval, (), least=0)
-        if self.max_size is not None:
-            check_counts("balance.max_size", self.max_size, ())
-            if self.max_size < self.min_size:
-                raise ValueError(
-                    f"branches.balance: min_size {self.min_size} is above max_size "
-                    f"{self.max_size}; exchange them"
-                )
-        for name, kind, least, most in (
-            ("captions_per_image", int, 1, 64),
-            ("image_size", int, 8, 4096),
-            ("kept_patches", float, 0.05, 1),
-        ):
-            check_bounds(f"balance.{name}", getattr(self, name), kind, least, most)
-        for name, least, most in (("dead_band", 0.0, 1.0), ("max_change", 1.0, 16.0)):
-            value = getattr(self, name)
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, (int, float))
-                or not least < value < most
-            ):
-                raise ValueError(
-                    f"branches.balance.{name}: got {value!r}; it takes a number between {least:g} "
-                    f"and {most:g}"
-                )
+    def __post_init__(self) -> None:
+        if self.max_size is not None and self.max_size < self.min_size:
+            raise ValueError(
+                f"min_size {self.min_size} is above max_size {self.max_size}; exchange them"
+            )
         moved = [name for name in FEED_RATES if getattr(self, name) is not None]
         if self.strategy == "feed" and (not moved or self.interval == 0):
             raise ValueError(
-                f'branches.balance: strategy "feed" needs bounds of one of {", ".join(FEED_RATES)}, '
+                f'strategy "feed" needs bounds of one of {", ".join(FEED_RATES)}, '
                 'such as "captions_per_image": [1, 4], and an interval of at least 1'
             )
         if self.strategy != "feed" and moved:
             raise ValueError(
-                f'branches.balance.{moved[0]}: only "strategy": "feed" moves it, this one is '
-                f'"{self.strategy}"'
+                f'{moved[0]}: only "strategy": "feed" moves it, this one is "{self.strategy}"'
             )
 
     def measurement_interval(self, adapts: bool) -> int:
@@ -101,48 +100,24 @@ class BalanceBlock:
         return self.strategy == "feed" or bool(self.interval)
 
 
-@dataclass(frozen=True)
+@block
 class SampleWeightsBlock:
     """The `sample_weights` block inside `branches`: samples weighed by what there is to see and to
-    read in them. Checked when made.
+    read in them.
 
     `use`: "loss", each counts by its weight. `image`, `text`, `audio`: how much the complexity of
     the image, the length of the text and the seconds of the sound count.
     """
 
-    use: str | None = None
-    image: float = 0.3
-    text: float = 0.7
-    audio: float = 0.0
+    use: Annotated[str, one_of("loss"), Field(description='"loss"')]
+    image: NotNegative = 0.3
+    text: NotNegative = 0.7
+    audio: NotNegative = 0.0
 
-    def __post_init__(self):
-        if self.use == "curriculum":
+    def __post_init__(self) -> None:
+        if not (self.image or self.text or self.audio):
             raise ValueError(
-                'branches.sample_weights.use: an order from light to heavy samples, "curriculum", '
-                'is no longer there; use "loss", which weighs the samples in the loss instead'
-            )
-        if self.use is None:
-            raise ValueError('branches.sample_weights: no "use"; it takes "loss"')
-        check_choice("sample_weights.use", self.use, ("loss",))
-        weights = {
-            field.name: getattr(self, field.name)
-            for field in fields(self)
-            if isinstance(field.default, float)
-        }
-        for name, value in weights.items():
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, (int, float))
-                or not 0 <= value < float("inf")
-            ):
-                raise ValueError(
-                    f"branches.sample_weights.{name}: got {value!r}; it takes a number of at least "
-                    "0"
-                )
-        if not any(weights.values()):
-            raise ValueError(
-                f"branches.sample_weights: {', '.join(weights)} are all 0, so nothing is "
-                "weighed; raise one, or remove the block"
+                "image, text, audio are all 0, so nothing is weighed; raise one, or remove the block"
             )
 
 
@@ -150,11 +125,8 @@ def balance_block(written: Any) -> BalanceBlock:
     """`branches.balance` as written; None: its defaults. Raises ValueError for what is wrong in
     it."""
     _refuse_removed("balance", written)
-    return BalanceBlock(
-        **strict_block(
-            "balance", {} if written is None else written, BalanceBlock, '{"strategy": "deal"}'
-        )
-    )
+    written = {} if written is None else written
+    return read_block(BalanceBlock, written, "branches.balance", '{"strategy": "deal"}')
 
 
 def sample_weights_block(written: Any) -> SampleWeightsBlock | None:
@@ -163,15 +135,14 @@ def sample_weights_block(written: Any) -> SampleWeightsBlock | None:
     if written is None:
         return None
     _refuse_removed("sample_weights", written)
-    return SampleWeightsBlock(
-        **strict_block("sample_weights", written, SampleWeightsBlock, '{"use": "loss"}')
-    )
+    return read_block(SampleWeightsBlock, written, "branches.sample_weights", '{"use": "loss"}')
 
 
 def _refuse_removed(name: str, written: Any) -> None:
-    for key in written if isinstance(written, Mapping) else ():
-        if f"{name}.{key}" in REMOVED:
-            raise ValueError(f"branches.{name}.{key}: {REMOVED[f'{name}.{key}']}")
+    for key, value in written.items() if isinstance(written, Mapping) else ():
+        for removed in (f"{name}.{key}", f"{name}.{key}={value}"):
+            if removed in REMOVED:
+                raise ValueError(f"branches.{name}.{key}: {REMOVED[removed]}")
 
 
 def train_block(written: Any) -> dict[str, LoRA]:
@@ -190,11 +161,7 @@ def train_block(written: Any) -> dict[str, LoRA]:
         for key in how:
             if key != "lora":
                 raise ValueError(f"unknown key '{where}.{key}'{nearest(key, ['lora'])}")
-        own = strict_block(f"train.{branch}.lora", how["lora"], LoRA, '{"r": 16}')
-        try:
-            found[branch] = LoRA(**own)
-        except ValueError as error:
-            raise ValueError(f"{where}.lora: {error}") from None
+        found[branch] = read_block(LoRA, how["lora"], f"{where}.lora", '{"r": 16}')
     return found
 
 

@@ -14,10 +14,10 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.monitor.config import DeepSpeedMonitorConfig, get_monitor_config
 
 from common.files import read_json
-from engine.config.checks import AUTO
-from engine.config.communication import COMMUNICATION
+from engine.checks import AUTO
 from engine.config.reading import BranchesBlock, check_hardware, read_config
 from engine.planning.planner import check_world
+from engine.processes.communication import COMMUNICATION
 from engine.processes.start import has_bf16
 from launch.config.blocks import READERS
 from launch.config.options import ROOT, Options

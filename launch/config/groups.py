@@ -40,6 +40,7 @@ from engine.planning.devices import DEVICES, find_device
 from launch.loss_weights import MODES, check_mode
 
 OPEN_CLIP = "open_clip:"  # how the names of OpenCLIP's models begin
+WANDB_MODES = ("auto", "online", "offline", "disabled")
 
 
 def device(text: str) -> str:
@@ -607,7 +608,7 @@ class TrackingOptions(OptionGroup):
     wandb: str = option(
         "auto",
         "Weights & Biases; auto: online where a login is found",
-        choices=("auto", "online", "offline", "disabled"),
+        choices=WANDB_MODES,
     )
     wandb_project: str | None = option(
         None,

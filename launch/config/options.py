@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from common.options import SAME, add_flags, flags_of
-from data.formats.rows import near
+from common.spelling import near
 from data.index.roots import from_anywhere
 from data.modalities.preprocessing import NORMALIZATIONS, Preprocessing
 from data.modules import import_modules
@@ -34,9 +34,10 @@ from launch.config.groups import (
     RunOptions,
     TrackingOptions,
 )
+from launch.config.imported import PIXELS, options_of_import, refuse_no_model
 from launch.config.recipe_files import RecipeFile, find_recipe
 from launch.config.settings import split_settings
-from launch.records import PIXELS, options_of_import, read_export, read_run, refuse_no_model
+from launch.records import read_export, read_run
 from launch.terminal.last_words import say_last
 from models.towers.names import join_name, split_name
 

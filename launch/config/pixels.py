@@ -18,7 +18,7 @@ from PIL import Image
 
 from common.files import read_json
 from data.modalities.preprocessing import CLIP, INTERPOLATIONS, NORMALIZATIONS, Preprocessing
-from launch.records import branches_held, read_export
+from launch.config.imported import branches_held, options_of_export
 from models.towers.image import full_name
 from models.towers.libraries import open_clip, timm, transformers_image
 from models.towers.names import split_name
@@ -102,7 +102,7 @@ def describe_pixels(options: Options) -> str:
 
 
 def _of_export(folder: Path) -> tuple[Preprocessing, int] | None:
-    options = (read_export(folder) or {}).get("options", {})
+    options = options_of_export(folder)
     if "image_size" not in options:
         return None
     return Preprocessing.from_options(options), options["image_size"]

@@ -7,7 +7,6 @@ both. What the command line says itself takes precedence.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 from common.files import read_json
 from common.options import flags_of
-from engine.config.spelling import keys_of, nearest
+from common.spelling import keys_of, near, nearest
 from launch.config.groups import GROUPS
 
 RECIPES = Path(__file__).resolve().parents[2] / "ds_configs" / "recipes"
@@ -91,6 +90,5 @@ def find_recipe(name: str) -> Path:
         return known[name]
     if Path(name).is_file():
         return Path(name)
-    near = difflib.get_close_matches(name, known, 1)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    hint = near(name, known) or "."
     raise ValueError(f"no file and no recipe {name!r}{hint} There are: {', '.join(known)}")

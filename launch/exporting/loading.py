@@ -11,7 +11,7 @@ import transformers
 from transformers import ClapFeatureExtractor, SequenceFeatureExtractor
 
 from launch.inference.trained import Trained
-from launch.records import AUDIO, OPEN_CLIP, STATE_DICT, WEIGHTS
+from launch.records import OPEN_CLIP, STATE_DICT, WEIGHTS
 from models.towers.audio import QUIET_DB, SPREAD_DB, OfImage
 from models.towers.head import read_projection
 from models.towers.layers import Tower
@@ -19,6 +19,7 @@ from models.towers.libraries import open_clip, torchvision, transformers_image, 
 from models.towers.libraries.transformers_image import ImagePool
 from models.towers.names import TWO_LAYERS
 from models.towers.pooling import num_heads
+from models.weights.names import AUDIO
 
 Record = dict[str, Any]
 # what the model's own classifier or mean becomes, in modeling_export.py's words
@@ -130,7 +131,7 @@ def _of_library(tower: Tower) -> Record:
     config = tower.config
     if config["library"] == "transformers":
         makers = {"image": _transformers_image, "text": _transformers_text}
-        return makers.get(tower.branch, _transformers_audio)(tower)
+        return {"unused": [], **makers.get(tower.branch, _transformers_audio)(tower)}
     if config["library"] == "open_clip":
         return _open_clip_text(config) if tower.branch == "text" else _open_clip_image(config)
     if config["library"] == "timm":
@@ -219,24 +220,24 @@ def _transformers_audio(audio: Tower) -> Record:
 
 def _transformers_text(text: Tower) -> Record:
     pool, ends = text.config["pool"], text.config["eos_token_id"] is not None
-    arguments = _without_pooler(text, transformers_text.FAMILIES)
+    made = _of_family(text, transformers_text.FAMILIES)
     if pool in ("pooler", "head") or (pool == "eos" and not ends):
-        return {"arguments": arguments, "output": "pooler_output"}
-    return {"arguments": arguments, "output": "last_hidden_state", "pool": pool}
+        return {**made, "output": "pooler_output"}
+    return {**made, "output": "last_hidden_state", "pool": pool}
 
 
 def _transformers_image(image: Tower) -> Record:
     config, last = image.config, image.specs[-2].template
     pool, architecture = config["pool"], config["architecture"]
     families = transformers_image.FAMILIES
-    arguments = _without_pooler(image, families)
+    made = _of_family(image, families)
     if pool == families[config["config"]["model_type"]].pools[0]:
-        return {"arguments": arguments, "output": "pooler_output"}
+        return {**made, "output": "pooler_output"}
     # states of these and of CLIP come without the final norm
     has_maps = architecture.startswith("ConvNext")
     norm = "layernorm" if has_maps else None
     return {
-        "arguments": arguments,
+        **made,
         "output": "last_hidden_state",
         "pool": pool,
         "channels": 1 if has_maps else -1,
@@ -245,6 +246,11 @@ def _transformers_image(image: Tower) -> Record:
     }
 
 
-def _without_pooler(tower: Tower, families: Mapping[str, Any]) -> Record:
+def _of_family(tower: Tower, families: Mapping[str, Any]) -> Record:
+    """The arguments of its module, and how the names begin of what it has no weights for."""
     family, pool = families[tower.config["config"]["model_type"]], tower.config["pool"]
-    return {"add_pooling_layer": False} if "pooler" in family.pools and pool != "pooler" else {}
+    unpooled = "pooler" in family.pools and pool != "pooler"
+    return {
+        "arguments": {"add_pooling_layer": False} if unpooled else {},
+        "unused": list(family.unused(pool)),
+    }

@@ -24,6 +24,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+# of DINOv2, which makes it in any case; no tower reads it
+OF_PRETRAINING = "embeddings.mask_token"
+
 
 def load(folder: str | Path = ".") -> ExportedModel:
     """The model of an exported folder, ready to embed."""
@@ -52,7 +55,8 @@ class ExportedModel(nn.Module):
     def embed_images(self, pixel_values: Tensor) -> Tensor:
         """[B, 3, H, W], as `pixel_values` prepares them -> [B, D], of length 1."""
         if side := self.record["images"]["patch_size"]:
-            return self._embed("image", **_patches(pixel_values, side))
+            in_patches = patches(pixel_values, side)
+            return self._embed("image", in_patches.pop("pixel_values"), **in_patches)
         return self._embed("image", pixel_values)
 
     def embed_sounds(self, input_features: Tensor) -> Tensor:
@@ -101,7 +105,7 @@ class ExportedModel(nn.Module):
 
         how = self.options
         resize, size = how["image_resize"], how["image_size"]
-        image = ImageOps.exif_transpose(Image.open(file))
+        image = _in_8_bits(ImageOps.exif_transpose(Image.open(file)))
         if image.has_transparency_data:
             image = image.convert("RGBA")
             page = Image.new("RGB", image.size, "white")
@@ -137,6 +141,26 @@ class ExportedModel(nn.Module):
         return made[extractor.model_input_names[0]][0]
 
 
+def _in_8_bits(image: Any) -> Any:
+    """Grey of 16 bits by its upper 8, and grey of real numbers as 0..1 or 0..255, as in training;
+    Pillow would clip them at 255. All others as they are."""
+    import numpy as np
+    from PIL import Image
+
+    transparent = image.info.get("transparency")
+    if image.mode == "I" or image.mode.startswith("I;16"):
+        values = np.asarray(image).clip(0, 65535)
+        grey = Image.fromarray((values // 256).astype(np.uint8))
+        if isinstance(transparent, int):
+            grey.putalpha(Image.fromarray(np.where(values == transparent, 0, 255).astype(np.uint8)))
+        return grey
+    if image.mode == "F":
+        values = np.nan_to_num(np.asarray(image))
+        scale = 255.0 if values.max() <= 1.0 else 1.0
+        return Image.fromarray((values * scale).clip(0, 255).astype(np.uint8))
+    return image.convert("LA") if image.mode == "La" else image
+
+
 class Tower(nn.Module):
     """A library's module, the pooling of its output, and what projects that to an embedding."""
 
@@ -151,15 +175,18 @@ class Tower(nn.Module):
             self.attention_pool = AttentionPool(record["width"], record["heads"])
             self.attention_pool.load_state_dict(_taken(tensors, f"{modality}.attention_pool."))
         self.module = _module(folder, record, _taken(tensors, f"{modality}."))
-        self.inner: list[Tensor] = []  # the output of the module that is pooled, if it is inside
+        self.inner: Tensor | None = None  # the output of the module that is pooled, if it is inside
         if "inner" in record:
-            inside = self.module.get_submodule(record["inner"])
-            inside.register_forward_hook(lambda module, given, output: self.inner.append(output))
+            self.module.get_submodule(record["inner"]).register_forward_hook(self._keep_inner)
+
+    def _keep_inner(self, module: nn.Module, given: Any, output: Tensor) -> None:
+        self.inner = output
 
     def forward(self, values: Tensor, mask: Tensor | None, **more: Tensor) -> Tensor:
         """-> [B, D]"""
         output = getattr(self.module, self.record.get("method", "forward"))(values, **more)
-        output = self.inner.pop() if self.inner else output
+        if "inner" in self.record:
+            output, self.inner = self.inner, None
         if "output" in self.record:
             output = getattr(output, self.record["output"])
         if "pool" in self.record:
@@ -209,17 +236,17 @@ class AttentionPool(nn.Module):
         return (found + self.mlp["fc2"](inner))[:, 0]
 
 
-def _patches(pixel_values: Tensor, side: int) -> dict[str, Tensor]:
+def patches(pixel_values: Tensor, side: int) -> dict[str, Tensor]:
     """What SigLIP 2's image towers read: patches with their channels last, which of them count, and
     how many rows and columns there are."""
     rows, columns = (length // side for length in pixel_values.shape[2:])
     whole = pixel_values[..., : rows * side, : columns * side]
-    patches = whole.unflatten(3, (columns, side)).unflatten(2, (rows, side))
-    patches = patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
+    cut = whole.unflatten(3, (columns, side)).unflatten(2, (rows, side))
+    cut = cut.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
     return {
-        "values": patches,
-        "pixel_attention_mask": torch.ones_like(patches[..., 0], dtype=torch.int64),
-        "spatial_shapes": torch.tensor([[rows, columns]] * len(patches), device=patches.device),
+        "pixel_values": cut,
+        "pixel_attention_mask": torch.ones_like(cut[..., 0], dtype=torch.int64),
+        "spatial_shapes": torch.tensor([[rows, columns]] * len(cut), device=cut.device),
     }
 
 
@@ -235,7 +262,7 @@ def _whole_model(folder: Path, name: str | None) -> tuple[Any, Any]:
         return open_clip.create_model_and_transforms(where)[0], open_clip.get_tokenizer(where)
     import transformers
 
-    model = getattr(transformers, name).from_pretrained(folder) if name else None
+    model = _loaded(getattr(transformers, name), folder) if name else None
     return model, transformers.AutoTokenizer.from_pretrained(folder)
 
 
@@ -248,7 +275,8 @@ def _module(folder: Path, record: Mapping[str, Any], tensors: dict[str, Tensor])
 
         kind = WhisperEncoder if name == "WhisperEncoder" else getattr(transformers, name)
         config = transformers.AutoConfig.from_pretrained(folder)
-        return kind.from_pretrained(None, config=config, state_dict=tensors, **arguments)
+        given = {"config": config, "state_dict": tensors, **arguments}
+        return _loaded(kind, None, tuple(record["unused"]), **given)
     # JSON has lists only, and constructors may want tuples
     given = {
         key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()
@@ -260,6 +288,23 @@ def _module(folder: Path, record: Mapping[str, Any], tensors: dict[str, Tensor])
         setattr(module.get_submodule(parent), last, new)
     module.load_state_dict(tensors, strict=record.get("strict", True))
     return module
+
+
+def _loaded(kind: Any, folder: Path | None, unused: tuple[str, ...] = (), **given: Any) -> Any:
+    """A model of transformers, which would fill what its files lack with random values. `unused`:
+    how the names begin of what may be lacking. Errors: ValueError."""
+    model, found = kind.from_pretrained(folder, output_loading_info=True, **given)
+    lacking = [
+        name
+        for name in found["missing_keys"]
+        if not name.startswith(unused or ("\0",)) and not name.endswith(OF_PRETRAINING)
+    ]
+    if lacking:
+        raise ValueError(
+            f"the weights of {kind.__name__} lack {', '.join(sorted(lacking))}; export again, or "
+            "copy the folder again"
+        )
+    return model
 
 
 def _made(library: str, name: str, arguments: dict[str, Any]) -> Any:

@@ -3,7 +3,8 @@ model is, how it is loaded, and what the run that trained it was."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping
 from itertools import permutations
 from typing import Any
 
@@ -15,10 +16,11 @@ from engine.planning.planner import BranchBatch
 from launch.exporting.loading import seconds_of_clip
 from launch.inference.adapters import ADAPTERS, TOWER_IN
 from launch.inference.trained import Trained
-from launch.records import AUDIO, FUSION, OPEN_CLIP, STATE_DICT, TEXT_FOLDER
+from launch.records import AVERAGED, OPEN_CLIP, STATE_DICT
 from launch.reporting.reading import RunData, read_folder
 from models.metrics.retrieval import RECALL_AT
 from models.towers.layers import Tower
+from models.weights.names import AUDIO, FUSION, TEXT_FOLDER
 
 # the hub's words for what CLIP and SigLIP, and CLAP, are used for
 TASKS = {"image": "zero-shot-image-classification", "audio": "zero-shot-audio-classification"}
@@ -54,14 +56,34 @@ CALLS = {
     ),
 }
 
-OF_TRANSFORMERS = """transformers alone loads it too; `AutoProcessor` and `AutoTokenizer` prepare
-what it reads{padding}:
+OF_TRANSFORMERS = """transformers alone loads it too. The embeddings, not yet of length 1, are the
+`pooler_output` of what it returns, or that itself before transformers 5:
 
 ```python
-from transformers import AutoProcessor, {kind}
+from transformers import AutoTokenizer, {kind}
 
 library_model = {kind}.from_pretrained(".").eval()
+library_tokenizer = AutoTokenizer.from_pretrained(".")
+tokens = library_tokenizer(["a red apple"], {padding}, truncation=True, return_tensors="pt")
+text = library_model.get_text_features({given})
+{others}
 ```"""
+# where the library's processor does not make what the tower reads, the folder's own code does
+PICTURES = """
+from PIL import Image
+from transformers import AutoImageProcessor
+
+processor = AutoImageProcessor.from_pretrained(".")
+pixels = processor(Image.open("apple.jpg"), return_tensors="pt")
+image = library_model.get_image_features(**pixels)"""
+PATCHES = """
+from modeling_export import patches
+
+pixels = patches(model.pixel_values("apple.jpg")[None], {side})
+image = library_model.get_image_features(**pixels)"""
+SOUNDS = """
+sounds = model.input_features("apple.wav")[None]
+audio = library_model.get_audio_features(sounds)"""
 
 OF_OPEN_CLIP = """OpenCLIP alone loads it too, and from the hub as `hf-hub:ORGANISATION/MODEL` once
 it has been uploaded. `preprocess` is what the images are given to:
@@ -112,8 +134,8 @@ python train.py --import FOLDER \\
 PROCESSOR = """## Images
 
 `preprocessor_config.json` is for transformers' `CLIPImageProcessor`, which gives the pixels of
-evaluation for opaque images up to one of the 255 levels of a channel, but for images whose margin
-around the centre is rounded the other way. `model.pixel_values` gives exactly these."""
+evaluation for opaque images of 8 bits a channel, up to one of the 255 levels, but for images whose
+margin around the centre is rounded the other way. `model.pixel_values` gives exactly these."""
 
 
 def export_page(trained: Trained, record: Mapping[str, Any], averaged: bool) -> str:
@@ -124,7 +146,7 @@ def export_page(trained: Trained, record: Mapping[str, Any], averaged: bool) -> 
         f"# {' and '.join(words(trained.options[f'{branch}_tower']) for branch in towers)}",
         _introduction(trained, towers),
         "## Load it",
-        *_loading(kind, record["differences"], towers),
+        *_loading(record, towers),
     ]
     if record["adapters"]:
         where = 'model.towers["{}"].module' if kind == STATE_DICT else "model.whole.{}"
@@ -177,8 +199,8 @@ def _introduction(trained: Trained, towers: dict[str, Tower]) -> str:
     )
 
 
-def _loading(kind: str, differences: Sequence[str], towers: dict[str, Tower]) -> list[str]:
-    text = towers["text"]
+def _loading(record: Mapping[str, Any], towers: dict[str, Tower]) -> list[str]:
+    kind, text = record["kind"], towers["text"]
     libraries = sorted({tower.config["library"] for tower in towers.values()} - {"transformers"})
     page = LOAD.format(
         libraries=f" ({', '.join(['transformers', *libraries])})",
@@ -186,20 +208,34 @@ def _loading(kind: str, differences: Sequence[str], towers: dict[str, Tower]) ->
     )
     if kind == STATE_DICT:
         prefixes = ", ".join(f"`{branch}.`" for branch in towers)
-        reasons = "\n".join(f"- {difference}" for difference in differences)
+        reasons = "\n".join(f"- {difference}" for difference in record["differences"])
         return [page, OF_STATE_DICT.format(differences=reasons, prefixes=prefixes)]
     own = [page]
     if kind == OPEN_CLIP:
         moved = [MOVED] if text.config["library"] == "transformers" else []
         own += [OF_OPEN_CLIP, *moved]
     else:
-        most = text.config["max_text_tokens"]
-        full_length = text.config["pool"] == "head"  # where padding is read as any other token
-        padding = f' (texts with `padding="max_length", max_length={most}`)' if full_length else ""
-        own.append(OF_TRANSFORMERS.format(kind=kind, padding=padding))
+        own.append(_of_transformers(kind, record["loading"]))
     if "image" in towers and "audio" in towers:
         own.append(f"`{AUDIO}` has the audio tower, its projection, and the scalars of its pairs.")
     return own
+
+
+def _of_transformers(kind: str, reads: Mapping[str, Any]) -> str:
+    """`reads`: what `modeling_export.py` reads of the export's record."""
+    texts, others = reads["texts"], PICTURES
+    padding = (f"{name}={json.dumps(value)}" for name, value in texts["padding"].items())
+    names = ("input_ids", "attention_mask") if texts["masked"] else ("input_ids",)
+    if reads["images"] is None:
+        others = SOUNDS
+    elif side := reads["images"]["patch_size"]:
+        others = PATCHES.format(side=side)
+    return OF_TRANSFORMERS.format(
+        kind=kind,
+        padding=", ".join(padding).replace("true", "True"),
+        given=", ".join(f'tokens["{name}"]' for name in names),
+        others=others,
+    )
 
 
 # -- the run
@@ -246,11 +282,12 @@ def _results(run: RunData, trained: Trained, averaged: bool) -> dict[str, Mappin
         part, slash, metric = key.partition("/")
         if slash and isinstance(value, int | float):
             found[part] = {**found.get(part, {}), metric: value}
-    # the run's own lines are of its weights, or of their average where that was evaluated
-    if found or averaged != bool(trained.options.get("eval_ema")):
-        return found
-    lines = [line for of_set in run.held_out.values() for line in of_set]
-    return {line["held_out"]: line for line in lines if line["step"] == trained.step}
+    return found or {
+        name.removeprefix(AVERAGED): line
+        for name, lines in run.held_out.items()
+        for line in lines
+        if name.startswith(AVERAGED) == averaged and line["step"] == trained.step
+    }
 
 
 def _table(results: Mapping[str, Mapping[str, float]]) -> str:

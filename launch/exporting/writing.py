@@ -18,24 +18,17 @@ from transformers import ClapProcessor, CLIPImageProcessor, PreTrainedConfig
 from common.files import replacing_folder, write_text
 from data.modalities.preprocessing import Preprocessing
 from data.modalities.tokenizer_open_clip import PREFIX, is_clips, text_config
+from launch.config.imported import FUSION_OPTIONS, HERE
 from launch.exporting.loading import feature_extractor, loading_record, seconds_of_clip
 from launch.exporting.page import export_page
 from launch.inference.adapters import taken_off, write_all
 from launch.inference.trained import Trained
-from launch.records import (
-    AUDIO,
-    FORMAT,
-    FUSION,
-    FUSION_OPTIONS,
-    OPEN_CLIP,
-    RECORD,
-    STATE_DICT,
-    TEXT_FOLDER,
-    WEIGHTS,
-)
+from launch.records import FORMAT, OPEN_CLIP, RECORD, STATE_DICT, WEIGHTS
 from models.losses import LOGIT_SCALE_LIMIT
 from models.towers.head import FUSION_NAMES
 from models.towers.layers import Layer, Tower
+from models.towers.libraries.open_clip import model_config
+from models.towers.libraries.open_clip import names as names_of_open_clip
 from models.towers.names import TWO_LAYERS, join_name, split_name
 from models.weights.clap import clap_config, clap_pairs, scale_of, what_clap_lacks
 from models.weights.dual_encoder import (
@@ -44,6 +37,7 @@ from models.weights.dual_encoder import (
     library_config,
     what_differs,
 )
+from models.weights.names import AUDIO, FUSION, TEXT_FOLDER
 from models.weights.open_clip_export import config_of_text, open_clip_model, what_open_clip_lacks
 from models.weights.translation import Pair, to_theirs
 from models.weights.whole_models import (
@@ -58,7 +52,6 @@ PACKAGES = {"timm": "timm", "open_clip": "open_clip_torch"}  # of a library, whe
 CLAP, DUAL_ENCODER = "ClapModel", "VisionTextDualEncoderModel"
 FORMATS = ("auto", "transformers", "open_clip", "state_dict")
 OPEN_CLIP_FILES = "open_clip_config.json", "open_clip_model.safetensors"
-HERE = "{folder}"  # in options that are recorded: where the export lies
 
 
 def write_export(
@@ -98,6 +91,9 @@ def write_export(
                 (beside / branch).mkdir()
                 own = config_of_text(tower) if (branch, kind) == ("text", OPEN_CLIP) else None
                 _write_json(beside / branch / "config.json", own or library_config(tower))
+            elif _lacks_config(tower) and (kind != OPEN_CLIP or branch == "audio"):
+                (beside / branch).mkdir()
+                _write_json(beside / branch / OPEN_CLIP_FILES[0], model_config(tower.name))
         config, pairs = _write_weights(trained, state, kind, beside, folder)
         _write_inputs(trained, kind, beside)
         apart = adapters if keep_adapters else ()
@@ -161,7 +157,7 @@ def exported(trained: Trained) -> Trained:
             "needs the scale that infonce and sigmoid learn"
         )
     towers = trained.by_branch
-    if images and "library" not in towers.get("audio", towers["image"]).config:
+    if images and "audio" in towers and "library" not in towers["audio"].config:
         del towers["audio"]
     chosen = [towers[branch] for branch in ("image", "audio", "text") if branch in towers]
     for tower in chosen:
@@ -359,7 +355,7 @@ def _write_inputs(trained: Trained, kind: str, beside: Path) -> None:
 
 def image_processor(preprocessing: Preprocessing, image_size: int) -> CLIPImageProcessor:
     """transformers' nearest to `data.modalities.transforms.EvalTransform`. Other are transparent
-    images, and those where the margin around the centre is odd."""
+    images, grey ones of more than 8 bits, and those where the margin around the centre is odd."""
     resize = preprocessing.options(image_size)["image_resize"]
     squashed = preprocessing.resize_mode == "squash"
     return CLIPImageProcessor(
@@ -404,11 +400,20 @@ def _tower_name(tower: Tower, name: str, kind: str) -> str:
         return f"{prefix}{HERE}/{branch}:pool={config['pool']}{more}"
     if kind == OPEN_CLIP and branch != "audio":
         return f"open_clip:{HERE}"
-    if branch != "text":
-        return name
-    # its table of tokens may be of another size than the tokenizer
     base, overrides = split_name(name)
+    if _lacks_config(tower):
+        base = f"{PREFIX}{HERE}/{branch}"
+    if branch != "text":
+        return join_name(base, overrides)
+    # its table of tokens may be of another size than the tokenizer
     return join_name(base, {**overrides, "vocab_size": str(config["config"]["vocab_size"])})
+
+
+def _lacks_config(tower: Tower) -> bool:
+    """Is it of OpenCLIP, which does not know it by its name, but from a folder or the hub?"""
+    return (
+        tower.config["library"] == OPEN_CLIP and tower.config["model"] not in names_of_open_clip()
+    )
 
 
 def _pairs(trained: Trained) -> str:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from data.batching.requests import evaluation_requests
 from data.index.sources import Source
 from data.keys import caption_key
 from data.loader import LoadReport, micro_batches
-from data.modalities.tokenizer import batch_tokens, length_multiple
+from data.modalities.tokenizer import length_multiple
 from data.progress import progress_bar
 from launch.config.groups import InputOptions
 from launch.inference.trained import Trained
@@ -74,6 +74,31 @@ class Embedded:
         return torch.cat([own.sample for own in self.rows.values()]).unique()
 
 
+@dataclass(frozen=True)
+class Texts:
+    """Not a whole Source, but all of one that texts are loaded by: a sample each. `languages`: of
+    each, None where it is not known."""
+
+    texts: Sequence[str]
+    languages: Sequence[Any]
+    spec = "texts"
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def captions(self, i: int) -> Sequence[str]:
+        return (self.texts[i],)
+
+    def value(self, modality: str, i: int) -> str:
+        return self.texts[i]
+
+    def language(self, i: int) -> Any:
+        return self.languages[i]
+
+    def where(self, i: int, modality: str | None = None) -> str:
+        return repr(self.texts[i])
+
+
 class Embedder:
     """The towers of `trained` on `device`, `batch_size` values at a time. `precision`: a key of
     `PRECISIONS`; embeddings are float32 in any."""
@@ -91,7 +116,12 @@ class Embedder:
         self.layers = {tower.branch: trained.layers_of(tower.branch) for tower in trained.towers}
         self._languages = languages_of(trained.towers)
         # samples are read as in the evaluation of a run
-        self._inputs = Inputs(InputOptions.from_record({**trained.options, "augmentation": ()}))
+        self._inputs = Inputs(
+            InputOptions.from_record({**trained.options, "augmentation": ()}),
+            trained.tokenizer,
+            length_multiple(self.device.type),
+            languages=self._languages,
+        )
 
     @property
     def branches(self) -> tuple[str, ...]:
@@ -170,15 +200,12 @@ class Embedder:
         self, texts: Sequence[str], languages: Sequence[Any] | None = None
     ) -> Iterator[Tensors]:
         """What the text tower makes of one batch after the other."""
-        multiple, limit = length_multiple(self.device.type), self.trained.options["max_text_tokens"]
-        starts = range(0, len(texts), self.batch_size)
-        # texts are tokenized here, a batch at a time, since their samples are not loaded for them
-        for start in progress_bar(starts, "texts", "batch"):
-            part = slice(start, start + self.batch_size)
-            tokens = batch_tokens(self.trained.text_tokenizer, texts[part], limit, multiple)[0]
-            if self._languages and languages is not None:
-                tokens["language_ids"] = self._languages.ids(list(languages[part]))
-            yield self._run("text", tokens)
+        source = cast(Source, Texts(texts, languages or [None] * len(texts)))
+        dataset = micro_batch_dataset(source, self._inputs, {"text"})
+        requests = evaluation_requests(np.arange(len(texts)), 0, 1, self.batch_size)
+        # here, a batch at a time, since their samples are not loaded for them
+        for request in progress_bar(requests, "texts", "batch"):
+            yield self._run("text", dataset[request])
 
     def autocast(self) -> torch.autocast:
         """The precision, for what runs inside of it."""

@@ -1,5 +1,5 @@
-"""What a trained model can do, in numbers and in figures: retrieval, its order by the fusion head,
-examples."""
+"""What a trained model's embeddings find: retrieval in numbers, of each language too, and examples
+to be drawn."""
 
 from __future__ import annotations
 

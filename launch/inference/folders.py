@@ -24,6 +24,7 @@ from launch.inference.embedding import Rows
 from launch.modalities import view_of
 
 ABOUT = "about.json"
+KEYS = ("checkpoint", "checksum", "run", "data")  # of it, beside the modalities
 LINES = {"image": "images.jsonl", "text": "texts.jsonl"}  # others: `<modality>.jsonl`
 Line = dict[str, Any]
 
@@ -100,7 +101,7 @@ def read_embeddings(
             raise FileNotFoundError(
                 f"{part}: holds no {ABOUT}; make it with evaluate.py RUN_DIR --embeddings {part}"
             )
-        about, there = read_json(part / ABOUT), _modalities_in(part)
+        about, there = _about(part, KEYS), _modalities_in(part)
         if modality not in there:
             raise FileNotFoundError(
                 f"{part}: holds embeddings of {' and '.join(there)}, and none of {modality}; make "
@@ -113,9 +114,18 @@ def read_embeddings(
                 f"the weights of {model['checkpoint']} in {model['run']}; give another folder, or "
                 "make them again without --query"
             )
-        embeds.append(np.load(part / f"{modality}.npy", mmap_mode="r"))
-        text = (part / _lines_of(modality)).read_text(encoding="utf-8")
-        lines += [json.loads(line) for line in text.splitlines()]
+        try:
+            embeds.append(np.load(part / f"{modality}.npy", mmap_mode="r"))
+            text = (part / _lines_of(modality)).read_text(encoding="utf-8")
+            own = [json.loads(line) for line in text.splitlines()]
+            if embeds[-1].ndim != 2 or len(embeds[-1]) != len(own):
+                raise ValueError(f"{len(own)} lines for an array {embeds[-1].shape}")
+            columns = ("id", "where", "text" if modality == "text" else "content")
+            for line in own:
+                _refuse_lacking(line, ("index", *columns))
+        except (ValueError, OSError, EOFError) as error:
+            raise _other_format(part, error) from error
+        lines += own
         specs += about["data"]
     whole = embeds[0] if len(embeds) == 1 else np.concatenate(embeds)
     return whole, lines, list(dict.fromkeys(specs))
@@ -147,15 +157,35 @@ def _parts(folder: Path) -> list[Path]:
     return sorted(file.parent for file in folder.glob(f"*/{ABOUT}"))
 
 
+def _about(folder: Path, keys: Sequence[str]) -> dict[str, Any]:
+    """What about.json says, with these keys."""
+    try:
+        about = read_json(folder / ABOUT)
+        _refuse_lacking(about, keys)
+    except ValueError as error:
+        raise _other_format(folder, error) from error
+    return about
+
+
 def _modalities_in(folder: Path) -> list[str]:
     # they become names of files, which nobody may lead out of the folder
-    names = read_json(folder / ABOUT).get("modalities", ())
+    names = _about(folder, ["modalities"])["modalities"]
     if not names or not all(isinstance(name, str) and name.isidentifier() for name in names):
-        raise ValueError(
-            f"{folder / ABOUT}: modalities {names!r}: names of modalities are needed; the folder "
-            "was not made by evaluate.py --embeddings"
-        )
+        raise _other_format(folder, f"modalities {names!r}: names of modalities are needed")
     return list(names)
+
+
+def _refuse_lacking(record: Any, keys: Sequence[str]) -> None:
+    lacking = [key for key in keys if not isinstance(record, dict) or key not in record]
+    if lacking:
+        raise ValueError(f"{str(record)[:80]} has no {' and no '.join(lacking)}")
+
+
+def _other_format(folder: Path, why: object) -> ValueError:
+    return ValueError(
+        f"--embeddings {folder}: was written in another format, or is damaged ({why}); remove it, "
+        f"and make it again with evaluate.py RUN_DIR --embeddings {folder}"
+    )
 
 
 def _lines_of(modality: str) -> str:

@@ -40,7 +40,10 @@ Row = Sequence[Cell | None]
 
 def draw_rows(rows: Sequence[Row], title: str, path: Path) -> None:
     """Draw a line per query and print `path`: .png, .svg or .pdf. Characters that no font of this
-    machine has are reported."""
+    machine has are reported; nothing is drawn of no queries."""
+    if not rows:
+        print(f"{path}: not drawn, because there are no queries")
+        return
     fonts = fonts_for([title, *(cell.text for row in rows for cell in row if cell)])
     with rc_context({"font.family": fonts.families}):
         _draw_rows(rows, title, path, fonts.drawable)

@@ -64,11 +64,12 @@ def _scores(
     text: Tensor,
 ) -> Tensor:
     """[P] float32 of pairs of rows of `embedded`, [P] each, in which those of `image` ascend."""
-    images, texts = embedded.rows["image"].sample.numpy(), embedded.rows["text"].texts
+    images, of_texts = embedded.rows["image"].sample.numpy(), embedded.rows["text"]
+    languages = [source.language(i) for i in of_texts.sample.tolist()]
     # kept of all texts, [L, F] each without its padding; those of images come in batches below
     text_tokens = [
         own[mask != 0]
-        for outputs in embedder.outputs_of_texts(texts)
+        for outputs in embedder.outputs_of_texts(of_texts.texts, languages)
         for own, mask in zip(outputs["text_tokens"].cpu(), outputs["text_mask"].cpu())
     ]
     first, scores, device = 0, [torch.zeros(0)], embedder.device

@@ -28,24 +28,23 @@ from engine.checkpoint.reading import CheckpointReader, load_layer
 from engine.objective import scalars_of, without_loss
 from launch.config.blocks import train_block
 from launch.config.groups import AudioOptions
+from launch.config.imported import (
+    branches_held,
+    fusion_of_export,
+    is_published,
+    options_of_export,
+    options_of_import,
+    refuse_no_model,
+)
 from launch.config.pixels import PROCESSORS, trained_with
 from launch.inference.adapters import ADAPTERS, FILE, read_adapters
 from launch.modalities import Vocabulary, tower_of
 from launch.objective import pairs_of
-from launch.records import (
-    WEIGHTS,
-    branches_held,
-    is_published,
-    options_of_export,
-    options_of_import,
-    read_export,
-    record_of_run,
-    refuse_no_model,
-)
+from launch.records import WEIGHTS, read_export, record_of_run
 from launch.terminal.tables import show
+from models.defaults import image_name, text_name
 from models.losses import build_loss
 from models.towers.adapters.layers import adapted_tower
-from models.towers.defaults import image_name, text_name
 from models.towers.fusion import fusion_sizes
 from models.towers.layers import Layer, Tower, library_models_kept
 from models.weights.open_clip_models import weights_of
@@ -132,14 +131,20 @@ def open_model_folder(
     if checkpoint or averaged:
         raise ValueError(f"{folder}: holds one model; --checkpoint and --ema are of a run's folder")
     folder = folder.expanduser().absolute()
-    known = options_of_export(folder) | export["fusion"] if export else _options_published(folder)
+    known = (
+        options_of_export(folder) | fusion_of_export(folder)
+        if export
+        else _options_published(folder)
+    )
     options = {"seed": 0, "fusion": 0, "imported": str(folder), **vars(AudioOptions()), **known}
     tokenizer = load_tokenizer(options["tokenizer"])
     # the plain towers: weights of an export are those below its adapters
     towers = towers_of(options, tokenizer)
     reader = open_model(str(folder), *towers)
     reader.refuse_missing(towers)
-    adapters = export["adapters"] if export else {}
+    # of its towers only: a name becomes part of a path
+    held = export["adapters"] if export else {}
+    adapters = {each.branch: held[each.branch] for each in towers if each.branch in held}
     towers = adapted_towers(
         towers, {branch: {"lora": own["lora"]} for branch, own in adapters.items()}
     )
@@ -233,7 +238,7 @@ def find_checkpoint(folder: Path, name: str | None) -> Path:
 
 def with_named_towers(options: Options, previous: Mapping[str, Any] | None) -> Options:
     """The options of a run with what the names of its towers leave open written out
-    (`models/towers/defaults.py`).
+    (`models/defaults.py`).
 
     `previous`: the record of the run that goes on, None for a new one. A model that is gone on with
     keeps the names by which it is known. Errors: those of weights that are not found.

@@ -4,14 +4,17 @@ report and `launch.tools.balance` show the same tables."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from launch.reporting.charts import Lines
+from launch.reporting.columns import Columns, columns_of
 from launch.reporting.panels import BALANCE, MEASURED, SECONDS, TIMES
-from launch.reporting.reading import Columns, RunData, columns_of
 from launch.terminal.tables import Table
+
+if TYPE_CHECKING:
+    from launch.reporting.reading import RunData
 
 STEP = Lines("step", "Duration of a step", SECONDS, {"step": "step_s"})
 NOT_MEASURED = (
@@ -65,13 +68,29 @@ def balance_tables(run: RunData) -> list[Table]:
         [str(number), f"{d.step:,}", f"{d.holds_from:,}", d.reason]
         for number, d in enumerate(decisions(run.measurements), 1)
     ]
-    weights = [[f"{each['step']:,}", each["reason"]] for each in run.loss_weights]
     tables = [
         _began_and_ended(run),
         Table("Decisions", ["", "after step", "from step", "what, and why"], made),
-        Table("Changes of loss weights", ["step", "reason"], weights),
+        Table(
+            "Changes of loss weights",
+            ["step", "reason"],
+            [*map(use_loss_weights, run.loss_weights)],
+        ),
     ]
     return [table for table in tables if table.rows]
+
+
+def use_measurement(record: Mapping[str, Any]) -> None:
+    """Do what the tables and charts do with a line of balance.jsonl. Errors: any, where it lacks
+    what they show."""
+    decisions([record])
+    _seconds(record)["step"] + 0
+    _refits([record])
+
+
+def use_loss_weights(record: Mapping[str, Any]) -> list[str]:
+    """The row of a line of loss_weights.jsonl. Errors: any."""
+    return [f"{record['step']:,}", record["reason"]]
 
 
 def _began_and_ended(run: RunData) -> Table:

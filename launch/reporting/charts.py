@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
+from launch.reporting.columns import Columns
 from launch.reporting.parts import Chart, escaped
-from launch.reporting.reading import Columns
 from launch.terminal.tables import Table
 
 # Okabe and Ito's colours, which the colour-blind can distinguish, in an order and in shades that
@@ -40,7 +40,7 @@ class Lines:
 
     `keys`: the name of a curve and the key of its column. A `*` in both stands for the same text:
     {"*": "idle/*"} draws one curve for each stage. `smooth`: draw a trend over each curve; `scale`:
-    factor of all values; `if_moves`: no chart where every curve is constant.
+    factor of all values; `idle`: no chart where every value is this one, which says nothing.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Lines:
     smooth: bool = False
     scale: float = 1.0
     wide: bool = False
-    if_moves: bool = False
+    idle: float | None = None
     note: str = ""
 
     def curves(self, columns: Columns) -> dict[str, np.ndarray]:
@@ -77,8 +77,8 @@ def line_charts(
     found = []
     for chart in charts:
         curves = {run: chart.curves(columns) for run, columns in runs.items()}
-        moves = any(np.nanmin(y) < np.nanmax(y) for own in curves.values() for y in own.values())
-        if any(curves.values()) and (moves or not chart.if_moves):
+        values = [y[np.isfinite(y)] for own in curves.values() for y in own.values()]
+        if any(chart.idle is None or (y != chart.idle).any() for y in values):
             found.append(_line_chart(chart, runs, curves, marks))
     return found
 

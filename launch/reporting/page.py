@@ -24,21 +24,21 @@ from launch.reporting.sections import build_sections, charts_of
 
 TEMPLATES = Path(__file__).resolve().parent / "template"
 REFRESH_S = 30
-MOST_BYTES = 5_000_000
-# of these bytes, beside 2 MB of library and the pictures, see `tables.MOST_PICTURE_BYTES`
+# of the page, beside 2 MB of library and the pictures, see `tables.MOST_PICTURE_BYTES`
 MOST_FIGURE_BYTES = 1_900_000
 FEWEST_POINTS = 25
 
 
-def write_report(folders: Sequence[Path], output: Path, goes_on: bool = False) -> None:
-    """The report of the runs in `folders`. `goes_on`: the page will be written again, so it loads
-    itself anew every `REFRESH_S` seconds. Errors: FileNotFoundError, ValueError for a folder that
-    holds no run; OSError where `output` cannot be written."""
+def write_report(folders: Sequence[Path], output: Path, next_s: float | None = None) -> None:
+    """The report of the runs in `folders`. `next_s`: the page is written again within so many
+    seconds, so it loads itself anew every `REFRESH_S`; after them it says that the run may have
+    stopped. Errors: FileNotFoundError, ValueError for a folder that holds no run; OSError where
+    `output` cannot be written."""
     # whole, in place of the page of before: a browser may be reading that one
-    write_text(output, render_page(read_runs(folders), goes_on))
+    write_text(output, render_page(read_runs(folders), next_s))
 
 
-def render_page(runs: Sequence[RunData], goes_on: bool = False) -> str:
+def render_page(runs: Sequence[RunData], next_s: float | None = None) -> str:
     """The whole page."""
     sections = build_sections(runs)
     labels = [run.label for run in runs]
@@ -54,7 +54,9 @@ def render_page(runs: Sequence[RunData], goes_on: bool = False) -> str:
         title=f"Run {labels[0]}" if len(runs) == 1 else f"{len(runs)} runs: {', '.join(labels)}",
         sections=sections,
         kind=lambda part: type(part).__name__,
-        refresh_s=REFRESH_S if goes_on else None,
+        refresh_s=REFRESH_S,
+        next_s=next_s,
+        now_s=time.time(),
         written=time.strftime("%Y-%m-%d %H:%M"),
         style=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
         script=Markup((TEMPLATES / "page.js").read_text(encoding="utf-8")),

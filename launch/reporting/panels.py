@@ -70,10 +70,10 @@ MEMORY = Lines(
 CLIPPED_SHARE = "Share of steps that were clipped so far"
 GRADIENTS = (
     Lines("norms", "Gradient norms", NORM, {"*": "grad_norm/*"}, smooth=True),
-    Lines("clipping", "Clipping", CLIPPED, {"*": "clip_coefficient/*"}, if_moves=True),
-    Lines("clipped", CLIPPED_SHARE, SHARE_OF_STEPS, {"*": "clipped_share/*"}, if_moves=True),
+    Lines("clipping", "Clipping", CLIPPED, {"*": "clip_coefficient/*"}, idle=1.0),
+    Lines("clipped", CLIPPED_SHARE, SHARE_OF_STEPS, {"*": "clipped_share/*"}, idle=0.0),
     Lines("loss-scale", "Loss scale (fp16)", FP16, {"scale": "loss_scale"}),
-    Lines("skipped", "Skipped steps so far", STEPS, {"skipped": "skipped_steps"}, if_moves=True),
+    Lines("skipped", "Skipped steps so far", STEPS, {"skipped": "skipped_steps"}, idle=0.0),
 )
 GEOMETRY = ("alignment", "modality_gap", "cosine_pairs", "cosine_others")
 GEOMETRY_NOTE = (

@@ -5,38 +5,17 @@ from __future__ import annotations
 
 import json
 import math
-from array import array
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from launch.records import record_of_run
-from launch.run.queries import read_queries
+from launch.reporting.balance import use_loss_weights, use_measurement
+from launch.reporting.columns import Columns, columns_of
 
 MOST_SHOWN = 50  # bad samples that are listed
-
-
-Columns = Mapping[str, np.ndarray]
-
-
-def columns_of(lines: Iterable[Mapping[str, Any]]) -> Columns:
-    """The numbers of the lines by key, [number of lines], nan where a line lacks the key."""
-    # float32 halves the memory of long runs; step numbers stay exact
-    columns: dict[str, array] = defaultdict(lambda: array("f"), step=array("d"))
-    length = 0
-    for length, line in enumerate(lines, 1):
-        for key, value in line.items():
-            if value is None or isinstance(value, (int, float)):
-                column = columns[key]
-                column.extend([math.nan] * (length - 1 - len(column)))
-                column.append(math.nan if value is None else value)
-    for column in columns.values():
-        column.extend([math.nan] * (length - len(column)))
-    return {key: np.array(column) for key, column in columns.items() if length}
 
 
 @dataclass(frozen=True)
@@ -51,7 +30,6 @@ class RunData:
     measurements: Sequence[Mapping[str, Any]]  # of balance.jsonl
     loss_weights: Sequence[Mapping[str, Any]]
     bad_steps: Sequence[Mapping[str, Any]]
-    queries: Mapping[str, Any] | None
     notices: list[str]
     bad_samples: list[dict[str, Any]] = field(default_factory=list)  # the first MOST_SHOWN
     bad_reasons: Counter[str] = field(default_factory=Counter)  # of all bad samples
@@ -87,15 +65,16 @@ def labels(folders: Sequence[Path]) -> list[str]:
 def read_folder(folder: Path, label: str) -> RunData:
     """One run. Errors: as `read_runs`."""
     config = record_of_run(folder)
-    queries, notice = read_queries(folder)
-    notices = [notice] if notice else []
+    notices: list[str] = []
     held_out: dict[str, list[dict[str, Any]]] = {}
 
     def steps() -> Iterator[dict[str, Any]]:
-        for line in _lines(folder / "metrics.jsonl", notices):
-            if "held_out" in line and "step" in line:
-                held_out.setdefault(str(line["held_out"]), []).append(line)
-            elif "step_s" in line and "step" in line:
+        for line in _lines(folder / "metrics.jsonl", notices, lambda line: line["step"] + 0):
+            if "held_out" in line:
+                # what is not finite was written as null
+                values = {key: math.nan if v is None else v for key, v in line.items()}
+                held_out.setdefault(str(line["held_out"]), []).append(values)
+            elif "step_s" in line:
                 yield line
 
     run = RunData(
@@ -104,10 +83,9 @@ def read_folder(folder: Path, label: str) -> RunData:
         config=config,
         steps=columns_of(steps()),
         held_out=held_out,
-        measurements=list(_lines(folder / "balance.jsonl", notices)),
-        loss_weights=list(_lines(folder / "loss_weights.jsonl", notices)),
+        measurements=list(_lines(folder / "balance.jsonl", notices, use_measurement)),
+        loss_weights=list(_lines(folder / "loss_weights.jsonl", notices, use_loss_weights)),
         bad_steps=list(_lines(folder / "bad_steps.jsonl", notices)),
-        queries=queries,
         notices=notices,
     )
     for line in _lines(folder / "bad_samples.jsonl", notices):
@@ -116,22 +94,26 @@ def read_folder(folder: Path, label: str) -> RunData:
     return run
 
 
-def _lines(file: Path, notices: list[str]) -> Iterator[dict[str, Any]]:
-    """The objects of a file of JSON lines; `notices` gets one if some cannot be read."""
+def _lines(
+    file: Path, notices: list[str], use: Callable[[dict[str, Any]], object] = dict.items
+) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines with which `use`, what the report does with one, does not
+    fail; `notices` gets one for the others."""
     if not file.is_file():
         return
-    broken = 0
+    broken: list[str] = []
     with file.open(encoding="utf-8", errors="replace") as lines:
-        for text in lines:
+        for number, text in enumerate(lines, 1):
             if not text.endswith("\n"):
                 break  # it is being written
             try:
                 line = json.loads(text)
-            except ValueError:
-                line = None
-            if isinstance(line, dict):
-                yield line
+                use(line)
+            except Exception as error:  # a line may hold anything
+                broken.append(f"line {number:,} ({type(error).__name__}: {error})")
             else:
-                broken += 1
+                yield line
     if broken:
-        notices.append(f"{file.name}: {broken:,} lines cannot be read and are left out.")
+        notices.append(
+            f"{file.name}: {len(broken):,} lines cannot be read and are left out, first {broken[0]}."
+        )

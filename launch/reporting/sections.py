@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from statistics import mean
 from typing import Any
 
+from launch.records import AVERAGED
 from launch.reporting.balance import balance_tables, decisions, measured_columns
 from launch.reporting.charts import Lines, line_charts, new_figure
+from launch.reporting.columns import columns_of
 from launch.reporting.panels import (
     BALANCE,
     GEOMETRIC,
@@ -23,7 +25,7 @@ from launch.reporting.panels import (
     TIMES,
 )
 from launch.reporting.parts import Chart, Section, escaped
-from launch.reporting.reading import RunData, columns_of
+from launch.reporting.reading import RunData
 from launch.reporting.tables import bad, differences, environment, queries, summary
 from launch.reporting.timelines import (
     COLOURS,
@@ -53,38 +55,51 @@ def build_sections(runs: Runs) -> list[Section]:
     # decisions of one run are marked in its charts by their number in the table
     made = decisions(runs[0].measurements) if len(runs) == 1 else []
     marks = [(d.holds_from, str(number)) for number, d in enumerate(made[:MOST_MARKS], 1)]
+    traced = partial(_traced_steps, most_bars=int(share * MOST_BARS))
     measured = {run.label: measured_columns(run) for run in runs}
     parts: dict[tuple[str, str], list[Any]] = {
         ("summary", "What was trained"): [
-            *map(summary, runs),
+            *_guarded("config.json or metrics.jsonl", map, summary, runs),
             *_of_each(runs, lambda run: run.notices),
         ],
-        ("differences", "How the runs differ"): differences(runs),
+        ("differences", "How the runs differ"): _guarded("config.json", differences, runs),
         ("loss", "Loss"): line_charts(LOSSES, steps),
         ("retrieval", "Retrieval of held-out samples"): [
-            *_of_each(runs, _retrieval_table),
-            *_held_out_charts(runs),
+            *_guarded("metrics.jsonl", _of_each, runs, _retrieval_table),
+            *_guarded("metrics.jsonl", _held_out_charts, runs),
         ],
-        ("queries", "Queries and their answers"): _of_each(runs, partial(queries, share=share)),
+        ("queries", "Queries and their answers"): _guarded(
+            "queries.json", _of_each, runs, partial(queries, share=share)
+        ),
         ("time", "Time"): [
-            *_of_each(runs, partial(_traced_steps, most_bars=int(share * MOST_BARS))),
+            *_guarded("trace.json", _of_each, runs, traced),
             *line_charts(TIMES, steps),
         ],
         ("balance", "Balance and padding"): [
             *line_charts(BALANCE, steps, marks),
             *line_charts(MEASURED, measured),
-            *_of_each(runs, balance_tables),
+            *_guarded("balance.jsonl", _of_each, runs, balance_tables),
         ],
         ("memory", "Memory"): line_charts([MEMORY], steps),
         ("gradients", "Gradients"): line_charts(GRADIENTS, steps),
-        ("bad-samples", "Bad samples"): _of_each(runs, bad),
-        ("environment", "Environment"): _of_each(runs, environment),
+        ("bad-samples", "Bad samples"): _guarded("bad_steps.jsonl", _of_each, runs, bad),
+        ("environment", "Environment"): _guarded("config.json", _of_each, runs, environment),
     }
     return [Section(name, title, own) for (name, title), own in parts.items() if own]
 
 
 def charts_of(sections: Sequence[Section]) -> list[Chart]:
     return [part for section in sections for part in section.parts if isinstance(part, Chart)]
+
+
+def _guarded(file: str, make: Callable[..., Iterable[Any]], *given: Any) -> list[Any]:
+    """The parts that `make` returns for what is `given`; or one sentence, where what the runs wrote
+    into `file` is not what it needs: the rest of the page is still drawn."""
+    try:
+        return list(make(*given))
+    except Exception as error:  # a damaged record may hold anything
+        reason = f"{type(error).__name__}: {error}"
+        return [f"This cannot be shown, because {file} is damaged or lacks something ({reason})."]
 
 
 def _of_each(runs: Runs, make: Callable[[RunData], Sequence[Any]]) -> list[Any]:
@@ -111,7 +126,7 @@ def _retrieval_table(run: RunData) -> list[Table | str]:
     rows = []
     for name, lines in run.held_out.items():
         evaluations = [{f"{name}/{key}": value for key, value in line.items()} for line in lines]
-        rows += retrieval_rows(evaluations, {name: sizes.get(name.removeprefix("ema/"), 0)})
+        rows += retrieval_rows(evaluations, {name: sizes.get(name.removeprefix(AVERAGED), 0)})
     if not rows:
         return ["No evaluation has been made, or no samples were held out."]
     note = "Each cell is the value at the first → at the last evaluation."

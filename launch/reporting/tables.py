@@ -11,6 +11,7 @@ import numpy as np
 from launch.records import flat
 from launch.reporting.parts import Facts, Gallery, words
 from launch.reporting.reading import RunData
+from launch.run.queries import read_queries
 from launch.terminal.tables import Table, duration
 
 # of the page, in base64; further queries are left out, further sounds are only drawn
@@ -86,11 +87,11 @@ def environment(run: RunData) -> list[Facts | Table]:
 def queries(run: RunData, share: float) -> list[Any]:
     """Of each held-out set what was found for some of its samples. `share`: of the bytes that
     pictures and sounds of the page may take."""
-    if run.queries is None:
+    if (found := read_queries(run.path)) is None:
         return ["There is no queries.json: an evaluation writes it."]
     parts: list[Any] = []
     picture_bytes = 0
-    sets = run.queries["sets"]
+    sets = found["sets"]
     for name, record in sets.items():
         samples = _heard(record, share * MOST_SOUND_BYTES / len(sets))
         picture_bytes += sum(_size(sample, "picture") for sample in samples.values())
@@ -102,7 +103,7 @@ def queries(run: RunData, share: float) -> list[Any]:
             for direction, rows in record.items()
             if direction != "samples"
         }
-        parts.append(Gallery(f"{name}, after step {run.queries['step']:,}", asked, samples))
+        parts.append(Gallery(f"{name}, after step {found['step']:,}", asked, samples))
     return parts
 
 

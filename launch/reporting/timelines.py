@@ -154,7 +154,8 @@ def prediction(run_dir: Path, record: Mapping[str, Any]) -> tuple[Timeline | Non
         # modules of the user's own register their schedules when they are imported
         import_recorded(record.get("options", {}).get("import_module"), run_dir)
     except ValueError as error:
-        return None, f"{run_dir}: nothing is predicted: {error}"
+        flags_of = f"flags of python -m launch.tools.timeline {run_dir}"
+        return None, f"{run_dir}: nothing is predicted: {error} ({flags_of})"
     graph = StageGraph.from_record(record["stage_graph"])
     batches = {branch: BranchBatch(**batch) for branch, batch in record["batches"].items()}
     costs = cost_model_from_json(read_json(file))
@@ -260,7 +261,7 @@ def save_timelines(path: Path, timelines: Sequence[Timeline]) -> None:
 
 def _bars(label: str, bars: Sequence[tuple[str, Span]], in_legend: bool) -> go.Bar:
     """All bars of one kind. `bars`: their tracks and spans."""
-    numbers = ["" if span.micro_batch is None else str(span.micro_batch) for _, span in bars]
+    numbers = ["" if span.micro_batch is None else escaped(span.micro_batch) for _, span in bars]
     return go.Bar(
         y=[track for track, _ in bars],
         base=[span.start_s for _, span in bars],
@@ -276,7 +277,7 @@ def _bars(label: str, bars: Sequence[tuple[str, Span]], in_legend: bool) -> go.B
         textposition="inside",
         insidetextanchor="middle",
         textangle=0,
-        customdata=[[f"{span.name} {number}"] for (_, span), number in zip(bars, numbers)],
+        customdata=[[f"{escaped(span.name)} {number}"] for (_, span), number in zip(bars, numbers)],
         hovertemplate="%{customdata[0]}: %{x:.4s}s from %{base:.4s}s<extra></extra>",
     )
 

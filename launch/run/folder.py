@@ -14,7 +14,6 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -320,7 +319,7 @@ def training_identity(
     by_split = schedule is not None and schedule.loss_per_micro_batch
     branches = {**branches, "balance": _of_training(branches.get("balance"))}
     if weights := branches.get("sample_weights"):  # with its defaults, however it was written
-        branches = {**branches, "sample_weights": asdict(SampleWeightsBlock(**weights))}
+        branches = {**branches, "sample_weights": vars(SampleWeightsBlock(**weights))}
     # these weights follow the evaluations, so what is trained depends on when they are
     by_evaluation = options["loss_weights"] == "alignment"
     free = [key for key in free_options() if key != "eval_every" or not by_evaluation]

@@ -61,16 +61,27 @@ def queries_record(step: int, by_set: Mapping[str, Sequence[Answers]]) -> dict[s
     return {"step": step, "sets": {name: _record(answers) for name, answers in asked.items()}}
 
 
-def read_queries(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
-    """(queries.json, None), or (None, why there is none that can be read)."""
-    file = folder / FILE
-    try:
-        record = read_json(file) if file.is_file() else None
-        if record is None or (isinstance(record["step"], int) and isinstance(record["sets"], dict)):
-            return record, None
-    except (ValueError, KeyError, TypeError):
-        pass
-    return None, f"{FILE} is damaged and left out; the next evaluation writes it again."
+def read_queries(folder: Path) -> dict[str, Any] | None:
+    """queries.json; None where there is none. Errors: any, where it is damaged or lacks what a page
+    shows."""
+    if not (folder / FILE).is_file():
+        return None
+    record = read_json(folder / FILE)
+    for of_set in record["sets"].values():
+        for direction in of_set.keys() - {"samples"}:
+            for query in of_set[direction]:
+                _use(query, of_set["samples"])
+    return record
+
+
+def _use(query: Mapping[str, Any], samples: Mapping[str, Mapping[str, Any]]) -> None:
+    """Take what a page shows of a query. Errors: any."""
+    query["place"]
+    for answer in query["answers"]:
+        answer["right"]
+        format(answer["similarity"], ".2f")
+    for name in (query["query"], *(answer["sample"] for answer in query["answers"])):
+        _ = samples[name]["text"], samples[name]["id"]
 
 
 def _record(of_set: Sequence[Answers]) -> dict[str, Any]:

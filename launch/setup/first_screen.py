@@ -22,9 +22,9 @@ from data.prepare import PreparedData, count_bad, count_unusable
 from engine.optimizer.preview import preview
 from engine.planning.costs import precision_of
 from engine.planning.planner import GIB, RunPlan
+from launch.config.imported import branches_held
 from launch.config.options import Options, default_of
 from launch.modalities import OWN
-from launch.records import branches_held
 from launch.setup.costing import NOMINAL
 from launch.terminal.tables import REPORT, duration
 from models.losses import PlainLoss, build_loss
@@ -112,7 +112,7 @@ def print_screen(screen: Sequence[tuple[str, str]]) -> None:
 
 def folder_to_watch(folder: Path) -> str:
     """A run's folder, and the page that shows its curves while it goes on."""
-    return f"{folder}\nto watch it: open {folder / REPORT}, written at every evaluation"
+    return f"{folder}\nto watch it: open {folder / REPORT}, written at evaluations"
 
 
 def _data(data: PreparedData) -> str:

@@ -13,9 +13,9 @@ from transformers import PreTrainedTokenizerBase
 
 from engine.objective import Objective
 from launch.config.groups import ModelOptions
+from launch.config.imported import branches_held
 from launch.inference.trained import towers_of
 from launch.objective import objective_of, pairs_of
-from launch.records import branches_held
 from models.losses import Matching, Targets, build_loss
 from models.towers.adapters.layers import adapted_tower, describe_adapters, num_learned
 from models.towers.adapters.lora import LoRA

@@ -13,8 +13,8 @@ from rich.table import Table
 from common.files import read_json
 from common.options import flags_of
 from common.secrets import redacted
+from engine.checks import AUTO
 from engine.config.auto import recorded
-from engine.config.checks import AUTO
 from engine.config.reading import BranchesBlock
 from launch.config.groups import GROUPS
 from launch.config.settings import with_settings

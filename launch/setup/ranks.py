@@ -16,11 +16,11 @@ from deepspeed.accelerator import get_accelerator
 
 from common.secrets import redacted
 from engine.checkpoint.layout import verify
-from engine.config.communication import HOST
 from engine.json_messages import from_first_rank
 from engine.planning.costs import CostModel
 from engine.planning.devices import find_device
 from engine.processes.agreement import refuse_differences
+from engine.processes.communication import HOST
 from engine.processes.determinism import compute_deterministically
 from engine.processes.start import (
     COLLECTIVE_LIMIT_S,

@@ -48,10 +48,10 @@ from launch.objective import pairs_of
 from launch.setup.estimates import estimated_costs
 from launch.terminal.tables import Table, duration, show
 from launch.tools.command import OneLineParser, page_path
+from models.defaults import image_name, text_name
 from models.losses import build_loss
 from models.towers.adapters.layers import adapted_tower, num_learned
 from models.towers.adapters.lora import LoRA
-from models.towers.defaults import image_name, text_name
 from models.towers.fusion import FusionSizes
 
 WORDS = ("", "layout", "stages", "replicas", "micro-batches", "schedule")

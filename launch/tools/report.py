@@ -24,7 +24,7 @@ from launch.tools.command import OneLineParser, run_tool
 COMPARISON = "comparison.html"
 NO_SERVER = (
     "--live: reports are not served any more; open RUN_DIR/report.html, which a run writes at "
-    "every evaluation and which refreshes itself while the run goes on"
+    "evaluations and which refreshes itself while the run goes on"
 )
 
 

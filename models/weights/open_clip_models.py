@@ -14,6 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError
 
 from models.towers.libraries.open_clip import CONFIG, PREFIX, model_config
 from models.towers.names import TWO_LAYERS, split_name
+from models.weights.names import TEXT_FOLDER
 
 HUB, LOCAL = "hf-hub:", "local-dir:"
 # the names that belong to OpenCLIP, and those that a folder may have instead, in OpenCLIP's order
@@ -26,7 +27,6 @@ CONTEXT_LENGTH = 77  # OpenCLIP's, where a configuration does not say another
 POOLS = {"mean_pooler": "mean", "cls_pooler": "pooler", "cls_last_hidden_state_pooler": "first"}
 # where a configuration does not name it (OpenCLIP's `hf_configs.py`)
 POOL_OF = {"bert": "cls_pooler", "m2m_100": "cls_pooler"}
-TEXT_FOLDER = "text"  # in an export of ours: the configuration of a tower of transformers
 # what a tokenizer is made of
 WORDS = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "*.model")
 PROJECTION = "mlp"  # of a text tower of transformers, where a configuration does not say another

@@ -35,6 +35,7 @@ from models.weights.libraries import (
     published_open_clip,
     published_timm,
 )
+from models.weights.names import AUDIO, FUSION
 from models.weights.open_clip import is_open_clip, open_clip_pairs, refuse_other_architecture
 from models.weights.open_clip_models import folder_of, local_model, weights_of
 from models.weights.positions import TOKENS, Resize, resizers
@@ -50,8 +51,6 @@ POOLING = (
 )  # how a sentence encoder pools, beside its weights
 # what a whole model has beside its weights
 WHOLE = ("*.json", "*.txt", "*.model")
-# of a folder of export.py
-FUSION, AUDIO = "fusion.safetensors", "audio.safetensors"
 PREFIXES = {  # of wrappers, of models with a task head, and of models of images and texts
     "text": (
         *("module.", "bert.", "roberta.", "distilbert.", "electra.", "mpnet.", "model."),

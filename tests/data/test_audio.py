@@ -376,12 +376,16 @@ def test_a_limit_of_length_is_one_that_can_be_given(tmp_path):
     assert index_folder(format, max_audio_seconds=1) == index_folder(format)
 
 
-def test_a_sound_that_comes_later_is_heard(tmp_path):
+def test_a_sound_that_comes_later_is_heard(tmp_path, monkeypatch):
+    """Or what decodes it."""
     spec, _ = three_in_jsonl(tmp_path, {"a": (None, wav(tone())), "b": (None, wav(tone(0.3)))})
     (tmp_path / "set/b.wav").rename(tmp_path / "b.wav")
     source = open_source(spec, THREE)
     assert source.lacking("audio").tolist()[:2] == [False, True]
-    (tmp_path / "b.wav").rename(tmp_path / "set/b.wav")
+    (tmp_path / "set/b.wav").write_bytes(m4a(tone(0.3), RATE))
+    with monkeypatch.context() as patch:
+        patch.setattr(decoding, "_library", {"soundfile": soundfile}.get)
+        assert open_source(spec, THREE).lacking("audio").tolist()[:2] == [False, True]
     assert open_source(spec, THREE).lacking("audio").tolist()[:2] == [False, False]
 
 
@@ -414,10 +418,10 @@ def test_no_sound_is_on_both_sides_and_a_leak_is_found(tmp_path):
 
 
 def test_only_what_changed_is_heard_again(tmp_path, monkeypatch):
+    """A broken sound stays broken, whatever number FFmpeg gives its error."""
     monkeypatch.setattr("data.formats.rows.ROWS_OF_A_PART", 1)
-    spec, _ = jsonl(
-        tmp_path, {n: (None, wav(tone(0.2, 300 + 50 * i))) for i, n in enumerate("abc")}
-    )
+    made = {n: (None, wav(tone(0.2, 300 + 50 * i))) for i, n in enumerate("abc")}
+    spec, _ = jsonl(tmp_path, made | {"page": BAD_AUDIO["page"]})
     pairs = (("audio", "text"),)
     assert len(open_source(spec, pairs).usable()) == 3
     (tmp_path / "set/b.wav").write_bytes(wav(tone(0.3, 900)))
@@ -440,11 +444,11 @@ def test_a_data_set_without_sounds_is_refused_by_name(tmp_path):
         ValueError, match="it holds image and text, and --pairs compares audio:text"
     ):
         open_format(f"csv:{tmp_path}/a.csv", AUDIO_TEXT)
-    (tmp_path / "b.csv").write_text("audio,title\na.wav,words\n")
+    # named for sounds, it is no image's
     with pytest.raises(
         ValueError, match="it holds text and audio, and --pairs compares image:text"
     ):
-        open_format(f"csv:{tmp_path}/b.csv")
+        open_format(f"csv:{tmp_path}/a.csv?audio=filepath")
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,24 @@ def test_settings_come_back_from_their_records():
 # -- evaluation, refusals
 
 
+@pytest.mark.parametrize(
+    "ask, word",
+    [
+        (lambda: GlobalOrder(103, 12, 5, ((60, 1.0), (42, 1.0))), "103 samples together"),
+        (lambda: GlobalOrder(103, 12, 5, ((60, 1.0), (43, -0.1))), "weights >= 0"),
+        (lambda: GlobalOrder(103, 12, 5, ((60, 1.0), (43, np.nan))), "weights >= 0"),
+        (lambda: Batches(ORDER, SUBSET[1:], []), "102 training samples"),
+        (lambda: plain_requests(ORDER, SUBSET, 2, 2, 1, 0, 1), "from 0 to 1"),
+        (lambda: plain_requests(ORDER, SUBSET, -1, 2, 1, 0, 1), "from 0 to 1"),
+        (lambda: evaluation_requests(SUBSET, 3, 3, 4), "from 0 to 2"),
+        (lambda: next(plain_requests(ORDER, SUBSET, 0, 5, 3, 0, 1)), "needs a sample"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(ask, word):
+    with pytest.raises(ValueError, match=word):
+        ask()
+
+
 @pytest.mark.parametrize("replicas", [1, 2, 3, 5, 20])
 @pytest.mark.parametrize("micro_batch_size", [1, 4, 100])
 def test_evaluation_visits_each_sample_once_in_order(replicas, micro_batch_size):

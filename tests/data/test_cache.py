@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from cache_writers import LIMIT_S, items, sample_image, write, write_for_ever, write_items
 
-from data.cache import BATCH_BYTES, FILE, WAITING_BYTES, SampleCache, fill, open_cache
+from data.cache import BATCH_BYTES, EARLIER, FILE, WAITING_BYTES, SampleCache, fill, open_cache
 from data.cache.__main__ import main
 from data.index.sources import open_source
 from data.modalities.transforms import Stored, TrainTransform
@@ -139,14 +139,7 @@ def spoil_inside(file):
     file.write_bytes(file.read_bytes()[:20_000] + bytes(file.stat().st_size - 20_000))
 
 
-def spoil_a_shape(file):
-    connection = sqlite3.connect(file)
-    connection.execute("UPDATE samples SET shape = '7x7'")
-    connection.commit()
-    connection.close()
-
-
-@pytest.mark.parametrize("spoil", [spoil_head, spoil_tail, spoil_inside, spoil_a_shape])
+@pytest.mark.parametrize("spoil", [spoil_head, spoil_tail, spoil_inside])
 def test_a_broken_file_costs_one_warning_and_images_are_decoded(cache, demo, spoil):
     for i in range(50):
         cache.put(STORED.key(demo.content_hash(i)), STORED(demo.image_bytes(i)))
@@ -159,6 +152,35 @@ def test_a_broken_file_costs_one_warning_and_images_are_decoded(cache, demo, spo
             assert np.array_equal(found, STORED(demo.image_bytes(i)))
         cache.close(LIMIT_S)
     assert len(warned) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "content = CAST(x'00' || substr(content, 2) AS BLOB)",  # a bit is another one
+        "content = substr(content, 2)",
+        "content = NULL",
+        "form = CAST('|u1 43 40 4' AS BLOB)",  # as many bytes
+        "form = 7",
+        "checksum = NULL",
+    ],
+)
+def test_a_value_that_the_disk_has_changed_is_made_anew(cache, change):
+    value = sample_image(3)  # 40 x 43 x 4
+    assert value[0, 0, 0]
+    write(cache, [(b"key", value), (b"other", value)])
+    other = sqlite3.connect(cache.folder / FILE)
+    other.execute(f"UPDATE samples SET {change} WHERE key = ?", [b"key"])
+    other.commit()
+    assert cache.get(b"key") is None and np.array_equal(cache.get(b"other"), value)
+    assert np.array_equal(cache.fetch(b"key", lambda: value), value)
+    cache.close(LIMIT_S)
+    assert np.array_equal(cache.get(b"key"), value)
+
+
+def test_a_cache_without_checksums_makes_way(tmp_path):
+    (tmp_path / EARLIER).write_bytes(b"what another version wrote")
+    assert SampleCache(tmp_path).is_open() and not (tmp_path / EARLIER).exists()
 
 
 def test_a_folder_that_cannot_be_used_costs_one_warning(tmp_path):
@@ -200,6 +222,37 @@ def test_filling_can_be_done_again_and_skips_what_cannot_be_read(emoji_set, cach
     for i in (0, 30, 69):
         found = cache.get(STORED.key(source.content_hash(i)))
         assert np.array_equal(found, STORED(source.image_bytes(i)))
+
+
+class Between:
+    """`STORED`; while it makes the images from `first` to `last`, another process writes."""
+
+    key = STORED.key
+
+    def __init__(self, file, first, last):
+        self.other = sqlite3.connect(file, isolation_level=None)
+        self.number, self.at = 0, {first: "BEGIN IMMEDIATE", last: "COMMIT"}
+
+    def __call__(self, data):
+        self.number += 1
+        self.other.execute(self.at.get(self.number, "SELECT 1"))
+        return STORED(data)
+
+
+@pytest.mark.parametrize("limit", [10**9, 200_000])
+def test_filling_counts_as_stored_what_is_there(emoji_set, tmp_path, monkeypatch, limit):
+    """Where others write for too long in the middle of a chunk, and where the cache is full."""
+    monkeypatch.setattr("data.cache.FILL_S", 0.01)
+    monkeypatch.setattr("data.cache.BATCH_BYTES", 20_000)
+    source, cache = open_source(f"jsonl:{emoji_set(70)}"), SampleCache(tmp_path / "c", limit)
+    assert cache.is_open()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is full
+        done, _ = fill(source, Between(cache.folder / FILE, 20, 40), cache)
+        cache.close()
+    count = sqlite3.connect(cache.folder / FILE).execute("SELECT count(*) FROM samples")
+    assert (done["stored"],) == count.fetchone()
+    assert 0 < done["stored"] < 70 == done["stored"] + done["refused"]
 
 
 def test_the_command_says_what_it_did(emoji_set, tmp_path, capsys):

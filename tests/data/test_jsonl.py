@@ -114,8 +114,12 @@ def test_keys_of_other_names(emoji_set):
     swapped = open_format(f"{theirs}?audio=file_name", (("image", "text"), ("audio", "text")))
     (sample,) = swapped.samples(next(swapped.parts()))
     assert sample.media["audio"].path == image and "image" not in sample.media
+    # an id may be what another is too
+    assert open_source(f"{theirs}?id=file_name").identity(0) == image
     with pytest.raises(ValueError, match="unknown option 'txt'.*did you mean 'text'"):
         open_source(f"{theirs}?txt=words")
+    with pytest.raises(ValueError, match="no key 'text'; given: text"):
+        open_source(f"jsonl:{emoji_set(0, {'text': image})}?image=text")
     with pytest.raises(ValueError, match=r"no key 'words'; given: .*name it: \?text=KEY"):
         open_source(f"jsonl:{emoji_set(0, {'file_name': image, 'word': 'a'})}?text=words")
 

@@ -1,7 +1,9 @@
 """Micro-batches: what they hold, what they never touch, and that workers change nothing."""
 
 import itertools
+import multiprocessing
 import os
+import re
 import signal
 from dataclasses import replace
 
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from dying_source import NamesItsReaders
-from number_modality import Long, Numbers
+from number_modality import Long, Made, Numbers, calculated, parts, whole
 from plain_requests import plain_requests
 
 from data.batching.load_control import FeedRates
@@ -25,6 +27,7 @@ from data.modalities.text import TextModality
 from data.modalities.transforms import EvalTransform, TrainTransform
 from data.processes import start_method
 
+AT_ONCE = 5  # blocks of a worker: two ready, one being made, one handed out, one on its way
 BOTH = frozenset({"image", "text"})
 ORDER = GlobalOrder(num_samples=40, global_batch_size=12, seed=1)
 SUBSET = np.arange(300, 340)
@@ -46,6 +49,10 @@ def request(*indices, epoch=0, training=True):
 def assert_equal(a, b):
     assert a.keys() == b.keys()
     assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def shapes(micro_batch):
+    return [(name, tensor.dtype, tensor.shape) for name, tensor in micro_batch.items()]
 
 
 class Without:
@@ -196,31 +203,29 @@ def test_unequal_replicas_see_the_same_samples_at_the_same_positions(demo, token
 
 
 def test_workers_change_nothing(demo, tokenizer):
+    """Neither micro-batches nor the list of meta batches, nor an error when it is due."""
     dataset = make(demo, BOTH, tokenizer)
     requests = [
         *plain_requests(ORDER, SUBSET, 1, 2, 2, 0, 4),
         *evaluation_requests(SUBSET, 0, 1, 16),
     ]
-    here, there = (list(micro_batches(dataset, iter(requests), workers)) for workers in (0, 2))
-    assert len(here) == len(there) == len(requests) == 11
-    for a, b, asked in zip(here, there, requests):
+    found = []
+    for workers in (0, 2):
+        bad = request(-1 if workers else len(demo))
+        batches = micro_batches(dataset, iter([requests, *requests, bad]), workers)
+        found.append([next(batches) for _ in (requests, *requests)])
+        with pytest.raises(ValueError) as error:
+            next(batches)
+        assert re.match(
+            r"samples (-1..-1|3944..3944) asked for; demo has 0..3943$", str(error.value)
+        )
+        assert error.value.__cause__ is not None  # where it happened
+    (metas, *here), (_, *there) = found
+    assert len(requests) == 11
+    for meta, a, b in zip(metas, here, there, strict=True):
         assert_equal(a, b)
-        meta = dataset.meta_batch(asked)["pixel_values"]
-        assert (meta.dtype, meta.shape) == (torch.uint8, a["pixel_values"].shape)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_error_of_a_worker_has_its_own_message(demo, workers):
-    batches = micro_batches(
-        make(demo, {"image"}), [request(0), request(1), request(len(demo))], workers
-    )
-    for _ in range(2):
-        next(batches)
-    with pytest.raises(ValueError) as error:
-        next(batches)
-    assert str(error.value).startswith(f"samples {len(demo)}..{len(demo)} asked for; demo has")
-    assert "Traceback" not in str(error.value)
-    assert error.value.__cause__ is not None  # where it happened
+        assert shapes(meta) == shapes(a) and meta["pixel_values"].is_meta
+    assert list(map(shapes, found[1][0])) == list(map(shapes, metas))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -289,38 +294,48 @@ def large_images(demo, *more):
     )
 
 
+def shared_blocks(process="self"):
+    return open(f"/proc/{process}/maps").read().count("/torch_")
+
+
 def test_micro_batches_that_are_kept_are_never_written_to_again(demo):
     dataset = large_images(demo)
     requests = [request(*range(n, n + 3)) for n in range(24)]
-    kept = list(micro_batches(dataset, iter(requests), 2))  # all 24 at once
-    fleeting = micro_batches(dataset, iter(requests), 2)
-    rows = [next(fleeting)["pixel_values"][1] for _ in requests]  # a view of each is all that stays
-    del fleeting
-    for asked, batch, row in zip(requests, kept, rows):
+    batches = micro_batches(dataset, iter(2 * requests), 2)
+    kept = [next(batches) for _ in requests]  # all 24 at once
+    rows = [batch["pixel_values"][1] for batch in batches]  # a view of each is all that stays
+    for asked, batch, row in zip(requests, kept, rows, strict=True):
         expected = dataset[asked]["pixel_values"]
         assert torch.equal(batch["pixel_values"], expected) and torch.equal(row, expected[1])
         assert batch["pixel_values"].is_contiguous(memory_format=torch.channels_last)
 
 
 def test_workers_use_their_memory_again(demo):
-    requests = [request(*range(n, n + 8)) for n in range(0, 240, 8)]
-    places = set()
-    for batch in micro_batches(large_images(demo), iter(requests), 1):
-        places.add(batch["pixel_values"].data_ptr())
-        del batch
-    assert len(places) <= 5  # two ready, one being made, one handed out, one on its way; not 30
-    assert not memory._received  # when the loader has ended
-    sizes = [request(*range(n)) for n in (1, 2, 4, 8, 16, 3, 9)]  # larger and larger ones
-    for asked, batch in zip(sizes, micro_batches(large_images(demo), iter(sizes), 1)):
-        assert torch.equal(batch["pixel_values"], large_images(demo)[asked]["pixel_values"])
+    equal = [request(*range(n, n + 8)) for n in range(0, 240, 8)]
+    unlike = [request(*range(n)) for n in (1, 2, 4, 16, 3, *range(17, 26))]
+    places, dataset = set(), large_images(demo)
+    batches = micro_batches(dataset, iter(equal + unlike), 1)
+    for _ in equal:
+        places.add(next(batches)["pixel_values"].data_ptr())
+    assert len(places) <= AT_ONCE  # not 30
+    for asked in unlike:
+        assert torch.equal(next(batches)["pixel_values"], dataset[asked]["pixel_values"])
+        assert shared_blocks() <= AT_ONCE  # larger and larger ones, and none of the smaller
+    assert list(batches) == [] and not memory._received
 
 
-def test_another_modality_comes_from_a_worker_alone_and_beside_images(demo):
-    asked = request(3, 1, 4)
-    for dataset in (MicroBatchDataset(demo, [Numbers()]), large_images(demo, Numbers(), Long())):
-        (batch,) = micro_batches(dataset, [asked], 1)
-        assert_equal(batch, dataset[asked])
-        assert batch["numbers"].tolist() == [[3.0], [1.0], [4.0]]
+def test_modalities_of_one_s_own_may_do_anything_with_shared_memory(demo):
+    own = [Numbers(), Long(), *map(Made, (whole, calculated, parts))]
+    dataset = large_images(demo, *own)
+    asked = [request(*range(n, n + 8)) for n in range(0, 240, 8)]
+    others = multiprocessing.active_children()
+    batches = micro_batches(dataset, (x for each in asked for x in ([each], each)), 1)
+    for each in asked:
+        next(batches)  # the meta batch, for which some of them make all of it
+        assert_equal(next(batches), dataset[each])
+    (worker,) = [each for each in multiprocessing.active_children() if each not in others]
+    assert shared_blocks(worker.pid) <= AT_ONCE * (1 + len(own))  # not one more for each request
+    assert dataset[request(3, 1)]["numbers"].tolist() == [[3.0], [1.0]]
 
 
 def test_killed_workers_are_one_clear_error(demo, tmp_path):
@@ -403,12 +418,6 @@ def test_evaluation_without_a_share(demo):
 )
 def test_resolve_workers(asked, ranks, cores, gpu, workers):
     assert resolve_workers(asked, ranks, cores, gpu) == workers
-
-
-def test_refusals(demo, tokenizer):
-    for index in (-1, len(demo)):
-        with pytest.raises(ValueError, match=f"asked for; demo has 0..{len(demo) - 1}"):
-            make(demo, {"image"})[request(index)]
 
 
 def test_the_size_of_a_request_is_that_of_its_images(demo, tokenizer):
@@ -529,10 +538,6 @@ OUTLINED = {
 }
 
 
-def shapes(micro_batch):
-    return [(name, tensor.dtype, tensor.shape) for name, tensor in micro_batch.items()]
-
-
 @pytest.mark.parametrize("asked", OUTLINED.values(), ids=OUTLINED)
 def test_a_meta_batch_has_the_shapes_of_the_micro_batch_and_no_image_is_read_for_it(
     demo, tokenizer, asked
@@ -555,10 +560,3 @@ def test_the_meta_batch_of_values_is_that_of_a_blank_one(demo):
         ("tone_index", torch.int64, (3,)),
         ("tone_key", torch.int64, (3,)),
     ]
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_list_of_requests_gives_the_list_of_their_meta_batches(demo, tokenizer, workers):
-    asked, dataset = [request(0, 1), request(2, 3, 4)], make(demo, BOTH, tokenizer)
-    meta, *loaded = micro_batches(dataset, iter([asked, *asked]), workers, pin_memory=False)
-    assert list(map(shapes, meta)) == list(map(shapes, loaded)) and len(loaded) == 2

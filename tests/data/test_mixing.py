@@ -268,6 +268,7 @@ def test_the_order_visits_as_the_shares_say_and_says_how_often():
             "it out",
         ),
         (((9, 1.0), (9, 0.0)), 1, (0, 0.1), "data set 2 has weight 0, and a floor of 0.1"),
+        (PARTS, 1, (0.5, 0.5, 0.1), "at most 1 together"),
         (
             PARTS,
             1,

@@ -54,7 +54,7 @@ class Own:
         if i == 15:
             item["image"] = b"no image"
         if i < 6:
-            item["language"] = ("de", 2, None)[i % 3]
+            item["language"] = ("de", np.int64(2), float("nan"))[i % 3]
         return item
 
 class Tuples:
@@ -75,7 +75,8 @@ class Undecoded(Tuples):
 
 class Broken(Tuples):
     def __getitem__(self, i):
-        return [1, 2, 3] if i == 1 else {"image": 5, "text": "five"} if i == 2 else {}[i] if i == 3 else self.items[i]
+        broken = {1: [1, 2, 3], 2: {"image": 5, "text": "five"}, 4: {"language": ["de"]}}
+        return {}[i] if i == 3 else broken.get(i, self.items[i])
 
 number = 5
 """
@@ -249,11 +250,13 @@ def test_an_image_s_verdict_is_its_own_when_the_data_set_changes(module, tmp_pat
 
 
 def test_an_image_that_changes_unnoticed_says_how_it_would_be_noticed(module, tmp_path):
+    """And a refresh finds it."""
     (tmp_path / f"{module}.py").write_text(GROWING)
     source = open_source(f"python:{module}:growing")
     importlib.import_module(module).growing.first = 50
     with pytest.raises(BadSample, match="change the data set's `fingerprint` attribute"):
         source.image_bytes(0)
+    assert open_source(source.spec, refresh=True).image_bytes(0) != b""
 
 
 def test_pairs_without_images_or_without_texts(module, tmp_path):
@@ -310,7 +313,9 @@ def test_what_is_wrong_with_an_item_is_said(module):
         "1": "invalid-row",
         "2": "not-an-image",
         "3": "unreadable",
+        "4": "invalid-row",
     }
+    assert "the language is ['de']" in found["4"][1]
     assert (
         "item 3: KeyError: 3" in found["3"][1]
         and "the image is a int; bytes, a path" in found["2"][1]

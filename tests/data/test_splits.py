@@ -64,7 +64,7 @@ def test_demo_composition_is_mostly_another_skin_tone(demo, splits):
     assert sum(map({*trained}.__contains__, held_out)) > len(held_out) / 2
 
 
-def test_pure_function_of_the_seed(demo, splits):
+def test_pure_function_of_the_seed(demo):
     first, again, other = (split_source(demo, 0.1, seed) for seed in (3, 3, 4))
     assert all(np.array_equal(a, b) for a, b in zip(sides(first), sides(again)))
     assert not np.array_equal(first.held_out["composition"], other.held_out["composition"])

@@ -319,12 +319,12 @@ OWN = {"match": ["text.*"]}
         ({"text": math.nan}, ["branches.gradient_clipping.text: got nan"]),
         (
             {"text": {"kind": "nrom", "limit": 1}},
-            ["gradient_clipping.text: kind: unknown value 'nrom'", "did you mean 'norm'?"],
+            ["gradient_clipping.text.kind: unknown value 'nrom'", "did you mean 'norm'?"],
         ),
-        ({"text": {"kind": ["norm"]}}, ["gradient_clipping.text: kind: unknown value ['norm']"]),
+        ({"text": {"kind": ["norm"]}}, ["gradient_clipping.text.kind: unknown value ['norm']"]),
         (
             {"text": {"kind": "norm", "limits": 1}},
-            ["unknown key 'limits' for kind \"norm\"", "did you mean 'limit'?"],
+            ["unknown key 'branches.gradient_clipping.text.limits'", "did you mean 'limit'?"],
         ),
         (
             {"text": {"kind": "norm", "factor": 2, "limit": 1}},
@@ -343,9 +343,9 @@ OWN = {"match": ["text.*"]}
         ),
         (
             {"own": {"match": "text.*", "limit": 1}},
-            ["gradient_clipping.own: match: got 'text.*'", "list of patterns"],
+            ["gradient_clipping.own.match: got 'text.*'", "list of patterns"],
         ),
-        ({"own": {"match": [], "limit": 1}}, ["gradient_clipping.own: match: got []"]),
+        ({"own": {"match": [], "limit": 1}}, ["gradient_clipping.own.match: got []"]),
     ],
 )
 def test_refusals_of_a_block(block, words):

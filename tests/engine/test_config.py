@@ -215,7 +215,7 @@ REFUSED_BRANCHES = [
 REFUSED_WEIGHTS = [
     ("loss", ["branches.sample_weights: got 'loss'", 'an object such as {"use": "loss"}']),
     ([], ["branches.sample_weights: got []", "an object"]),
-    ({}, ["branches.sample_weights", 'no "use"', 'takes "loss"']),
+    ({}, ["branches.sample_weights.use", 'it is "loss"']),
     ({"use": "los"}, ["branches.sample_weights.use", "'los'", "did you mean 'loss'?"]),
     (
         {"use": "loss", "imgae": 1},

@@ -144,7 +144,7 @@ def test_a_device_from_numbers():
     "text, parts",
     [
         ("V100", ["'V100' is not known", "Known: A100, H100, H200", "flops=312e12,memory=80e9"]),
-        ("H1000", ["did you mean H100?"]),
+        ("H1000", ["did you mean 'H100'?"]),
         ("flops=1e12", ["lacks memory, bandwidth", "A100"]),
         ("flops=1e12,memory=1e9,bandwidth=1e12,speed=3", ["'speed=3' is no KEY=NUMBER"]),
         ("flops=fast,memory=1e9,bandwidth=1e12", ["'flops=fast' is no KEY=NUMBER"]),

@@ -2,6 +2,7 @@
 process that knows nothing of ours gets the embeddings of the training stages from either."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from neighbours import neighbour
 from safetensors.torch import load_file
 
 from data.modalities.tokenizer import batch_tokens
+from launch.config.imported import options_of_import
 from launch.exporting.writing import write_export
 from launch.inference.trained import open_model_folder
-from launch.records import options_of_import
 from models.towers.adapters.lora import LoRA
 
 pytest.importorskip("peft", reason="adapters are made by peft")
@@ -57,7 +58,7 @@ def test_a_fresh_process_gets_the_embeddings_of_the_training_stages(exports, nam
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_adapters_are_apart_and_are_read_back(exports, name):
+def test_the_adapters_are_apart_and_are_read_back(exports, name, tmp_path):
     model, merged, apart, found = exports[name]
     branches = model[-1]
     assert not (merged / "adapters").exists()
@@ -76,6 +77,12 @@ def test_the_adapters_are_apart_and_are_read_back(exports, name):
     assert trained.options is not again.options and again.checksum().count("-") == len(branches)
     with pytest.raises(ValueError, match="export without --keep-adapters"):
         options_of_import(apart)
+    # a name becomes part of a path, so those of no tower are not looked for
+    copy = shutil.copytree(apart, tmp_path / "copy")
+    changed = json.loads((copy / "wye.json").read_text())
+    changed["adapters"]["../../elsewhere"] = next(iter(record.values()))
+    (copy / "wye.json").write_text(json.dumps(changed))
+    assert len(open_model_folder(copy).layers) == len(again.layers)
 
 
 def test_what_cannot_be_kept_apart_is_refused(tmp_path):

@@ -11,15 +11,19 @@ import numpy as np
 import pytest
 import torch
 from embedders import TOKENS, make_embedder
+from exports import CLIP, trained_model
 from matplotlib.image import imread
 from PIL import Image
 from torch.nn import functional as F
 
 from data.index.sources import open_source
 from data.modalities.fonts import fonts_for, installed_families
+from data.modalities.text import Languages, TextModality
 from data.modalities.tokenizer import batch_tokens
 from data.prepare import HeldOut
+from launch.exporting.writing import write_export
 from launch.inference.classes import classification
+from launch.inference.embedding import Embedder, Texts
 from launch.inference.evaluation import examples, retrieval, write_numbers
 from launch.inference.folders import (
     forget_embeddings,
@@ -32,8 +36,10 @@ from launch.inference.gallery import Cell, draw_rows
 from launch.inference.querying import search
 from launch.inference.reranking import reranked_retrieval
 from launch.inference.samples import held_out, left_out, opened
+from launch.modalities import MODALITIES
 from models.towers.fusion import FusionSizes
 
+LANGUAGES = {"number": 2, "default": 0, "names": {}}
 MODEL = {"checkpoint": "step-00000001", "run": "a run", "checksum": "a"}
 
 
@@ -70,6 +76,31 @@ def test_embeddings_are_those_of_the_towers(source, embedder, all_captions):
     torch.testing.assert_close(image.embeds.norm(dim=1), torch.ones(len(SUBSET)))
     alone = embedder.rows("image", source, SUBSET[row % len(SUBSET) :][:1]).embeds
     torch.testing.assert_close(image.embeds[row % len(SUBSET)], alone[0], rtol=0, atol=1e-5)
+
+
+def test_texts_are_read_by_the_modality_that_a_module_registers(source, embedder, registries):
+    """With all that it is given in training."""
+    given = []
+
+    class Backwards(TextModality):
+        def load(self, source, request, seed):
+            turned = [source.captions(i)[0][::-1] for i in range(len(source))]
+            return super().load(Texts(turned, [None] * len(turned)), request, seed)
+
+    def load(inputs):
+        given.append(inputs)
+        return Backwards(inputs.tokenizer, inputs.options.max_text_tokens, inputs.length_multiple)
+
+    texts = ["evil star", "a lid"]
+    expected = embedder.texts([text[::-1] for text in texts])
+    MODALITIES["text"] = replace(MODALITIES["text"], load=load)
+    assert torch.equal(embedder.texts(texts), expected)
+    rows = embedder.rows("text", source, SUBSET[:3])
+    assert torch.equal(rows.embeds, embedder.texts(rows.texts))
+    spoken = replace(embedder.trained.towers[1], config={"languages": LANGUAGES})
+    towers = (embedder.trained.towers[0], spoken)
+    Embedder(replace(embedder.trained, towers=towers), "cpu", 7, 0).texts(texts)
+    assert given[-1].languages == Languages(**LANGUAGES)
 
 
 def test_retrieval_of_all_captions_as_counted_by_hand(source, embedder):
@@ -195,6 +226,32 @@ def test_a_folder_of_embeddings_is_mapped_and_searched(source, embedder, tmp_pat
     (tmp_path / "other" / "thesis.tex").touch()
     with pytest.raises(FileExistsError, match="holds something else"):
         refuse_other_content(tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("about.json", lambda text: "[]"),
+        ("about.json", lambda text: text.replace('"checksum"', '"weights"')),
+        ("about.json", lambda text: text.replace('"modalities"', '"branches"')),
+        ("about.json", lambda text: text.replace('"image"', '"../image"')),
+        ("images.jsonl", lambda text: text.replace('"content"', '"hash"')),
+        ("images.jsonl", lambda text: text[: len(text) // 2]),
+        ("images.jsonl", lambda text: text.partition("\n")[2]),
+        ("image.npy", lambda text: ""),
+        ("image.npy", None),
+    ],
+)
+def test_embeddings_in_another_format_are_refused(source, embedder, tmp_path, name, change):
+    """As an earlier version may have left them: with one message, whatever differs."""
+    write_embeddings(tmp_path, embedder.embedded(source, SUBSET[:3]).rows, source, MODEL)
+    if change is None:
+        (tmp_path / name).unlink()
+    else:
+        text = (tmp_path / name).read_text(encoding="latin-1")
+        (tmp_path / name).write_text(change(text), encoding="latin-1")
+    with pytest.raises(ValueError, match="another format"):
+        read_embeddings(tmp_path, MODEL)
 
 
 def test_embeddings_of_several_sets_are_searched_together(source, embedder, tmp_path):
@@ -334,6 +391,28 @@ def test_examples_are_marked_right_where_they_are(source, embedder, tmp_path):
     ]
     draw_rows([priced, *rows[1:]], "a title of $1", tmp_path / "a folder" / "rows.png")
     assert (tmp_path / "a folder" / "rows.png").stat().st_size > 20_000
+
+
+def test_numbers_are_there_whatever_a_picture_does(emoji_files, tmp_path, monkeypatch, capsys):
+    import evaluate
+
+    def fail(*_, **__):
+        raise OSError("no space for a picture")
+
+    write_export(trained_model("resnet18:layers=1-1-1-1", CLIP, "infonce"), tmp_path / "model")
+    words = f"model --val-data {emoji_files[0].spec} --picture a.png --json a.json --workers 0"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["evaluate.py", *words.split()])
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", fail)
+    with pytest.raises(OSError, match="no space for a picture"):
+        evaluate.main(evaluate.parse())
+    assert json.loads((tmp_path / "a.json").read_text())["num_samples"] == {"validation": 9}
+    assert "R@10" in capsys.readouterr().out
+
+
+def test_nothing_is_drawn_of_no_queries(tmp_path, capsys):
+    draw_rows([], "nothing", tmp_path / "rows.png")
+    assert not (tmp_path / "rows.png").exists() and "no queries" in capsys.readouterr().out
 
 
 def figure_of(text: str, path: Path) -> np.ndarray:

@@ -4,7 +4,9 @@ back."""
 import io
 import json
 import shutil
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from exports import (
@@ -23,21 +25,26 @@ from exports import (
     towers_for,
     trained_model,
 )
-from safetensors.torch import load_file
+from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, AutoProcessor
 
+from common import __version__
 from data.modalities.preprocessing import CLIP as CLIP_PIXELS
 from data.modalities.tokenizer import batch_tokens, load_tokenizer
 from data.modalities.transforms import EvalTransform, normalise, stacked
+from launch.config.imported import options_of_export
 from launch.config.options import parse_options
 from launch.exporting import modeling_export
+from launch.exporting.page import _results
 from launch.exporting.writing import canonical_state, write_export
 from launch.inference.trained import (
+    Trained,
     find_checkpoint,
     open_model_folder,
     open_run,
 )
-from launch.records import options_of_export
+from launch.reporting.reading import read_folder
 from launch.setup.model import RunModel
 from models.losses import build_loss
 from models.towers.building import build_towers
@@ -224,6 +231,8 @@ def test_an_export_is_started_from_without_a_change(exports, name):
     """What the folder says about towers, sizes and tokenizer is enough, and every tensor comes back
     to the last bit."""
     trained, folder, *_ = exports[name]
+    written = json.loads((folder / "wye.json").read_text())["options"]
+    assert options_of_export(folder).keys() == written.keys()  # each may be said by an export
     options = parse_options(["--import", str(folder), "--loss", loss_of(name)])
     assert options.tokenizer_source() == str(folder)
     image_tower = MODELS[name][0]
@@ -281,6 +290,18 @@ def test_an_export_is_started_from_beside_another_pair(exports, pairs, registrie
                 assert torch.equal(built[branch][name], value), name
 
 
+@pytest.mark.parametrize("name", ["hf vit+roberta", "hf clip, avg+modernbert"])
+def test_a_model_that_lacks_a_tensor_is_not_loaded(exports, tmp_path, name):
+    """By the folder's own code, as a whole model and as towers; transformers would draw it."""
+    copy = shutil.copytree(exports[name][1], tmp_path / "copy")
+    state = load_file(copy / "model.safetensors")
+    lost = next(key for key in state if "layers.1." in key or "layer.1." in key)
+    del state[lost]
+    save_file(state, copy / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"lack .*{lost[-12:]}"):
+        modeling_export.load(copy)
+
+
 def test_what_is_given_beside_an_export_counts_and_must_fit_its_weights(exports, capsys):
     folder = str(exports["vit+bert"][1])
     assert parse_options(["--import", folder, "--image-size", "96"]).image_size == 96
@@ -326,6 +347,17 @@ def test_transformers_processor_gives_the_pixels_of_evaluation_where_the_page_sa
     assert type(AutoProcessor.from_pretrained(folder)).__name__ == "VisionTextDualEncoderProcessor"
 
 
+def grey_files():
+    """Of 16 bits, with a value that stands for transparency too, and of real numbers to 1 and to
+    255."""
+    coarse = np.random.default_rng(0).integers(0, 65536, (9, 8)).astype(np.uint16)
+    fine = coarse.repeat(9, 0).repeat(10, 1)
+    yield encoded(Image.fromarray(fine))
+    yield encoded(Image.fromarray(fine), transparency=int(fine[0, 0]))
+    for most in (1, 255):
+        yield encoded(Image.fromarray((fine / 65535 * most).astype(np.float32)), "TIFF")
+
+
 def test_the_pixels_of_the_weights_go_with_an_export(tmp_path):
     """Of a run with ImageNet's values: its page, transformers' processor and a run that starts from
     it prepare the same pixels."""
@@ -342,8 +374,14 @@ def test_the_pixels_of_the_weights_go_with_an_export(tmp_path):
     data = encoded(sample_image((87, 80)))
     pixels = stacked([transform(transform.stored(data))])
     expected = normalise(pixels, preprocessing=trained.preprocessing)[0]
-    found = modeling_export.load(tmp_path).pixel_values(io.BytesIO(data))
+    model = modeling_export.load(tmp_path)
+    found = model.pixel_values(io.BytesIO(data))
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    for data in grey_files():
+        pixels = stacked([transform(transform.stored(data))])
+        expected_of_grey = normalise(pixels, preprocessing=trained.preprocessing)[0]
+        found = model.pixel_values(io.BytesIO(data))
+        torch.testing.assert_close(found, expected_of_grey, rtol=0, atol=1e-5)
     by_pillow, theirs = (
         AutoImageProcessor.from_pretrained(tmp_path, **how)(
             sample_image((87, 80)), return_tensors="pt"
@@ -367,6 +405,27 @@ def test_the_pixels_of_the_weights_go_with_an_export(tmp_path):
     (tmp_path / "wye.json").write_text(json.dumps({**record, "format": 0}))
     with pytest.raises(ValueError, match="wye.json: is of another version of Wye .format 0"):
         open_model_folder(tmp_path)
+
+
+def test_a_page_shows_the_results_of_its_very_weights(tmp_path):
+    """Of a run that evaluated both: those of the average are of that alone."""
+    lines = [
+        {"step": step, "held_out": name, "image_to_text_R@1": value}
+        for step, name, value in [
+            (6, "a", 0.1),
+            (7, "a", 0.2),
+            (6, "ema/a", 0.3),
+            (7, "ema/a", 0.4),
+        ]
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    record = {"version": __version__, "options": {"eval_ema": True}}
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    checkpoint = tmp_path / "checkpoints" / "step-00000007"
+    trained = Trained(record, checkpoint, 7, None, (), [])
+    for averaged, expected in ((False, 0.2), (True, 0.4)):
+        found = _results(read_folder(tmp_path, ""), trained, averaged)
+        assert {name: line["image_to_text_R@1"] for name, line in found.items()} == {"a": expected}
 
 
 def test_a_scale_beyond_its_limit_is_exported_as_the_loss_read_it(tmp_path):
@@ -408,6 +467,13 @@ def test_an_exported_folder_is_evaluated_like_a_run(name, tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in before)
     with pytest.raises(ValueError, match="--checkpoint and --ema are of a run's folder"):
         open_model_folder(tmp_path / "out", "step-00000007")
+
+
+def test_an_image_tower_of_ones_own_is_refused_by_its_name(tmp_path):
+    trained = trained_model(RESNET, BERT, "infonce")
+    own = replace(trained.towers[0], name="mine", config={})
+    with pytest.raises(ValueError, match="tower mine is in no library"):
+        write_export(replace(trained, towers=(own, trained.towers[1])), tmp_path / "out")
 
 
 def test_a_checkpoint_that_is_not_there_is_refused(tmp_path):

@@ -2,6 +2,7 @@
 between."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import open_clip
@@ -15,7 +16,7 @@ from transformers import XLMRobertaConfig
 from data.modalities.tokenizer import load_tokenizer, train_tokenizer
 from data.modalities.tokenizer_open_clip import clip_tokenizer
 from launch.config.options import parse_options
-from launch.exporting.writing import write_export
+from launch.exporting.writing import canonical_state, write_export
 from launch.inference.trained import open_model_folder, with_named_towers
 from launch.setup.model import RunModel
 
@@ -150,9 +151,14 @@ def test_open_clip_alone_has_our_embeddings(models, tmp_path):
         assert_same(opened(out), found)
 
 
-def test_without_a_format_it_is_said_that_open_clip_has_the_model(models, tmp_path):
-    reasons = write_export(opened(models["ViT, quick-gelu"][2]), tmp_path / "out")
+def test_a_state_dict_needs_the_folder_that_it_came_from_no_more(models, tmp_path):
+    trained = opened(shutil.copytree(models["ViT, quick-gelu"][2], tmp_path / "theirs"))
+    reasons = write_export(trained, tmp_path / "out")
     assert reasons[-1] == "OpenCLIP may have this model: give --format open_clip"
+    shutil.rmtree(tmp_path / "theirs")
+    before, after = (canonical_state(each.layers) for each in (trained, opened(tmp_path / "out")))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 @pytest.mark.parametrize("name", ["ViT, quick-gelu", "SigLIP"])

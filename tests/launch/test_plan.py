@@ -167,7 +167,7 @@ def test_the_hardware_is_as_asked():
         ("", "the following arguments are required: --gpus"),
         ("--gpus 0", "--gpus: 0 is below 1"),
         ("--gpus many", "--gpus: invalid whole number value: 'many'"),
-        ("--gpus 8 --device H10", "--device: device 'H10' is not known; did you mean H100?"),
+        ("--gpus 8 --device H10", "--device: device 'H10' is not known; did you mean 'H100'?"),
         ("--gpus 8 --layout ring", "--layout: invalid choice: 'ring'"),
         ("--gpus 8 --schedule batchsync", "'batchsync' (choose from batch_sync, replay,"),
         ("--gpus 8 --picture plan.png", "give a name that ends in .html"),

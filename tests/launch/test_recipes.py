@@ -214,7 +214,7 @@ def test_flags_on_the_command_line_take_precedence():
 @pytest.mark.parametrize(
     "flags, words",
     [
-        (["--recipe", "clip_vit_b23"], "did you mean clip_vit_b32"),
+        (["--recipe", "clip_vit_b23"], "did you mean 'clip_vit_b32'"),
         (["--recipe", "clip_vit_b32", "--deepspeed_config", "x.json"], "is one too"),
         (["--recipe", str(RECIPES.parent / "zero1_bf16.json")], 'holds no "recipe"'),
     ],

@@ -211,8 +211,8 @@ def test_the_switch_changes_the_theme_of_page_and_charts(runs, opened):
 
 def test_the_page_of_a_run_that_goes_on_loads_itself_anew(runs, opened, tmp_path, monkeypatch):
     folder = shutil.copytree(runs[1], tmp_path / "live", ignore=shutil.ignore_patterns("check*"))
-    monkeypatch.setattr("launch.reporting.page.REFRESH_S", 1)
-    write_report([folder], folder / "report.html", goes_on=True)
+    monkeypatch.setattr("launch.reporting.page.REFRESH_S", 0.2)  # quicker than it is drawn
+    write_report([folder], folder / "report.html", next_s=3600)
     page = opened(address_of(folder / "report.html"))
     with (folder / "metrics.jsonl").open("a") as lines:
         lines.write(json.dumps({**metrics(folder)[STEPS], "step": 500, "loss": 0.125}) + "\n")
@@ -220,5 +220,16 @@ def test_the_page_of_a_run_that_goes_on_loads_itself_anew(runs, opened, tmp_path
     page.wait_for_function(
         "document.querySelector('html[data-drawn] #chart-loss')"
         "?.getAttribute('aria-label').includes('0.125 at step 500')",
-        timeout=60_000,
+        timeout=120_000,
     )
+
+
+def test_the_page_of_a_run_that_was_killed_says_so_and_stays(runs, opened, tmp_path, monkeypatch):
+    monkeypatch.setattr("launch.reporting.page.REFRESH_S", 0)
+    write_report([runs[1]], tmp_path / "report.html", next_s=-1)
+    page = opened(address_of(tmp_path / "report.html"))
+    page.evaluate("window.stays = true")
+    said = page.locator(".when")
+    said.filter(has_text="may have stopped").wait_for()
+    page.wait_for_timeout(300)
+    assert page.evaluate("window.stays") and "goes on" not in said.text_content()

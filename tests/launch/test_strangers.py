@@ -6,9 +6,12 @@ import json
 import sys
 
 import pytest
+from transformers import BertConfig, ViTConfig
 
 from data import modules
 from data.modules import add_trust_flags, import_named
+from launch.config.imported import HERE, fusion_of_export, options_of_export
+from launch.config.options import parse_options
 from launch.config.recipe_files import RECIPES, RecipeFile
 from launch.inference.querying import _searched
 from launch.inference.samples import held_out
@@ -53,12 +56,27 @@ def test_modules_that_a_record_names_are_not_imported(trap, tmp_path):
         assert not trap.exists(), name
 
 
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_a_configuration_names_no_code_of_the_hub(tmp_path, key):
+    kinds = {"image": ViTConfig, "text": BertConfig}
+    for branch, kind in kinds.items():
+        sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = kind(**sizes, intermediate_size=32, image_size=32).to_dict()
+        (tmp_path / branch).mkdir()
+        text = json.dumps({**config, key: "organisation/kernel"})
+        (tmp_path / branch / "config.json").write_text(text, encoding="utf-8")
+    names = {"image_tower": f"hf:{tmp_path}/image", "text_tower": f"{tmp_path}/text"}
+    sizes = {"image_size": 32, "max_text_tokens": 8, "embed_dim": 16, "fusion": 0}
+    assert len(towers_of({**TOWERS, **names, **sizes}, None)) == 2
+
+
 def test_a_timeline_of_a_run_imports_nothing(trap, tmp_path):
     record = {"options": {"import_module": ["trap_module"]}, "schedule": "mine"}
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "costs.json").write_text("{}")
     (tmp_path / "run" / "config.json").write_text(json.dumps(record))
     _, reason = prediction(tmp_path / "run", record)
+    assert reason and "launch.tools.timeline" in reason
     assert reason is not None and "trap_module" in reason
     assert not trap.exists()
 
@@ -90,3 +108,75 @@ def test_a_recipe_cannot_set_what_only_the_command_line_may(tmp_path, flag):
     (tmp_path / "recipe.json").write_text(json.dumps(written), encoding="utf-8")
     with pytest.raises(ValueError, match=f"cannot set --{flag}"):
         RecipeFile.read(tmp_path / "recipe.json")
+
+
+MODEL = {**TOWERS, "text_tower": f"{HERE}/text", "tokenizer": HERE}
+
+
+@pytest.fixture
+def export(tmp_path):
+    """Writes the record of an export; returns its folder."""
+    folder = tmp_path / "export"
+    (folder / "text").mkdir(parents=True)
+    (folder / "vocab.txt").write_text("a\nb\n")
+
+    def write(fusion=(), **options):
+        record = {"format": 1, "options": {**MODEL, **options}, "fusion": dict(fusion)}
+        (folder / "wye.json").write_text(json.dumps(record), encoding="utf-8")
+        return folder
+
+    return write
+
+
+def test_an_export_decides_nothing_but_its_model(trap, export, tmp_path, caplog):
+    """What else it says is named and passed over, so that those of another program can be used."""
+    others = {
+        "data": ["python:trap_module:Items"],
+        "val_data": "python:trap_module:Items",
+        "import_module": ["trap_module"],
+        "run_dir": str(tmp_path / "run"),
+        "deepspeed_config": str(tmp_path / "mine.json"),
+        "wandb_project": "theirs",
+        "seed": 5,
+        "colour": "red",
+    }
+    folder = export({"fusion": 1, "run_dir": str(tmp_path)}, **others)
+    plain = parse_options(["--import", str(export())])
+    assert parse_options(["--import", str(export(**others))]) == plain
+    assert all(name in caplog.text for name in others) and not trap.exists()
+    export({"fusion": 1, "run_dir": str(tmp_path)}, **others)
+    assert fusion_of_export(folder) == {"fusion": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("embed_dim", "wide"),
+        ("embed_dim", {"a": 1}),
+        ("image_size", 0),
+        ("image_mean", [1, "a", 2]),
+        ("image_interpolation", "trap_module"),
+        ("pairs", "image"),
+        ("text_tower", None),
+    ],
+)
+def test_what_an_export_says_is_read_as_on_the_command_line(export, name, value):
+    with pytest.raises(ValueError, match=f"options.{name} is .*export again"):
+        options_of_export(export(**{name: value}))
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "text_tower", "image_tower", "audio_tower"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        *("/etc", "~", "..", "./text", f"{HERE}/../other", f"{HERE}/link", f"{HERE}s"),
+        *("hf:/etc:pool=cls", "hf:organisation/model", "open_clip:/etc", "open_clip:..", "a/b"),
+        *("open_clip:hf-hub:organisation/model", "open_clip:local-dir:x", "python:trap_module"),
+    ],
+)
+def test_towers_and_tokenizers_of_an_export_lie_in_it(trap, export, tmp_path, name, place):
+    folder = export(**{name: place})
+    (folder / "link").symlink_to(tmp_path)
+    with pytest.raises(ValueError, match=f"options.{name} is .*lie in the folder"):
+        options_of_export(folder)
+    assert not trap.exists()

@@ -211,6 +211,12 @@ def test_bars_have_their_colours_times_numbers_and_idle_shares():
     assert sum(bar.showlegend for bar in figure.data) == len({bar.name for bar in figure.data})
 
 
+def test_the_name_of_an_instruction_is_no_markup():
+    spans = [Span("<b>Load", "<i>", 0.0, 1.0)]
+    (bars,) = timeline_figure([Timeline("a", {"rank 0": spans}, 1.0)]).data
+    assert bars.customdata[0][0] == "&lt;b&gt;Load &lt;i&gt;"
+
+
 def test_more_bars_than_can_be_seen_are_merged():
     spans = [Span("ForwardPass", i, i / 1000, (i + 0.99) / 1000) for i in range(1000)]
     (bar,) = timeline_figure([Timeline("", {"a": [*spans, Span("x", 0, 0, 0)]}, 1.0)], 100).data[1:]
@@ -254,6 +260,7 @@ def test_a_cost_model_survives_json():
         {"speed": 1},
         {"machine": {"name": "x"}},
         {"state": None},
+        {"compared": None},
     ],
 )
 def test_what_is_no_cost_model_is_refused(change):

@@ -10,12 +10,14 @@ import sys
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 import wandb
 from deepspeed.monitor.config import WandbConfig
 from wandb_files import pieces
 
 from launch.tracking import wandb_run
+from launch.tracking.artifacts import log_export
 from launch.tracking.login import HOW_TO_SWITCH_IT_ON, choose_mode
 from launch.tracking.tracker import where
 
@@ -131,13 +133,6 @@ def test_online_without_a_login_goes_on_offline_with_one_line(start):
     assert len(runs(start.folder)) == 1 and start.elsewhere() == []
 
 
-def test_online_without_a_network_goes_on_offline(start):
-    errors = start("online", WANDB_API_KEY="0" * 40)
-    assert "W&B could not be reached" in errors[0] and "tracking goes on offline" in errors[-1]
-    assert len(runs(start.folder)) == 1
-    assert (start.folder / "wandb_run_id").read_text().strip() in runs(start.folder)[0].name
-
-
 @pytest.fixture
 def broken_server():
     """The address of a server that answers everything with 500, which makes W&B's client try again
@@ -158,10 +153,22 @@ def broken_server():
         server.shutdown()
 
 
-def test_online_with_a_broken_server_goes_on_offline(start, broken_server):
-    errors = start("online", WANDB_API_KEY="0" * 40, WANDB_BASE_URL=broken_server)
-    assert "W&B could not be reached" in errors[0] and "tracking goes on offline" in errors[-1]
-    assert len(runs(start.folder)) == 1
+@pytest.mark.parametrize(
+    "key, server, said",
+    [
+        ("0" * 40, False, "W&B could not be reached"),
+        ("0" * 40, True, "W&B could not be reached"),
+        ("short", False, "API key"),
+    ],
+    ids=["no network", "broken server", "broken login"],
+)
+def test_online_goes_on_offline_as_the_run_that_it_is(start, broken_server, key, server, said):
+    (start.folder / "wandb_run_id").write_text("abcd1234\n")
+    errors = start("online", WANDB_API_KEY=key, WANDB_BASE_URL=broken_server if server else NOWHERE)
+    assert said in errors[0] and "tracking goes on offline" in errors[-1]
+    (file,) = runs(start.folder)
+    assert file.name == "run-abcd1234.wandb"
+    assert (start.folder / "wandb_run_id").read_text() == "abcd1234\n"
 
 
 def test_any_answer_counts_and_silence_has_a_limit(broken_server):
@@ -171,21 +178,6 @@ def test_any_answer_counts_and_silence_has_a_limit(broken_server):
         pytest.raises(ConnectionError, match=r"no answer from http://127"),
     ):
         wandb_run._reach(f"http://127.0.0.1:{silent.getsockname()[1]}", 0.2)
-
-
-def test_a_broken_login_goes_on_offline(start):
-    errors = start("online", WANDB_API_KEY="short")
-    assert (
-        "API key" in errors[0]
-        and "tracking goes on offline" in errors[-1]
-        and len(runs(start.folder)) == 1
-    )
-
-
-def test_a_start_without_a_network_does_not_forget_which_run_it_is(start):
-    (start.folder / "wandb_run_id").write_text("abcd1234\n")
-    start("online", WANDB_API_KEY="short")
-    assert (start.folder / "wandb_run_id").read_text() == "abcd1234\n"
 
 
 def test_a_picture_that_cannot_be_drawn_is_left_out(tmp_path, caplog):
@@ -228,8 +220,9 @@ def set_for_wandb(home: Path, **settings: str) -> None:
     file.write_text("[default]\n" + "".join(f"{k} = {v}\n" for k, v in settings.items()))
 
 
-def test_without_a_login_auto_says_how_to_switch_it_on(machine):
+def test_without_a_login_auto_says_how_to_switch_it_on_and_leaves_no_process(machine):
     assert choose_mode("auto", WandbConfig()) == ("disabled", HOW_TO_SWITCH_IT_ON)
+    assert "wandb-core" not in [each.name() for each in psutil.Process().children()]
     assert "wandb login" in HOW_TO_SWITCH_IT_ON and "--wandb offline" in HOW_TO_SWITCH_IT_ON
 
 
@@ -270,6 +263,7 @@ def test_what_is_damaged_is_no_login(machine):
     [
         ({"WANDB_MODE": "offline"}, {}, "offline"),
         ({"WANDB_MODE": "dryrun"}, {}, "offline"),
+        ({"WANDB_MODE": ""}, {}, "online"),
         ({"WANDB_DISABLED": "true"}, {}, "disabled"),
         ({}, {"mode": "disabled"}, "disabled"),
     ],
@@ -283,6 +277,20 @@ def test_what_the_user_told_wandb_decides_where_no_flag_does(
         set_for_wandb(machine, **settings)
     assert choose_mode("auto", WandbConfig(enabled=True)) == (mode, "")
     assert choose_mode("online", WandbConfig()) == ("online", "")
+
+
+def test_a_mode_that_has_no_meaning_here_is_one_line(machine, monkeypatch, caplog):
+    monkeypatch.setenv("WANDB_MODE", "shared")
+    mode, notice = choose_mode("auto", WandbConfig())
+    assert mode == "online" and "shared" in notice
+    wandb.teardown()
+    monkeypatch.setenv("WANDB_MODE", "of\nline")
+    log_export(None, machine, machine, averaged=False)
+    (said,) = [each.getMessage() for each in caplog.records if each.name == "wye"]
+    assert "the export is not in W&B" in said and "WANDB_MODE" in said and "\n" not in said
+    monkeypatch.setenv("WANDB_MODE", "banana")
+    assert choose_mode("offline", WandbConfig()) == ("offline", "")
+    wandb.setup()  # does not fail for it
 
 
 def test_the_json_block_switches_it_on_and_off_and_says_where(machine, monkeypatch):

@@ -17,7 +17,7 @@ from transformers import (
     ViTModel,
 )
 
-from models.towers.defaults import image_name, text_name
+from models.defaults import image_name, text_name
 from models.towers.image import image_tower
 from models.towers.text import text_tower
 from models.weights.reading import open_weights

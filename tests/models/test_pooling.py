@@ -14,8 +14,8 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.siglip.modeling_siglip import SiglipMultiheadAttentionPoolingHead
 
 from data.modalities.tokenizer import batch_tokens, load_tokenizer
+from models.defaults import image_name, text_name
 from models.towers.building import build_towers
-from models.towers.defaults import image_name, text_name
 from models.towers.image import image_tower
 from models.towers.pooling import AttentionPool, FirstPool, LastPool, MaxPool, MeanPool
 from models.towers.text import text_tower

@@ -87,11 +87,21 @@
     if (window.Plotly) draw();
   }
 
+  // The page of a run that goes on loads itself anew: not before it is drawn, which takes longer than
+  // the time between on a slow machine, and not for ever, because a run that is killed cannot say so.
+  function follow() {
+    const when = document.querySelector(".when"), { refreshS, dueS } = when.dataset;
+    if (refreshS === undefined) return;
+    if (Date.now() < 1000 * dueS) return void setTimeout(() => location.reload(), 1000 * refreshS);
+    const written = when.querySelector("time").textContent;
+    when.textContent = `No update since ${written}; the run may have stopped. Load the page again to see.`;
+  }
+
   byId("theme").addEventListener("change", (event) => chooseTheme(event.target.value, true));
   darkSystem.addEventListener("change", () => window.Plotly && draw());
   document.addEventListener("keydown", move);
   let kept = "";
   try { kept = localStorage.getItem("wye-theme") || ""; } catch { /* likewise */ }
   chooseTheme(kept, false);
-  loadLibrary().then(draw).then(() => { root.dataset.drawn = "true"; }).catch((error) => say("The charts cannot be drawn: " + error.message + ". The tables have their numbers."));
+  loadLibrary().then(draw).then(() => { root.dataset.drawn = "true"; }).catch((error) => say("The charts cannot be drawn: " + error.message + ". The tables have their numbers.")).then(follow);
 })();

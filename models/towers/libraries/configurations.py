@@ -97,7 +97,10 @@ def _nearest(base: str, presets: Mapping[str, Preset], aliases: Mapping[str, str
 
 def _auto_config(where: str, part: str) -> PreTrainedConfig:
     config = AutoConfig.from_pretrained(where, trust_remote_code=False)
-    return getattr(config, part, config)
+    config = getattr(config, part, config)
+    # the library's own: a file may name a kernel of the hub, whose code would be run
+    config._attn_implementation = None
+    return config
 
 
 def changed(config: PreTrainedConfig, values: Mapping[str, object]) -> PreTrainedConfig:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.config.checks import AUTO
+from engine.checks import AUTO
 
 DEVICE, HOST = "device", "host"
 COMMUNICATION = (AUTO, DEVICE, HOST)  # what `branches.communication` may say

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from engine.config.spelling import nearest
+from common.spelling import nearest
 
 AUTO = "auto"
 
@@ -46,22 +46,3 @@ def check_counts(
                 f"branches.{name}{'.' + key if key else ''}: got {count!r}; it takes whole numbers "
                 f"of at least {least}"
             )
-
-
-def check_bounds(name: str, value: Any, kind: type, least: float, most: float) -> None:
-    """`value` is None or [low, high] with least <= low <= high <= most; `kind` int: whole
-    numbers."""
-    if value is None:
-        return
-    kinds = (int,) if kind is int else (int, float)
-    pair = (
-        isinstance(value, (list, tuple))
-        and len(value) == 2
-        and all(isinstance(v, kinds) and not isinstance(v, bool) for v in value)
-    )
-    if not pair or not least <= value[0] <= value[1] <= most:
-        words = "whole numbers" if kind is int else "numbers"
-        raise ValueError(
-            f"branches.{name}: got {value!r}; it takes [least, most], two {words} from {least:g} "
-            f"to {most:g}"
-        )

@@ -1,0 +1,6 @@
+"""Names in an export that those who write it and those who read it share. Imports nothing: the
+command line reads it."""
+
+FUSION = "fusion.safetensors"  # what scores pairs
+AUDIO = "audio.safetensors"  # the audio tower, beside a model of images and texts
+TEXT_FOLDER = "text"  # the configuration of a text tower of transformers

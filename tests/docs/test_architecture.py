@@ -1,0 +1,51 @@
+"""ARCHITECTURE.md names files and functions that exist, and its picture is that of the code."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from neighbours import neighbour
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+NAMES = sorted(
+    set(re.findall(r"`(\w+/[\w/]+\.py|\w+\.py):([\w.]+)`", PAGE)) - {("file.py", "name")}
+)
+
+
+def defined(file: Path) -> set[str]:
+    """Functions and classes of a file, and methods as `Class.method`."""
+    found = set()
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = (each for each in node.body if isinstance(each, ast.FunctionDef))
+            found |= {f"{node.name}.{method.name}" for method in methods}
+    return found
+
+
+def test_every_name_is_there():
+    assert len(NAMES) > 40
+    missing = [f"{file}:{name}" for file, name in NAMES if name not in defined(ROOT / file)]
+    assert not missing
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"`([\w/.]+(?:\.py|/|\.svg))`", PAGE))))
+def test_every_path_is_there(path):
+    assert (ROOT / path).exists()
+
+
+def test_the_picture_is_that_of_the_code():
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    rooms = neighbour("../docs/rooms.py")
+    own, imports = rooms.rooms()
+    rooms.refuse_upward(imports)
+    drawn = re.findall(r"<text [^>]*>([^<]+)</text>", (ROOT / "docs/rooms.svg").read_text("utf-8"))
+    names = [
+        f"{room.split('/')[-1]}{'' if room.endswith('.py') else '/'}"
+        for box in own.values()
+        for room in box
+    ]
+    assert sorted(drawn) == sorted([*names, *own]), "python docs/rooms.py draws it anew"
