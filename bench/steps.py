@@ -239,7 +239,7 @@ def costs_of(run: Run) -> CostModel | None:
     return profiled(replace(run.setup, micro_batch_size=Setup().micro_batch_size))
 
 
-def seconds(run: Run, steps: int, predicts: bool = False) -> Figures:
+def figures_of(run: Run, steps: int, predicts: bool = False) -> Figures:
     """Of the slowest rank; what differs by stage as a list."""
     costs = costs_of(run)
     ranks = on_ranks(run.ranks, measure, run, costs, steps)
@@ -410,7 +410,7 @@ def strategies(
     return Study(
         "Every way to split the same training",
         {
-            name: Way(partial(seconds, run, steps), partial(tensors, run), exact=name != other)
+            name: Way(partial(figures_of, run, steps), partial(tensors, run), exact=name != other)
             for name, run in runs.items()
         },
         (
@@ -448,7 +448,7 @@ def split(steps: int = 12, micro_batch: int = 32) -> Study:
     runs = {"single": Run(setup, merged(1, 1), ranks=1), "fork": Run(setup, fork())}
     return Study(
         "Two ranks, a tower each, against one rank with both towers",
-        {name: Way(partial(seconds, run, steps)) for name, run in runs.items()},
+        {name: Way(partial(figures_of, run, steps)) for name, run in runs.items()},
         (
             Column("step_s", "step, ms", "{:.0f}", 1e3),
             Column("step_s", "÷ single, speed", inverse=True),
@@ -472,7 +472,7 @@ def memory(points: Sequence[int] = (4, 8, 16, 32, 64)) -> Study:
             run = Run(setup, {**fork(), "schedule": schedule})
             against = f"{schedule}, 8" if 8 in points else None
             ways[f"{schedule}, {number}"] = Way(
-                partial(seconds, run, 1), partial(tensors, run), against
+                partial(figures_of, run, 1), partial(tensors, run), against
             )
     return Study(
         "Peak memory against the number of micro-batches",
@@ -513,7 +513,7 @@ def locked(steps: int = 5) -> Study:
         for locking, against in (({}, None), ({"locked": {"image": True}}, name)):
             run = Run(setup, {**block, **locking}, profiled=True)
             ways[f"{name}, locked" if locking else name] = Way(
-                partial(seconds, run, steps, True), partial(tensors, run), against
+                partial(figures_of, run, steps, True), partial(tensors, run), against
             )
     return Study(
         "A locked image tower",
@@ -548,7 +548,7 @@ def prediction(steps: int = 6) -> Study:
                     profiled=True,
                 )
                 ways[f"{name}: {layout}, {schedule}, micro-batches of {size}"] = Way(
-                    partial(seconds, run, steps, True)
+                    partial(figures_of, run, steps, True)
                 )
 
     def notes(seen: Seen) -> Iterator[str]:
@@ -609,7 +609,7 @@ def sleeping(steps: int = 3) -> Study:
         for schedule in ("batch_sync", "replay", *of_merged):
             setup = SleepingSetup(global_batch_size=batch)
             run = Run(setup, {**block, "schedule": schedule}, ranks)
-            ways[f"{name}, {schedule}"] = Way(partial(seconds, run, steps, True))
+            ways[f"{name}, {schedule}"] = Way(partial(figures_of, run, steps, True))
     return Study(
         "Predicted and measured step time of layers that sleep",
         ways,

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from bench.common import BRANCHES, Setup
 from bench.compare import Column, Figures, Seen, Study, Way, main
-from bench.steps import NO_DROPOUT, Run, fork, seconds
+from bench.steps import NO_DROPOUT, Run, figures_of, fork
 from data.batching.branch_cost import BranchCost
 from data.batching.packing import (
     Bounds,
@@ -228,7 +228,7 @@ class TextSetup(Setup):
 
 
 def measure_packing(setup: TextSetup, steps: int) -> Figures:
-    found = seconds(Run(setup, fork()), steps)
+    found = figures_of(Run(setup, fork()), steps)
     number = setup.global_batch_size // setup.micro_batch_size
     shares = [
         padding_share(setup.packing(step, number), padded(setup.tokens(step)))

@@ -65,7 +65,7 @@ def test_a_block_sleeps_in_both_parts_of_its_backward(monkeypatch):
 def test_a_way_runs_on_real_ranks(schedule):
     setup = SleepingSetup(global_batch_size=16, seconds=(0.0, 0.0), num_blocks=(4, 2))
     run = steps.Run(setup, {**steps.merged(2, 1), "schedule": schedule})
-    found = steps.seconds(run, 2, predicts=True)
+    found = steps.figures_of(run, 2, predicts=True)
     assert found["step_s"] > 0 and found["loss"] > 0 and 0 < found["bubble"] < 1
     assert len(found["idle"]) == len(found["predicted_idle"]) == len(found["tower"]) == 2
     assert all(0 < part < 1 for part in found["tower"])
