@@ -1,6 +1,6 @@
-"""Collectives over two nodes: what the planner's model of them says, beside what they take.
+"""Averages and gathers over nodes with slow links: as long as the planner says?
 
-    python bench/collectives.py      as root, on Linux with iproute2; writes bench/out/collectives.md and prints it
+    python bench/collectives.py      as root, on Linux with iproute2; bench/out/collectives.md
 
 Each node is a network namespace of this machine with an interface of limited speed. The ranks
 measure their links as `branches.layout: "auto"` does, then average and gather tensors over groups
@@ -10,41 +10,43 @@ the machine's cores.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # with nodes.py
-OUT = ROOT / "bench" / "out"
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from nodes import lacking, nodes
+from bench.common import free_machine
+from bench.compare import ROOT, Column, Figures, Study, Way, main
+
+if TYPE_CHECKING:
+    from engine.planning.costs import Machine
 
 PORT = 29731
 LIMIT_S = 300.0
+ON_A_RANK = (
+    "import json, sys; from bench.collectives import measure; measure(*json.loads(sys.argv[1]))"
+)
 
 
 def groups_of(num_nodes: int, per_node: int) -> dict[str, list[list[int]]]:
     """Consecutive ranks, as the replicas of a stage are; those of a line work at the same time."""
     world = num_nodes * per_node
+    firsts = range(0, world, per_node)
     return {
         "all ranks": [list(range(world))],
-        "the ranks of each node": [
-            list(range(first, first + per_node)) for first in range(0, world, per_node)
-        ],
+        "the ranks of each node": [list(range(first, first + per_node)) for first in firsts],
         "one of the first node, all of the others": [list(range(per_node - 1, world))],
         "one of each node, as many groups": [
-            [rank + node * per_node for node in range(num_nodes)] for rank in range(per_node)
+            list(range(rank, world, per_node)) for rank in range(per_node)
         ],
     }
 
@@ -52,69 +54,55 @@ def groups_of(num_nodes: int, per_node: int) -> dict[str, list[list[int]]]:
 # -- on each rank
 
 
-def measure(options: argparse.Namespace) -> None:
-    """Prints, on rank 0, what was measured as JSON."""
+def measure(master: str, rank: int, nodes: int, per_node: int, name: str, num_bytes: int) -> None:
+    """Prints, on rank 0, the figures as JSON."""
     import torch
     import torch.distributed as dist
 
-    from bench.common import free_machine
     from engine.planning.profile_layers import Together
     from engine.planning.profile_machine import with_links
     from engine.processes.places import Places
 
     torch.set_num_threads(1)
-    world = options.nodes * options.ranks
     dist.init_process_group(
         "gloo",
-        init_method=f"tcp://{options.master}:{PORT}",
-        rank=options.rank,
-        world_size=world,
+        init_method=f"tcp://{master}:{PORT}",
+        rank=rank,
+        world_size=nodes * per_node,
         timeout=timedelta(seconds=LIMIT_S),
     )
     device = torch.device("cpu")
-    free = free_machine("namespaces", 1e15)
-    nodes = tuple(rank // options.ranks for rank in range(world))
-    places = replace(Places.together(world), nodes=nodes)
-    machine = with_links(free, device, Together(device, places))
-    rows = []
-    for name, members in groups_of(options.nodes, options.ranks).items():
-        made = [dist.new_group(ranks) for ranks in members]
-        own = next((g for g, ranks in zip(made, members) if options.rank in ranks), None)
-        # not consecutive, so no stage's replicas: each hop is between nodes, at one rank's share
-        ring = machine.ring(members[0]) if _consecutive(members[0]) else None
-        for mebibytes in options.mebibytes:
-            num_bytes = mebibytes * 2**20
-            seconds = [
-                _seconds(own, len(members[0]), num_bytes // 4) for _ in range(options.rounds + 1)
-            ][1:]
-            averages, gathers = (sorted(each) for each in zip(*seconds))
-            if ring is None:
-                once = (len(members[0]) - 1) * (
-                    machine.node_latency_s + num_bytes / len(members[0]) / machine.node_bytes_per_s
-                ) + num_bytes * machine.collective_s_per_byte
-            else:
-                once = ring.seconds(num_bytes)
-            for kind, predicted, measured in (
-                ("all-reduce", 2 * once, averages),
-                ("all-gather", once, gathers),
-            ):
-                rows.append(
-                    {
-                        "group": name,
-                        "kind": kind,
-                        "mebibytes": mebibytes,
-                        "predicted_s": predicted,
-                        "measured_s": measured,
-                    }
-                )
-    if options.rank == 0:
-        print(json.dumps({"machine": vars(machine), "rows": rows}))
+    places = Places.together(nodes * per_node)
+    places = replace(places, nodes=tuple(r // per_node for r in range(nodes * per_node)))
+    machine = with_links(free_machine("namespaces", 1e15), device, Together(device, places))
+    members = groups_of(nodes, per_node)[name]
+    made = [dist.new_group(ranks) for ranks in members]
+    own = next((group for group, ranks in zip(made, members) if rank in ranks), None)
+    for _ in range(2):  # the first does not count
+        average_s, gather_s = _seconds(own, len(members[0]), num_bytes // 4)
+    once_s = _predicted(machine, members[0], num_bytes)
+    if rank == 0:
+        found = {
+            "average_s": average_s,
+            "gather_s": gather_s,
+            "predicted_average_s": 2 * once_s,
+            "predicted_gather_s": once_s,
+            "average_ratio": 2 * once_s / average_s,
+            "gather_ratio": once_s / gather_s,
+            "between_mb": machine.node_bytes_per_s / 1e6,
+            "within_mb": machine.link_bytes_per_s / 1e6,
+        }
+        print(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _consecutive(ranks: Sequence[int]) -> bool:
-    return list(ranks) == list(range(ranks[0], ranks[-1] + 1))
+def _predicted(machine: Machine, ranks: list[int], num_bytes: int) -> float:
+    if ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return machine.ring(ranks).seconds(num_bytes)
+    # no stage's replicas: each hop is between nodes, at one rank's share
+    hop_s = machine.node_latency_s + num_bytes / len(ranks) / machine.node_bytes_per_s
+    return (len(ranks) - 1) * hop_s + num_bytes * machine.collective_s_per_byte
 
 
 def _seconds(group: Any, size: int, numel: int) -> tuple[float, float]:
@@ -142,19 +130,21 @@ def _seconds(group: Any, size: int, numel: int) -> tuple[float, float]:
 # -- the nodes
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
-    given = [f"--{key}={getattr(options, key)}" for key in ("nodes", "ranks", "rounds")]
-    given += ["--mebibytes", *map(str, options.mebibytes)]
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "eth0", "OMP_NUM_THREADS": "1"}
-    environment["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # the addresses have no names
-    with nodes(options.nodes, options.megabits) as made, ExitStack() as undo:
+def on_nodes(count: int, per_node: int, megabits: int, name: str, num_bytes: int) -> Figures:
+    from nodes import nodes
+
+    environment = os.environ | {
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # the addresses have no names
+    }
+    with nodes(count, megabits) as made, ExitStack() as undo:
         ranks = []
-        for rank in range(options.nodes * options.ranks):
+        for rank in range(count * per_node):
+            given = json.dumps([made[0].address, rank, count, per_node, name, num_bytes])
             started = subprocess.Popen(
-                made[rank // options.ranks].command(
-                    *[sys.executable, __file__, *given, "--rank", str(rank)],
-                    *["--master", made[0].address],
-                ),
+                made[rank // per_node].command(sys.executable, "-c", ON_A_RANK, given),
                 env=environment,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -162,55 +152,41 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             undo.callback(started.kill)
             ranks.append(started)
         printed = ranks[0].communicate(timeout=LIMIT_S)[0]
-        failed = [r for r, process in enumerate(ranks) if process.wait(timeout=30)]
+        failed = [rank for rank, process in enumerate(ranks) if process.wait(timeout=30)]
     if failed:
-        raise SystemExit(f"ranks {failed} failed; their messages are above")
+        sys.exit(f"ranks {failed} failed; their messages are above")
     return json.loads(printed.splitlines()[-1])
 
 
-def report(found: dict[str, Any], options: argparse.Namespace) -> str:
-    machine = found["machine"]
-    lines = [
-        f"{options.nodes} nodes of {options.ranks} ranks, {options.megabits} Mbit/s each; measured per "
-        f"rank while all send: {machine['node_bytes_per_s'] / 1e6:.1f} MB/s between nodes, "
-        f"{machine['link_bytes_per_s'] / 1e6:.0f} MB/s within; {options.rounds} rounds",
-        "",
-        "| group | what | MiB | predicted | measured, median (least – most) | predicted ÷ measured |",
-        "|---|---|--:|--:|--:|--:|",
-    ]
-    for row in found["rows"]:
-        seconds = row["measured_s"]
-        median = statistics.median(seconds)
-        lines.append(
-            f"| {row['group']} | {row['kind']} | {row['mebibytes']} | {row['predicted_s']:.3f} s | "
-            f"{median:.3f} ({seconds[0]:.3f} – {seconds[-1]:.3f}) s | {row['predicted_s'] / median:.2f} |"
-        )
-    return "\n".join(lines) + "\n"
+def collectives(nodes: int = 2, ranks: int = 4, megabits: int = 400, mebibytes: int = 32) -> Study:
+    """Averages and gathers as long as the planner's model of rings says, which lets a part of a
+    tensor make one hop to each other rank, and the ranks of a node use its network together.
+    --ranks and --megabits: of each node; --mebibytes: of the tensor."""
+    from nodes import lacking
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--ranks", type=int, default=4, help="of each node (default: %(default)s)")
-    parser.add_argument(
-        "--megabits", type=int, default=400, help="per second, of each node (default: %(default)s)"
-    )
-    parser.add_argument("--mebibytes", type=int, nargs="+", default=[4, 32])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--master", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.rank is not None:
-        return measure(options)
     if reason := lacking():
-        raise SystemExit(f"bench/collectives.py {reason}")
-    text = report(run(options), options)
-    OUT.mkdir(exist_ok=True)
-    (OUT / "collectives.md").write_text(text)
-    print(text)
+        sys.exit(f"bench/collectives.py {reason}")
+    return Study(
+        "Collectives over nodes with slow links",
+        {
+            name: Way(partial(on_nodes, nodes, ranks, megabits, name, mebibytes * 2**20))
+            for name in groups_of(nodes, ranks)
+        },
+        (
+            Column("predicted_average_s", "all-reduce, s, predicted", "{:.3f}"),
+            Column("average_s", "measured", "{:.3f}"),
+            Column("average_ratio", "predicted ÷ measured", "{:.2f}"),
+            Column("predicted_gather_s", "all-gather, s, predicted", "{:.3f}"),
+            Column("gather_s", "measured", "{:.3f}"),
+            Column("gather_ratio", "predicted ÷ measured", "{:.2f}"),
+            Column("between_mb", "MB/s of a rank between nodes", "{:.1f}"),
+            Column("within_mb", "within", "{:.0f}"),
+        ),
+        f"{nodes} nodes of {ranks} ranks, {megabits} Mbit/s each, {mebibytes} MiB.",
+    )
 
+
+STUDIES = (collectives,)
 
 if __name__ == "__main__":
-    main()
+    main("bench.collectives")

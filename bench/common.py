@@ -15,19 +15,18 @@ if TYPE_CHECKING:
 
     from engine.config.reading import BranchesBlock
     from engine.executor import ForkEngine
-    from engine.planning.costs import CostModel, Machine
-    from models.towers.layers import Tower
+    from engine.planning.costs import CostModel, LayerCost, Machine
+    from engine.planning.planner import BranchBatch, RunPlan
+    from models.towers.layers import LayerSpec, Tower
 
 BRANCHES = ("image", "text")
-SECONDS_PER_FLOP = (
-    1e-11  # only ratios matter: stages and replicas are given, the costs say where a tower is cut
-)
+# only ratios matter: stages and replicas are given, the costs say where a tower is cut
+SECONDS_PER_FLOP = 1e-11
 TIMEOUT = timedelta(seconds=300)
 
 
 def laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """`below` with what `above` says in its place, object by object; neither is changed by changing
-    it."""
+    """A copy of `below` with what `above` says in its place, object by object."""
     both = {
         key: laid_over(below[key], above[key])
         for key in below.keys() & above.keys()
@@ -37,7 +36,7 @@ def laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, A
 
 
 def free_machine(name: str, flops_per_s: float) -> Machine:
-    """Where nothing but computing takes time."""
+    """A machine on which nothing but computing takes time."""
     from engine.planning.costs import Machine
 
     return Machine(
@@ -59,16 +58,17 @@ def spread(values: Sequence[float], form: str) -> str:
 
 @dataclass(frozen=True)
 class Setup:
-    """What is trained, whatever the strategy."""
+    """What is trained, whatever the strategy. Other towers override `towers`, `costs` and
+    `inputs` (`bench/sleeping.py`), other texts `inputs` and `dealt` (`bench/texts.py`)."""
 
-    image_tower: str
-    image_size: int
-    text_tower: str
-    num_tokens: int
-    vocab_size: int
-    embed_dim: int
-    global_batch_size: int
-    micro_batch_size: int
+    image_tower: str = ""
+    image_size: int = 0
+    text_tower: str = ""
+    num_tokens: int = 0
+    vocab_size: int = 0
+    embed_dim: int = 128
+    global_batch_size: int = 64
+    micro_batch_size: int = 16
     lr: float = 1e-4
     weight_decay: float = 0.01
     max_grad_norm: float = 1.0  # of each group: image, text, head
@@ -92,6 +92,51 @@ class Setup:
         )
         return {tower.branch: tower for tower in towers}
 
+    @property
+    def costs(self) -> CostModel:
+        """Time in proportion to counted FLOPs, nothing else costs anything: enough to cut towers
+        for a layout that is given."""
+        from models.towers.building import count_flops, meta_inputs
+
+        return cost_model(
+            self,
+            {
+                branch: [
+                    SECONDS_PER_FLOP * flops / 2
+                    for flops in count_flops(tower, meta_inputs(tower, 2))
+                ]
+                for branch, tower in self.towers.items()
+            },
+            backward=2.0,
+        )
+
+    def inputs(self, branch: str, indices: Sequence[int]) -> dict[str, Tensor]:
+        """What the first layer of a branch reads of these samples of the data set."""
+        import torch
+
+        drawn = []
+        for index in indices:
+            generator = torch.Generator().manual_seed(2 * index + (branch == "text"))
+            if branch == "image":
+                size = (3, self.image_size, self.image_size)
+                drawn.append(torch.randn(size, generator=generator))
+            else:
+                tokens = torch.randint(5, self.vocab_size, (self.num_tokens,), generator=generator)
+                tokens[-1] = 2  # the token that ends a text
+                drawn.append(tokens)
+        stacked = torch.stack(drawn)
+        if branch == "image":
+            return {"pixel_values": stacked}
+        return {"input_ids": stacked, "attention_mask": torch.ones_like(stacked)}
+
+    def dealt(self, branch: str, step: int, batch: BranchBatch) -> Sequence[Sequence[Tensor]]:
+        """By replica and micro-batch, the places in the global batch."""
+        import torch
+
+        return torch.arange(self.global_batch_size).view(
+            batch.replicas, batch.num_micro_batches, batch.micro_batch_size
+        )
+
     def describe(self) -> str:
         millions = ", ".join(
             f"{b} {t.num_parameters / 1e6:.1f} M parameters" for b, t in self.towers.items()
@@ -100,61 +145,38 @@ class Setup:
             f"`{self.image_tower}` at {self.image_size} pixels and `{self.text_tower}` at "
             f"{self.num_tokens} tokens of {self.vocab_size:,} ({millions}), embeddings of "
             f"{self.embed_dim}, global batch {self.global_batch_size}, micro-batches of "
-            f"{self.micro_batch_size}, AdamW, fp32, one thread per rank"
+            f"{self.micro_batch_size}, AdamW, fp32, one thread per rank."
         )
 
 
 def samples(setup: Setup, branch: str, step: int, positions: Tensor) -> dict[str, Tensor]:
     """The samples at `positions` of the global batch of `step`, with the labels that the engine
     wants. The same on every rank."""
-    import torch
-
-    batch = step % setup.num_batches
-    drawn = [_sample(setup, branch, batch * setup.global_batch_size + int(p)) for p in positions]
-    labels = {
+    indices = positions + step % setup.num_batches * setup.global_batch_size
+    return {
+        **setup.inputs(branch, indices.tolist()),
         f"{branch}_position": positions,
-        f"{branch}_index": positions + batch * setup.global_batch_size,
+        f"{branch}_index": indices,
     }
-    if branch == "image":
-        return {"pixel_values": torch.stack(drawn), **labels}
-    tokens = torch.stack(drawn)
-    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), **labels}
 
 
-def _sample(setup: Setup, branch: str, index: int) -> Tensor:
-    import torch
-
-    generator = torch.Generator().manual_seed(2 * index + (branch == "text"))
-    if branch == "image":
-        return torch.randn(3, setup.image_size, setup.image_size, generator=generator)
-    tokens = torch.randint(5, setup.vocab_size, (setup.num_tokens,), generator=generator)
-    tokens[-1] = 2  # the token that ends a text
-    return tokens
-
-
-def cost_model(towers: Mapping[str, Tower], embed_dim: int) -> CostModel:
-    """Time in proportion to counted FLOPs, nothing else costs anything: enough to cut towers for a
-    layout that is given."""
+def cost_model(
+    setup: Setup, forward_s: Mapping[str, Sequence[float]], backward: float
+) -> CostModel:
+    """What is known of the layers is the seconds of a forward of one sample; a backward takes
+    `backward` times as long."""
     from engine.planning.costs import CostModel, Curve, LayerCost, StateBytes
-    from models.towers.building import count_flops, meta_inputs
 
-    def costs(tower: Tower) -> list[LayerCost]:
-        seconds = [
-            SECONDS_PER_FLOP * flops / 2 for flops in count_flops(tower, meta_inputs(tower, 2))
-        ]
-        return [
-            LayerCost(
-                spec.name,
-                spec.num_parameters,
-                *(Curve((1,), (value,)) for value in (s, 2 * s, 0.0, 0.0)),
-            )
-            for spec, s in zip(tower.specs, seconds)
-        ]
+    def of(spec: LayerSpec, seconds: float) -> LayerCost:
+        curves = (Curve((1, 2), (s, 2 * s)) for s in (seconds, backward * seconds, 0.0, 0.0))
+        return LayerCost(spec.name, spec.num_parameters, *curves)
 
+    layers = {
+        branch: [of(*layer) for layer in zip(tower.specs, forward_s[branch], strict=True)]
+        for branch, tower in setup.towers.items()
+    }
     machine = free_machine("bench", 1 / SECONDS_PER_FLOP)
-    return CostModel(
-        {b: costs(t) for b, t in towers.items()}, machine, StateBytes(8, 12, 4), embed_dim
-    )
+    return CostModel(layers, machine, StateBytes(8, 12, 4), setup.embed_dim)
 
 
 def configuration(
@@ -190,26 +212,37 @@ def configuration(
     )
 
 
+def plan_of(
+    setup: Setup,
+    branches: Mapping[str, Any],
+    ranks: int,
+    costs: CostModel | None = None,
+    deepspeed: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[dict[str, Any], RunPlan]:
+    """The configuration and its plan; the towers are cut by `costs`, or by the setup's own."""
+    from engine.planning.planner import plan_run
+
+    config, block = configuration(setup, branches, deepspeed)
+    return config, plan_run(config, block, ranks, costs or setup.costs)
+
+
 def make_engine(
     setup: Setup,
     branches: Mapping[str, Any],
     costs: CostModel | None = None,
     deepspeed: Mapping[str, Any] = MappingProxyType({}),
 ) -> ForkEngine:
-    """This rank's engine. The towers are cut by `costs`, or by counted operations."""
+    """This rank's engine."""
     import torch.distributed as dist
 
     from engine.build import build_engine
-    from engine.planning.planner import plan_run
     from launch.objective import objective_of, pairs_of
     from models.losses import InfoNCE
 
-    config, block = configuration(setup, branches, deepspeed)
+    config, plan = plan_of(setup, branches, dist.get_world_size(), costs, deepspeed)
     towers = setup.towers
     return build_engine(
-        plan_run(
-            config, block, dist.get_world_size(), costs or cost_model(towers, setup.embed_dim)
-        ),
+        plan,
         config,
         layers={b: t.specs for b, t in towers.items()},
         build_layer=lambda spec: spec.build(setup.seed),
@@ -226,16 +259,11 @@ def micro_batches(
 ) -> Iterator[dict[str, Tensor]] | None:
     """What the loader of this rank yields for one step: each micro-batch is made when it is asked
     for."""
-    import torch
-
     branches = engine.place.loads
     if not branches:
         return None
-    deal = engine.batches[branches[0]]
-    places = torch.arange(setup.global_batch_size).view(
-        deal.replicas, deal.num_micro_batches, deal.micro_batch_size
-    )[engine.replica]
+    places = [setup.dealt(b, step, engine.batches[b])[engine.replica] for b in branches]
     return (
-        {name: t for b in branches for name, t in samples(setup, b, step, p).items()}
-        for p in places
+        {n: t for b, p in zip(branches, own) for n, t in samples(setup, b, step, p).items()}
+        for own in zip(*places)
     )

@@ -114,7 +114,10 @@ def measure(spec: str, folder: str, modality: str, with_torch: bool) -> dict[str
             request.index.tolist()
             for request in requests(replica=replica, start_step=start, stop_step=stop)
         ]
-        return [(source.captions(i), source.content_hash(i), source.where(i)) for i in numbers[0]]
+        return [
+            (source.captions(i), source.content_hash(modality, i), source.where(i))
+            for i in numbers[0]
+        ]
 
     stages, seconds = {"imported": memory()}, [time.perf_counter()]
     source = open_source(spec, pairs(modality), folder=Path(folder) / "index")

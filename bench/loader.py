@@ -74,7 +74,7 @@ def make_images(folder: Path, samples: int) -> Iterator[tuple[str, bytes, str]]:
             side, *place = generator.integers(
                 (120, 0, 0), (360, WIDTH - 120, HEIGHT - 120)
             ).tolist()
-            drawn = upright_8bit(decode_bytes(demo.image_bytes(each))).convert("RGBA")
+            drawn = upright_8bit(decode_bytes(demo.value("image", each))).convert("RGBA")
             drawn = drawn.resize((side, side), Image.Resampling.LANCZOS)
             image.paste(drawn, tuple(place), drawn)
         noisy = np.asarray(image) + generator.normal(0, 8, (HEIGHT, WIDTH, 1))
@@ -246,7 +246,7 @@ def ours(loader: str, medium: str, folder: Path, workers: int, pin: bool) -> Ite
     cache = SampleCache(folder / "cache") if loader.startswith("cached") else None
     source, dataset = opened(medium, spec, cache)
     for i in range(len(source)) if cache is not None else ():
-        source.content_hash(i)  # what the index of a data set holds, made beforehand
+        source.content_hash(medium, i)  # what the index of a data set holds, made beforehand
     order = GlobalOrder(len(source), BATCH_SIZE, seed=0)
     batches = Batches(order, np.arange(len(source)), [Setting(0, {medium: 1})])
     requests = batches.requests(medium, 0, 1, 0, EPOCHS * order.steps_per_epoch)

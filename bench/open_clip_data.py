@@ -56,7 +56,7 @@ def prepare_data(folder: Path, language: str) -> None:
 
     source = open_source(f"demo:{language}")
     every = map(int, source.usable())
-    samples = ((source.identity(i), source.image_bytes(i), source.captions(i)[0]) for i in every)
+    samples = ((source.identity(i), source.value("image", i), source.captions(i)[0]) for i in every)
     partial = folder.with_name(f"{folder.name}.partial")  # an interruption leaves no half of a set
     shutil.rmtree(partial, ignore_errors=True)
     write_samples(partial, samples, folder)

@@ -151,7 +151,7 @@ def _tile(source: Source, i: int) -> Image.Image:
     has_sound = source.column("audio_seconds")[i] > 0
     sides = (TILE, TILE // 2 if has_sound else TILE)
     try:
-        found = upright_8bit(decode_bytes(source.image_bytes(i), at_least=sides)).convert("RGBA")
+        found = upright_8bit(decode_bytes(source.value("image", i), at_least=sides)).convert("RGBA")
         shown = [ImageOps.contain(found, sides)]
     except Absent:
         if not has_sound:

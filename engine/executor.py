@@ -12,14 +12,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import math
-import resource
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe import schedule as ds_schedule
@@ -28,14 +25,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from engine.communication import Communicator, Signature, existing, gradients_of, signature_of
-from engine.json_messages import from_all_ranks, to_first_rank
-from engine.loss.exchange import MAX_WEIGHT, Side, gather, meet
+from engine.evaluation import Measure, PairTotals, compare_held_out
+from engine.json_messages import to_first_rank
+from engine.loss.exchange import MAX_WEIGHT
 from engine.loss.matching import Scoring
 from engine.loss.tail_loss import TailLoss
+from engine.meter import StepMeter
 from engine.module import Outline, StageModule, layer_seed
-from engine.objective import Objective, links_of
+from engine.objective import Objective
 from engine.optimizer.averaging import AverageBlock, WeightAverage
-from engine.optimizer.bad_steps import BadStep, bad_step, is_loss_scale_search, seen_by
 from engine.optimizer.classes import make_schedule
 from engine.optimizer.clipping import GroupedClipping
 from engine.optimizer.clipping_rules import ClippingRule
@@ -64,8 +62,8 @@ from engine.schedule import (
     exact_schedules,
     receives_to_post,
 )
-from engine.step_metrics import RankNumbers, StepMetrics, losses_of, losses_of_sources
-from engine.streams import DeviceCopies, runs_behind
+from engine.step_metrics import StepMetrics
+from engine.streams import DeviceCopies
 from engine.topology import StageGraph
 from engine.trace import Span
 
@@ -143,7 +141,15 @@ class ForkEngine(PipelineEngine):
         # else DeepSpeed averages behind the last backward
         early = self.place.replicas > 1 and averages_early(config)
         self._gradient_averages = self._make_gradient_averages() if early else None
-        self.bad_steps_in_a_row = 0
+        self.meter = StepMeter(
+            comm,
+            module,
+            self.tail_loss,
+            self.clipping,
+            self.optimizer,
+            optimizer_groups,
+            base_lr=(self.optimizer_params() or {}).get("lr"),
+        )
         self._setup, self._from_bytes = setup, dict(from_bytes or {})
         self._activity = (BUILDING, 0)  # and the step
         self._running: tuple[StageSchedule, ds_schedule.PipeInstruction] | None = None
@@ -157,7 +163,6 @@ class ForkEngine(PipelineEngine):
         self.instruction_seconds: dict[str, float] = defaultdict(
             float
         )  # by instruction, over all steps so far
-        self._sent_bytes_before = 0.0
         self._outline = Outline(module.templates, self.get_data_types()[0])
         self._reset_buffers()
         self._ready = True
@@ -309,7 +314,16 @@ class ForkEngine(PipelineEngine):
         self.recorder.finish()
         for name, seconds in self.recorder.seconds().items():
             self.instruction_seconds[name] += seconds
-        metrics = self._step_metrics(stop_requested, counts())
+        metrics = self.meter.read(
+            step_applied=self._step_applied,
+            skipped_steps=self.skipped_steps,
+            num_steps=self.global_steps,
+            lr=self._lr,
+            loss_scale=self._loss_scale(),
+            data_wait_s=self._data_wait_s,
+            stop_requested=stop_requested,
+            counts=counts(),
+        )
         self._num_steps_done += 1
         return metrics
 
@@ -445,7 +459,7 @@ class ForkEngine(PipelineEngine):
         scaler = getattr(self.optimizer, "loss_scaler", None)
         return {
             "counters": {name: getattr(self, name) for name in _COUNTERS},
-            "bad_steps_in_a_row": self.bad_steps_in_a_row,
+            "bad_steps_in_a_row": self.meter.bad_steps_in_a_row,
             "clipping": self.clipping.state_dict(),
             "num_averaged": self.average.num_updates if self.average else 0,
             "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else {},
@@ -459,9 +473,7 @@ class ForkEngine(PipelineEngine):
         of the two precisions has is left as it is."""
         for name in _COUNTERS:
             setattr(self, name, progress["counters"][name])
-        # what earlier processes sent is no next step's
-        self._sent_bytes_before = self.comm.sent_bytes + self._reduced_bytes()
-        self.bad_steps_in_a_row = progress["bad_steps_in_a_row"]
+        self.meter.begin(self.global_steps, progress["bad_steps_in_a_row"])
         self.clipping.load_state_dict(progress["clipping"])
         if self.average:
             self.average.num_updates = progress["num_averaged"]
@@ -698,7 +710,7 @@ class ForkEngine(PipelineEngine):
         data_iter: Iterator[dict[str, Tensor]] | None,
         num_micro_batches: int,
         num_samples: int,
-        measure: Callable[..., Tensor],
+        measure: Measure,
     ) -> dict[str, PairTotals]:
         """Run a held-out set of `num_samples` through the stages and measure both directions of
         every two branches, also of those without a loss, on every rank: by the names of
@@ -716,187 +728,12 @@ class ForkEngine(PipelineEngine):
         self._reset_buffers()
         self._exec_schedule(ForwardOnly(self.place, num_micro_batches))
         self.comm.drain()
-        arrived = None
+        own = {}
         if self.place.is_tail:
             own = self.tail_loss.own_rows([self._outputs[m] for m in sorted(self._outputs)])
-            counts = {
-                branch: self.comm.gather_counts(len(rows.position)) for branch, rows in own.items()
-            }
-            links = links_of(self.objective.comparisons)
-            arrived = gather(
-                self.comm,
-                self.objective,
-                own,
-                counts=counts,
-                num_samples=num_samples,
-                rows_per_sample={},
-                num_rows={},
-                links=links,
-            )
-        totals = {}
-        for pair in self.objective.comparisons:
-            meeting = (
-                meet(arrived, pair, alone=len(self.objective.pairs) == 1)
-                if arrived is not None and set(pair.branches) & set(arrived.own)
-                else None
-            )
-            directions = {}
-            for branch, other in (pair.branches, pair.branches[::-1]):
-                if meeting is not None and branch in meeting.own:
-                    sides, mine = meeting.everyone, meeting.own[branch].position
-                else:
-                    mine = torch.zeros(0, dtype=torch.int64, device=self.device)
-                    blank = torch.zeros(0, self.tail_loss.embed_dim, device=self.device)
-                    sides = dict.fromkeys(pair.branches, Side(blank, mine, weight=None))
-                part = measure(sides, branch, mine)
-                directions[f"{branch}_to_{other}"] = self.comm.sum_over(part)
-            speaks = self.comm.rank == self.graph.tail(pair.first).ranks[0]
-            counted = [0.0, 0.0]
-            if meeting is not None and speaks:
-                counted = [float(meeting.num_rows), float(meeting.num_misaligned)]
-            number, misaligned = self.comm.sum_over(
-                torch.tensor(counted, device=self.device)
-            ).tolist()
-            if misaligned:
-                raise RuntimeError(
-                    f"the {' and '.join(pair.branches)} branches disagree about {int(misaligned)} "
-                    f"of {num_samples} held-out samples; each must load a row for every one of them"
-                )
-            totals[pair.name] = PairTotals(directions, int(number))
+        totals = compare_held_out(self.comm, own, num_samples, self.tail_loss.embed_dim, measure)
         self._reset_buffers()
         return totals
-
-    # -- metrics
-
-    def _step_metrics(self, stop_requested: bool, counts: Mapping[str, float]) -> StepMetrics:
-        """Gather the numbers of one step from the ranks that have them: each is given by one rank,
-        zeros by the others."""
-        sent_bytes = self.comm.sent_bytes + self._reduced_bytes()
-        totals = self.comm.sum_parts(
-            {
-                **self.tail_loss.sums.reported(),
-                "groups": self.clipping.reported(self._step_applied),
-                "sums": [float(stop_requested), sent_bytes - self._sent_bytes_before],
-                "counts": list(counts.values()),
-                "ranks": self._numbers_of_rank().between_zeros(
-                    self.comm.rank, self.graph.world_size
-                ),
-            }
-        )
-        self._sent_bytes_before = sent_bytes
-        (loss,), (stopping, sent) = totals["loss"], totals["sums"]
-        self._refuse_misaligned(int(totals["misaligned"][0]))
-        bad = self._seen_in_bad_step(loss)
-        ranks = self._without_waits(RankNumbers.of_sum(totals["ranks"]))
-        busy_s = self._by_stage(ranks.busy_s)
-        loads = {stage.name for stage in self.graph.stages if stage.loads}
-        pairs = self.objective.pairs
-        scalars = [tensor for pair in pairs for tensor in pair.scalars.values()]
-        norms, coefficients, shares = (
-            dict(zip(self.clipping.rules, totals["groups"][i::3])) for i in range(3)
-        )
-        return StepMetrics(
-            loss=loss,
-            scalars=dict(map(_readable, scalars, totals["scalars"])),
-            grad_norm=norms,
-            clip_coefficient=coefficients,
-            clipped_share=shares,
-            lr=self._lr[None],
-            group_lr=self.optimizer_groups.rates(
-                self._lr, (self.optimizer_params() or {}).get("lr")
-            ),
-            step_applied=self._step_applied,
-            skipped_steps=self.skipped_steps,
-            bad_step=bad,
-            bad_steps_in_a_row=self.bad_steps_in_a_row,
-            loss_scale=self._loss_scale(),
-            stop_requested=stopping > 0,
-            idle={name: max(0.0, 1 - s / max(ranks.step_s)) for name, s in busy_s.items()},
-            busy_s=busy_s,
-            data_wait_s={
-                name: s for name, s in self._by_stage(ranks.data_wait_s).items() if name in loads
-            },
-            sent_bytes=int(sent),
-            peak_memory_bytes=int(max(ranks.peak_bytes)),
-            left_out={pair.name: int(n) for pair, n in zip(pairs, totals["left_out"])},
-            duplicates={pair.name: int(n) for pair, n in zip(pairs, totals["duplicates"])},
-            counts=dict(zip(counts, totals["counts"])),
-            sources=losses_of_sources(
-                self.objective,
-                totals["source_shares"],
-                totals["source_samples"],
-                self.tail_loss.weights,
-            ),
-            losses=losses_of(self.objective, totals["losses"], self.tail_loss.weights),
-            rank_memory_bytes=tuple(map(int, ranks.peak_bytes)),
-            rank_busy_s=tuple(ranks.busy_s),
-            slowest_step_s=max(ranks.step_s),
-        )
-
-    def _refuse_misaligned(self, number: int) -> None:
-        if number:
-            raise RuntimeError(
-                f"the {' and '.join(self.objective.names)} branches disagree about {number} "
-                "samples of this batch; all must be given the same samples at the same positions "
-                "(data order, seed and number of samples must be equal on all ranks)"
-            )
-
-    def _seen_in_bad_step(self, loss: float) -> BadStep | None:
-        """What the step was made of, where its loss or a gradient was not finite; counts such steps
-        in a row. All ranks call it together."""
-        bad = None
-        if not self._step_applied and not is_loss_scale_search(self.optimizer, loss):
-            seen = seen_by(self.tail_loss.sums.given)
-            bad = bad_step(from_all_ranks(seen), self.objective.names)
-        if self._step_applied:
-            self.bad_steps_in_a_row = 0
-        else:
-            self.bad_steps_in_a_row += bad is not None
-        return bad
-
-    def _numbers_of_rank(self) -> RankNumbers:
-        return RankNumbers(
-            busy_s=[self.recorder.busy_s()],
-            step_s=[self.recorder.step_s],
-            ready_s=[self.recorder.start_of("OptimizerStep")],
-            peak_bytes=[float(peak_memory_bytes(self.device))],
-            data_wait_s=[self._data_wait_s],
-        )
-
-    def _without_waits(self, ranks: RankNumbers) -> RankNumbers:
-        """With ZeRO-1 and in half precision DeepSpeed asks all ranks whether a gradient is not
-        finite before any of them steps; the recorder sees no wait in that, since the collective is
-        not ours."""
-        if not self.clipping.partitioned:
-            return ranks
-        waited_s = [max(ranks.ready_s) - ready for ready in ranks.ready_s]
-        self.recorder.add_wait("OptimizerStep", waited_s[self.comm.rank])
-        busy_s = [max(0.0, busy - waited) for busy, waited in zip(ranks.busy_s, waited_s)]
-        return ranks._replace(busy_s=busy_s)
-
-    def _by_stage(self, values: Sequence[float]) -> dict[str, float]:
-        """The mean of the replicas of each stage; `values`: by rank."""
-        return {
-            stage.name: sum(values[rank] for rank in stage.ranks) / stage.replicas
-            for stage in self.graph.stages
-        }
-
-    def _reduced_bytes(self) -> float:
-        """What DeepSpeed has sent so far to average this stage's gradients and, under ZeRO-1, to
-        hand the new weights round."""
-        replicas = self.place.replicas
-        weights = sum(
-            p.numel() * p.element_size() for p in self.module.parameters() if p.requires_grad
-        )
-        gradients = (
-            2 * weights if isinstance(self.optimizer, BF16_Optimizer) else weights
-        )  # those are fp32
-        return (
-            self.global_steps
-            * (replicas - 1)
-            / replicas
-            * (2 * gradients + (weights if self.clipping.partitioned else 0))
-        )
 
     def gather_trace(self) -> list[tuple[str, list[Span]]] | None:
         """On rank 0: (who, spans of the last step) of every rank. All ranks call it together."""
@@ -921,23 +758,6 @@ class ForkEngine(PipelineEngine):
     }
 
 
-class PairTotals(NamedTuple):
-    """What `ForkEngine.evaluate` measured of one pair."""
-
-    directions: dict[
-        str, Tensor
-    ]  # such as image_to_text and text_to_image: what `measure` returned, summed over all rows
-    num_samples: int  # that have both halves
-
-
-def _readable(name: str, value: float) -> tuple[str, float]:
-    """A learned scalar as it is logged: a scale as its exponential, at most 100 as the losses use
-    it."""
-    if name.endswith("logit_scale"):
-        return f"{name}_exp", math.exp(min(value, math.log(100.0)))
-    return name, value
-
-
 def _optimizer_group(setting: Setting, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
     """A parameter group as optimizers take it."""
     decay = {} if setting.weight_decay is None else {"weight_decay": setting.weight_decay}
@@ -954,10 +774,3 @@ def _check_weights(loaded: Mapping[str, Tensor], branches: Sequence[str]) -> Non
                 f"{weight.max()}; weights are int64 from 0 to {MAX_WEIGHT}: millionths, so give "
                 "1,000,000 for a weight of 1"
             )
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """The most this rank has held so far: tensors on its GPU; on a CPU all of the process."""
-    if runs_behind(device):
-        return get_accelerator().max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -27,8 +27,8 @@ class Palettes:
         return len(self.emoji)
 
     def __getitem__(self, i):
-        image = self.emoji.image_bytes(
-            i
+        image = self.emoji.value(
+            "image", i
         )  # encoded; a path, a PIL image or an array [H, W, 3] will do too
         item = {"id": self.emoji.identity(i), "image": image, "text": self.emoji.captions(i)}
         if i % 3:

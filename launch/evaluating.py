@@ -13,7 +13,8 @@ from torch import Tensor
 from data.batching.requests import evaluation_requests
 from data.prepare import HeldOut
 from data.progress import Bar, progress_bar
-from engine.executor import ForkEngine, PairTotals
+from engine.evaluation import PairTotals
+from engine.executor import ForkEngine
 from engine.json_messages import from_first_rank
 from launch.feeding import Feeding
 from launch.journal import Journal

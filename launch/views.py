@@ -81,11 +81,11 @@ class ImageView(View):
 
     @classmethod
     def of(cls, source: Source, i: int) -> Self:
-        return cls(source.image_bytes(i))
+        return cls(source.value("image", i))
 
     @staticmethod
     def content(source: Source, i: int) -> str:
-        return source.content_hash(i).hex()
+        return source.content_hash("image", i).hex()
 
     def decode(self) -> np.ndarray:
         """[h, w, 3] uint8"""

@@ -15,10 +15,10 @@ class NamesItsReaders:
     def __len__(self) -> int:
         return len(self.source)
 
-    def image_bytes(self, i: int) -> bytes:
+    def value(self, modality: str, i: int) -> bytes:
         with self.file.open("a") as pids:
             pids.write(f"{os.getpid()}\n")
-        return self.source.image_bytes(i)
+        return self.source.value(modality, i)
 
-    def content_hash(self, i: int) -> bytes:
-        return self.source.content_hash(i)
+    def content_hash(self, modality: str, i: int) -> bytes:
+        return self.source.content_hash(modality, i)

@@ -245,7 +245,7 @@ def write_pairs(folder: Path, number: int, languages: str = "en") -> str:
     (folder / "images").mkdir(parents=True)
     with (folder / "pairs.jsonl").open("w", encoding="utf-8") as lines:
         for i in range(0, len(demo), len(demo) // number)[:number]:
-            (folder / "images" / f"{i}.png").write_bytes(demo.image_bytes(i))
+            (folder / "images" / f"{i}.png").write_bytes(demo.value("image", i))
             lines.write(
                 json.dumps(
                     {

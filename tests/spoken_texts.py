@@ -13,5 +13,5 @@ class Spoken:
         return 240
 
     def __getitem__(self, i):
-        item = {"image": self.emoji.image_bytes(i), "text": self.emoji.captions(i)[0]}
+        item = {"image": self.emoji.value("image", i), "text": self.emoji.captions(i)[0]}
         return item | ({"language": i % 3} if i % 4 else {})

@@ -60,7 +60,7 @@ def sets(tmp_path):
         for n in range(first, first + 90):
             row = {"id": str(n), "text": demo.captions(n)[0]}
             if name == "pictures" or n % 3:
-                (tmp_path / f"{n}.png").write_bytes(demo.image_bytes(n))
+                (tmp_path / f"{n}.png").write_bytes(demo.value("image", n))
                 row["image_path"] = f"{n}.png"
             if name == "sounds":
                 (tmp_path / f"{n}.wav").write_bytes(wav(tone(0.3 + n % 5 / 10, 200 + 7 * n)))

@@ -42,14 +42,15 @@ class Mixture:
 
     captions = _of_its_source("captions")
     language = _of_its_source("language")
-    image_bytes = _of_its_source("image_bytes")
-    content_hash = _of_its_source("content_hash")
-    audio_hash = _of_its_source("audio_hash")
     where = _of_its_source("where")
 
     def value(self, modality: str, i: int) -> Any:
         _, source, own = self._of(i)
         return source.value(modality, own)
+
+    def content_hash(self, modality: str, i: int) -> bytes:
+        _, source, own = self._of(i)
+        return source.content_hash(modality, own)
 
     def lacking(self, modality: str) -> np.ndarray:
         return np.concatenate([source.lacking(modality) for source in self.sources])

@@ -288,12 +288,12 @@ class _Filling:
         done, bad = Counter[str](), []
         made: list[bytes] = []
         for i in chunk.tolist():
-            key = self.stored.key(self.source.content_hash(i))
+            key = self.stored.key(self.source.content_hash("image", i))
             if self.cache.has(key):
                 done["present"] += 1
                 continue
             try:
-                self.cache.put(key, self.stored(self.source.image_bytes(i)), FILL_S)
+                self.cache.put(key, self.stored(self.source.value("image", i)), FILL_S)
                 made.append(key)
             except BadSample as error:
                 bad.append((i, error.reason, f"{self.source.where(i)}: {error}"))

@@ -51,21 +51,15 @@ class Source(Protocol):
     def language(self, i: int) -> str | int | None:
         """Of the texts, where the data set says it."""
 
-    def image_bytes(self, i: int) -> bytes:
-        """The encoded image. Raises Absent, BadSample."""
-
     def value(self, modality: str, i: int) -> Any:
-        """What the sample holds of another modality; of audio the encoded sound. Raises Absent,
-        BadSample."""
+        """What the sample holds of a modality: the encoded image, the encoded sound, or what a
+        modality of one's own has. Raises Absent, BadSample."""
 
     def lacking(self, modality: str) -> np.ndarray:
         """[N] bool: which usable samples have nothing of a modality."""
 
-    def content_hash(self, i: int) -> bytes:
-        """16 bytes: blake2b of `image_bytes`."""
-
-    def audio_hash(self, i: int) -> bytes:
-        """16 bytes: blake2b of what `value("audio", i)` gives; zeros without a sound."""
+    def content_hash(self, modality: str, i: int) -> bytes:
+        """16 bytes: blake2b of the encoded image or sound; zeros without one."""
 
     def where(self, i: int, modality: str | None = None) -> str:
         """For messages: FILE:LINE, SHARD.tar#member, folder/name.jpg. `modality`: of this one of
@@ -121,9 +115,6 @@ class IndexedSource:
         """The class of the image; None: this kind of data set has no classes of its own."""
         return self.format.label(self.identity(i))
 
-    def image_bytes(self, i: int) -> bytes:
-        return self.value("image", i)
-
     def value(self, modality: str, i: int) -> Any:
         if modality in MEDIA and (code := int(self.column("bad")[i])):
             raise BadSample(REASON_OF_CODE[code], self._detail(i))
@@ -136,7 +127,7 @@ class IndexedSource:
         media = Media(self.index.text(f"{modality}_path", i), offset, size)
         content = self.format.read(modality, self.index.container(i), number, media)
         # a GB/s; bytes of another file would go unnoticed into every cache
-        if content_hash(content) != self._hash(modality, i):
+        if content_hash(content) != self.content_hash(modality, i):
             raise BadSample(
                 "unreadable",
                 f"the {modality} has changed since it was checked; {self.format.when_changed}",
@@ -155,13 +146,7 @@ class IndexedSource:
     def _lacks(self, modality: str, i: int) -> bool:
         return bool(self._lacking(modality, slice(i, i + 1))[0])
 
-    def content_hash(self, i: int) -> bytes:
-        return self._hash("image", i)
-
-    def audio_hash(self, i: int) -> bytes:
-        return self._hash("audio", i)
-
-    def _hash(self, modality: str, i: int) -> bytes:
+    def content_hash(self, modality: str, i: int) -> bytes:
         return self.column(f"{modality}_hash")[i].tobytes()
 
     def where(self, i: int, modality: str | None = None) -> str:

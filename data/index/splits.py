@@ -130,7 +130,7 @@ def _image_keys(source: Source, subset: np.ndarray) -> np.ndarray:
     features = np.stack([column.astype(np.uint64) for column in (*columns, looks)], 1)
     _, alike, count = np.unique(features, axis=0, return_inverse=True, return_counts=True)
     for n in np.flatnonzero((count[alike.reshape(-1)] > 1) & (looks != 0)):
-        each[n] = hash64(pixel_key(decode_bytes(source.image_bytes(int(subset[first[n]])))))
+        each[n] = hash64(pixel_key(decode_bytes(source.value("image", int(subset[first[n]])))))
     return each[of.reshape(-1)]
 
 

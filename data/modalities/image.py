@@ -6,6 +6,7 @@ b: samples of a micro-batch, H, W: the tower's input in pixels, K: patches that 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -65,7 +66,7 @@ class ImageModality(Modality):
                 "pixel_values": stacked(images),
                 **self._kept_patches(request, seed, transform.size),
             },
-            key=keys_of(map(source.content_hash, request.index.tolist())),
+            key=keys_of(map(partial(source.content_hash, "image"), request.index.tolist())),
             counts={"unreadable_pictures": len(loaded.bad)},
         )
 
@@ -90,9 +91,9 @@ class ImageModality(Modality):
         stored under it is made of them."""
         stored = transform.stored
         if self.cache is None:
-            return stored(source.image_bytes(i))
-        key = stored.key(source.content_hash(i))
-        return self.cache.fetch(key, lambda: stored(source.image_bytes(i)))
+            return stored(source.value("image", i))
+        key = stored.key(source.content_hash("image", i))
+        return self.cache.fetch(key, lambda: stored(source.value("image", i)))
 
     def _kept_patches(
         self, request: MicroBatchRequest, seed: int, size: tuple[int, int]

@@ -54,16 +54,11 @@ class OneFile:
     def where(self, i: int, modality: str | None = None) -> str:
         return self.spec
 
-    def image_bytes(self, i: int) -> bytes:
-        return self._data
-
     def value(self, modality: str, i: int) -> bytes:
         return self._data
 
-    def content_hash(self, i: int) -> bytes:
+    def content_hash(self, modality: str, i: int) -> bytes:
         return content_hash(self._data)
-
-    audio_hash = content_hash
 
 
 def read_query(given: str, branches: Sequence[str]) -> Query:

@@ -58,7 +58,7 @@ def emoji_set(demo, tmp_path, write_jsonl):
         for i in range(count):
             path = tmp_path / "a set of emoji" / "images of emoji" / f"{i}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(demo.image_bytes(i))
+            path.write_bytes(demo.value("image", i))
             lines.append(
                 {"image_path": f"images of emoji/{i}.png", "text": texts(demo.captions(i)[0])}
             )

@@ -174,7 +174,7 @@ def test_a_full_cache_and_a_bad_sound_are_what_they_are_without(spoken, tmp_path
     plain, cached = datasets(source, roomy, ())
     features = plain.modalities[0].features
     blank = plain.modalities[0].blank()["input_features"].numpy()
-    roomy.put(source.audio_hash(bad) + f"{features.name}:0".encode(), blank)
+    roomy.put(source.content_hash("audio", bad) + f"{features.name}:0".encode(), blank)
     assert roomy.store()
     request = MicroBatchRequest(0, 0, np.array([0, bad]), np.arange(2), training=False)
     for dataset in (plain, cached):

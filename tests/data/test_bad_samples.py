@@ -36,7 +36,7 @@ for spec in json.loads(sys.argv[1]):
     source = open_source(spec, workers=1)
     for i in range(len(source)):
         try:
-            source.image_bytes(i)
+            source.value("image", i)
         except BadSample:
             pass
 print(json.dumps(sorted(opened)))
@@ -56,11 +56,11 @@ def test_each_bad_sample_gets_its_reason(kind, tmp_path):
             assert (
                 source.captions(i)
                 and all(text.strip() for text in source.captions(i))
-                and source.image_bytes(i)
+                and source.value("image", i)
             )
         else:
             with pytest.raises(BadSample) as error:
-                source.image_bytes(i)
+                source.value("image", i)
             assert CODES[error.value.reason] == source.column("bad")[i] and error.value.detail
         assert str(tmp_path) in source.where(i)
 

@@ -47,9 +47,11 @@ def test_an_array_comes_back_to_the_last_bit(cache, value):
 
 
 def test_the_key_has_content_size_and_version(demo, monkeypatch):
-    keys = {s.key(demo.content_hash(i)) for i in (5, 6) for s in (STORED, Stored((24, 24)))}
+    keys = {
+        s.key(demo.content_hash("image", i)) for i in (5, 6) for s in (STORED, Stored((24, 24)))
+    }
     monkeypatch.setattr("data.modalities.transforms.VERSION", "next")
-    assert len({*keys, STORED.key(demo.content_hash(5))}) == 5
+    assert len({*keys, STORED.key(demo.content_hash("image", 5))}) == 5
 
 
 def test_what_is_stored_is_made_once(cache):
@@ -142,14 +144,14 @@ def spoil_inside(file):
 @pytest.mark.parametrize("spoil", [spoil_head, spoil_tail, spoil_inside])
 def test_a_broken_file_costs_one_warning_and_images_are_decoded(cache, demo, spoil):
     for i in range(50):
-        cache.put(STORED.key(demo.content_hash(i)), STORED(demo.image_bytes(i)))
+        cache.put(STORED.key(demo.content_hash("image", i)), STORED(demo.value("image", i)))
     cache.close(LIMIT_S)
     spoil(cache.folder / FILE)
     with pytest.warns(RuntimeWarning, match="are decoded instead") as warned:
         for i in range(50):
-            key = STORED.key(demo.content_hash(i))
-            found = cache.fetch(key, lambda i=i: STORED(demo.image_bytes(i)))
-            assert np.array_equal(found, STORED(demo.image_bytes(i)))
+            key = STORED.key(demo.content_hash("image", i))
+            found = cache.fetch(key, lambda i=i: STORED(demo.value("image", i)))
+            assert np.array_equal(found, STORED(demo.value("image", i)))
         cache.close(LIMIT_S)
     assert len(warned) == 1
 
@@ -220,8 +222,8 @@ def test_filling_can_be_done_again_and_skips_what_cannot_be_read(emoji_set, cach
     again, _ = fill(source, STORED, cache, workers)
     assert again == {"present": 69, "unreadable": 1}
     for i in (0, 30, 69):
-        found = cache.get(STORED.key(source.content_hash(i)))
-        assert np.array_equal(found, STORED(source.image_bytes(i)))
+        found = cache.get(STORED.key(source.content_hash("image", i)))
+        assert np.array_equal(found, STORED(source.value("image", i)))
 
 
 class Between:
@@ -264,7 +266,9 @@ def test_the_command_says_what_it_did(emoji_set, tmp_path, capsys):
     assert "0 images stored, 40 were there" in capsys.readouterr().out
     cache = SampleCache(folder)
     # what training asks for
-    assert cache.has(TrainTransform((64, 64)).stored.key(open_source(spec).content_hash(3)))
+    assert cache.has(
+        TrainTransform((64, 64)).stored.key(open_source(spec).content_hash("image", 3))
+    )
     cache.close()
     with pytest.warns(RuntimeWarning, match="would pass its limit"):
         assert main([*words[:-2], "--image-size", "32", "--limit", "0.0001"]) == 1

@@ -112,7 +112,7 @@ def test_coco_keeps_all_captions_of_an_image(tmp_path):
     source = open_source(f"coco:{tmp_path / 'val'}:{tmp_path / 'captions.json'}")
     assert identities(source) == ["42"] and source.captions(0) == captions[:-1]
     assert source.unused()["captions without text"][0] == 1
-    assert source.image_bytes(0) == (tmp_path / "val" / "1.jpg").read_bytes()
+    assert source.value("image", 0) == (tmp_path / "val" / "1.jpg").read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_parquet_reads_any_row_in_any_order(tmp_path):
         and source.where(22) == f"{tmp_path}/1.parquet#row 12"
     )
     for i in np.random.default_rng(0).permutation(23).tolist():
-        assert source.image_bytes(i) == images[i]
+        assert source.value("image", i) == images[i]
 
 
 STRING_LISTS = {
@@ -314,15 +314,15 @@ def test_parquet_reads_bytes_or_else_the_path(tmp_path, order, of_polars):
     spec = f"parquet:{folder}/a.parquet"
     source = open_source(spec)
     images = [encoded_image(n) for n in (0, 0, 2, 3)]
-    assert [source.image_bytes(int(i)) for i in source.usable()] == images
+    assert [source.value("image", int(i)) for i in source.usable()] == images
     reasons = ["outside-root", "missing-file", "missing-file", "missing-file"]
     assert [reason for _, _, reason, _ in source.bad_samples()] == reasons
     rooted = open_source(f"{spec}?root={away}")
-    assert rooted.image_bytes(4) == encoded_image(1) and len(rooted.usable()) == 5
+    assert rooted.value("image", 4) == encoded_image(1) and len(rooted.usable()) == 5
     # as long as nothing changes, the index stays; a file that changes is read again
     assert open_source(spec).index.folder == source.index.folder
     (folder / "img" / "0.png").write_bytes(encoded_image(9))
-    assert open_source(spec).image_bytes(1) == encoded_image(9)
+    assert open_source(spec).value("image", 1) == encoded_image(9)
 
 
 @pytest.mark.parametrize("kind", ["string_view", "large_string", "dictionary"])
@@ -332,7 +332,7 @@ def test_parquet_paths_of_any_type(tmp_path, kind):
     table = pa.table({"image_path": paths, "text": ["a", "b"]})
     pq.write_table(table, tmp_path / "a.parquet")
     source = open_source(f"parquet:{tmp_path}/a.parquet")
-    assert source.image_bytes(0) == encoded_image()
+    assert source.value("image", 0) == encoded_image()
     assert [reason for _, _, reason, _ in source.bad_samples()] == ["missing-file"]
 
 
@@ -346,7 +346,7 @@ def test_parquet_without_a_folder_to_look_in_reads_bytes(tmp_path):
         pq.write_table(table, tmp_path / f"{n}" / "a.parquet")
     spec = f"parquet:{tmp_path}/*/a.parquet"
     assert [reason for _, _, reason, _ in open_source(spec).bad_samples()] == ["missing-file"]
-    assert open_source(f"{spec}?root={tmp_path}/1").image_bytes(1) == encoded_image(1)
+    assert open_source(f"{spec}?root={tmp_path}/1").value("image", 1) == encoded_image(1)
 
 
 def test_parquet_ids_of_duckdb_and_pandas(tmp_path):
@@ -375,7 +375,7 @@ def test_parquet_large_row_groups_are_not_kept(tmp_path, monkeypatch):
     images = [encoded_image(n) for n in range(11)]
     pq.write_table(pa.table({"image": images, "text": ["words"] * 11}), tmp_path / "a.parquet")
     source = open_source(f"parquet:{tmp_path}/a.parquet")
-    assert [source.image_bytes(i) for i in (10, 0, 5)] == [images[10], images[0], images[5]]
+    assert [source.value("image", i) for i in (10, 0, 5)] == [images[10], images[0], images[5]]
     assert source.format._kept["image"][1] is None
 
 
@@ -401,7 +401,7 @@ def test_webdataset_reads_every_tar_format(form, tmp_path):
     write_shard(tmp_path / "a.tar", keys, form)
     source = open_source(f"webdataset:{tmp_path}/a.tar")
     assert identities(source) == [f"a.tar/{key}" for key in keys]
-    assert [source.image_bytes(i) for i in (2, 0, 1)] == [
+    assert [source.value("image", i) for i in (2, 0, 1)] == [
         encoded_image(2),
         encoded_image(0),
         encoded_image(1),
@@ -428,7 +428,7 @@ def test_webdataset_finds_what_webdataset_finds(tmp_path):
         sample["__key__"] for sample in theirs
     ]
     assert len(ours) == len(ours.usable()) == 8
-    assert [ours.image_bytes(i) for i in range(8)] == [sample["png"] for sample in theirs]
+    assert [ours.value("image", i) for i in range(8)] == [sample["png"] for sample in theirs]
 
 
 @pytest.mark.parametrize(
@@ -469,7 +469,7 @@ def test_webdataset_uses_or_counts_every_member(tmp_path, names, keys, bad, unus
     assert ", ".join(good) == keys
     for key, i in good.items():
         assert source.captions(i) == [f"words of {key}"]
-        assert source.image_bytes(i) == encoded_image(len(key))
+        assert source.value("image", i) == encoded_image(len(key))
     reasons = {"a": "duplicate-id"}
     assert [(identity, reason) for identity, _, reason, _ in source.bad_samples()] == [
         (f"a.tar/{key}", reasons.get(key, "orphan-member")) for key in bad.split()
@@ -565,8 +565,8 @@ def test_remote_shards_are_copied_once(tmp_path, cache_folder):
         memory.pipe(f"/{tmp_path.name}/{n}.tar", content)
     spec = f"webdataset:memory://{tmp_path.name}/{{0..1}}.tar"
     source = open_source(spec)
-    assert identities(source) == ["0.tar/key0", "1.tar/key1"] and source.image_bytes(
-        1
+    assert identities(source) == ["0.tar/key0", "1.tar/key1"] and source.value(
+        "image", 1
     ) == encoded_image(0)
     assert source.where(0) == f"memory://{tmp_path.name}/0.tar#key0.png"
     memory.rm(f"/{tmp_path.name}", recursive=True)
@@ -613,7 +613,7 @@ def test_remote_parquet_and_file_addresses(tmp_path):
     )
     for where in (f"memory://{tmp_path.name}/a.parquet", f"file://{tmp_path}/a.parquet"):
         source = open_source(f"parquet:{where}")
-        assert identities(source) == ["a.parquet/0"] and source.image_bytes(0) == encoded_image()
+        assert identities(source) == ["a.parquet/0"] and source.value("image", 0) == encoded_image()
     pq.write_table(pa.table({"image_path": ["a.png"], "text": ["words"]}), tmp_path / "b.parquet")
     fsspec.filesystem("memory").pipe(
         f"/{tmp_path.name}/b.parquet", (tmp_path / "b.parquet").read_bytes()

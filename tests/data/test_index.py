@@ -131,7 +131,8 @@ def test_only_shards_that_changed_are_read_again(tmp_path):
         *_of("2", "ab"),
     ]
     assert (
-        source.image_bytes(7) == encoded_image(1) and source.where(7) == f"{tmp_path}/2.tar#b.png"
+        source.value("image", 7) == encoded_image(1)
+        and source.where(7) == f"{tmp_path}/2.tar#b.png"
     )
 
 
@@ -300,7 +301,7 @@ def test_check_header_reads_sizes_only(tmp_path):
     headers, decoded = open_source(spec, check="header"), open_source(spec)
     assert (
         headers.column("bad").tolist() == [0, 0, CODES["not-an-image"]]
-        and headers.image_bytes(1) == cut
+        and headers.value("image", 1) == cut
     )
     assert decoded.column("bad").tolist() == [0, CODES["truncated-image"], CODES["not-an-image"]]
     assert (

@@ -26,8 +26,12 @@ def test_reads_in_file_order_from_paths_with_spaces(emoji_set, demo):
     assert len(source) == 4 and source.usable().tolist() == [0, 1, 2, 3]
     assert [source.identity(i) for i in range(4)] == ["1", "2", "3", "x"]
     assert source.captions(1) == demo.captions(1) and source.captions(3) == ["one", "two"]
-    assert source.image_bytes(2) == demo.image_bytes(2)
-    assert source.content_hash(3) == source.content_hash(0) != source.content_hash(1)
+    assert source.value("image", 2) == demo.value("image", 2)
+    assert (
+        source.content_hash("image", 3)
+        == source.content_hash("image", 0)
+        != source.content_hash("image", 1)
+    )
     assert source.where(3) == f"{file}:5"
 
 

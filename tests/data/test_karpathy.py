@@ -18,7 +18,7 @@ def split_file(demo, tmp_path):
         if i < 4:
             path = tmp_path / "images" / folder.get("filepath", "") / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(demo.image_bytes(i))
+            path.write_bytes(demo.value("image", i))
         sentences = [{"raw": f"caption {i} {k}", "tokens": ["caption"]} for k in range(5)]
         images.append({**folder, "filename": name, "imgid": i, "split": split})
         images[-1] |= {"sentences": sentences}
@@ -32,7 +32,7 @@ def test_a_split_has_its_images_with_all_their_captions(split_file, tmp_path):
     assert len(source) == 3 and source.usable().tolist() == [0, 1]
     assert [source.identity(i) for i in range(3)] == ["1", "3", "4"]
     assert source.captions(1) == [f"caption 3 {k}" for k in range(5)]
-    assert source.image_bytes(1) == (tmp_path / "images" / "val2014" / "3.png").read_bytes()
+    assert source.value("image", 1) == (tmp_path / "images" / "val2014" / "3.png").read_bytes()
     assert source.where(0).endswith("dataset.json#images[1] 1.png")
     (bad,) = source.bad_samples()
     assert bad[2] == "missing-file"
@@ -40,7 +40,7 @@ def test_a_split_has_its_images_with_all_their_captions(split_file, tmp_path):
     assert [both.identity(i) for i in range(2)] == ["391895", "2"]
     # the folder that filepath names may be the root itself
     inside = open_source(f"karpathy:{split_file}?split=restval&root={tmp_path / 'images/val2014'}")
-    assert inside.image_bytes(0) == both.image_bytes(1)
+    assert inside.value("image", 0) == both.value("image", 1)
 
 
 def test_an_image_of_no_split_is_bad_whatever_is_asked_for(split_file, tmp_path):

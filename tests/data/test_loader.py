@@ -56,7 +56,7 @@ def shapes(micro_batch):
 
 
 class Without:
-    """A source of which one of these must not be asked for: image_bytes, captions."""
+    """A source of which one of these must not be asked for: value, captions."""
 
     def __init__(self, source, what):
         self.source, self.what = source, what
@@ -111,7 +111,7 @@ def test_both_modalities(demo, tokenizer):
 def test_equal_images_and_captions_have_equal_keys(demo, tmp_path, tokenizer):
     """A line per caption, as most tables have it; a caption differs by case and spaces."""
     for i in (0, 1):
-        (tmp_path / f"{i}.png").write_bytes(demo.image_bytes(i))
+        (tmp_path / f"{i}.png").write_bytes(demo.value("image", i))
     rows = [("0.png", "a smile"), ("0.png", "a face"), ("1.png", " A  smile"), ("1.png", "a grin")]
     table = tmp_path / "captions.csv"
     table.write_text("filepath,title\n" + "".join(f"{path},{text}\n" for path, text in rows))
@@ -125,7 +125,7 @@ def test_equal_images_and_captions_have_equal_keys(demo, tmp_path, tokenizer):
     ("branch", "names", "never"),
     [
         ("image", ["pixel_values"], "captions"),
-        ("text", ["input_ids", "attention_mask"], "image_bytes"),
+        ("text", ["input_ids", "attention_mask"], "value"),
     ],
 )
 def test_a_branch_reads_its_own_modality_only(demo, tokenizer, branch, names, never):
@@ -372,7 +372,7 @@ def test_cached_images_are_equal_bit_for_bit(emoji_set, tmp_path, workers):
     source = open_source(f"jsonl:{file}")
     asked = [request(*range(12), epoch=e) for e in (0, 1)] + [request(*range(12), training=False)]
     expected = [make(source, {"image"})[each] for each in asked]
-    keys = [TrainTransform((16, 16)).stored.key(source.content_hash(i)) for i in range(12)]
+    keys = [TrainTransform((16, 16)).stored.key(source.content_hash("image", i)) for i in range(12)]
     for _ in range(2):  # filling, then filled
         cached, cache = make(source, {"image"}), SampleCache(tmp_path / "cache")
         cached.modalities[0].cache = cache
@@ -392,7 +392,10 @@ def test_a_file_that_has_changed_is_not_cached_under_its_old_hash(emoji_set, tmp
     assert dataset[request(0, 1)]["image_index"].tolist() == [-1, 1]
     cache.close()
     stored = TrainTransform((16, 16)).stored
-    assert [cache.has(stored.key(dataset.source.content_hash(i))) for i in (0, 1)] == [False, True]
+    assert [cache.has(stored.key(dataset.source.content_hash("image", i))) for i in (0, 1)] == [
+        False,
+        True,
+    ]
     cache.close()
 
 
@@ -546,7 +549,7 @@ def test_a_meta_batch_has_the_shapes_of_the_micro_batch_and_no_image_is_read_for
         TrainTransform((32, 32)), EvalTransform((32, 32)), side_multiple=8, patch_size=8
     )
     modalities = [images, TextModality(tokenizer, 32, length_multiple=4)]
-    meta = MicroBatchDataset(Without(demo, "image_bytes"), modalities).meta_batch(asked)
+    meta = MicroBatchDataset(Without(demo, "value"), modalities).meta_batch(asked)
     assert shapes(meta) == shapes(MicroBatchDataset(demo, modalities)[asked])
     assert {tensor.device.type for tensor in meta.values()} == {"meta"}
 

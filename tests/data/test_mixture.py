@@ -26,10 +26,10 @@ def test_samples_of_both_in_a_row(mixture):
     assert len(mixture) == 12 and mixture.spec == f"{first.spec} + {second.spec}"
     for i, (source, own) in {0: (first, 0), 7: (first, 7), 8: (second, 0), 10: (second, 2)}.items():
         assert mixture.captions(i) == source.captions(own)
-        assert mixture.image_bytes(i) == source.image_bytes(own)
-        assert mixture.content_hash(i) == source.content_hash(own) and mixture.where(
-            i
-        ) == source.where(own)
+        assert mixture.value("image", i) == source.value("image", own)
+        assert mixture.content_hash("image", i) == source.content_hash(
+            "image", own
+        ) and mixture.where(i) == source.where(own)
     assert mixture.usable().tolist() == list(range(11))
     assert mixture.column("width").tolist() == [72] * 11 + [0]
     assert [

@@ -113,8 +113,8 @@ def test_pairs_of_images_and_texts(module, name):
     assert source.captions(4) == ["the number 4"] and source.identity(4) == "4"
     assert source.column("width").tolist() == [30] * 6 and source.where(4).endswith(f"{name}#4")
     shown = EvalTransform((16, 16))
-    assert (shown(shown.stored(source.image_bytes(4)), None) == 28).all()
-    assert pickle.loads(pickle.dumps(source)).image_bytes(3) == source.image_bytes(3)
+    assert (shown(shown.stored(source.value("image", 4)), None) == 28).all()
+    assert pickle.loads(pickle.dumps(source)).value("image", 3) == source.value("image", 3)
     assert source.format.spec not in open_source(f"python:{module}:Broken").index.folder.as_posix()
 
 
@@ -123,7 +123,7 @@ def test_items_as_hugging_face_and_pandas_give_them(module, tmp_path):
     own = encoded(np.zeros((5, 6, 3), np.uint8))
     (tmp_path / "own.png").write_bytes(own)
     source = open_source(f"python:{module}:Undecoded")
-    assert source.image_bytes(0) == own and source.captions(0) == ["a"]
+    assert source.value("image", 0) == own and source.captions(0) == ["a"]
     assert source.column("width")[1] == 30 and source.captions(1) == ["b", "c"]
 
 
@@ -246,7 +246,7 @@ def test_an_image_s_verdict_is_its_own_when_the_data_set_changes(module, tmp_pat
     shown = EvalTransform((16, 16))
     for pairs in (DEFAULT_PAIRS, PAIRS):
         source = open_source(spec, pairs)
-        assert shown(shown.stored(source.image_bytes(4)), None).max() == 104
+        assert shown(shown.stored(source.value("image", 4)), None).max() == 104
 
 
 def test_an_image_that_changes_unnoticed_says_how_it_would_be_noticed(module, tmp_path):
@@ -255,8 +255,8 @@ def test_an_image_that_changes_unnoticed_says_how_it_would_be_noticed(module, tm
     source = open_source(f"python:{module}:growing")
     importlib.import_module(module).growing.first = 50
     with pytest.raises(BadSample, match="change the data set's `fingerprint` attribute"):
-        source.image_bytes(0)
-    assert open_source(source.spec, refresh=True).image_bytes(0) != b""
+        source.value("image", 0)
+    assert open_source(source.spec, refresh=True).value("image", 0) != b""
 
 
 def test_pairs_without_images_or_without_texts(module, tmp_path):

@@ -90,7 +90,7 @@ def problems(source) -> dict[str, tuple[str, str]]:
 
 def refused(source, i: int) -> BadSample:
     with pytest.raises(BadSample) as error:
-        source.image_bytes(i)
+        source.value("image", i)
     return error.value
 
 
@@ -112,7 +112,7 @@ def test_an_absolute_path_below_the_own_folder(here, kind):
     source = open_source(write(kind, here / "set", *paths, here / "set" / "inside.png"))
     assert source.usable().tolist() == [0, 1, 2, 3, 4]
     images = [encoded_image(n) for n in (0, 7, 0, 0, 0)]
-    assert [source.image_bytes(i) for i in range(5)] == images
+    assert [source.value("image", i) for i in range(5)] == images
     # the file itself is reached by the other name
     by_link = write(kind, here / "another name", *paths)
     assert open_source(by_link).usable().tolist() == [0, 1, 2, 3]
@@ -162,7 +162,7 @@ def test_roots_let_images_lie_elsewhere(here, kind):
     spec = rooted(write(kind, here / "set", *allowed, *outside), here / "a", here / "b")
     source = open_source(spec)
     assert source.usable().tolist() == list(range(len(allowed))) and source.spec == spec
-    assert [source.image_bytes(i) for i in range(len(allowed))] == list(
+    assert [source.value("image", i) for i in range(len(allowed))] == list(
         map(encoded_image, allowed.values())
     )
     assert [reason for reason, _ in problems(source).values()] == ["outside-root"] * len(outside)
@@ -195,7 +195,7 @@ def test_relative_paths_count_from_the_own_folder_first_and_then_from_each_root_
         for roots in ((here / "a", here / "b"), (here / "b", here / "a"))
     )
     for source, second in ((forward, 21), (backward, 22)):
-        assert [source.image_bytes(i) for i in range(4)] == [
+        assert [source.value("image", i) for i in range(4)] == [
             encoded_image(n) for n in (0, second, 23, 24)
         ]
     reason, detail = problems(forward)["4"]
@@ -308,7 +308,7 @@ def test_a_file_of_openclip_is_read_as_openclip_reads_it(here):
         ]
         for i, (path, _) in enumerate(theirs):
             assert np.array_equal(
-                decode_bytes(source.image_bytes(i)), decode_bytes(Path(path).read_bytes())
+                decode_bytes(source.value("image", i)), decode_bytes(Path(path).read_bytes())
             )
 
 
@@ -359,12 +359,12 @@ def test_an_image_that_appears_in_an_earlier_root_takes_the_place_of_the_later_o
     (here / "b" / "2.png").write_bytes(encoded_image(12))
     spec = rooted(write("jsonl", here / "set", "1.png", "2.png"), here / "a", here / "b")
     before = open_source(spec)
-    assert before.image_bytes(1) == encoded_image(12)
+    assert before.value("image", 1) == encoded_image(12)
     (here / "a" / "2.png").write_bytes(encoded_image(11))
     assert "has changed since it was checked; start again" in refused(before, 1).detail
-    assert open_source(spec).image_bytes(1) == encoded_image(11)
+    assert open_source(spec).value("image", 1) == encoded_image(11)
     (here / "a" / "2.png").unlink()
-    assert open_source(spec).image_bytes(1) == encoded_image(12)
+    assert open_source(spec).value("image", 1) == encoded_image(12)
 
 
 def test_what_is_known_of_an_image_is_not_taken_for_another_of_that_name_in_another_root(here):
@@ -373,11 +373,11 @@ def test_what_is_known_of_an_image_is_not_taken_for_another_of_that_name_in_anot
     assert len(one) == len(other) and one != other
     (here / "b" / "2.png").write_bytes(one)
     spec = rooted(write("jsonl", here / "set", "1.png", "2.png"), here / "a", here / "b")
-    assert open_source(spec).image_bytes(1) == one
+    assert open_source(spec).value("image", 1) == one
     (here / "a" / "2.png").write_bytes(other)
     status = (here / "b" / "2.png").stat()
     os.utime(here / "a" / "2.png", ns=(status.st_atime_ns, status.st_mtime_ns))
-    assert open_source(spec, refresh=True).image_bytes(1) == other
+    assert open_source(spec, refresh=True).value("image", 1) == other
 
 
 def bitmap(red: int) -> bytes:
@@ -408,7 +408,7 @@ def test_a_path_is_checked_again_when_it_is_read(here, path):
     file = here / "set" / path if path == "own.png" else here / "a" / "2.png"
     file.write_bytes(encoded_image(3))
     source = open_source(rooted(write("csv", here / "set", path.format(here=here)), here / "a"))
-    assert source.image_bytes(0) == encoded_image(3)
+    assert source.value("image", 0) == encoded_image(3)
     file.unlink()
     # the same bytes: only the path tells
     (here / "outside" / "2.png").write_bytes(encoded_image(3))
@@ -423,7 +423,7 @@ def test_roots_change_nothing_where_the_images_are_in_the_files(here):
     spec = f"parquet:{here}/set/bytes.parquet"
     source = open_source(rooted(spec, here / "a"))
     assert (
-        source.image_bytes(0) == encoded_image()
+        source.value("image", 0) == encoded_image()
         and source.index.folder == open_source(spec).index.folder
     )
 
@@ -443,11 +443,11 @@ def test_any_folder_can_be_named(here, name, monkeypatch):
         spec = write(kind, here / "set", "2.png", folder / "2.png")
         for given in (str(folder), f"./{name}", f"file://{folder}"):
             source = open_source(with_roots(spec, [given]))
-            assert source.image_bytes(0) == source.image_bytes(1) == encoded_image(5)
+            assert source.value("image", 0) == source.value("image", 1) == encoded_image(5)
     by_hand = name.replace("%", "%25").replace("&", "%26").replace("?", "%3F")
-    assert open_source(
-        f"{write('jsonl', here / 'set', '2.png')}?root={here}/{by_hand}"
-    ).image_bytes(0) == encoded_image(5)
+    assert open_source(f"{write('jsonl', here / 'set', '2.png')}?root={here}/{by_hand}").value(
+        "image", 0
+    ) == encoded_image(5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -600,4 +600,4 @@ def test_roots_are_those_of_the_held_out_samples_too(here):
     prepared = prepare_data(
         DataOptions(data=(spec,), val_data=held, data_root=(str(here / "a"),)), None, here / "run"
     )
-    assert prepared.held_out["validation"].source.image_bytes(0) == encoded_image(1)
+    assert prepared.held_out["validation"].source.value("image", 0) == encoded_image(1)

@@ -30,7 +30,7 @@ WOMAN, MAN, PERSON, DARK, LIGHT = (
 
 
 def pil_image(source, i):
-    return Image.open(io.BytesIO(source.image_bytes(i)))
+    return Image.open(io.BytesIO(source.value("image", i)))
 
 
 def test_demo_is_every_fully_qualified_emoji_with_an_image(demo):
@@ -127,7 +127,9 @@ def test_columns_describe_the_images(demo):
     i = 123
     width, height = pil_image(demo, i).size
     assert (demo.column("width")[i], demo.column("height")[i]) == (width, height)
-    assert demo.column("complexity")[i] == np.float32(len(demo.image_bytes(i)) / (width * height))
+    assert demo.column("complexity")[i] == np.float32(
+        len(demo.value("image", i)) / (width * height)
+    )
     assert demo.column("num_captions")[i] == 1 and demo.column("num_characters")[i] == len(
         demo.captions(i)[0]
     )
@@ -150,7 +152,9 @@ def test_pickled_it_is_small_and_reads_the_same(demo):
     small = pickle.dumps(demo)
     assert len(small) < 2000
     again = pickle.loads(small)
-    assert again.captions(9) == demo.captions(9) and again.image_bytes(9) == demo.image_bytes(9)
+    assert again.captions(9) == demo.captions(9) and again.value("image", 9) == demo.value(
+        "image", 9
+    )
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def sides(splits):
 
 
 def content_key(source, i):
-    return pixel_key(decode_bytes(source.image_bytes(i)))
+    return pixel_key(decode_bytes(source.value("image", i)))
 
 
 def assert_no_content_on_two_sides(source, splits):
@@ -86,8 +86,8 @@ def test_jsonl_keeps_equal_images_and_captions_together(emoji_set, tmp_path):
         )
     source = open_source(f"jsonl:{file}")
     assert content_key(source, 20) == content_key(source, 0) and source.content_hash(
-        20
-    ) != source.content_hash(0)
+        "image", 20
+    ) != source.content_hash("image", 0)
     for seed in range(20):
         splits = split_source(source, 0.3, seed)
         side = {int(i): name for name, part in splits.held_out.items() for i in part}

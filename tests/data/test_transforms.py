@@ -202,16 +202,18 @@ def test_training_crops_80_to_100_percent_anywhere_in_the_image():
 
 def test_training_background_is_light_and_random_and_evaluation_is_white(demo):
     corner = [
-        to_rgb(made(TrainTransform((32, 32)), decode_bytes(demo.image_bytes(100)), seed))[:, 0, 0]
+        to_rgb(made(TrainTransform((32, 32)), decode_bytes(demo.value("image", 100)), seed))[
+            :, 0, 0
+        ]
         for seed in range(20)
     ]
     assert torch.stack(corner).min() > 170 and torch.stack(corner).std() > 5
     white = to_rgb(
-        made(TrainTransform((32, 32), white=True), decode_bytes(demo.image_bytes(100)), 3)
+        made(TrainTransform((32, 32), white=True), decode_bytes(demo.value("image", 100)), 3)
     )
     assert torch.allclose(white[:, 0, 0], torch.tensor(255.0), atol=1.0)
     assert torch.allclose(
-        to_rgb(made(EvalTransform((32, 32)), decode_bytes(demo.image_bytes(100))))[:, 0, 0],
+        to_rgb(made(EvalTransform((32, 32)), decode_bytes(demo.value("image", 100))))[:, 0, 0],
         torch.tensor(255.0),
         atol=1.0,
     )
@@ -312,7 +314,7 @@ def test_stored_has_four_channels_only_where_something_is_transparent():
 
 
 def test_stored_is_the_same_for_the_same_bytes_and_named_by_its_size(demo):
-    data = demo.image_bytes(7)
+    data = demo.value("image", 7)
     assert np.array_equal(Stored((32, 32))(data), Stored((32, 32))(data))
     assert (
         Stored((32, 32)).name

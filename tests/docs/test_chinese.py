@@ -114,7 +114,7 @@ def test_no_chinese_page_is_left_over():
         ("bench/EVIDENCE.md)", "bench/README.md)", "links"),
         ("`family`", "`other`", "code"),
         ("\n## 局限\n", "\n### 局限\n", "level"),
-        ("| `memory.py` | 同上", "同上", "rows"),
+        ("| `steps.py memory` | 同上", "同上", "rows"),
     ],
 )
 def test_what_differs_is_named(old, new, named):

@@ -124,7 +124,7 @@ def by_line(source, tmp_path_factory):
     folder = tmp_path_factory.mktemp("captions")
     lines, groups = ["filepath,title"], []
     for i in range(12):
-        (folder / f"{i}.png").write_bytes(source.image_bytes(i))
+        (folder / f"{i}.png").write_bytes(source.value("image", i))
         face = "a face" if i % 3 else f"a smile of {i}"
         texts = [f"sign number {i}", face, source.captions(i)[0]]
         lines += [f"{i}.png,{text}" for text in texts]
@@ -320,7 +320,7 @@ def emoji_files(tmp_path, monkeypatch):
     demo, lines, files = open_source("demo"), [], []
     for i in range(9):
         files.append(tmp_path / f"{i}.png")
-        files[-1].write_bytes(demo.image_bytes(i))
+        files[-1].write_bytes(demo.value("image", i))
         lines.append(json.dumps({"image_path": files[-1].name, "text": demo.captions(i)[0]}))
     (tmp_path / "train.jsonl").write_text("\n".join(lines) + "\n")
     return open_source(f"jsonl:{tmp_path / 'train.jsonl'}"), files
@@ -382,7 +382,7 @@ def test_examples_are_marked_right_where_they_are(source, embedder, tmp_path):
         assert [f.similarity for f in found] == sorted((f.similarity for f in found), reverse=True)
         for answer in found:
             image, text = (query, answer.text) if query.value else (answer, query.text)
-            of = next(i for i in SUBSET if source.image_bytes(i) == image.value.data)
+            of = next(i for i in SUBSET if source.value("image", i) == image.value.data)
             assert answer.right == (text in source.captions(of))
     query, *found = rows[0]
     priced = [  # no formulas
@@ -516,7 +516,7 @@ def test_what_a_run_held_out_is_looked_for_in_its_roots(tmp_path, source, embedd
         (tmp_path / name).mkdir()
     lines = []
     for i in range(8):
-        (tmp_path / "images" / f"{i}.png").write_bytes(source.image_bytes(i))
+        (tmp_path / "images" / f"{i}.png").write_bytes(source.value("image", i))
         lines.append(json.dumps({"image_path": f"{i}.png", "text": source.captions(i)[0]}) + "\n")
     (tmp_path / "lists" / "pairs.jsonl").write_text("".join(lines))
     spec, roots = f"jsonl:{tmp_path}/lists/pairs.jsonl", [str(tmp_path / "images")]
@@ -526,7 +526,9 @@ def test_what_a_run_held_out_is_looked_for_in_its_roots(tmp_path, source, embedd
     for options, number in ((of_set, 8), (of_part, 2)):
         trained = replace(embedder.trained, record={"options": options, "tokenizer": None})
         (part,) = held_out(arguments, trained).values()
-        assert len(part.subset) == number and part.source.image_bytes(3) == source.image_bytes(3)
+        assert len(part.subset) == number and part.source.value("image", 3) == source.value(
+            "image", 3
+        )
 
 
 def test_only_samples_with_an_image_and_a_text_are_compared(embedder, tmp_path, monkeypatch):

@@ -47,7 +47,7 @@ def embedder(trained):
 
 
 def images(source, subset, transform):
-    return torch.stack([transform(white(source.image_bytes(i))) for i in subset])
+    return torch.stack([transform(white(source.value("image", i))) for i in subset])
 
 
 def test_retrieval(model):
@@ -89,7 +89,7 @@ def test_zero_shot_classification(model, tmp_path, monkeypatch):
     for i in demo.usable().tolist()[::7][: 2 * SAMPLES]:
         words = "".join(c if c.isalpha() else " " for c in demo.captions(i)[0]).split()
         (folder / words[0]).mkdir(parents=True, exist_ok=True)
-        white(demo.image_bytes(i)).resize((150, 110)).save(folder / words[0] / f"{i}.png")
+        white(demo.value("image", i)).resize((150, 110)).save(folder / words[0] / f"{i}.png")
     (tmp_path / "templates.txt").write_text("\n".join(TEMPLATES))
     source = open_source(f"imagefolder:{folder}?templates={tmp_path / 'templates.txt'}")
     found = classification(embedder(trained), HeldOut(source, source.usable()), None)

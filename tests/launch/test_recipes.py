@@ -85,7 +85,7 @@ def data(module_folder):
     with tarfile.open(folder / "000.tar", "w") as tar:
         for i in range(len(source)):
             for name, content in (
-                ("png", source.image_bytes(i)),
+                ("png", source.value("image", i)),
                 ("txt", source.captions(i)[0].encode()),
                 ("wav", wav(tone(0.3, 200 + i))),
             ):

@@ -119,7 +119,7 @@ def test_a_query_is_what_its_content_is(embedder, sounds, tmp_path):
     text = read_query("a low tone", embedder.branches)
     assert text.value is None and answers_of(text, embedder, None) == "audio"
     demo = open_source("demo")
-    (tmp_path / "emoji.wav").write_bytes(demo.image_bytes(0))
+    (tmp_path / "emoji.wav").write_bytes(demo.value("image", 0))
     (tmp_path / "cut.wav").write_bytes((tmp_path / "3.wav").read_bytes()[:-100])
     for given, said in (
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,7 +40,7 @@ class AudioModality(ValueModality):
         self.features, self.cache = features, cache
 
     def load(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
-        key = keys_of(map(source.audio_hash, request.index.tolist()))
+        key = keys_of(map(partial(source.content_hash, "audio"), request.index.tolist()))
         loaded = replace(super().load(source, request, seed), key=key)
         if not request.training:  # nothing is counted of it, and a source may have no index
             return loaded
@@ -71,7 +72,7 @@ class AudioModality(ValueModality):
     def _spectrogram(
         self, cache: SampleCache, source: Source, i: int, generator: np.random.Generator | None
     ) -> np.ndarray:
-        features, content = self.features, source.audio_hash(i)
+        features, content = self.features, source.content_hash("audio", i)
         # of a sound that is longer than a clip, and of one that is not
         keys = {cut: content + f"{features.name}:{cut:d}".encode() for cut in (False, True)}
         fixed = [cut for cut in keys if features.is_fixed(generator, cut)]

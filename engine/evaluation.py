@@ -1,0 +1,81 @@
+"""Compares every two branches over a held-out set, also those that no loss compares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.communication import Communicator
+from engine.loss.exchange import Meeting, Rows, Side, gather, meet
+from engine.objective import Comparison, links_of
+
+Measure = Callable[[Mapping[str, Side], str, Tensor], Tensor]
+
+
+class PairTotals(NamedTuple):
+    """What was measured of one pair. `directions`, such as image_to_text and text_to_image: what
+    `measure` returned, summed over all rows; `num_samples`: that have both halves."""
+
+    directions: dict[str, Tensor]
+    num_samples: int
+
+
+def compare_held_out(
+    comm: Communicator,
+    own: Mapping[str, Rows],
+    num_samples: int,
+    embed_dim: int,
+    measure: Measure,
+) -> dict[str, PairTotals]:
+    """By the names of `Objective.comparisons`, on every rank; all of them call it together. `own`:
+    the rows of this last stage; empty on other stages. `measure`: see `ForkEngine.evaluate`. Raises
+    RuntimeError for rows that are missing or are of other samples."""
+    objective, arrived = comm.objective, None
+    if own:
+        counts = {branch: comm.gather_counts(len(rows.position)) for branch, rows in own.items()}
+        arrived = gather(
+            comm,
+            objective,
+            own,
+            counts=counts,
+            num_samples=num_samples,
+            rows_per_sample={},
+            num_rows={},
+            links=links_of(objective.comparisons),
+        )
+    totals = {}
+    for pair in objective.comparisons:
+        meeting = None
+        if arrived is not None and set(pair.branches) & set(arrived.own):
+            meeting = meet(arrived, pair, alone=len(objective.pairs) == 1)
+        directions = {}
+        for branch, other in (pair.branches, pair.branches[::-1]):
+            if meeting is not None and branch in meeting.own:
+                sides, mine = meeting.everyone, meeting.own[branch].position
+            else:
+                mine = torch.zeros(0, dtype=torch.int64, device=comm.device)
+                blank = torch.zeros(0, embed_dim, device=comm.device)
+                sides = dict.fromkeys(pair.branches, Side(blank, mine, weight=None))
+            directions[f"{branch}_to_{other}"] = comm.sum_over(measure(sides, branch, mine))
+        totals[pair.name] = PairTotals(directions, _compared(comm, pair, meeting, num_samples))
+    return totals
+
+
+def _compared(
+    comm: Communicator, pair: Comparison, meeting: Meeting | None, num_samples: int
+) -> int:
+    """How many samples have both halves of the pair. Raises RuntimeError where its branches brought
+    other samples."""
+    counted = [0.0, 0.0]
+    if meeting is not None and comm.rank == comm.graph.tail(pair.first).ranks[0]:
+        counted = [float(meeting.num_rows), float(meeting.num_misaligned)]
+    number, misaligned = comm.sum_over(torch.tensor(counted, device=comm.device)).tolist()
+    if misaligned:
+        raise RuntimeError(
+            f"the {' and '.join(pair.branches)} branches disagree about {int(misaligned)} of "
+            f"{num_samples} held-out samples; each must load a row for every one of them"
+        )
+    return int(number)

@@ -1,0 +1,189 @@
+"""Gathers the metrics of a step over all ranks."""
+
+from __future__ import annotations
+
+import math
+import resource
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
+from engine.communication import Communicator
+from engine.json_messages import from_all_ranks
+from engine.loss.tail_loss import TailLoss
+from engine.module import StageModule
+from engine.optimizer.bad_steps import BadStep, bad_step, is_loss_scale_search, seen_by
+from engine.optimizer.clipping import GroupedClipping
+from engine.optimizer.parameter_groups import OptimizerGroups
+from engine.step_metrics import RankNumbers, StepMetrics, losses_of, losses_of_sources
+from engine.streams import runs_behind
+
+
+class StepMeter:
+    """Reads what this rank measured in a step, and adds it up with what all others did, in one sum.
+
+    `base_lr`: of the JSON's optimizer, which the rates of `groups` are parts of; None: it has none.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        module: StageModule,
+        tail_loss: TailLoss,
+        clipping: GroupedClipping,
+        optimizer: Any,
+        groups: OptimizerGroups,
+        base_lr: float | None,
+    ):
+        self.comm, self.graph, self.objective = comm, comm.graph, comm.objective
+        self.tail_loss, self.clipping, self.optimizer = tail_loss, clipping, optimizer
+        self.groups, self.base_lr = groups, base_lr
+        self.bad_steps_in_a_row = 0
+        learned = [p for p in module.parameters() if p.requires_grad]
+        self._weights_bytes = sum(p.numel() * p.element_size() for p in learned)
+        self._sent_bytes_before = 0.0
+
+    def begin(self, num_steps: int, bad_steps_in_a_row: int) -> None:
+        """Go on after `num_steps`: what earlier processes sent is no next step's."""
+        self._sent_bytes_before = self._sent_bytes(num_steps)
+        self.bad_steps_in_a_row = bad_steps_in_a_row
+
+    def read(
+        self,
+        *,
+        step_applied: bool,
+        skipped_steps: int,
+        num_steps: int,
+        lr: Mapping[int | None, float],
+        loss_scale: float,
+        data_wait_s: float,
+        stop_requested: bool,
+        counts: Mapping[str, float],
+    ) -> StepMetrics:
+        """The metrics of the step that the recorder holds, the same on all ranks, which call it
+        together. Each number is given by one rank, zeros by the others. `lr`: by length of warm-up.
+        Raises RuntimeError where the branches had other samples."""
+        recorder, rank = self.comm.recorder, self.comm.rank
+        sent_bytes = self._sent_bytes(num_steps)
+        own = RankNumbers(
+            busy_s=[recorder.busy_s()],
+            step_s=[recorder.step_s],
+            ready_s=[recorder.start_of("OptimizerStep")],
+            peak_bytes=[float(peak_memory_bytes(self.comm.device))],
+            data_wait_s=[data_wait_s],
+        )
+        totals = self.comm.sum_parts(
+            {
+                **self.tail_loss.sums.reported(),
+                "groups": self.clipping.reported(step_applied),
+                "sums": [float(stop_requested), sent_bytes - self._sent_bytes_before],
+                "counts": list(counts.values()),
+                "ranks": own.between_zeros(rank, self.graph.world_size),
+            }
+        )
+        self._sent_bytes_before = sent_bytes
+        (loss,), (stopping, sent) = totals["loss"], totals["sums"]
+        self._refuse_misaligned(int(totals["misaligned"][0]))
+        bad = self._seen_in_bad_step(step_applied, loss)
+        ranks = self._without_waits(RankNumbers.of_sum(totals["ranks"]))
+        busy_s, waits_s = self._by_stage(ranks.busy_s), self._by_stage(ranks.data_wait_s)
+        pairs, weights = self.objective.pairs, self.tail_loss.weights
+        scalars = [tensor for pair in pairs for tensor in pair.scalars.values()]
+        norms, coefficients, shares = (
+            dict(zip(self.clipping.rules, totals["groups"][i::3])) for i in range(3)
+        )
+        return StepMetrics(
+            loss=loss,
+            scalars=dict(map(_readable, scalars, totals["scalars"])),
+            grad_norm=norms,
+            clip_coefficient=coefficients,
+            clipped_share=shares,
+            lr=lr[None],
+            group_lr=self.groups.rates(lr, self.base_lr),
+            step_applied=step_applied,
+            skipped_steps=skipped_steps,
+            bad_step=bad,
+            bad_steps_in_a_row=self.bad_steps_in_a_row,
+            loss_scale=loss_scale,
+            stop_requested=stopping > 0,
+            idle={name: max(0.0, 1 - s / max(ranks.step_s)) for name, s in busy_s.items()},
+            busy_s=busy_s,
+            data_wait_s={s.name: waits_s[s.name] for s in self.graph.stages if s.loads},
+            sent_bytes=int(sent),
+            peak_memory_bytes=int(max(ranks.peak_bytes)),
+            left_out={pair.name: int(n) for pair, n in zip(pairs, totals["left_out"])},
+            duplicates={pair.name: int(n) for pair, n in zip(pairs, totals["duplicates"])},
+            counts=dict(zip(counts, totals["counts"])),
+            sources=losses_of_sources(
+                self.objective, totals["source_shares"], totals["source_samples"], weights
+            ),
+            losses=losses_of(self.objective, totals["losses"], weights),
+            rank_memory_bytes=tuple(map(int, ranks.peak_bytes)),
+            rank_busy_s=tuple(ranks.busy_s),
+            slowest_step_s=max(ranks.step_s),
+        )
+
+    def _refuse_misaligned(self, number: int) -> None:
+        if number:
+            raise RuntimeError(
+                f"the {' and '.join(self.objective.names)} branches disagree about {number} "
+                "samples of this batch; all must be given the same samples at the same positions "
+                "(data order, seed and number of samples must be equal on all ranks)"
+            )
+
+    def _seen_in_bad_step(self, step_applied: bool, loss: float) -> BadStep | None:
+        """What the step was made of, where its loss or a gradient was not finite; counts such steps
+        in a row. All ranks call it together."""
+        if step_applied:
+            self.bad_steps_in_a_row = 0
+            return None
+        if is_loss_scale_search(self.optimizer, loss):
+            return None
+        self.bad_steps_in_a_row += 1
+        seen = seen_by(self.tail_loss.sums.given)
+        return bad_step(from_all_ranks(seen), self.objective.names)
+
+    def _without_waits(self, ranks: RankNumbers) -> RankNumbers:
+        """With ZeRO-1 and in half precision DeepSpeed asks all ranks whether a gradient is not
+        finite before any of them steps; the recorder sees no wait in that, since the collective is
+        not ours."""
+        if not self.clipping.partitioned:
+            return ranks
+        waited_s = [max(ranks.ready_s) - ready for ready in ranks.ready_s]
+        self.comm.recorder.add_wait("OptimizerStep", waited_s[self.comm.rank])
+        busy_s = [max(0.0, busy - waited) for busy, waited in zip(ranks.busy_s, waited_s)]
+        return ranks._replace(busy_s=busy_s)
+
+    def _by_stage(self, values: Sequence[float]) -> dict[str, float]:
+        """The mean of the replicas of each stage; `values`: by rank."""
+        return {
+            stage.name: sum(values[rank] for rank in stage.ranks) / stage.replicas
+            for stage in self.graph.stages
+        }
+
+    def _sent_bytes(self, num_steps: int) -> float:
+        """What this rank has sent in `num_steps`: with what DeepSpeed sends to average this stage's
+        gradients and, under ZeRO-1, to hand the new weights round."""
+        replicas, weights = self.comm.stage.replicas, self._weights_bytes
+        # bf16: those are fp32
+        gradients = 2 * weights if isinstance(self.optimizer, BF16_Optimizer) else weights
+        around = 2 * gradients + (weights if self.clipping.partitioned else 0)
+        return self.comm.sent_bytes + num_steps * (replicas - 1) / replicas * around
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most this rank has held so far: tensors on its GPU; on a CPU all of the process."""
+    if runs_behind(device):
+        return get_accelerator().max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _readable(name: str, value: float) -> tuple[str, float]:
+    """A learned scalar as it is logged: a scale as its exponential, at most 100 as the losses use
+    it."""
+    if name.endswith("logit_scale"):
+        return f"{name}_exp", math.exp(min(value, math.log(100.0)))
+    return name, value
