@@ -1,6 +1,7 @@
 """How large is the code, and how much of it must one know to change one thing?
 
     python bench/code_size.py                  this checkout, in about 20 seconds
+    python bench/code_size.py ../other         another one
     python bench/code_size.py --static         from the source alone
 
 Prints tables in Markdown. To see which files a sample passes on its way into a micro-batch, two
@@ -29,13 +30,15 @@ from typing import Any
 import networkx
 from PIL import Image
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from bench.runs import table
-
 SCRIPTS = ["train.py", "evaluate.py", "export.py"]
 FOLDERS = ["common", "data", "models", "engine", "launch"]
 OPTIONS = ["image_size", "audio_seconds", "image_tower", "wandb_project", "eval_every"]
+# Callers of data/ that hand no training sample on: they read options, describe the data as a whole,
+# or evaluate. Any other caller counts, so that a new file is not overlooked.
+ASIDE = re.compile(
+    r"engine/|launch/(settings|config|terminal|inference|setup)/|launch/(evaluating|model|costing|journal)\.py"
+    r"|launch/run/(queries|journal)\.py"
+)
 RUN = "--steps 2 --workers 0 --wandb disabled --set train_batch_size=16 branches.layout=merged "
 RUN += "--image-tower resnet18:layers=1-1-1-1 --image-size 32 --text-tower bert-tiny --embed-dim 32"
 COLUMNS = ["folder", "lines", "files", "functions", "their lines: median / 90 % / most"]
@@ -46,8 +49,7 @@ def measure(root: Path) -> list[str]:
     """The tables that are read from the source."""
     groups = {"scripts": SCRIPTS, **{name: [name] for name in FOLDERS}}
     groups |= {"product": SCRIPTS + FOLDERS, "bench": ["bench"], "tests": ["tests"]}
-    rows = [sizes(name, read(root, where)) for name, where in groups.items()]
-    lines = [table(COLUMNS, rows)]
+    lines = table(COLUMNS, [sizes(name, read(root, where)) for name, where in groups.items()])
 
     product = read(root, SCRIPTS + FOLDERS)
     arrows = [(a, b) for a in product for b in imports(ast.parse(product[a])) if b in product]
@@ -65,7 +67,13 @@ def measure(root: Path) -> list[str]:
         named = [path for path, source in product.items() if word.search(source)]
         near = [path for path in named if path.startswith((*SCRIPTS, "launch/"))]
         rows.append([option, len(named), len(near)])
-    return [*lines, "", table(["option", "files that name it", "in launch/ and scripts"], rows)]
+    return [*lines, "", *table(["option", "files that name it", "in launch/ and scripts"], rows)]
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    """Lines of Markdown."""
+    every = (columns, ["---"] * len(columns), *rows)
+    return [f"| {' | '.join(map(str, each))} |" for each in every]
 
 
 def read(root: Path, where: Sequence[str]) -> dict[str, str]:
@@ -145,13 +153,13 @@ def follow(root: Path) -> list[list[tuple[str, str]]]:
             stacks[tuple(stack)] = None
 
     with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(sys.stderr):
-        with Path(name, "pairs.jsonl").open("w") as lines:
-            for i in range(64):
-                lines.write(json.dumps({"image_path": f"{i}.png", "text": f"colour {i}"}) + "\n")
-                Image.new("RGB", (24, 24), (4 * i, 255 - 4 * i, i)).save(f"{name}/{i}.png")
+        lines = [{"image_path": f"{i}.png", "text": f"colour number {i}"} for i in range(64)]
+        for i, line in enumerate(lines):
+            Image.new("RGB", (24, 24), (4 * i, 255 - 4 * i, i)).save(f"{name}/{line['image_path']}")
+        Path(name, "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         os.environ |= {"DS_ACCELERATOR": "cpu", "WYE_CACHE": f"{name}/cache"}
-        sys.argv = ["train.py", *RUN.split(), "--run-dir", f"{name}/run"]
-        sys.argv += ["--data", f"jsonl:{name}/pairs.jsonl"]
+        sys.argv = ["train.py", *RUN.split(), "--data", f"jsonl:{name}/pairs.jsonl"]
+        sys.argv += ["--run-dir", f"{name}/run"]
         sys.path[0] = str(root)
         threading.setprofile(note)
         sys.setprofile(note)
@@ -166,36 +174,46 @@ def follow(root: Path) -> list[list[tuple[str, str]]]:
 
 
 def describe(stacks: list[list[tuple[str, str]]]) -> list[str]:
-    """What the stacks show of the way of a sample, until a tower computes, and of a step."""
+    """What the stacks show of the way of a sample and of a step."""
     passed: set[str] = set()
+    callers: set[str] = set()
     of_step: set[tuple[str, str]] = set()
     depths, loading = [], True
     for stack in stacks:
         files, names = [file for file, _ in stack], [name.partition(":")[0] for _, name in stack]
         in_step = "train_batch" in names
+        # the first micro-batch is there when a tower computes in a step
         loading = loading and not (in_step and files[0].startswith("models/"))
         of_data = [n for n, file in enumerate(files) if file.startswith("data/")]
         if loading and of_data:
             passed.update(files[: of_data[-1] + 1])
+            callers.update(files[of_data[-1] + 1 :])
         if in_step:
-            step = stack[: names.index("train_batch") + 1]
-            of_step.update(each for each in step if each[0].startswith("engine/"))
+            of_step.update(stack[: names.index("train_batch") + 1])
             if files[0].startswith("models/losses/"):
                 depths.append(names.index("main") - 1)
+    aside = {file for file in callers - passed if ASIDE.match(file)}
+    passed |= callers - aside
+    of_engine = [each for each in of_step if each[0].startswith("engine/")]
     rows: list[list[object]] = [
         ["files that a line of JSONL passes on its way into a micro-batch", len(passed)],
-        ["files of engine/ in a step", len({file for file, _ in of_step})],
-        ["functions of engine/ in a step", sum("<" not in name for _, name in of_step)],
+        ["files of engine/ in a step", len({file for file, _ in of_engine})],
+        ["functions of engine/ in a step", sum("<" not in name for _, name in of_engine)],
         ["calls between main and the losses, first to deepest", f"{min(depths)} to {max(depths)}"],
     ]
-    return [table(["followed call by call", ""], rows), " · ".join(sorted(passed))]
+    return [
+        *("", *table(["followed call by call", ""], rows), ""),
+        f"A line of JSONL passes {' · '.join(sorted(passed))}.",
+        *("", f"Not counted, though they call data/: {' · '.join(sorted(aside))}."),
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Print how large the code is, in tables.")
+    parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).parent.parent)
     parser.add_argument("--static", action="store_true", help="follow no training run")
     given = parser.parse_args()
-    root = Path(__file__).resolve().parent.parent
+    root = given.folder.resolve()
     lines = measure(root)
     print("\n".join(lines if given.static else lines + describe(follow(root))))
 

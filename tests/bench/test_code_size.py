@@ -31,13 +31,15 @@ def test_a_sample_is_followed_until_a_tower_computes():
     main, step = ("train.py", "main:3"), [("engine/e.py", "train_batch:1"), ("train.py", "main:3")]
     stacks = [
         [("data/a.py", "f:1"), ("launch/run/folder.py", "g:1"), main],
+        [("data/a.py", "f:1"), ("launch/setup/costing.py", "h:1"), main],  # described as a whole
         [("common/c.py", "i:1"), ("data/b.py", "j:1"), ("engine/e.py", "k:1"), *step],
         [("models/losses/l.py", "m:1"), ("engine/e.py", "<genexpr>:1"), *step],
         [("data/late.py", "n:1"), *step],
     ]
     text = "\n".join(describe(stacks))
-    passed = "common/c.py · data/a.py · data/b.py"
-    assert f"\n{passed}" in text
+    passed = "common/c.py · data/a.py · data/b.py · launch/run/folder.py · train.py"
+    assert f"A line of JSONL passes {passed}.\n" in text
+    assert "call data/: engine/e.py · launch/setup/costing.py." in text
     assert (
         "files of engine/ in a step | 1 |" in text
         and "functions of engine/ in a step | 2 |" in text
