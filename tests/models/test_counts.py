@@ -79,12 +79,18 @@ def test_bytes_of_no_weight_are_refused():
         describe_layers(TEXT, 3)
 
 
-def test_every_family_is_counted_without_memory(case):
+def test_every_family_is_counted_without_memory(cases, subtests):
     """The planner prices towers on the meta device, where nothing can be read."""
-    for precision_bytes in (4, 2):
-        tower = with_head(case.tower(), 16)
-        counts = describe_layers(tower, precision_bytes)
-        assert sum(c.num_parameters for c in counts) == tower.num_parameters
-        assert all(c.flops > 0 for c in counts[1:-2]), [c.name for c in counts if not c.flops]
-        assert 2 * sum(c.flops for c in counts) == sum(count_flops(tower, meta_inputs(tower, 2)))
-        assert all(p.is_meta for spec in tower.specs for p in spec.template.parameters())
+    for name, case in cases.items():
+        with subtests.test(name):
+            for precision_bytes in (4, 2):
+                tower = with_head(case.tower(), 16)
+                counts = describe_layers(tower, precision_bytes)
+                assert sum(c.num_parameters for c in counts) == tower.num_parameters
+                assert all(c.flops > 0 for c in counts[1:-2]), [
+                    c.name for c in counts if not c.flops
+                ]
+                assert 2 * sum(c.flops for c in counts) == sum(
+                    count_flops(tower, meta_inputs(tower, 2))
+                )
+                assert all(p.is_meta for spec in tower.specs for p in spec.template.parameters())

@@ -15,16 +15,21 @@ from models.towers.libraries.torchvision_by_hand import ARCHITECTURES
 from models.towers.text import PRESETS, text_tower
 
 
-def test_canonical_names_are_the_librarys(case):
-    model = case.library(dict.fromkeys(case.dropout, 0.0))
-    expected = sorted(
-        f"{case.branch}.{name}"
-        for name in case.named(model)
-        if not name.startswith(case.classifier_prefix)
-    )
-    layers = [spec.build(0) for spec in case.tower().specs]
-    assert sorted(name for layer in layers for name in layer.canonical_names.values()) == expected
-    assert all(set(layer.canonical_names) == set(layer.state_dict()) for layer in layers)
+def test_canonical_names_are_the_librarys(cases, subtests):
+    for name, case in cases.items():
+        with subtests.test(name):
+            model = case.library(dict.fromkeys(case.dropout, 0.0))
+            expected = sorted(
+                f"{case.branch}.{name}"
+                for name in case.named(model)
+                if not name.startswith(case.classifier_prefix)
+            )
+            layers = [spec.build(0) for spec in case.tower().specs]
+            assert (
+                sorted(name for layer in layers for name in layer.canonical_names.values())
+                == expected
+            )
+            assert all(set(layer.canonical_names) == set(layer.state_dict()) for layer in layers)
 
 
 def test_vit_positions_of_other_sizes_lie_between_the_learned_ones():
@@ -139,27 +144,31 @@ def test_text_presets_have_the_published_sizes(name, millions):
     assert text_tower(name, None, 64).num_parameters / 1e6 == pytest.approx(millions, abs=0.005)
 
 
-def test_initial_weights_are_the_librarys(case):
+def test_initial_weights_are_the_librarys(cases, subtests):
     """Per parameter: constants exactly, else mean, deviation and shape (4th moment) within 5
     standard errors of two samples."""
-    torch.manual_seed(11)
-    library = case.first_values()
-    for layer in (spec.build(5) for spec in case.tower().specs):
-        for local, ours in layer.state_dict().items():
-            name = layer.canonical_names[local]
-            ours, theirs = (
-                ours.double().flatten(),
-                library[name.split(".", 1)[1]].double().flatten(),
-            )
-            if theirs.unique().numel() == 1:
-                assert torch.equal(ours, theirs), name
-                continue
-            deviation, n = theirs.std(), theirs.numel()
-            assert abs(ours.mean() - theirs.mean()) < 5 * deviation * math.sqrt(2 / n), name
-            assert abs(ours.std() / deviation - 1) < 5 * math.sqrt(1 / n), name
-            if n > 2000:
-                kurtosis = [(((x - x.mean()) / x.std()) ** 4).mean() for x in (ours, theirs)]
-                assert abs(kurtosis[0] - kurtosis[1]) < 5 * math.sqrt(2 * 24 / n), name
+    for name, case in cases.items():
+        with subtests.test(name):
+            torch.manual_seed(11)
+            library = case.first_values()
+            for layer in (spec.build(5) for spec in case.tower().specs):
+                for local, ours in layer.state_dict().items():
+                    name = layer.canonical_names[local]
+                    ours, theirs = (
+                        ours.double().flatten(),
+                        library[name.split(".", 1)[1]].double().flatten(),
+                    )
+                    if theirs.unique().numel() == 1:
+                        assert torch.equal(ours, theirs), name
+                        continue
+                    deviation, n = theirs.std(), theirs.numel()
+                    assert abs(ours.mean() - theirs.mean()) < 5 * deviation * math.sqrt(2 / n), name
+                    assert abs(ours.std() / deviation - 1) < 5 * math.sqrt(1 / n), name
+                    if n > 2000:
+                        kurtosis = [
+                            (((x - x.mean()) / x.std()) ** 4).mean() for x in (ours, theirs)
+                        ]
+                        assert abs(kurtosis[0] - kurtosis[1]) < 5 * math.sqrt(2 * 24 / n), name
 
 
 def test_a_learned_pool_starts_as_siglips():
@@ -195,19 +204,21 @@ def test_the_padding_row_starts_at_zero(cases):
     )
 
 
-def test_initial_weights_depend_on_seed_and_name_alone(case):
-    tower = case.tower()
-    together = [spec.build(7).state_dict() for spec in tower.specs]
-    torch.manual_seed(123)
-    before = torch.get_rng_state()
-    for spec, expected in reversed(
-        list(zip(tower.specs, together))
-    ):  # another order, another random state
-        alone = spec.build(7).state_dict()
-        assert all(torch.equal(alone[name], expected[name]) for name in expected)
-    assert torch.equal(torch.get_rng_state(), before)
-    other = tower.specs[0].build(8).state_dict()
-    assert any(not torch.equal(other[name], tensor) for name, tensor in together[0].items())
+def test_initial_weights_depend_on_seed_and_name_alone(cases, subtests):
+    for name, case in cases.items():
+        with subtests.test(name):
+            tower = case.tower()
+            together = [spec.build(7).state_dict() for spec in tower.specs]
+            torch.manual_seed(123)
+            before = torch.get_rng_state()
+            for spec, expected in reversed(
+                list(zip(tower.specs, together))
+            ):  # another order, another random state
+                alone = spec.build(7).state_dict()
+                assert all(torch.equal(alone[name], expected[name]) for name in expected)
+            assert torch.equal(torch.get_rng_state(), before)
+            other = tower.specs[0].build(8).state_dict()
+            assert any(not torch.equal(other[name], tensor) for name, tensor in together[0].items())
 
 
 def test_equal_layers_start_differently():
@@ -224,22 +235,28 @@ def test_the_seed_of_a_layer_is_the_same_everywhere():
     )
 
 
-def test_build_makes_only_its_layer_real(case):
-    specs = with_head(case.tower(), 8).specs
-    for spec in specs:
-        layer = spec.build(0)
-        real = [*layer.parameters(), *layer.buffers()]
-        assert all(tensor.device.type == "cpu" for tensor in real)
-        assert all(tensor.dtype in (torch.float32, torch.int64) for tensor in real)
-        assert sum(parameter.numel() for parameter in layer.parameters()) == spec.num_parameters
-        assert all(
-            parameter.requires_grad and parameter.dim() > 0 for parameter in layer.parameters()
-        )
-        assert all(
-            tensor.is_meta
-            for other in specs
-            for tensor in [*other.template.parameters(), *other.template.buffers()]
-        )
+def test_build_makes_only_its_layer_real(cases, subtests):
+    for name, case in cases.items():
+        with subtests.test(name):
+            specs = with_head(case.tower(), 8).specs
+            for spec in specs:
+                layer = spec.build(0)
+                real = [*layer.parameters(), *layer.buffers()]
+                assert all(tensor.device.type == "cpu" for tensor in real)
+                assert all(tensor.dtype in (torch.float32, torch.int64) for tensor in real)
+                assert (
+                    sum(parameter.numel() for parameter in layer.parameters())
+                    == spec.num_parameters
+                )
+                assert all(
+                    parameter.requires_grad and parameter.dim() > 0
+                    for parameter in layer.parameters()
+                )
+                assert all(
+                    tensor.is_meta
+                    for other in specs
+                    for tensor in [*other.template.parameters(), *other.template.buffers()]
+                )
 
 
 def test_buffers_that_are_in_no_file(cases):
@@ -254,37 +271,45 @@ def test_buffers_that_are_in_no_file(cases):
     )
 
 
-def test_draws_only_where_random_numbers_are_drawn(case, forward):
-    for dropout in (False, True):
-        layers = [spec.build(0) for spec in with_head(case.tower(dropout), 8).specs]
-        tensors = case.inputs()
-        for layer in layers:
-            before = torch.get_rng_state()
-            tensors = layer(tensors)
-            drew = not torch.equal(torch.get_rng_state(), before)
-            assert layer.draws or not drew
-            assert not layer.draws or dropout
-        assert any(layer.draws for layer in layers) == (dropout and bool(case.dropout))
+def test_draws_only_where_random_numbers_are_drawn(cases, forward, subtests):
+    for name, case in cases.items():
+        with subtests.test(name):
+            for dropout in (False, True):
+                layers = [spec.build(0) for spec in with_head(case.tower(dropout), 8).specs]
+                tensors = case.inputs()
+                for layer in layers:
+                    before = torch.get_rng_state()
+                    tensors = layer(tensors)
+                    drew = not torch.equal(torch.get_rng_state(), before)
+                    assert layer.draws or not drew
+                    assert not layer.draws or dropout
+                assert any(layer.draws for layer in layers) == (dropout and bool(case.dropout))
 
 
-def test_forward_passes_others_on_and_changes_nothing_given(case):
-    given = {**case.inputs(), "image_position": torch.arange(4), "text_index": torch.arange(4)}
-    tensors = given
-    for spec in with_head(case.tower(), 8).specs:
-        layer = spec.build(0)
-        before = {name: (tensor, tensor.clone()) for name, tensor in tensors.items()}
-        made = layer(tensors)
-        assert {name: id(tensor) for name, tensor in tensors.items()} == {
-            name: id(tensor) for name, (tensor, _) in before.items()
-        }
-        assert all(torch.equal(tensor, copy) for tensor, copy in before.values())
-        assert set(made) == (set(tensors) - set(layer.drops)) | set(layer.makes)
-        assert set(layer.drops) <= {*layer.reads, *layer.reads_if_given}
-        tensors = made
-    expected = {"image_position", "text_index", f"{case.branch}_embeds"} | (
-        {"logit_scale"} if case.branch == "image" else set()
-    )
-    assert set(tensors) == expected and tensors["text_index"] is given["text_index"]
+def test_forward_passes_others_on_and_changes_nothing_given(cases, subtests):
+    for name, case in cases.items():
+        with subtests.test(name):
+            given = {
+                **case.inputs(),
+                "image_position": torch.arange(4),
+                "text_index": torch.arange(4),
+            }
+            tensors = given
+            for spec in with_head(case.tower(), 8).specs:
+                layer = spec.build(0)
+                before = {name: (tensor, tensor.clone()) for name, tensor in tensors.items()}
+                made = layer(tensors)
+                assert {name: id(tensor) for name, tensor in tensors.items()} == {
+                    name: id(tensor) for name, (tensor, _) in before.items()
+                }
+                assert all(torch.equal(tensor, copy) for tensor, copy in before.values())
+                assert set(made) == (set(tensors) - set(layer.drops)) | set(layer.makes)
+                assert set(layer.drops) <= {*layer.reads, *layer.reads_if_given}
+                tensors = made
+            expected = {"image_position", "text_index", f"{case.branch}_embeds"} | (
+                {"logit_scale"} if case.branch == "image" else set()
+            )
+            assert set(tensors) == expected and tensors["text_index"] is given["text_index"]
 
 
 def test_layers_out_of_order_are_refused():

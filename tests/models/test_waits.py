@@ -52,8 +52,10 @@ def check(tower, inputs):
         assert any(name in tower.name for name in READS_ON_HOST)
 
 
-def test_towers_of_every_family(case):
-    check(case.tower(dropout=True), case.inputs())
+def test_towers_of_every_family(cases, subtests):
+    for name, case in cases.items():
+        with subtests.test(name):
+            check(case.tower(dropout=True), case.inputs())
 
 
 @pytest.mark.parametrize(
