@@ -175,18 +175,15 @@ def test_first_values_of_whisper_are_the_librarys_sinusoids():
     assert not any("embed_positions" in name for name, _ in start.named_parameters())
 
 
-@pytest.mark.parametrize(
-    ("name", "seconds", "words"),
-    [
+def test_what_a_tower_cannot_be(subtests):
+    for name, seconds, words in (
         ("hf:clap-htsat-unfused", 11.0, "takes 0.01 to 10.23; give --audio-seconds"),
         ("hf:whisper-tiny", 2.5, "takes whole seconds; give 3"),
         ("hf:bert-base-uncased", None, "is not known"),
         ("hf:clap-htsat-unfused:pool=max", None, "pool"),
-    ],
-)
-def test_what_a_tower_cannot_be(name, seconds, words):
-    with pytest.raises(ValueError, match=words):
-        audio_tower(name, seconds)
+    ):
+        with subtests.test(str(name)), pytest.raises(ValueError, match=words):
+            audio_tower(name, seconds)
 
 
 def test_a_tower_that_fuses_is_refused(tmp_path):

@@ -85,29 +85,31 @@ def test_names_of_layers_and_heads():
     assert image.width == 512 and text.width == 128
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_image_presets_are_torchvisions(name):
-    with torch.device("meta"):
-        library = torchvision.models.get_model(name)
-    expected = {f"image.{key}": tensor.shape for key, tensor in library.state_dict().items()}
-    ours = {
-        canonical: spec.template.state_dict()[local].shape
-        for spec in image_tower(name, 224).specs
-        for local, canonical in spec.template.canonical_names.items()
-    }
-    assert ours.items() <= expected.items()
-    assert {key.split(".")[1] for key in expected.keys() - ours.keys()} <= {
-        "fc",
-        "heads",
-        "classifier",
-    }
-    draws = {spec.name: spec.template.draws for spec in image_tower(name, 224).specs}
-    assert any(draws.values()) == name.startswith("convnext")  # stochastic depth by default
+def test_image_presets_are_torchvisions(subtests):
+    for name in ARCHITECTURES:
+        with subtests.test(str(name)):
+            with torch.device("meta"):
+                library = torchvision.models.get_model(name)
+            expected = {
+                f"image.{key}": tensor.shape for key, tensor in library.state_dict().items()
+            }
+            ours = {
+                canonical: spec.template.state_dict()[local].shape
+                for spec in image_tower(name, 224).specs
+                for local, canonical in spec.template.canonical_names.items()
+            }
+            assert ours.items() <= expected.items()
+            assert {key.split(".")[1] for key in expected.keys() - ours.keys()} <= {
+                "fc",
+                "heads",
+                "classifier",
+            }
+            draws = {spec.name: spec.template.draws for spec in image_tower(name, 224).specs}
+            assert any(draws.values()) == name.startswith("convnext")  # stochastic depth by default
 
 
-@pytest.mark.parametrize(
-    ("name", "millions"),
-    [
+def test_text_presets_have_the_published_sizes(subtests):
+    for name, millions in (
         ("bert-base-uncased", 109.48),
         ("bert-large-uncased", 335.14),
         ("distilbert-base-uncased", 66.36),
@@ -137,11 +139,12 @@ def test_image_presets_are_torchvisions(name):
         ("mt5-small", 146.94),
         ("siglip-text-base", 110.27),
         ("chinese-clip-text-base", 101.68),
-    ],
-)
-def test_text_presets_have_the_published_sizes(name, millions):
-    assert name in PRESETS
-    assert text_tower(name, None, 64).num_parameters / 1e6 == pytest.approx(millions, abs=0.005)
+    ):
+        with subtests.test(str(name)):
+            assert name in PRESETS
+            assert text_tower(name, None, 64).num_parameters / 1e6 == pytest.approx(
+                millions, abs=0.005
+            )
 
 
 def test_initial_weights_are_the_librarys(cases, subtests):

@@ -51,9 +51,8 @@ def timm_vit(size, **more):
     return timm.create_model("vit_tiny_patch16_224", img_size=size, **SIZES, **more)
 
 
-@pytest.mark.parametrize(
-    ("tower", "proposed"),
-    [
+def test_published_weights_are_proposed_for_a_tower_that_they_fit(subtests):
+    for tower, proposed in (
         (partial(image_tower, "resnet50:zero_init_residual=true", 64), "DEFAULT"),
         (partial(image_tower, "resnet18:layers=1-1-1-1", 64), None),
         (partial(image_tower, "timm:vit_small_patch16_224", 224), "DEFAULT"),
@@ -66,10 +65,9 @@ def timm_vit(size, **more):
         (partial(text_tower, "bert-mini:num_hidden_layers=2", 50, 8), None),
         (partial(text_tower, "open_clip:ViT-B-32", None, 8), "DEFAULT"),
         (partial(audio_tower, "hf:clap"), "laion/clap-htsat-unfused"),
-    ],
-)
-def test_published_weights_are_proposed_for_a_tower_that_they_fit(tower, proposed):
-    assert published_weights(tower()) == proposed
+    ):
+        with subtests.test(str(tower)):
+            assert published_weights(tower()) == proposed
 
 
 # -- timm

@@ -6,6 +6,7 @@ of up to 100 loses a few.
 
 import math
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 import pytest
@@ -226,21 +227,22 @@ def check(found: dict, expected: dict[str, Tensor], **tolerance: float) -> None:
             )
 
 
-@pytest.mark.parametrize("text_rows", REPLICAS, ids=str)
-@pytest.mark.parametrize("image_rows", REPLICAS, ids=str)
-@pytest.mark.parametrize(
-    "loss", [InfoNCE(), InfoNCE(work_bytes=FOUR_ROWS), Sigmoid(), Sigmoid(FOUR_ROWS)], ids=str
-)
-def test_pieces_add_up_to_the_whole(loss, image_rows, text_rows):
-    sides = pairs(*embeddings(seed=1))
-    for scale in (1.0, 14.3, 90.0):
-        parameters = scalars(loss, math.log(scale))
-        expected = reference(loss, sides, parameters)
-        check(
-            side_by_side(loss, sides, parameters, {"image": image_rows, "text": text_rows}),
-            expected,
-        )
-    check(at_once(loss, sides, parameters), expected)
+def test_pieces_add_up_to_the_whole(subtests):
+    for loss, image_rows, text_rows in product(
+        (InfoNCE(), InfoNCE(work_bytes=FOUR_ROWS), Sigmoid(), Sigmoid(FOUR_ROWS)),
+        REPLICAS,
+        REPLICAS,
+    ):
+        with subtests.test(f"{loss}, {image_rows}, {text_rows}"):
+            sides = pairs(*embeddings(seed=1))
+            for scale in (1.0, 14.3, 90.0):
+                parameters = scalars(loss, math.log(scale))
+                expected = reference(loss, sides, parameters)
+                check(
+                    side_by_side(loss, sides, parameters, {"image": image_rows, "text": text_rows}),
+                    expected,
+                )
+            check(at_once(loss, sides, parameters), expected)
 
 
 LABELS = {
@@ -253,66 +255,64 @@ LABELS = {
 }
 
 
-@pytest.mark.parametrize("labels", LABELS.values(), ids=list(LABELS))
-@pytest.mark.parametrize("weighted", [False, True], ids=["equal", "weighted"])
-@pytest.mark.parametrize(
-    "loss",
-    [
-        InfoNCE(),
-        InfoNCE(0.1),
-        InfoNCE(0.1, work_bytes=1),
-        InfoNCE(0.3, work_bytes=FOUR_ROWS),
-        Sigmoid(),
-        Sigmoid(1),
-        Sigmoid(FOUR_ROWS),
-    ],
-    ids=str,
-)
-def test_positives_weights_and_smoothing(loss, weighted, labels):
+def test_positives_weights_and_smoothing(subtests):
     """Rows without weight ask nothing, but are candidates of the others. The numbers of rows differ
     between the sides."""
-    generator = torch.Generator().manual_seed(3)
-    sides = {
-        branch: Rows(
-            unit(len(label), D, seed=len(label)),
-            label,
-            torch.randint(0, 4, label.shape, generator=generator) * 10**6 if weighted else None,
-        )
-        for branch, label in zip(("image", "text"), labels)
-    }
-    parameters = scalars(loss, 1.3, bias=-2.0)
-    expected = reference(loss, sides, parameters)
-    rows = {branch: (2, len(label) - 3, 1) for branch, label in zip(("image", "text"), labels)}
-    order = {
-        branch: torch.randperm(len(label), generator=generator)
-        for branch, label in zip(("image", "text"), labels)
-    }
-    check(side_by_side(loss, sides, parameters, rows, order), expected)
-    check(at_once(loss, sides, parameters), expected)
+    smoothed = InfoNCE(0.1, work_bytes=1), InfoNCE(0.3, work_bytes=FOUR_ROWS)
+    losses = InfoNCE(), InfoNCE(0.1), *smoothed, Sigmoid(), Sigmoid(1), Sigmoid(FOUR_ROWS)
+    for loss, weighted, (kind, labels) in product(losses, (False, True), LABELS.items()):
+        with subtests.test(f"{loss}, weighted={weighted}, {kind}"):
+            generator = torch.Generator().manual_seed(3)
+            sides = {
+                branch: Rows(
+                    unit(len(label), D, seed=len(label)),
+                    label,
+                    torch.randint(0, 4, label.shape, generator=generator) * 10**6
+                    if weighted
+                    else None,
+                )
+                for branch, label in zip(("image", "text"), labels)
+            }
+            parameters = scalars(loss, 1.3, bias=-2.0)
+            expected = reference(loss, sides, parameters)
+            rows = {
+                branch: (2, len(label) - 3, 1) for branch, label in zip(("image", "text"), labels)
+            }
+            order = {
+                branch: torch.randperm(len(label), generator=generator)
+                for branch, label in zip(("image", "text"), labels)
+            }
+            check(side_by_side(loss, sides, parameters, rows, order), expected)
+            check(at_once(loss, sides, parameters), expected)
 
 
-@pytest.mark.parametrize("how", DUPLICATES)
-@pytest.mark.parametrize(
-    "loss", [InfoNCE(0.1), InfoNCE(work_bytes=FOUR_ROWS), Sigmoid(FOUR_ROWS)], ids=str
-)
-def test_samples_with_equal_values(loss, how):
+def test_samples_with_equal_values(subtests):
     """Images with three texts each; some images and some texts are equal, also across both."""
-    draw = torch.Generator().manual_seed(5)
-    image, text = (torch.randint(0, n, (k,), generator=draw) for n, k in ((9, B), (25, 3 * B)))
-    whose = torch.arange(B).repeat_interleave(3)
-    sides = {
-        "image": Rows(
-            unit(B, D, seed=1),
-            torch.arange(B),
-            None,
-            torch.cat([image[:, None], text.view(B, 3)], 1),
-        ),
-        "text": Rows(unit(3 * B, D, seed=2), whose, None, torch.stack([text, image[whose]], 1)),
-    }
-    loss, parameters = replace(loss, targets=Targets(how)), scalars(loss, 1.3, bias=-2.0)
-    expected = reference(loss, sides, parameters)
-    check(side_by_side(loss, sides, parameters, {"image": (4, 9), "text": (20, 19)}), expected)
-    check(at_once(loss, sides, parameters), expected)
+    losses = InfoNCE(0.1), InfoNCE(work_bytes=FOUR_ROWS), Sigmoid(FOUR_ROWS)
+    for loss, how in product(losses, DUPLICATES):
+        with subtests.test(f"{loss}, {how}"):
+            draw = torch.Generator().manual_seed(5)
+            image, text = (
+                torch.randint(0, n, (k,), generator=draw) for n, k in ((9, B), (25, 3 * B))
+            )
+            whose = torch.arange(B).repeat_interleave(3)
+            sides = {
+                "image": Rows(
+                    unit(B, D, seed=1),
+                    torch.arange(B),
+                    None,
+                    torch.cat([image[:, None], text.view(B, 3)], 1),
+                ),
+                "text": Rows(
+                    unit(3 * B, D, seed=2), whose, None, torch.stack([text, image[whose]], 1)
+                ),
+            }
+            loss, parameters = replace(loss, targets=Targets(how)), scalars(loss, 1.3, bias=-2.0)
+            expected = reference(loss, sides, parameters)
+            check(
+                side_by_side(loss, sides, parameters, {"image": (4, 9), "text": (20, 19)}), expected
+            )
+            check(at_once(loss, sides, parameters), expected)
 
 
 def test_equal_values_are_not_drawn_as_negatives():
@@ -332,59 +332,68 @@ def test_equal_values_are_not_drawn_as_negatives():
     assert int(drawn[1]) in (0, 2)
 
 
-@pytest.mark.parametrize("loss", [InfoNCE(0.1), Sigmoid()], ids=str)
-def test_equal_weights_are_none(loss):
-    sides = pairs(*embeddings(seed=8))
-    weighted = {
-        branch: rows._replace(weight=torch.full((B,), 250_000)) for branch, rows in sides.items()
-    }
-    check(at_once(loss, weighted, scalars(loss, 2.0)), reference(loss, sides, scalars(loss, 2.0)))
+def test_equal_weights_are_none(subtests):
+    for loss in (InfoNCE(0.1), Sigmoid()):
+        with subtests.test(str(loss)):
+            sides = pairs(*embeddings(seed=8))
+            weighted = {
+                branch: rows._replace(weight=torch.full((B,), 250_000))
+                for branch, rows in sides.items()
+            }
+            check(
+                at_once(loss, weighted, scalars(loss, 2.0)),
+                reference(loss, sides, scalars(loss, 2.0)),
+            )
 
 
-@pytest.mark.parametrize("loss", [InfoNCE(), Sigmoid()], ids=str)
-def test_rows_may_stand_in_any_order(loss):
+def test_rows_may_stand_in_any_order(subtests):
     """A replica's rows are not a contiguous piece of the global batch: `mine` says which they
     are."""
-    sides, parameters = pairs(*embeddings(seed=2)), scalars(loss, 2.0)
-    order = {
-        branch: torch.randperm(B, generator=torch.Generator().manual_seed(s))
-        for s, branch in enumerate(sides)
-    }
-    check(
-        side_by_side(loss, sides, parameters, {"image": (6, 7), "text": (13,)}, order),
-        reference(loss, sides, parameters),
-    )
+    for loss in (InfoNCE(), Sigmoid()):
+        with subtests.test(str(loss)):
+            sides, parameters = pairs(*embeddings(seed=2)), scalars(loss, 2.0)
+            order = {
+                branch: torch.randperm(B, generator=torch.Generator().manual_seed(s))
+                for s, branch in enumerate(sides)
+            }
+            check(
+                side_by_side(loss, sides, parameters, {"image": (6, 7), "text": (13,)}, order),
+                reference(loss, sides, parameters),
+            )
 
 
-@pytest.mark.parametrize("loss", [InfoNCE(0.1), Sigmoid()], ids=str)
-def test_a_replica_may_have_no_rows(loss):
-    sides, parameters = pairs(*embeddings(seed=2)), scalars(loss, 2.0)
-    check(
-        side_by_side(loss, sides, parameters, {"image": (0, 13), "text": (13, 0)}),
-        reference(loss, sides, parameters),
-    )
+def test_a_replica_may_have_no_rows(subtests):
+    for loss in (InfoNCE(0.1), Sigmoid()):
+        with subtests.test(str(loss)):
+            sides, parameters = pairs(*embeddings(seed=2)), scalars(loss, 2.0)
+            check(
+                side_by_side(loss, sides, parameters, {"image": (0, 13), "text": (13, 0)}),
+                reference(loss, sides, parameters),
+            )
 
 
-@pytest.mark.parametrize("loss", [InfoNCE(0.1), Sigmoid()], ids=str)
-def test_in_fp32_it_is_within_1e_6_of_float64(loss):
+def test_in_fp32_it_is_within_1e_6_of_float64(subtests):
     """Of the gradients' norm; bias 0, where the sigmoid loss is largest."""
-    sides = {
-        "image": Rows(unit(40, 64, seed=1).float(), torch.arange(40)),
-        "text": Rows(unit(120, 64, seed=2).float(), torch.arange(40).repeat_interleave(3)),
-    }
-    parameters = {
-        name: value.float() for name, value in scalars(loss, math.log(14.3), bias=0.0).items()
-    }
-    expected = reference(loss, sides, parameters)
-    for found in (
-        at_once(loss, sides, parameters),
-        side_by_side(loss, sides, parameters, {"image": (9, 31), "text": (120,)}),
-    ):
-        assert found["loss"].dtype == found["image"].dtype == torch.float32
-        for name in ("loss", "image", "text"):
-            assert float((found[name] - expected[name]).norm()) <= 1e-6 * float(
-                expected[name].norm()
-            ), name
+    for loss in (InfoNCE(0.1), Sigmoid()):
+        with subtests.test(str(loss)):
+            sides = {
+                "image": Rows(unit(40, 64, seed=1).float(), torch.arange(40)),
+                "text": Rows(unit(120, 64, seed=2).float(), torch.arange(40).repeat_interleave(3)),
+            }
+            parameters = {
+                name: value.float()
+                for name, value in scalars(loss, math.log(14.3), bias=0.0).items()
+            }
+            expected = reference(loss, sides, parameters)
+            for found in (
+                at_once(loss, sides, parameters),
+                side_by_side(loss, sides, parameters, {"image": (9, 31), "text": (120,)}),
+            ):
+                assert found["loss"].dtype == found["image"].dtype == torch.float32
+                for name in ("loss", "image", "text"):
+                    assert float((found[name] - expected[name]).norm()) <= 1e-6 * float(
+                        expected[name].norm()
+                    ), name
 
 
 class Largest(TorchDispatchMode):
@@ -400,36 +409,36 @@ class Largest(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize(
-    "loss", [InfoNCE(0.1, COPIES * 4 * 8 * 300), Sigmoid(COPIES * 4 * 8 * 300)], ids=str
-)
-def test_the_whole_matrix_is_never_there(loss):
+def test_the_whole_matrix_is_never_there(subtests):
     """Blocks of 8 rows of 300, embeddings of 300 × 6: of either side's gradient as much, of the
     matrix nothing larger than a block."""
-    sides = pairs(*(unit(300, D, seed=seed).float() for seed in (1, 2)))
-    parameters = {name: value.float() for name, value in scalars(loss, 2.0).items()}
-    for compute in (
-        at_once,
-        lambda *given: side_by_side(*given, {"image": (300,), "text": (300,)}),
-    ):
-        with Largest() as largest:
-            compute(loss, sides, parameters)
-        assert largest.numel == 8 * 300
+    for loss in (InfoNCE(0.1, COPIES * 4 * 8 * 300), Sigmoid(COPIES * 4 * 8 * 300)):
+        with subtests.test(str(loss)):
+            sides = pairs(*(unit(300, D, seed=seed).float() for seed in (1, 2)))
+            parameters = {name: value.float() for name, value in scalars(loss, 2.0).items()}
+            for compute in (
+                at_once,
+                lambda *given: side_by_side(*given, {"image": (300,), "text": (300,)}),
+            ):
+                with Largest() as largest:
+                    compute(loss, sides, parameters)
+                assert largest.numel == 8 * 300
 
 
-@pytest.mark.parametrize("loss", [InfoNCE(0.1, 2**22), Sigmoid(2**22)], ids=str)
-def test_a_block_with_all_that_is_made_of_it_takes_no_more_than_it_may(loss):
+def test_a_block_with_all_that_is_made_of_it_takes_no_more_than_it_may(subtests):
     """Over many blocks, beside embeddings of 4000 × 2 and what is as small: that of the block
     before is gone when the next one is made."""
-    sides = pairs(*(unit(4000, 2, seed=seed).float() for seed in (1, 2)))
-    parameters = {name: value.float() for name, value in scalars(loss, 2.0).items()}
-    mine = torch.arange(1000)
-    with torch.no_grad(), TensorBytes() as held:
-        held.mark()
-        statistics = {"image": torch.zeros(4000), "text": torch.zeros(4000)}
-        loss.statistics(sides, "image", mine, parameters)
-        loss.part(sides, "image", mine, statistics, parameters)
-    assert 2**21 < held.peak_bytes - held.marked_bytes < 2**22 + 10 * 4 * 2 * 4000
+    for loss in (InfoNCE(0.1, 2**22), Sigmoid(2**22)):
+        with subtests.test(str(loss)):
+            sides = pairs(*(unit(4000, 2, seed=seed).float() for seed in (1, 2)))
+            parameters = {name: value.float() for name, value in scalars(loss, 2.0).items()}
+            mine = torch.arange(1000)
+            with torch.no_grad(), TensorBytes() as held:
+                held.mark()
+                statistics = {"image": torch.zeros(4000), "text": torch.zeros(4000)}
+                loss.statistics(sides, "image", mine, parameters)
+                loss.part(sides, "image", mine, statistics, parameters)
+            assert 2**21 < held.peak_bytes - held.marked_bytes < 2**22 + 10 * 4 * 2 * 4000
 
 
 def test_value_of_a_model_that_knows_nothing():
@@ -441,15 +450,18 @@ def test_value_of_a_model_that_knows_nothing():
     assert float(found["image"].abs().max()) < 1e-15
 
 
-@pytest.mark.parametrize("loss", [InfoNCE(), Sigmoid()], ids=str)
-def test_large_logits_do_not_overflow(loss):
-    sides = pairs(*(tensor.float() for tensor in embeddings(seed=4)))
-    parameters = {name: value.float() for name, value in scalars(loss, LOGIT_SCALE_LIMIT).items()}
-    for found in (
-        at_once(loss, sides, parameters),
-        side_by_side(loss, sides, parameters, {"image": (13,), "text": (13,)}),
-    ):
-        assert all(bool(leaf.isfinite().all()) for leaf in tree_leaves(found))
+def test_large_logits_do_not_overflow(subtests):
+    for loss in (InfoNCE(), Sigmoid()):
+        with subtests.test(str(loss)):
+            sides = pairs(*(tensor.float() for tensor in embeddings(seed=4)))
+            parameters = {
+                name: value.float() for name, value in scalars(loss, LOGIT_SCALE_LIMIT).items()
+            }
+            for found in (
+                at_once(loss, sides, parameters),
+                side_by_side(loss, sides, parameters, {"image": (13,), "text": (13,)}),
+            ):
+                assert all(bool(leaf.isfinite().all()) for leaf in tree_leaves(found))
 
 
 def test_a_row_without_a_positive_is_not_overlooked():
@@ -504,14 +516,18 @@ def test_pairs_judged_alone_have_no_statistics():
 # -- the limit of the scale
 
 
-@pytest.mark.parametrize(
-    "log_scale, expected",
-    [(0.0, 1.0), (math.log(99.0), 99.0), (LOGIT_SCALE_LIMIT, 100.0), (5.0, 100.0), (80.0, 100.0)],
-)
-def test_the_scale_is_at_most_100(log_scale, expected):
-    assert float(logit_scale_exp(torch.tensor([log_scale], dtype=torch.float64))) == pytest.approx(
-        expected, rel=1e-12
-    )
+def test_the_scale_is_at_most_100(subtests):
+    for log_scale, expected in (
+        (0.0, 1.0),
+        (math.log(99.0), 99.0),
+        (LOGIT_SCALE_LIMIT, 100.0),
+        (5.0, 100.0),
+        (80.0, 100.0),
+    ):
+        with subtests.test(str(log_scale)):
+            assert float(
+                logit_scale_exp(torch.tensor([log_scale], dtype=torch.float64))
+            ) == pytest.approx(expected, rel=1e-12)
 
 
 def scale_gradient(sides: dict[str, Rows], log_scale: float) -> Tensor:
@@ -524,37 +540,45 @@ def plain_scale_gradient(sides: dict[str, Rows], log_scale: float) -> Tensor:
     return reference(InfoNCE(), sides, scalars(InfoNCE(), log_scale))["logit_scale"]
 
 
-@pytest.mark.parametrize("loss", [InfoNCE(), Sigmoid()], ids=str)
-def test_beyond_the_limit_the_loss_is_that_at_100(loss):
-    sides = pairs(*embeddings(seed=5))
-    expected, found = (
-        reference(loss, sides, scalars(loss, math.log(100.0))),
-        at_once(loss, sides, scalars(loss, 6.0)),
-    )
-    check(
-        {name: value for name, value in found.items() if not name.startswith("scalars")}, expected
-    )
+def test_beyond_the_limit_the_loss_is_that_at_100(subtests):
+    for loss in (InfoNCE(), Sigmoid()):
+        with subtests.test(str(loss)):
+            sides = pairs(*embeddings(seed=5))
+            expected, found = (
+                reference(loss, sides, scalars(loss, math.log(100.0))),
+                at_once(loss, sides, scalars(loss, 6.0)),
+            )
+            check(
+                {name: value for name, value in found.items() if not name.startswith("scalars")},
+                expected,
+            )
 
 
-@pytest.mark.parametrize("log_scale", [LOGIT_SCALE_LIMIT, 6.0])
-def test_an_outward_gradient_is_stopped_and_an_inward_one_passes(log_scale):
-    images, _ = embeddings(seed=6)
-    noise = 0.02 * torch.randn(
-        B, D, generator=torch.Generator().manual_seed(7), dtype=torch.float64
-    )
-    matched = F.normalize(
-        images + noise, dim=1
-    )  # partners are each other's nearest: a larger scale would lower the loss
-    mismatched = matched.roll(1, 0)  # partners are far apart: a larger scale would raise the loss
-    inward = plain_scale_gradient(pairs(images, mismatched), LOGIT_SCALE_LIMIT)
-    assert (
-        float(plain_scale_gradient(pairs(images, matched), LOGIT_SCALE_LIMIT)) < -1e-6
-        and float(inward) > 1.0
-    )
-    assert float(scale_gradient(pairs(images, matched), log_scale)) == 0.0
-    torch.testing.assert_close(
-        scale_gradient(pairs(images, mismatched), log_scale), inward, **CLOSE
-    )
+def test_an_outward_gradient_is_stopped_and_an_inward_one_passes(subtests):
+    for log_scale in (
+        LOGIT_SCALE_LIMIT,
+        6.0,
+    ):
+        with subtests.test(str(log_scale)):
+            images, _ = embeddings(seed=6)
+            noise = 0.02 * torch.randn(
+                B, D, generator=torch.Generator().manual_seed(7), dtype=torch.float64
+            )
+            matched = F.normalize(
+                images + noise, dim=1
+            )  # partners are each other's nearest: a larger scale would lower the loss
+            mismatched = matched.roll(
+                1, 0
+            )  # partners are far apart: a larger scale would raise the loss
+            inward = plain_scale_gradient(pairs(images, mismatched), LOGIT_SCALE_LIMIT)
+            assert (
+                float(plain_scale_gradient(pairs(images, matched), LOGIT_SCALE_LIMIT)) < -1e-6
+                and float(inward) > 1.0
+            )
+            assert float(scale_gradient(pairs(images, matched), log_scale)) == 0.0
+            torch.testing.assert_close(
+                scale_gradient(pairs(images, mismatched), log_scale), inward, **CLOSE
+            )
 
 
 def test_below_the_limit_an_outward_gradient_passes():

@@ -11,9 +11,8 @@ from models.towers.names import split_name
 from models.towers.text import text_tower
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
+def test_image_names_refused(subtests):
+    for name, message in (
         (
             "resnet5",
             r"image tower 'resnet5' is not known; did you mean 'resnet50'\? Known: convnext_base",
@@ -29,26 +28,21 @@ from models.towers.text import text_tower
         ("resnet50:layers=1-2-x-1", "layers=1-2-x-1 must be integers joined by '-'"),
         ("resnet50:zero_init_residual=yes", "must be true or false"),
         ("convnext_tiny:dims=8-16", "dims and depths must be equally many"),
-    ],
-)
-def test_image_names_refused(name, message):
-    with pytest.raises(ValueError, match=message):
-        image_tower(name, 32)
+    ):
+        with subtests.test(str(name)), pytest.raises(ValueError, match=message):
+            image_tower(name, 32)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
+def test_text_names_refused(subtests):
+    for name, message in (
         ("bert-mimi", r"text tower 'bert-mimi' is not known; did you mean 'bert-mini'\?"),
         ("bert-bse", r"'bert-bse' is not known; did you mean 'bert-base-uncased'\?"),
         ("bert-mini:hidden=4", "key 'hidden' is not known; did you mean 'hidden_"),
         ("bert-mini:vocab_size=4", "key 'vocab_size' is not known"),  # the tokenizer's business
         ("bert-mini:hidden_size=30", "hidden size.*30.*multiple"),
-    ],
-)
-def test_text_names_refused(name, message):
-    with pytest.raises(ValueError, match=message):
-        text_tower(name, 100, 8)
+    ):
+        with subtests.test(str(name)), pytest.raises(ValueError, match=message):
+            text_tower(name, 100, 8)
 
 
 def test_sizes_refused():
@@ -84,9 +78,9 @@ def test_vit_refuses_images_that_are_not_whole_patches():
         tower.specs[0].build(0)({"pixel_values": torch.zeros(1, 3, 48, 40)})
 
 
-@pytest.mark.parametrize(
-    ("typed", "preset"),
-    [
+def test_other_spellings_of_a_preset(subtests):
+    """Hub ids and common names need no network."""
+    for typed, preset in (
         ("google-bert/bert-base-uncased", "bert-base-uncased"),
         ("BERT-base", "bert-base-uncased"),
         ("sentence-transformers/all-MiniLM-L6-v2", "all-minilm-l6-v2"),
@@ -99,12 +93,10 @@ def test_vit_refuses_images_that_are_not_whole_patches():
         ("siglip-base-patch16-224", "siglip-text-base"),
         ("bert_base_chinese", "bert-base-chinese"),
         ("xlm-r", "xlm-roberta-base"),
-    ],
-)
-def test_other_spellings_of_a_preset(typed, preset):
-    """Hub ids and common names need no network."""
-    one, other = text_tower(typed, 100, 8, 0, 5), text_tower(preset, 100, 8, 0, 5)
-    assert one.config == other.config and one.name == typed
+    ):
+        with subtests.test(str(typed)):
+            one, other = text_tower(typed, 100, 8, 0, 5), text_tower(preset, 100, 8, 0, 5)
+            assert one.config == other.config and one.name == typed
 
 
 def test_a_prefix_that_texts_need_not_have(tmp_path):

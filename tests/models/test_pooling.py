@@ -3,6 +3,7 @@ which one a new run begins with."""
 
 import importlib.metadata
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -58,9 +59,13 @@ EXPECTED = {
 }
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_padding_counts_for_nothing(name):
-    pool, reduce = EXPECTED[name]
+def test_padding_counts_for_nothing(subtests):
+    for name, (pool, reduce) in EXPECTED.items():
+        with subtests.test(name):
+            check_padding(pool, reduce)
+
+
+def check_padding(pool, reduce):
     tokens, mask = tokens_and_mask()
     features, expected = pool(tokens, mask), of_each(tokens, reduce)
     assert_close(features, expected, rtol=1e-6, atol=1e-6)
@@ -101,21 +106,19 @@ def test_attention_is_siglips():
     assert_close(ours(tokens), theirs(tokens), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "tower",
-    [
-        "bert-tiny",
-        "distilbert-base-uncased:dim=64,n_layers=2,n_heads=4,hidden_dim=96",
-        "clip-text-base",
-    ],
-)
-@pytest.mark.parametrize("pool", ["mean", "first", "last", "eos", "max", "attention"])
-def test_text_towers_pool_the_librarys_last_states(tower, pool, forward):
+def test_text_towers_pool_the_librarys_last_states(forward, subtests):
     """The states that transformers calls `last_hidden_state`; a text ends with id 7, its
     `eos_token_id`."""
-    tower = text_tower(
-        tower + (",pool=" if ":" in tower else ":pool=") + pool, 50, 7, 0, eos_token_id=7
-    )
+    distilbert = "distilbert-base-uncased:dim=64,n_layers=2,n_heads=4,hidden_dim=96,"
+    clip = "clip-text-base:num_hidden_layers=2,"
+    pools = ("mean", "first", "last", "eos", "max", "attention")
+    for tower, pool in product(("bert-tiny:", distilbert, clip), pools):
+        with subtests.test(f"{tower}pool={pool}"):
+            check_text_pool(tower, pool, forward)
+
+
+def check_text_pool(tower, pool, forward):
+    tower = text_tower(f"{tower}pool={pool}", 50, 7, 0, eos_token_id=7)
     layers = [spec.build(3).eval() for spec in tower.specs]
     ids = torch.randint(10, 50, (3, 7))
     mask = (torch.arange(7) < torch.tensor(LENGTHS)[:, None]).long()
@@ -144,17 +147,19 @@ def test_text_towers_pool_the_librarys_last_states(tower, pool, forward):
         assert_close(features, of_each(states, reduce), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
+def test_image_towers_pool_their_last_map(forward, subtests):
+    """Against the maps of the tower's own layers, by formula; `avg` and `cls` of whole models:
+    test_towers_equal_library.py."""
+    for name in (
         "resnet18:layers=1-1-1-1",
         "convnext_tiny:dims=16-24-32-48,depths=1-1-2-1",
         "vit_b_16:patch_size=8,num_layers=1,hidden_dim=48,num_heads=4",
-    ],
-)
-def test_image_towers_pool_their_last_map(name, forward):
-    """Against the maps of the tower's own layers, by formula; `avg` and `cls` of whole models:
-    test_towers_equal_library.py."""
+    ):
+        with subtests.test(name):
+            check_image_pools(name, forward)
+
+
+def check_image_pools(name, forward):
     pixels = torch.randn(2, 3, 64, 64)
 
     def tower_of(pool):
