@@ -4,6 +4,8 @@ whole model with the same weights: output and gradients, also where it is cut in
 Equal to rounding: peft adds the adapter of an nn.MultiheadAttention to its weight in another order.
 """
 
+from functools import cache
+
 import pytest
 import torch
 from neighbours import neighbour
@@ -37,6 +39,7 @@ FAMILIES |= {"open_clip vit": (1, 2), "open_clip texts": (1, 2)}
 WITHOUT_ATTENTION = ("hf-convnext", "hf-convnextv2")
 
 
+@cache
 def tower_of(name):
     return with_head({**CASES, **RECORDED}[name].tower(), 16)
 
