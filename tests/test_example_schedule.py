@@ -118,7 +118,7 @@ def test_the_flag_is_repeatable_and_recorded():
 
 
 def test_a_module_that_cannot_be_imported_is_named_with_the_reason(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    path = [*sys.path]
     for number, (source, said) in enumerate(
         (
             (None, ["there is no module 'mine'", "start in the folder that holds it"]),
@@ -130,6 +130,7 @@ def test_a_module_that_cannot_be_imported_is_named_with_the_reason(tmp_path, mon
         folder = tmp_path / str(number)
         folder.mkdir()
         monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "path", [*path])
         if source is not None:
             (folder / "mine.py").write_text(source)
         with pytest.raises(ValueError) as refused:
