@@ -43,9 +43,8 @@ def ranks_one_by_one(own: Tensor, other: Tensor, target: Tensor) -> list[int]:
 def whole_numbers(count: int, width: int, seed: int, high: int) -> Tensor:
     """Vectors of small whole numbers: products are exact in any order of summation, and ties are
     many."""
-    return torch.randint(
-        -high, high + 1, (count, width), generator=torch.Generator().manual_seed(seed)
-    ).float()
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(-high, high + 1, (count, width), generator=draw).float()
 
 
 def test_ranks_of_own_rows_among_all(subtests):
@@ -72,23 +71,21 @@ def test_a_collapsed_model_scores_nothing():
 
 
 def test_a_model_of_not_a_number_scores_nothing():
-    own, other = (
-        torch.full((20, 4), float("nan")),
-        torch.randn(20, 4, generator=torch.Generator().manual_seed(0)),
-    )
+    own = torch.full((20, 4), float("nan"))
+    other = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
     for queries, candidates in ((own, other), (other, own), (own, own)):
         assert int(positive_ranks(queries, candidates, torch.arange(20)).min()) >= 0
         assert recall_hits(queries, candidates, torch.arange(20)).tolist() == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("count", [63, 64, 65, 131])
-def test_blocks_leave_no_trace(count, monkeypatch):
+def test_blocks_leave_no_trace(monkeypatch):
     monkeypatch.setattr(retrieval, "BLOCK_BYTES", 64 * 4 * 50)  # 64 queries among 50 candidates
-    own, other = whole_numbers(count, 3, 1, 9), whole_numbers(50, 3, 2, 9)
-    target = torch.randint(0, 50, (count,), generator=torch.Generator().manual_seed(3))
-    similarity = own @ other.T  # [b, B]: exact, see whole_numbers
-    expected = (similarity >= similarity.gather(1, target[:, None])).sum(1) - 1
-    assert positive_ranks(own, other, target).equal(expected)
+    for count in (63, 64, 65, 131):
+        own, other = whole_numbers(count, 3, 1, 9), whole_numbers(50, 3, 2, 9)
+        target = torch.randint(0, 50, (count,), generator=torch.Generator().manual_seed(3))
+        similarity = own @ other.T  # [b, B]: exact, see whole_numbers
+        expected = (similarity >= similarity.gather(1, target[:, None])).sum(1) - 1
+        assert positive_ranks(own, other, target).equal(expected), count
 
 
 def test_no_queries():
@@ -101,22 +98,17 @@ def test_no_queries():
 
 def test_hits_are_counted_per_k():
     assert RECALL_AT == (1, 5, 10)
-    other = torch.eye(20)
-    own = (
-        torch.arange(20, 0, -1).float().expand(20, 20)
-    )  # every query ranks the candidates 0, 1, 2, …
-    counted = recall_hits(own, other, torch.arange(20))
+    # every query ranks the candidates 0, 1, 2, …
+    own = torch.arange(20, 0, -1).float().expand(20, 20)
+    counted = recall_hits(own, torch.eye(20), torch.arange(20))
     assert counted.dtype == torch.float64 and counted.tolist() == [1.0, 5.0, 10.0]
 
 
 def test_hits_of_parts_add_up():
     """Replicas count their own rows; the sum is that of all rows."""
-    own, other = whole_numbers(60, 6, 4, 3), whole_numbers(60, 6, 5, 3)
-    target = torch.arange(60)
-    parts = sum(
-        recall_hits(own[rows], other, target[rows])
-        for rows in (slice(0, 7), slice(7, 41), slice(41, 60))
-    )
+    own, other, target = whole_numbers(60, 6, 4, 3), whole_numbers(60, 6, 5, 3), torch.arange(60)
+    slices = slice(0, 7), slice(7, 41), slice(41, 60)
+    parts = sum(recall_hits(own[rows], other, target[rows]) for rows in slices)
     assert parts.tolist() == recall_hits(own, other, target).tolist()
 
 
