@@ -21,29 +21,22 @@ from models.towers.image import image_tower
 from models.towers.layers import library_models_kept
 from models.weights.audio import open_audio_weights
 
-SMALL = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 48,
-}
-HTSAT = {
-    "patch_embeds_hidden_size": 16,
-    "hidden_size": 32,
-    "depths": [2, 2],
-    "num_attention_heads": [2, 4],
-    "window_size": 4,
-    "spec_size": 64,
-    "num_mel_bins": 16,
-}
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+SMALL |= {"intermediate_size": 48}
+HTSAT = {"patch_embeds_hidden_size": 16, "hidden_size": 32, "depths": [2, 2]}
+HTSAT |= {"num_attention_heads": [2, 4], "window_size": 4, "spec_size": 64, "num_mel_bins": 16}
+WHISPER = {"d_model": 32, "num_mel_bins": 16, "max_source_positions": 50, "vocab_size": 60}
+WHISPER |= {f"{side}_ffn_dim": 48 for side in ("encoder", "decoder")}
+WHISPER |= {f"{side}_attention_heads": 2 for side in ("encoder", "decoder")}
+WHISPER |= {"encoder_layers": 2, "decoder_layers": 1, "max_target_positions": 8}
+WHISPER |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+WHISPER |= {"suppress_tokens": None, "begin_suppress_tokens": None}
 
 
 def clap():
-    text = ClapTextConfig(**SMALL, vocab_size=50, max_position_embeddings=20)
-    audio = ClapAudioConfig(**HTSAT)
-    return ClapModel(
-        ClapConfig(text_config=text.to_dict(), audio_config=audio.to_dict(), projection_dim=24)
-    )
+    text = ClapTextConfig(**SMALL, vocab_size=50, max_position_embeddings=20).to_dict()
+    audio = ClapAudioConfig(**HTSAT).to_dict()
+    return ClapModel(ClapConfig(text_config=text, audio_config=audio, projection_dim=24))
 
 
 def ast():
@@ -51,40 +44,23 @@ def ast():
 
 
 def whisper():
-    return WhisperForConditionalGeneration(
-        WhisperConfig(
-            d_model=32,
-            encoder_layers=2,
-            encoder_attention_heads=2,
-            encoder_ffn_dim=48,
-            decoder_layers=1,
-            decoder_attention_heads=2,
-            decoder_ffn_dim=48,
-            num_mel_bins=16,
-            max_source_positions=50,
-            vocab_size=60,
-            max_target_positions=8,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            decoder_start_token_id=1,
-            suppress_tokens=None,
-            begin_suppress_tokens=None,
-        )
-    )
+    return WhisperForConditionalGeneration(WhisperConfig(**WHISPER))
 
 
-OF_FOLDERS = {  # model, seconds, the library's own features of the inputs
-    "clap": (clap, 1.0, lambda m, x: m.audio_model(x).pooler_output),
-    "ast": (ast, None, lambda m, x: m.audio_spectrogram_transformer(x).pooler_output),
-    "whisper": (whisper, None, lambda m, x: m.model.encoder(x).last_hidden_state.mean(1)),
-}
-
-
-EXTRACTORS = {
-    "clap": ClapFeatureExtractor,
-    "ast": ASTFeatureExtractor,
-    "whisper": WhisperFeatureExtractor,
+OF_FOLDERS = {  # model, seconds, feature extractor, the library's own features of the inputs
+    "clap": (clap, 1.0, ClapFeatureExtractor, lambda m, x: m.audio_model(x).pooler_output),
+    "ast": (
+        ast,
+        None,
+        ASTFeatureExtractor,
+        lambda m, x: m.audio_spectrogram_transformer(x).pooler_output,
+    ),
+    "whisper": (
+        whisper,
+        None,
+        WhisperFeatureExtractor,
+        lambda m, x: m.model.encoder(x).last_hidden_state.mean(1),
+    ),
 }
 
 
@@ -98,7 +74,7 @@ def features(tower, layers, inputs):
 @pytest.mark.parametrize("kind", OF_FOLDERS)
 def test_tower_and_weights_of_a_folder_are_the_librarys(kind, tmp_path):
     """Of a whole model, whose audio side is taken; saved by the library, in its own file format."""
-    make, seconds, theirs = OF_FOLDERS[kind]
+    make, seconds, extractor, theirs = OF_FOLDERS[kind]
     torch.manual_seed(0)
     model = make().eval()
     for parameter in model.parameters():  # AST's two tokens and its positions begin with zeros
@@ -107,7 +83,7 @@ def test_tower_and_weights_of_a_folder_are_the_librarys(kind, tmp_path):
     tower = audio_tower(f"hf:{tmp_path}", seconds)
     with pytest.raises(ValueError, match="no feature extractor.*preprocessor_config.json"):
         open_audio_weights(str(tmp_path), tower)
-    EXTRACTORS[kind](feature_size=16).save_pretrained(tmp_path)
+    extractor(feature_size=16).save_pretrained(tmp_path)
     tower = audio_tower(f"hf:{tmp_path}", seconds)
     reader = open_audio_weights(str(tmp_path), tower)
     layers = [spec.build(0, reader).eval() for spec in tower.specs]
@@ -164,14 +140,10 @@ def test_an_image_tower_has_first_values_and_takes_weights(tmp_path):
 
 
 def test_first_values_of_whisper_are_the_librarys_sinusoids():
-    start = (
-        audio_tower(
-            "hf:whisper-tiny:encoder_layers=1,d_model=32,encoder_attention_heads=2,encoder_ffn_dim=48",
-            1.0,
-        )
-        .specs[0]
-        .build(0)
+    name = (
+        "hf:whisper-tiny:encoder_layers=1,d_model=32,encoder_attention_heads=2,encoder_ffn_dim=48"
     )
+    start = audio_tower(name, 1.0).specs[0].build(0)
     theirs = whisper().model.encoder.embed_positions.weight
     assert torch.equal(start.embed_positions.weight, theirs)
     assert not any("embed_positions" in name for name, _ in start.named_parameters())
