@@ -156,7 +156,7 @@ def test_what_a_tower_cannot_be(subtests):
         ("hf:bert-base-uncased", None, "is not known"),
         ("hf:clap-htsat-unfused:pool=max", None, "pool"),
     ):
-        with subtests.test(str(name)), pytest.raises(ValueError, match=words):
+        with subtests.test(name), pytest.raises(ValueError, match=words):
             audio_tower(name, seconds)
 
 
