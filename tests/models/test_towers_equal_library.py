@@ -12,6 +12,7 @@ import torch
 
 from models.towers.building import with_head
 from models.towers.libraries import text_layers
+from models.towers.text import text_tower
 
 
 def build(tower):
@@ -170,31 +171,22 @@ def test_padding_is_not_seen(cases, forward):
     for name, case in cases.items():
         if case.branch != "text" or name == "siglip":
             continue
-        layers = build(cases[name].tower())
-        inputs = cases[name].inputs()
-        behind, seen = dict(inputs), dict(inputs)
-        behind["input_ids"] = torch.where(inputs["attention_mask"] == 0, 50, inputs["input_ids"])
-        seen["input_ids"] = torch.where(
-            inputs["attention_mask"] == 1, (inputs["input_ids"] + 1) % 120, inputs["input_ids"]
-        )
+        layers, inputs = build(case.tower()), case.inputs()
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        behind = {**inputs, "input_ids": torch.where(mask == 0, 50, ids)}
+        seen = {**inputs, "input_ids": torch.where(mask == 1, (ids + 1) % 120, ids)}
         features = forward(layers, inputs)["text_features"]
         assert torch.equal(features, forward(layers, behind)["text_features"]), name
         assert not torch.allclose(features, forward(layers, seen)["text_features"]), name
 
 
-def test_clip_pools_at_the_end_of_text_or_at_the_highest_id(cases, forward):
-    from models.towers.text import text_tower
-
-    case = cases["clip"]
-    tower = case.tower()
-    inputs = case.inputs()
+def test_clip_pools_at_the_end_of_text_or_at_the_highest_id(cases):
+    tower, inputs = cases["clip"].tower(), cases["clip"].inputs()
     assert tower.specs[0].build(0)(inputs)["text_pool_position"].tolist() == [11, 4, 8, 2]
-    given = text_tower(
-        case.name, 120, 12, None, eos_token_id=2
-    )  # given by the caller, 2 is an id like any other
-    ids = torch.tensor([[5, 119, 2, 0]])
-    positions = given.specs[0].build(0)({"input_ids": ids})["text_pool_position"]
-    assert positions.tolist() == [2]
+    # given by the caller, 2 is an id like any other
+    given = text_tower(cases["clip"].name, 120, 12, None, eos_token_id=2)
+    made = given.specs[0].build(0)({"input_ids": torch.tensor([[5, 119, 2, 0]])})
+    assert made["text_pool_position"].tolist() == [2]
 
 
 def test_bf16(cases, forward, subtests):
