@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 import pytest
 from cost_models import BRANCHES, proportional
-from launched import SMALL, fork_flags, metrics, run_to_end, write_pairs
+from launched import SMALL, fork_flags, metrics, run_to_end, words, write_pairs
 
 from data import modules
 from data.modules import import_modules
@@ -117,57 +117,39 @@ def test_the_flag_is_repeatable_and_recorded():
     assert parse_options([]).import_module is None
 
 
-@pytest.mark.parametrize(
-    "source, words",
-    [
-        (None, ["there is no module 'mine'", "start in the folder that holds it"]),
+def test_a_module_that_cannot_be_imported_is_named_with_the_reason(tmp_path, monkeypatch):
+    path = [*sys.path]
+    for number, (source, said) in enumerate(
         (
-            "import nowhere_to_be_found",
-            ["ModuleNotFoundError: No module named 'nowhere_to_be_found' (line 1 of", "mine.py"],
-        ),
-        (
-            "\nSCHEDULES['mine'] = 1",
-            ["NameError: name 'SCHEDULES' is not defined (line 2 of", "mine.py); mend the module"],
-        ),
-        ("class:", ["SyntaxError", "mine.py, line 1"]),
-    ],
-)
-def test_a_module_that_cannot_be_imported_is_named_with_the_reason(
-    tmp_path, monkeypatch, source, words
-):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    if source is not None:
-        (tmp_path / "mine.py").write_text(source)
-    with pytest.raises(ValueError) as refused:
-        import_modules(["mine"])
-    assert str(refused.value).startswith("--import-module mine: ") and all(
-        word in str(refused.value) for word in words
-    )
-
-
-@pytest.mark.parametrize("given", ["examples/schedule.py", "a,,b", ""])
-def test_what_is_no_module_name_is_refused_by_the_command_line(given, capsys):
-    for parse, others in ((parse_options, []), (parse_plan_options, ["--gpus", "2"])):
-        with pytest.raises(SystemExit):
-            parse([*others, "--import-module", given])
-        assert (
-            f"{given!r} is not a list of module names, such as examples.schedule"
-            in capsys.readouterr().err
+            (None, ["there is no module 'mine'", "start in the folder that holds it"]),
+            ("import nowhere_to_be_found", ["No module named 'nowhere_to_be_found' (line 1 of"]),
+            ("\nSCHEDULES['mine'] = 1", ["NameError: name 'SCHEDULES'", "(line 2 of", "mend the"]),
+            ("class:", ["SyntaxError", "mine.py, line 1"]),
         )
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "path", [*path])
+        if source is not None:
+            (folder / "mine.py").write_text(source)
+        with pytest.raises(ValueError) as refused:
+            import_modules(["mine"])
+        assert str(refused.value).startswith("--import-module mine: ")
+        assert all(word in str(refused.value) for word in said), source
+
+
+def test_what_is_no_module_name_is_refused_by_the_command_line(capsys):
+    for given in ("examples/schedule.py", "a,,b", ""):
+        for parse, others in ((parse_options, []), (parse_plan_options, ["--gpus", "2"])):
+            with pytest.raises(SystemExit):
+                parse([*others, "--import-module", given])
+            assert f"{given!r} is not a list of module names" in capsys.readouterr().err
 
 
 def test_the_plan_tool_takes_it(capsys):
-    towers = [
-        "--image-tower",
-        "resnet18:layers=1-1-1-1",
-        "--text-tower",
-        "bert-mini",
-        "--image-size",
-        "64",
-        "--max-text-tokens",
-        "32",
-    ]
+    towers = words("--image-tower resnet18:layers=1-1-1-1 --text-tower bert-mini")
+    towers += words("--image-size 64 --max-text-tokens 32")
     own = ["--import-module", MODULE, "--schedule", NAME]
     assert (
         run_plan(["--gpus", "2", "--layout", "chain", *own, *towers]) == 0
@@ -209,30 +191,13 @@ def test_the_timeline_of_a_run_predicts_it_where_the_module_is_found(
 
 
 def test_train_py_trains_with_it_and_one_rank_refuses_a_module_that_is_not_there(tmp_path):
-    pairs = [
-        "--data",
-        write_pairs(tmp_path / "pairs", 96),
-        "--val-fraction",
-        0.25,
-        "--max-text-tokens",
-        16,
-        "--workers",
-        0,
-    ]
+    length = words("--val-fraction 0.25 --max-text-tokens 16 --workers 0 --steps 2")
+    pairs = ["--data", write_pairs(tmp_path / "pairs", 96), *length]
     file = fork_flags(tmp_path)[1]
     config = json.loads(file.read_text())
     config["branches"] |= {"schedule": NAME, "micro_batch_size": 8}
     file.write_text(json.dumps(config))
-    arguments = [
-        *SMALL,
-        *pairs,
-        "--deepspeed_config",
-        file,
-        "--steps",
-        2,
-        "--run-dir",
-        tmp_path / "run",
-    ]
+    arguments = [*SMALL, *pairs, "--deepspeed_config", file, "--run-dir", tmp_path / "run"]
     status, output = run_to_end("train.py", *arguments, "--import-module", MODULE, ranks=2)
     assert status == 0 and f", {NAME}, micro-batches 8×3" in output, output[-3000:]
     assert set(metrics(tmp_path / "run")) == {1, 2}

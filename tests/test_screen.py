@@ -14,7 +14,7 @@ import time
 
 import pytest
 from forked_script import ROOT
-from launched import LIMIT_S, SMALL, environment, fork_flags, launcher, write_pairs
+from launched import BATCH, LIMIT_S, SMALL, environment, fork_flags, launcher, metrics, write_pairs
 
 pytestmark = pytest.mark.slow
 
@@ -62,24 +62,34 @@ def test_a_wrong_flag_is_the_last_thing_on_the_screen():
 
 
 def test_a_failure_in_a_step_is_the_last_thing_on_the_screen_behind_plan_and_bar(tmp_path):
-    """At a rate of 1e30 the loss is not finite after a few steps, which ends the run."""
+    """At a learning rate of 1e30 the first step is taken, the others are not finite and change
+    nothing; the third of them ends the run, which names the last good checkpoint."""
     file = fork_flags(tmp_path)[1]
     config = json.loads(file.read_text())
     config["optimizer"]["params"]["lr"] = 1e30
-    config["branches"] |= {"optimizer_groups": {}, "gradient_clipping": {}, "max_bad_steps": 1}
+    config["branches"] |= {"optimizer_groups": {}, "gradient_clipping": {}, "max_bad_steps": 3}
     del config["scheduler"]
     file.write_text(json.dumps(config))
     data = ["--data", write_pairs(tmp_path / "pairs", 96), "--val-fraction", 0, "--workers", 0]
-    how = ["--deepspeed_config", file, "--run-dir", tmp_path / "run", "--max-text-tokens", 16]
-    status, said = on_screen(*SMALL, *how, *data, "--epochs", 50)
+    run_dir = tmp_path / "run"
+    how = ["--deepspeed_config", file, "--run-dir", run_dir, "--max-text-tokens", 16]
+    status, said = on_screen(*SMALL, *how, *data, "--epochs", 50, "--save-every", 1)
     assert status == 2, said[-3000:]
     lines = lines_of(said)
-    errors = [i for i, line in enumerate(lines) if line.startswith("train.py: error: 1 steps in")]
+    errors = [i for i, line in enumerate(lines) if line.startswith("train.py: error: 3 steps in")]
     launcher_ends = max(i for i, line in enumerate(lines) if "exits with return code" in line)
     assert len(errors) == 2 and errors[0] < launcher_ends < errors[1], lines[-30:]
     assert lines[-1].startswith("(traceback: ") and "Traceback" not in said
     plan = [i for i, line in enumerate(lines) if "plan: fork: image 0 ×1 | text 0 ×1" in line]
-    bar = [i for i, line in enumerate(lines) if re.search(r"training: .*\d+/\d+.*loss=\d", line)]
+    bar = [i for i, line in enumerate(lines) if re.search(r"training: .*\d+/\d+.*loss=", line)]
     # the other rank may report while the first one still closes its bar
     assert plan and bar and plan[0] < min(bar[0], errors[0]) and bar[0] < errors[1], lines
     assert "No CUDA runtime" not in said
+
+    bad = [json.loads(line) for line in (run_dir / "bad_steps.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in bad] == [2, 3, 4]
+    assert {len(line["samples"]) for line in bad} == {BATCH}
+    assert bad[0]["loss"] is None and set(bad[0]["not_finite"]["image"]) <= set(bad[0]["samples"])
+    assert [line["skipped_steps"] for line in metrics(run_dir).values()] == [0, 1, 2, 3]
+    assert (run_dir / "checkpoints" / "step-00000003").is_dir()
+    assert "step-00000003." in "".join(lines[errors[1] :])

@@ -7,8 +7,6 @@ from collections import Counter
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 GUIDE = sorted(page.name for page in (ROOT / "docs" / "guide").glob("*.md"))
 PAIRS = [("README.md", "README.zh-CN.md"), *((f"docs/guide/{n}", f"docs/zh/{n}") for n in GUIDE)]
@@ -95,30 +93,25 @@ def differences(english: str, chinese: str, page: str, translated: str) -> list[
     return found
 
 
-@pytest.mark.parametrize("page, translated", PAIRS)
-def test_the_chinese_page_is_in_step(page, translated):
-    english, chinese = ((ROOT / each).read_text(encoding="utf-8") for each in (page, translated))
-    assert re.search(r"[一-鿿]", chinese)
-    assert not (found := differences(english, chinese, page, translated)), "\n".join(found)
-
-
-def test_no_chinese_page_is_left_over():
+def test_the_chinese_pages_are_in_step(subtests):
+    for pair in PAIRS:
+        with subtests.test(pair[0]):
+            english, chinese = ((ROOT / each).read_text(encoding="utf-8") for each in pair)
+            assert re.search(r"[一-鿿]", chinese)
+            assert not (found := differences(english, chinese, *pair)), "\n".join(found)
     assert [page.name for page in sorted((ROOT / "docs" / "zh").glob("*.md"))] == GUIDE
 
 
-@pytest.mark.parametrize(
-    "old, new, named",
-    [
+def test_what_differs_is_named():
+    english, chinese = ((ROOT / each).read_text(encoding="utf-8") for each in PAIRS[0])
+    for old, new, named in (
         ("--num_gpus 8", "--num_gpus 4", "commands"),
         ("1,195.8", "1,195.9", "figures"),
         ("bench/EVIDENCE.md)", "bench/README.md)", "links"),
         ("`family`", "`other`", "code"),
         ("\n## 局限\n", "\n### 局限\n", "level"),
         ("| `steps.py memory` | 同上", "同上", "rows"),
-    ],
-)
-def test_what_differs_is_named(old, new, named):
-    english, chinese = ((ROOT / each).read_text(encoding="utf-8") for each in PAIRS[0])
-    found = differences(english, chinese.replace(old, new), *PAIRS[0])
-    assert found and all(re.search("“#+ .*[一-鿿]", line) for line in found)
-    assert any(f", {named}: " in line for line in found)
+    ):
+        found = differences(english, chinese.replace(old, new), *PAIRS[0])
+        assert found and all(re.search("“#+ .*[一-鿿]", line) for line in found), old
+        assert any(f", {named}: " in line for line in found), old

@@ -39,29 +39,30 @@ def commands() -> list[str]:
     return list(dict.fromkeys(line for line in lines if STARTS.search(line)))
 
 
-@pytest.mark.parametrize("command", commands())
-def test_a_command_is_understood(command):
-    program = STARTS.search(command)[1]
-    arguments = shlex.split(command[STARTS.search(command).end() :], comments=True)
-    arguments = arguments[: arguments.index("&")] if "&" in arguments else arguments
+def test_commands_are_understood(subtests):
     parsers = {parser.prog.removeprefix("python "): parser for parser in reference.parsers()}
-    try:
-        parsers[program].parse_args(arguments)
-    except SystemExit:
-        pytest.fail(f"{program} refuses {arguments}")
-    for word in arguments:
-        if re.match(r"(ds_configs|examples)/", word):
-            assert (ROOT / word).is_file(), word
-
-
-def test_there_are_commands():
     assert len(commands()) > 30
+    for command in commands():
+        program = STARTS.search(command)[1]
+        arguments = shlex.split(command[STARTS.search(command).end() :], comments=True)
+        arguments = arguments[: arguments.index("&")] if "&" in arguments else arguments
+        with subtests.test(command):
+            try:
+                parsers[program].parse_args(arguments)
+            except SystemExit:
+                pytest.fail(f"{program} refuses {arguments}")
+            for word in arguments:
+                if re.match(r"(ds_configs|examples)/", word):
+                    assert (ROOT / word).is_file(), word
 
 
-@pytest.mark.parametrize("text", [text for text in blocks("json") if "train_batch_size" in text])
-def test_a_json_file_is_accepted(text):
+def test_json_files_are_accepted(subtests):
     minimal = {"optimizer": {"type": "AdamW", "params": {"lr": 5e-4}}}
-    check_config({**minimal, **json.loads(text)}, ("image", "text"), READERS)
+    whole = [text for text in blocks("json") if "train_batch_size" in text]
+    assert whole
+    for text in whole:
+        with subtests.test(text):
+            check_config({**minimal, **json.loads(text)}, ("image", "text"), READERS)
 
 
 def test_the_python_of_the_guide_runs(tmp_path, monkeypatch, registries):

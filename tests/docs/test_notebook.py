@@ -14,7 +14,7 @@ nbformat = pytest.importorskip("nbformat", reason="pip install -r requirements-t
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "first_run.ipynb"
 # 2 epochs of 6 steps would take minutes on shared cores; these are seconds
-OPTIONS = "--steps 4 --limit-samples 240 --val-fraction 0.02 --image-size 32 --trace-every 0"
+OPTIONS = "--steps 2 --limit-samples 240 --val-fraction 0.02 --image-size 32 --trace-every 0"
 
 
 def cells(kind: str) -> list:

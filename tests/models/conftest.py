@@ -4,67 +4,15 @@ constructors."""
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.models.vision_transformer import VisionTransformer
-from transformers import (
-    ASTConfig,
-    ASTModel,
-    BertConfig,
-    BertModel,
-    ChineseCLIPTextConfig,
-    ChineseCLIPTextModel,
-    ClapAudioConfig,
-    ClapAudioModel,
-    ClapTextConfig,
-    ClapTextModel,
-    CLIPTextConfig,
-    CLIPTextModel,
-    CLIPVisionConfig,
-    CLIPVisionModel,
-    ConvNextConfig,
-    ConvNextModel,
-    ConvNextV2Config,
-    ConvNextV2Model,
-    Dinov2Config,
-    Dinov2Model,
-    Dinov2WithRegistersConfig,
-    Dinov2WithRegistersModel,
-    DistilBertConfig,
-    DistilBertModel,
-    ElectraConfig,
-    ElectraModel,
-    ModernBertConfig,
-    ModernBertModel,
-    MPNetConfig,
-    MPNetModel,
-    MT5Config,
-    MT5EncoderModel,
-    PreTrainedModel,
-    RobertaConfig,
-    RobertaModel,
-    Siglip2VisionConfig,
-    Siglip2VisionModel,
-    SiglipTextConfig,
-    SiglipTextModel,
-    SiglipVisionConfig,
-    SiglipVisionModel,
-    SwinConfig,
-    SwinModel,
-    T5Config,
-    T5EncoderModel,
-    ViTConfig,
-    ViTModel,
-    WhisperConfig,
-    XLMConfig,
-    XLMModel,
-    XLMRobertaConfig,
-    XLMRobertaModel,
-)
 from transformers.models.siglip2.image_processing_siglip2 import convert_image_to_patches
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
@@ -78,49 +26,25 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 SIZE, VOCAB, TOKENS, EOS = 32, 120, 12, 7
 VIT = {"patch_size": 8, "num_layers": 2, "num_heads": 3, "hidden_dim": 96, "mlp_dim": 160}
-HF_VIT = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 144,
-    "patch_size": 8,
-}
-DINO = {key: value for key, value in HF_VIT.items() if key != "intermediate_size"}
+DINO = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "patch_size": 8}
+HF_VIT = {**DINO, "intermediate_size": 144}
 HF_CONVNEXT = {"hidden_sizes": [16, 24, 32, 48], "depths": [1, 1, 2, 1]}
+WINDOWS = {"depths": [2, 2], "num_attention_heads": [2, 4], "window_size": 4}
 SWIN = {"embed_dim": 16, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
-AST = {"num_mel_bins": 16, "max_length": 40, "frequency_stride": 4, "time_stride": 8}
-HTSAT = {
-    "patch_embeds_hidden_size": 16,
-    "depths": [2, 2],
-    "num_attention_heads": [2, 4],
-    "window_size": 4,
-    "spec_size": 64,
-    "num_mel_bins": 16,
-}
-WHISPER = {
-    "d_model": 64,
-    "encoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "encoder_ffn_dim": 144,
-    "num_mel_bins": 16,
-    "max_source_positions": 50,
-}
-BERT = {
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 144,
-    "max_position_embeddings": 20,
-}
-DISTILBERT = {
-    "dim": 64,
-    "n_layers": 2,
-    "n_heads": 4,
-    "hidden_dim": 144,
-    "max_position_embeddings": 20,
-}
-XLM = {"emb_dim": 64, "n_layers": 2, "n_heads": 4, "max_position_embeddings": 20}
+AST = {**HF_VIT, "num_mel_bins": 16, "max_length": 40, "frequency_stride": 4, "time_stride": 8}
+HTSAT = {"patch_embeds_hidden_size": 16, **WINDOWS, "spec_size": 64, "num_mel_bins": 16}
+WHISPER = {"d_model": 64, "encoder_layers": 2, "encoder_attention_heads": 4}
+WHISPER |= {"encoder_ffn_dim": 144, "num_mel_bins": 16, "max_source_positions": 50}
+POSITIONS = {"max_position_embeddings": 20}
+BERT = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+BERT |= {"intermediate_size": 144, **POSITIONS}
+DISTILBERT = {"dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 144, **POSITIONS}
+XLM = {"emb_dim": 64, "n_layers": 2, "n_heads": 4, **POSITIONS}
 T5 = {"d_model": 64, "d_kv": 16, "d_ff": 144, "num_layers": 3, "num_heads": 4}
+# what makes a training forward draw
+PLAIN = {"dropout": 0.1, "attention_dropout": 0.1}
+HIDDEN = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+PATHS = {**HIDDEN, "drop_path_rate": 0.3}
 
 
 def spell(base: str, overrides: dict) -> str:
@@ -227,7 +151,7 @@ class Case:
     @staticmethod
     def named(model: nn.Module) -> dict[str, Tensor]:
         """The library's tensors by the names under which it saves them."""
-        if isinstance(model, PreTrainedModel):
+        if isinstance(model, transformers.PreTrainedModel):
             return saved_state(model)
         return model.state_dict(keep_vars=True)
 
@@ -262,10 +186,6 @@ class Case:
         return output if isinstance(output, Tensor) else self.features(output)
 
 
-def _text_dropout(p: float) -> dict[str, float]:
-    return {"hidden_dropout_prob": p, "attention_probs_dropout_prob": p}
-
-
 def _open_clips(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """The weights of OpenCLIP's text transformer, which starts as OpenAI's, under the names of
     `state`."""
@@ -288,260 +208,185 @@ def _open_clips(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+def hugging_face(
+    branch: str,
+    name: str,
+    kind: str,
+    sizes: dict,
+    dropout: dict[str, float],
+    fixed: dict | None = None,
+    model: Callable[..., nn.Module] | None = None,
+    **more,
+) -> Case:
+    """A model of transformers. `kind`: what its class and that of its configuration begin with;
+    `fixed`: what the configuration has beside the sizes in our tower's name."""
+    make = model or getattr(transformers, f"{kind}Model")
+    configuration = getattr(transformers, f"{kind.removesuffix('Encoder')}Config")
+    of_branch = {"image": {"image_size": SIZE}, "text": {"vocab_size": VOCAB}, "audio": {}}[branch]
+
+    def library(dropout: dict[str, float]) -> nn.Module:
+        return make(configuration(**of_branch, **dict(fixed or {}), **sizes, **dropout))
+
+    return Case(branch, spell(name, sizes), dropout, library, **more)
+
+
+def torchvisions(name: str, library, classifier: str, dropout=(), prefix: str = "") -> Case:
+    prefix = prefix or f"{classifier}."
+    return Case("image", name, dict(dropout), library, classifier, prefix)
+
+
+def _convnext(dropout: dict[str, float]) -> nn.Module:
+    sizes = ((16, 24, 1), (24, 32, 1), (32, 48, 2), (48, None, 1))
+    return ConvNeXt([CNBlockConfig(*each) for each in sizes], layer_scale=1e-6, **dropout)
+
+
+IMAGES = {
+    "hf-clip": ("clip-vit-base-patch32", "CLIPVision", HF_VIT, {"attention_dropout": 0.1}),
+    "hf-siglip": ("siglip-base-patch16-224", "SiglipVision", HF_VIT, {"attention_dropout": 0.1}),
+    "hf-vit": ("vit-base-patch16-224", "ViT", HF_VIT, HIDDEN),
+    "hf-convnext": ("convnext-tiny-224", "ConvNext", HF_CONVNEXT, {"drop_path_rate": 0.3}),
+    "hf-convnextv2": ("convnextv2-tiny-1k-224", "ConvNextV2", HF_CONVNEXT, {"drop_path_rate": 0.3}),
+    "hf-swin": ("swin-tiny-patch4-window7-224", "Swin", SWIN, PATHS),
+}
+NO_MASK_TOKEN = {"classifier_prefix": "embeddings.mask_token"}
+OF_ROBERTA = {"type_vocab_size": 1, "layer_norm_eps": 1e-5}
+OF_MINILM = {**BERT, "num_attention_heads": 8}
+OF_MODERN = {**BERT, "num_hidden_layers": 4, "local_attention": 6}
+DROPS_OF_MODERN = {"embedding_dropout": 0.1, "mlp_dropout": 0.1, "attention_dropout": 0.1}
+OF_SIGLIP = {"bos_token_id": None, "eos_token_id": 1}
+
 CASES = {
-    "resnet-basic": Case(
-        "image",
-        "resnet18:layers=1-1-2-1",
-        {},
-        lambda d: ResNet(BasicBlock, [1, 1, 2, 1]),
-        "fc",
-        "fc.",
+    "resnet-basic": torchvisions(
+        "resnet18:layers=1-1-2-1", lambda d: ResNet(BasicBlock, [1, 1, 2, 1]), "fc"
     ),
-    "resnet-bottleneck": Case(
-        "image",
+    "resnet-bottleneck": torchvisions(
         "resnet50:layers=1-1-1-1,width_per_group=16,zero_init_residual=true",
-        {},
         lambda d: ResNet(Bottleneck, [1, 1, 1, 1], width_per_group=16, zero_init_residual=True),
         "fc",
-        "fc.",
     ),
-    "vit": Case(
-        "image",
+    "vit": torchvisions(
         spell("vit_b_16", VIT),
-        {"dropout": 0.1, "attention_dropout": 0.2},
         lambda d: VisionTransformer(SIZE, **VIT, **d),
         "heads.head",
+        {"dropout": 0.1, "attention_dropout": 0.2},
         "heads.",
     ),
-    "convnext": Case(
-        "image",
+    "convnext": torchvisions(
         "convnext_tiny:dims=16-24-32-48,depths=1-1-2-1",
-        {"stochastic_depth_prob": 0.5},
-        lambda d: ConvNeXt(
-            [
-                CNBlockConfig(16, 24, 1),
-                CNBlockConfig(24, 32, 1),
-                CNBlockConfig(32, 48, 2),
-                CNBlockConfig(48, None, 1),
-            ],
-            layer_scale=1e-6,
-            **d,
-        ),
+        _convnext,
         "classifier.2",
-        "classifier.2.",
+        {"stochastic_depth_prob": 0.5},
     ),
-    "hf-clip": Case(
+    **{name: hugging_face("image", f"hf:{ours}", *rest) for name, (ours, *rest) in IMAGES.items()},
+    "hf-siglip2": hugging_face(
         "image",
-        spell("hf:clip-vit-base-patch32", HF_VIT),
+        "hf:siglip2-base-patch16-naflex",
+        "Siglip2Vision",
+        {**HF_VIT, "num_patches": 9},
         {"attention_dropout": 0.1},
-        lambda d: CLIPVisionModel(CLIPVisionConfig(image_size=SIZE, **HF_VIT, **d)),
-    ),
-    "hf-siglip": Case(
-        "image",
-        spell("hf:siglip-base-patch16-224", HF_VIT),
-        {"attention_dropout": 0.1},
-        lambda d: SiglipVisionModel(SiglipVisionConfig(image_size=SIZE, **HF_VIT, **d)),
-    ),
-    "hf-siglip2": Case(
-        "image",
-        "hf:siglip2-base-patch16-naflex:" + spell("", {**HF_VIT, "num_patches": 9})[1:],
-        {"attention_dropout": 0.1},
-        lambda d: Siglip2VisionModel(Siglip2VisionConfig(num_patches=9, **HF_VIT, **d)),
         call=in_patches,
         rounded=("embeddings.position_embedding.weight",),  # of one image, not of each by itself
     ),
-    "hf-vit": Case(
+    "hf-dinov2": hugging_face("image", "hf:dinov2-base", "Dinov2", DINO, PATHS, **NO_MASK_TOKEN),
+    "hf-dinov2-registers": hugging_face(
         "image",
-        spell("hf:vit-base-patch16-224", HF_VIT),
-        _text_dropout(0.1),
-        lambda d: ViTModel(ViTConfig(image_size=SIZE, **HF_VIT, **d)),
+        "hf:dinov2-with-registers-base",
+        "Dinov2WithRegisters",
+        {**DINO, "num_register_tokens": 3},
+        PATHS,
+        **NO_MASK_TOKEN,
     ),
-    "hf-dinov2": Case(
-        "image",
-        spell("hf:dinov2-base", DINO),
-        {**_text_dropout(0.1), "drop_path_rate": 0.3},
-        lambda d: Dinov2Model(Dinov2Config(image_size=SIZE, **DINO, **d)),
-        classifier_prefix="embeddings.mask_token",
+    "hf-ast": hugging_face("audio", "hf:ast", "AST", AST, HIDDEN),
+    "hf-htsat": hugging_face(
+        "audio", "hf:clap-htsat-unfused", "ClapAudio", HTSAT, PATHS, seconds=1.0
     ),
-    "hf-dinov2-registers": Case(
-        "image",
-        spell("hf:dinov2-with-registers-base", {**DINO, "num_register_tokens": 3}),
-        {**_text_dropout(0.1), "drop_path_rate": 0.3},
-        lambda d: Dinov2WithRegistersModel(
-            Dinov2WithRegistersConfig(image_size=SIZE, num_register_tokens=3, **DINO, **d)
-        ),
-        classifier_prefix="embeddings.mask_token",
-    ),
-    "hf-convnext": Case(
-        "image",
-        spell("hf:convnext-tiny-224", HF_CONVNEXT),
-        {"drop_path_rate": 0.3},
-        lambda d: ConvNextModel(ConvNextConfig(image_size=SIZE, **HF_CONVNEXT, **d)),
-    ),
-    "hf-convnextv2": Case(
-        "image",
-        spell("hf:convnextv2-tiny-1k-224", HF_CONVNEXT),
-        {"drop_path_rate": 0.3},
-        lambda d: ConvNextV2Model(ConvNextV2Config(image_size=SIZE, **HF_CONVNEXT, **d)),
-    ),
-    "hf-swin": Case(
-        "image",
-        spell("hf:swin-tiny-patch4-window7-224", SWIN),
-        {**_text_dropout(0.1), "drop_path_rate": 0.3},
-        lambda d: SwinModel(SwinConfig(image_size=SIZE, **SWIN, **d)),
-    ),
-    "hf-ast": Case(
+    "hf-whisper": hugging_face(
         "audio",
-        spell("hf:ast", {**HF_VIT, **AST}),
-        _text_dropout(0.1),
-        lambda d: ASTModel(ASTConfig(**HF_VIT, **AST, **d)),
-    ),
-    "hf-htsat": Case(
-        "audio",
-        spell("hf:clap-htsat-unfused", HTSAT),
-        {**_text_dropout(0.1), "drop_path_rate": 0.3},
-        lambda d: ClapAudioModel(ClapAudioConfig(**HTSAT, **d)),
-        seconds=1.0,
-    ),
-    "hf-whisper": Case(
-        "audio",
-        spell("hf:whisper-tiny", WHISPER),
-        {"dropout": 0.1, "attention_dropout": 0.1, "activation_dropout": 0.1},
-        lambda d: WhisperEncoder(WhisperConfig(**WHISPER, **d)),
+        "hf:whisper-tiny",
+        "Whisper",
+        WHISPER,
+        {**PLAIN, "activation_dropout": 0.1},
+        model=WhisperEncoder,
         features=lambda output: output.last_hidden_state.mean(1),
     ),
-    "bert": Case(
-        "text",
-        spell("bert-base-uncased", BERT),
-        _text_dropout(0.1),
-        lambda d: BertModel(BertConfig(vocab_size=VOCAB, pad_token_id=0, **BERT, **d)),
+    "bert": hugging_face("text", "bert-base-uncased", "Bert", BERT, HIDDEN),
+    "minilm": hugging_face("text", "minilm-l6", "Bert", OF_MINILM, HIDDEN),
+    "roberta": hugging_face(
+        "text", "roberta-base", "Roberta", BERT, HIDDEN, OF_ROBERTA, pad_token_id=1
     ),
-    "minilm": Case(
-        "text",
-        spell("minilm-l6", {**BERT, "num_attention_heads": 8}),
-        _text_dropout(0.1),
-        lambda d: BertModel(
-            BertConfig(vocab_size=VOCAB, pad_token_id=0, **{**BERT, "num_attention_heads": 8}, **d)
-        ),
+    "clap-text": hugging_face(
+        "text", "clap-text-base", "ClapText", BERT, HIDDEN, {"type_vocab_size": 1}, pad_token_id=1
     ),
-    "roberta": Case(
-        "text",
-        spell("roberta-base", BERT),
-        _text_dropout(0.1),
-        lambda d: RobertaModel(
-            RobertaConfig(vocab_size=VOCAB, type_vocab_size=1, layer_norm_eps=1e-5, **BERT, **d)
-        ),
-        pad_token_id=1,
+    "distilbert": hugging_face(
+        "text", "distilbert-base-uncased", "DistilBert", DISTILBERT, PLAIN, features=first_token
     ),
-    "clap-text": Case(
+    "clip": hugging_face(
         "text",
-        spell("clap-text-base", BERT),
-        _text_dropout(0.1),
-        lambda d: ClapTextModel(ClapTextConfig(vocab_size=VOCAB, type_vocab_size=1, **BERT, **d)),
-        pad_token_id=1,
-    ),
-    "distilbert": Case(
-        "text",
-        spell("distilbert-base-uncased", DISTILBERT),
-        {"dropout": 0.1, "attention_dropout": 0.1},
-        lambda d: DistilBertModel(DistilBertConfig(vocab_size=VOCAB, **DISTILBERT, **d)),
-        features=first_token,
-    ),
-    "clip": Case(
-        "text",
-        spell("clip-text-base", BERT),
+        "clip-text-base",
+        "CLIPText",
+        BERT,
         {"attention_dropout": 0.1},
-        lambda d: CLIPTextModel(CLIPTextConfig(vocab_size=VOCAB, eos_token_id=EOS, **BERT, **d)),
+        {"eos_token_id": EOS},
         pad_token_id=None,
         authors=_open_clips,
     ),
-    "xlm-roberta": Case(
-        "text",
-        spell("xlm-roberta-base", BERT),
-        _text_dropout(0.1),
-        lambda d: XLMRobertaModel(
-            XLMRobertaConfig(vocab_size=VOCAB, type_vocab_size=1, layer_norm_eps=1e-5, **BERT, **d)
-        ),
-        pad_token_id=1,
+    "xlm-roberta": hugging_face(
+        "text", "xlm-roberta-base", "XLMRoberta", BERT, HIDDEN, OF_ROBERTA, pad_token_id=1
     ),
-    "siglip": Case(
+    "siglip": hugging_face(
         "text",
-        spell("siglip-text-base", BERT),
+        "siglip-text-base",
+        "SiglipText",
+        BERT,
         {"attention_dropout": 0.1},
-        lambda d: SiglipTextModel(
-            SiglipTextConfig(vocab_size=VOCAB, bos_token_id=None, eos_token_id=1, **BERT, **d)
-        ),
+        OF_SIGLIP,
         call=without_mask,
         pad_token_id=1,
     ),
-    "chinese-clip": Case(
+    "chinese-clip": hugging_face(
         "text",
-        spell("chinese-clip-text-base", BERT),
-        _text_dropout(0.1),
-        lambda d: ChineseCLIPTextModel(
-            ChineseCLIPTextConfig(vocab_size=VOCAB, **BERT, **d), add_pooling_layer=False
-        ),
+        "chinese-clip-text-base",
+        "ChineseCLIPText",
+        BERT,
+        HIDDEN,
+        model=partial(transformers.ChineseCLIPTextModel, add_pooling_layer=False),
         features=first_token,
     ),
-    "mpnet": Case(
-        "text",
-        spell("mpnet-base", BERT),
-        _text_dropout(0.1),
-        lambda d: MPNetModel(MPNetConfig(vocab_size=VOCAB, layer_norm_eps=1e-5, **BERT, **d)),
-        pad_token_id=1,
+    "mpnet": hugging_face(
+        "text", "mpnet-base", "MPNet", BERT, HIDDEN, {"layer_norm_eps": 1e-5}, pad_token_id=1
     ),
-    "electra": Case(
+    "electra": hugging_face(
         "text",
-        spell("electra-small", {**BERT, "embedding_size": 32}),
-        _text_dropout(0.1),
-        lambda d: ElectraModel(ElectraConfig(vocab_size=VOCAB, **BERT, embedding_size=32, **d)),
+        "electra-small",
+        "Electra",
+        {**BERT, "embedding_size": 32},
+        HIDDEN,
         features=first_token,
     ),
-    "modernbert": Case(
+    "modernbert": hugging_face(
         "text",
-        spell("modernbert-base", {**BERT, "num_hidden_layers": 4, "local_attention": 6}),
-        {"embedding_dropout": 0.1, "mlp_dropout": 0.1, "attention_dropout": 0.1},
-        lambda d: ModernBertModel(
-            ModernBertConfig(
-                vocab_size=VOCAB,
-                pad_token_id=0,
-                local_attention=6,
-                **{**BERT, "num_hidden_layers": 4},
-                **d,
-            )
-        ),
+        "modernbert-base",
+        "ModernBert",
+        OF_MODERN,
+        DROPS_OF_MODERN,
+        {"pad_token_id": 0},
         features=first_token,
     ),
-    "xlm": Case(
+    "xlm": hugging_face(
         "text",
-        spell("xlm-mlm-en-2048", {**XLM, "n_langs": 3}),
-        {"dropout": 0.1, "attention_dropout": 0.1},
-        lambda d: XLMModel(XLMConfig(vocab_size=VOCAB, n_langs=3, **XLM, **d)),
+        "xlm-mlm-en-2048",
+        "XLM",
+        {**XLM, "n_langs": 3},
+        PLAIN,
         call=with_languages,
         languages=3,
         pad_token_id=2,
     ),
-    "t5": Case(
-        "text",
-        spell("t5-small", T5),
-        {"dropout_rate": 0.1},
-        lambda d: T5EncoderModel(T5Config(vocab_size=VOCAB, **T5, **d)),
-        call=with_mean,
-    ),
-    "mt5": Case(
-        "text",
-        spell("mt5-small", T5),
-        {"dropout_rate": 0.1},
-        lambda d: MT5EncoderModel(MT5Config(vocab_size=VOCAB, **T5, **d)),
-        call=with_mean,
+    "t5": hugging_face("text", "t5-small", "T5Encoder", T5, {"dropout_rate": 0.1}, call=with_mean),
+    "mt5": hugging_face(
+        "text", "mt5-small", "MT5Encoder", T5, {"dropout_rate": 0.1}, call=with_mean
     ),
 }
-
-
-@pytest.fixture(params=CASES, ids=list(CASES))
-def case(request: pytest.FixtureRequest) -> Case:
-    """Each family in turn."""
-    return CASES[request.param]
 
 
 @pytest.fixture

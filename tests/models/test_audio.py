@@ -18,31 +18,25 @@ from transformers import (
 
 from models.towers.audio import QUIET_DB, SPREAD_DB, audio_tower
 from models.towers.image import image_tower
+from models.towers.layers import library_models_kept
 from models.weights.audio import open_audio_weights
 
-SMALL = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 48,
-}
-HTSAT = {
-    "patch_embeds_hidden_size": 16,
-    "hidden_size": 32,
-    "depths": [2, 2],
-    "num_attention_heads": [2, 4],
-    "window_size": 4,
-    "spec_size": 64,
-    "num_mel_bins": 16,
-}
+SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+SMALL |= {"intermediate_size": 48}
+HTSAT = {"patch_embeds_hidden_size": 16, "hidden_size": 32, "depths": [2, 2]}
+HTSAT |= {"num_attention_heads": [2, 4], "window_size": 4, "spec_size": 64, "num_mel_bins": 16}
+WHISPER = {"d_model": 32, "num_mel_bins": 16, "max_source_positions": 50, "vocab_size": 60}
+WHISPER |= {f"{side}_ffn_dim": 48 for side in ("encoder", "decoder")}
+WHISPER |= {f"{side}_attention_heads": 2 for side in ("encoder", "decoder")}
+WHISPER |= {"encoder_layers": 2, "decoder_layers": 1, "max_target_positions": 8}
+WHISPER |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+WHISPER |= {"suppress_tokens": None, "begin_suppress_tokens": None}
 
 
 def clap():
-    text = ClapTextConfig(**SMALL, vocab_size=50, max_position_embeddings=20)
-    audio = ClapAudioConfig(**HTSAT)
-    return ClapModel(
-        ClapConfig(text_config=text.to_dict(), audio_config=audio.to_dict(), projection_dim=24)
-    )
+    text = ClapTextConfig(**SMALL, vocab_size=50, max_position_embeddings=20).to_dict()
+    audio = ClapAudioConfig(**HTSAT).to_dict()
+    return ClapModel(ClapConfig(text_config=text, audio_config=audio, projection_dim=24))
 
 
 def ast():
@@ -50,40 +44,23 @@ def ast():
 
 
 def whisper():
-    return WhisperForConditionalGeneration(
-        WhisperConfig(
-            d_model=32,
-            encoder_layers=2,
-            encoder_attention_heads=2,
-            encoder_ffn_dim=48,
-            decoder_layers=1,
-            decoder_attention_heads=2,
-            decoder_ffn_dim=48,
-            num_mel_bins=16,
-            max_source_positions=50,
-            vocab_size=60,
-            max_target_positions=8,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            decoder_start_token_id=1,
-            suppress_tokens=None,
-            begin_suppress_tokens=None,
-        )
-    )
+    return WhisperForConditionalGeneration(WhisperConfig(**WHISPER))
 
 
-OF_FOLDERS = {  # model, seconds, the library's own features of the inputs
-    "clap": (clap, 1.0, lambda m, x: m.audio_model(x).pooler_output),
-    "ast": (ast, None, lambda m, x: m.audio_spectrogram_transformer(x).pooler_output),
-    "whisper": (whisper, None, lambda m, x: m.model.encoder(x).last_hidden_state.mean(1)),
-}
-
-
-EXTRACTORS = {
-    "clap": ClapFeatureExtractor,
-    "ast": ASTFeatureExtractor,
-    "whisper": WhisperFeatureExtractor,
+OF_FOLDERS = {  # model, seconds, feature extractor, the library's own features of the inputs
+    "clap": (clap, 1.0, ClapFeatureExtractor, lambda m, x: m.audio_model(x).pooler_output),
+    "ast": (
+        ast,
+        None,
+        ASTFeatureExtractor,
+        lambda m, x: m.audio_spectrogram_transformer(x).pooler_output,
+    ),
+    "whisper": (
+        whisper,
+        None,
+        WhisperFeatureExtractor,
+        lambda m, x: m.model.encoder(x).last_hidden_state.mean(1),
+    ),
 }
 
 
@@ -97,7 +74,7 @@ def features(tower, layers, inputs):
 @pytest.mark.parametrize("kind", OF_FOLDERS)
 def test_tower_and_weights_of_a_folder_are_the_librarys(kind, tmp_path):
     """Of a whole model, whose audio side is taken; saved by the library, in its own file format."""
-    make, seconds, theirs = OF_FOLDERS[kind]
+    make, seconds, extractor, theirs = OF_FOLDERS[kind]
     torch.manual_seed(0)
     model = make().eval()
     for parameter in model.parameters():  # AST's two tokens and its positions begin with zeros
@@ -106,7 +83,7 @@ def test_tower_and_weights_of_a_folder_are_the_librarys(kind, tmp_path):
     tower = audio_tower(f"hf:{tmp_path}", seconds)
     with pytest.raises(ValueError, match="no feature extractor.*preprocessor_config.json"):
         open_audio_weights(str(tmp_path), tower)
-    EXTRACTORS[kind](feature_size=16).save_pretrained(tmp_path)
+    extractor(feature_size=16).save_pretrained(tmp_path)
     tower = audio_tower(f"hf:{tmp_path}", seconds)
     reader = open_audio_weights(str(tmp_path), tower)
     layers = [spec.build(0, reader).eval() for spec in tower.specs]
@@ -127,8 +104,9 @@ def test_an_image_tower_sees_the_spectrogram_as_a_grey_image(name):
     size = 64
     tower, of_images = audio_tower(name, 1.0, size), image_tower(name, size)
     assert tower.inputs == ("input_features",) and tower.branch == "audio"
-    ours = [spec.build(0).eval() for spec in tower.specs]
-    theirs = [spec.build(0).eval() for spec in of_images.specs]
+    with library_models_kept():
+        ours = [spec.build(0).eval() for spec in tower.specs]
+        theirs = [spec.build(0).eval() for spec in of_images.specs]
     for own, other in zip(ours, theirs, strict=True):
         assert {own.canonical_names[key] for key in own.state_dict()} == {
             "audio." + name.split(".", 1)[1] for name in other.canonical_names.values()
@@ -162,31 +140,24 @@ def test_an_image_tower_has_first_values_and_takes_weights(tmp_path):
 
 
 def test_first_values_of_whisper_are_the_librarys_sinusoids():
-    start = (
-        audio_tower(
-            "hf:whisper-tiny:encoder_layers=1,d_model=32,encoder_attention_heads=2,encoder_ffn_dim=48",
-            1.0,
-        )
-        .specs[0]
-        .build(0)
+    name = (
+        "hf:whisper-tiny:encoder_layers=1,d_model=32,encoder_attention_heads=2,encoder_ffn_dim=48"
     )
+    start = audio_tower(name, 1.0).specs[0].build(0)
     theirs = whisper().model.encoder.embed_positions.weight
     assert torch.equal(start.embed_positions.weight, theirs)
     assert not any("embed_positions" in name for name, _ in start.named_parameters())
 
 
-@pytest.mark.parametrize(
-    ("name", "seconds", "words"),
-    [
+def test_what_a_tower_cannot_be(subtests):
+    for name, seconds, words in (
         ("hf:clap-htsat-unfused", 11.0, "takes 0.01 to 10.23; give --audio-seconds"),
         ("hf:whisper-tiny", 2.5, "takes whole seconds; give 3"),
         ("hf:bert-base-uncased", None, "is not known"),
         ("hf:clap-htsat-unfused:pool=max", None, "pool"),
-    ],
-)
-def test_what_a_tower_cannot_be(name, seconds, words):
-    with pytest.raises(ValueError, match=words):
-        audio_tower(name, seconds)
+    ):
+        with subtests.test(name), pytest.raises(ValueError, match=words):
+            audio_tower(name, seconds)
 
 
 def test_a_tower_that_fuses_is_refused(tmp_path):

@@ -338,20 +338,18 @@ class Loose(Chain):
         return super().forward(x) + self.offset
 
 
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
+def test_what_cannot_be_recorded_is_one_layer(subtests):
+    for make, reason in (
         (Deciding, "what its forward does depends on the number of images"),
         (OtherSteps, "its forward takes other steps in training than in evaluation"),
         (Loose, "its forward reads a tensor that is no parameter and no buffer"),
-    ],
-)
-def test_what_cannot_be_recorded_is_one_layer(make, reason):
-    model, recipe = recipe_of(make)
-    assert names(recipe) == ["model"]
-    assert recipe.notes == [f"one layer: {reason}"]
-    if make is not Loose:
-        same_as_the_model(make)
+    ):
+        with subtests.test(str(make)):
+            model, recipe = recipe_of(make)
+            assert names(recipe) == ["model"]
+            assert recipe.notes == [f"one layer: {reason}"]
+            if make is not Loose:
+                same_as_the_model(make)
 
 
 class Tabled(Chain):

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 from transformers import (
+    BertConfig,
     ChineseCLIPConfig,
     ChineseCLIPModel,
     CLIPConfig,
@@ -22,12 +23,8 @@ from models.towers.image import image_tower
 from models.towers.text import text_tower
 from models.weights.reading import open_weights
 
-SIZES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 48,
-}
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES |= {"intermediate_size": 48}
 IMAGES = {**SIZES, "patch_size": 8}
 TEXTS = {**SIZES, "vocab_size": 60, "max_position_embeddings": 12}
 IDS = {"bos_token_id": None, "eos_token_id": 5}
@@ -108,11 +105,15 @@ POOLS = {
 }
 
 
-@pytest.mark.parametrize(("name", "pool"), [(n, p) for n, pools in POOLS.items() for p in pools])
-def test_pools(cases, forward, name, pool):
+def test_pools(cases, forward, subtests):
     """Against the library's last states: behind its norm, without tokens of no patch; CLIP's norm,
     and ConvNeXt's of a mean or a maximum, come behind the pooling."""
-    case = cases[name]
+    for name, pool in [(name, pool) for name, pools in POOLS.items() for pool in pools]:
+        with subtests.test(f"{name}, {pool}"):
+            check_pool(cases[name], forward, name, pool)
+
+
+def check_pool(case, forward, name, pool):
     tower = image_tower(f"{case.tower().name},pool={pool}", 32)
     layers = [spec.build(3).eval() for spec in tower.specs]
     made = forward(layers, case.inputs())["image_features"]
@@ -131,24 +132,22 @@ def test_pools(cases, forward, name, pool):
     assert_close(made, last.behind(pooled), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["hf-clip", "hf-siglip", "hf-dinov2-registers"])
-def test_left_out_patches_are_not_seen(cases, forward, name):
+def test_left_out_patches_are_not_seen(cases, forward, subtests):
     """Patches that are not kept have no influence, and with all of them kept nothing changes."""
-    case = cases[name]
-    layers = [spec.build(3).eval() for spec in case.tower().specs]
-    inputs = case.inputs()
-    everything = torch.arange(16).expand(4, -1)
-    whole = forward(layers, inputs)["image_features"]
-    assert torch.equal(
-        forward(layers, {**inputs, "kept_patches": everything})["image_features"], whole
-    )
-    kept = torch.tensor([[0, 5, 6, 15]]).expand(4, -1)
-    some = forward(layers, {**inputs, "kept_patches": kept})["image_features"]
-    hidden = forward(layers[:1], {**inputs, "kept_patches": kept})["image_hidden"]
-    assert hidden.shape[1] == layers[0].prefix + 4 and not torch.allclose(some, whole)
-    inputs["pixel_values"][:, :, :8, 8:16] += 1  # patch 1
-    again = forward(layers, {**inputs, "kept_patches": kept})["image_features"]
-    assert torch.equal(again, some)
+    for name in ("hf-clip", "hf-siglip", "hf-dinov2-registers"):
+        with subtests.test(name):
+            case = cases[name]
+            layers = [spec.build(3).eval() for spec in case.tower().specs]
+            inputs = case.inputs()
+            whole = forward(layers, inputs)["image_features"]
+            inputs["kept_patches"] = torch.arange(16).expand(4, -1)
+            assert torch.equal(forward(layers, inputs)["image_features"], whole)
+            inputs["kept_patches"] = torch.tensor([[0, 5, 6, 15]]).expand(4, -1)
+            some = forward(layers, inputs)["image_features"]
+            hidden = forward(layers[:1], inputs)["image_hidden"]
+            assert hidden.shape[1] == layers[0].prefix + 4 and not torch.allclose(some, whole)
+            inputs["pixel_values"][:, :, :8, 8:16] += 1  # patch 1
+            assert torch.equal(forward(layers, inputs)["image_features"], some)
 
 
 def test_a_small_image_leaves_swin_as_it_was(cases, forward):
@@ -162,25 +161,20 @@ def test_a_small_image_leaves_swin_as_it_was(cases, forward):
     assert wide.shape == before.shape
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "message"),
-    [
+def test_names_refused(subtests):
+    for name, size, message in (
         ("hf:clip-vit-base-patch31", 224, "did you mean 'clip-vit-base-patch32'.*Known: clip-vit"),
         ("hf:clip-vit-base-patch32:hiden_size=8", 224, "did you mean 'hidden_size'"),
         ("hf:clip-vit-base-patch32:pool=pooler", 224, "Known: attention, avg, cls, max$"),
         ("hf:clip-vit-base-patch32", 16, "image_size=16 must be at least 32 for this arch"),
         ("hf:swin-tiny", 192, "image_size=192 must be at least 193 for this architecture"),
         ("hf:convnext-tiny-224:depths=1-1", 224, "hidden_sizes and depths must be equally many"),
-    ],
-)
-def test_names_refused(name, size, message):
-    with pytest.raises(ValueError, match=message):
-        image_tower(name, size)
+    ):
+        with subtests.test(name), pytest.raises(ValueError, match=message):
+            image_tower(name, size)
 
 
 def test_folders_of_other_models_are_refused(tmp_path, cases):
-    from transformers import BertConfig
-
     BertConfig().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="is of type 'bert'; supported types: chinese_clip_vision"):
         image_tower(f"hf:{tmp_path}", 32)
@@ -191,9 +185,8 @@ def test_folders_of_other_models_are_refused(tmp_path, cases):
         open_weights("image", "IMAGENET", tower)
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "millions"),
-    [
+def test_presets_have_the_published_sizes(subtests):
+    for name, size, millions in (
         # as the models' pages and papers say, less classifiers, projections and mask tokens
         ("clip-vit-base-patch32", 224, 87.46),
         ("openai/clip-vit-large-patch14", 224, 303.18),
@@ -205,8 +198,7 @@ def test_folders_of_other_models_are_refused(tmp_path, cases):
         ("convnextv2-atto-1k-224", 224, 3.39),
         ("convnextv2-base-1k-224", 224, 87.69),
         ("swin-tiny", 224, 27.52),
-    ],
-)
-def test_presets_have_the_published_sizes(name, size, millions):
-    tower = image_tower(f"hf:{name}", size)
-    assert tower.num_parameters / 1e6 == pytest.approx(millions, abs=0.005)
+    ):
+        with subtests.test(name):
+            tower = image_tower(f"hf:{name}", size)
+            assert tower.num_parameters / 1e6 == pytest.approx(millions, abs=0.005)

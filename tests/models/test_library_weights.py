@@ -51,9 +51,8 @@ def timm_vit(size, **more):
     return timm.create_model("vit_tiny_patch16_224", img_size=size, **SIZES, **more)
 
 
-@pytest.mark.parametrize(
-    ("tower", "proposed"),
-    [
+def test_published_weights_are_proposed_for_a_tower_that_they_fit(subtests):
+    for tower, proposed in (
         (partial(image_tower, "resnet50:zero_init_residual=true", 64), "DEFAULT"),
         (partial(image_tower, "resnet18:layers=1-1-1-1", 64), None),
         (partial(image_tower, "timm:vit_small_patch16_224", 224), "DEFAULT"),
@@ -66,10 +65,9 @@ def timm_vit(size, **more):
         (partial(text_tower, "bert-mini:num_hidden_layers=2", 50, 8), None),
         (partial(text_tower, "open_clip:ViT-B-32", None, 8), "DEFAULT"),
         (partial(audio_tower, "hf:clap"), "laion/clap-htsat-unfused"),
-    ],
-)
-def test_published_weights_are_proposed_for_a_tower_that_they_fit(tower, proposed):
-    assert published_weights(tower()) == proposed
+    ):
+        with subtests.test(str(tower)):
+            assert published_weights(tower()) == proposed
 
 
 # -- timm
@@ -91,23 +89,21 @@ def test_a_file_of_timm_is_read_tensor_by_tensor(tmp_path):
     assert torch.equal(features(tower, reader, pixel_values=pixels), model(pixels))
 
 
-@pytest.mark.parametrize("num_classes", [1000, 7, 0])
-def test_a_file_of_another_image_size_is_as_timm_makes_it(tmp_path, num_classes, caplog):
-    saved = away_from_first_values(timm_vit(64, num_classes=num_classes))
-    torch.save({"state_dict": saved.state_dict()}, tmp_path / "model.pth")
-    tower = image_tower(VIT, 96)
-    with caplog.at_level(logging.INFO, "models"):
-        reader = open_weights("image", str(tmp_path / "model.pth"), tower)
-    assert any(
-        "timm changes pos_embed from (1, 17, 48) to (1, 37, 48)" in m for m in caplog.messages
-    )
-    overlay = {"file": str(tmp_path / "model.pth"), "num_classes": num_classes}
-    model = timm_vit(
-        96, num_classes=num_classes, pretrained=True, pretrained_cfg_overlay=overlay
-    ).eval()
-    model.reset_classifier(0)
-    pixels = torch.randn(2, 3, 96, 96)
-    assert torch.equal(features(tower, reader, pixel_values=pixels), model(pixels))
+def test_a_file_of_another_image_size_is_as_timm_makes_it(tmp_path, caplog):
+    tower, pixels = image_tower(VIT, 96), torch.randn(2, 3, 96, 96)
+    for num_classes in (1000, 7, 0):
+        saved = away_from_first_values(timm_vit(64, num_classes=num_classes))
+        where = str(tmp_path / f"{num_classes}.pth")
+        torch.save({"state_dict": saved.state_dict()}, where)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "models"):
+            reader = open_weights("image", where, tower)
+        changes = "timm changes pos_embed from (1, 17, 48) to (1, 37, 48)"
+        assert any(changes in message for message in caplog.messages)
+        more = {"pretrained_cfg_overlay": {"file": where, "num_classes": num_classes}}
+        model = timm_vit(96, num_classes=num_classes, pretrained=True, **more).eval()
+        model.reset_classifier(0)
+        assert torch.equal(features(tower, reader, pixel_values=pixels), model(pixels))
 
 
 def test_files_that_do_not_fit_are_refused_by_name(tmp_path):
@@ -212,48 +208,11 @@ def saved(model, folder):
     return str(folder)
 
 
-# name, changes of its sizes for OpenCLIP, keys of the image tower, the embedding's width
-WHOLE = {
-    "ViT": ("ViT-B-32", VISION, "layers=2,width=64,patch_size=16", 512),
-    "quick GELU": ("ViT-B-32-quickgelu", VISION, "layers=2,width=64,patch_size=16", 512),
-    "RN50": (
-        "RN50",
-        {"layers": (1, 1, 1, 1), "width": 16, "image_size": 64},
-        "layers=1-1-1-1,width=16",
-        1024,
-    ),
-    "convnext": (
-        "convnext_base",
-        {"timm_model_name": "convnext_atto", "image_size": 64},
-        "timm_model_name=convnext_atto",
-        512,
-    ),
-    "two layers": (
-        "convnext_base",
-        {"timm_model_name": "convnext_atto", "timm_proj": "mlp", "image_size": 64},
-        "timm_model_name=convnext_atto,timm_proj=mlp",
-        512,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_a_whole_model_becomes_its_two_sides_and_heads(tmp_path, forward, name):
-    model_name, vision, keys, width = WHOLE[name]
-    model = clip(model_name, vision)
-    pair = build_towers(
-        f"open_clip:{model_name}:{keys}",
-        f"open_clip:{model_name}:{TEXT_KEYS}",
-        width,
-        64,
-        VOCAB,
-        TOKENS,
-        0,
-        EOS,
-    )
-    weights = open_model(saved(model, tmp_path), *pair)
+def check_whole(model, where, pair, forward, size=64):
+    """The towers and heads of `pair`, filled from a whole model, give its embeddings."""
+    weights = open_model(where, *pair)
     layers = [layer for tower in pair for layer in built(tower, weights)]
-    pixels, ids = torch.randn(3, 3, 64, 64), texts()
+    pixels, ids = torch.randn(3, 3, size, size), texts()
     given = {"pixel_values": pixels, "input_ids": ids, "attention_mask": (ids > 0).long()}
     with torch.no_grad():
         made = forward(layers, given)
@@ -262,38 +221,58 @@ def test_a_whole_model_becomes_its_two_sides_and_heads(tmp_path, forward, name):
     torch.testing.assert_close(made["image_embeds"], images, rtol=0, atol=1e-6)
     torch.testing.assert_close(made["text_embeds"], captions, rtol=0, atol=1e-6)
     assert torch.equal(made["logit_scale"], model.logit_scale.detach().reshape(1))
+    return made
 
 
-@pytest.mark.parametrize("projection", ["linear", "none"])
-def test_siglip(tmp_path, forward, projection):
+RESNET = {"layers": (1, 1, 1, 1), "width": 16, "image_size": 64}
+RESNET_KEYS = "layers=1-1-1-1,width=16"
+# name, changes of its sizes for OpenCLIP, keys of the image tower, the embedding's width
+CONVNEXT = {"timm_model_name": "convnext_atto", "image_size": 64}
+WHOLE = (
+    ("ViT-B-32", VISION, "layers=2,width=64,patch_size=16", 512),
+    ("ViT-B-32-quickgelu", VISION, "layers=2,width=64,patch_size=16", 512),
+    ("RN50", RESNET, RESNET_KEYS, 1024),
+    ("convnext_base", CONVNEXT, "timm_model_name=convnext_atto", 512),
+    (  # two layers
+        "convnext_base",
+        {**CONVNEXT, "timm_proj": "mlp"},
+        "timm_model_name=convnext_atto,timm_proj=mlp",
+        512,
+    ),
+)
+
+
+def test_a_whole_model_becomes_its_two_sides_and_heads(tmp_path, forward, subtests):
+    for i, (name, vision, keys, width) in enumerate(WHOLE):
+        with subtests.test(f"{name}, {keys}"):
+            model = clip(name, vision)
+            sides = f"open_clip:{name}:{keys}", f"open_clip:{name}:{TEXT_KEYS}"
+            pair = build_towers(*sides, width, 64, VOCAB, TOKENS, 0, EOS)
+            (tmp_path / str(i)).mkdir()
+            check_whole(model, saved(model, tmp_path / str(i)), pair, forward)
+
+
+def test_siglip(tmp_path, forward):
     """Its image side has no projection, its text side one with a bias: both stay in the towers, and
     a head that is the identity, or none, leaves them as they are."""
     config = {**open_clip.get_model_config("ViT-B-16-SigLIP"), "embed_dim": 96}
     config["vision_cfg"] |= {"timm_model_name": "test_vit3", "image_size": 160}
     config["text_cfg"] |= TEXT
     (tmp_path / "open_clip_config.json").write_text(json.dumps({"model_cfg": config}))
-    model = away_from_first_values(
-        open_clip.CustomTextCLIP(**{k: v for k, v in config.items() if k != "custom_text"})
-    )
+    del config["custom_text"]
+    model = away_from_first_values(open_clip.CustomTextCLIP(**config))
+    where = saved(model, tmp_path)
     image = image_tower(f"open_clip:{tmp_path}", 160)
     text = text_tower(f"open_clip:{tmp_path}", VOCAB, TOKENS, 0, EOS)
     assert [tower.config["library_projection"] for tower in (image, text)] == [None, None]
     scalars = {"logit_scale": 1.0, "logit_bias": 0.0}
-    pair = [
-        with_head(image, 96, scalars, projection=projection),
-        with_head(text, 96, {}, projection=projection),
-    ]
-    weights = open_model(saved(model, tmp_path), *pair)
-    layers = [layer for tower in pair for layer in built(tower, weights)]
-    pixels, ids = torch.randn(3, 3, 160, 160), texts()
-    given = {"pixel_values": pixels, "input_ids": ids, "attention_mask": (ids > 0).long()}
-    with torch.no_grad():
-        made = forward(layers, given)
-        images = model.encode_image(pixels, normalize=True)
-        captions = model.encode_text(ids, normalize=True)
-    torch.testing.assert_close(made["image_embeds"], images, rtol=0, atol=1e-6)
-    torch.testing.assert_close(made["text_embeds"], captions, rtol=0, atol=1e-6)
-    assert made["logit_bias"].item() == model.logit_bias.item()
+    for projection in ("linear", "none"):
+        pair = (
+            with_head(image, 96, scalars, projection=projection),
+            with_head(text, 96, {}, projection=projection),
+        )
+        made = check_whole(model, where, pair, forward, 160)
+        assert made["logit_bias"].item() == model.logit_bias.item()
 
 
 def test_one_side_of_a_whole_model(tmp_path):
@@ -364,16 +343,13 @@ def test_names_of_openclips_weights(tmp_path, monkeypatch):
 
 
 def test_whole_models_that_do_not_fit(tmp_path):
-    where = saved(clip("RN50", WHOLE["RN50"][1]), tmp_path)
-    image, text = f"open_clip:RN50:{WHOLE['RN50'][2]}", f"open_clip:RN50:{TEXT_KEYS}"
+    where = saved(clip("RN50", RESNET), tmp_path)
+    image, text = f"open_clip:RN50:{RESNET_KEYS}", f"open_clip:RN50:{TEXT_KEYS}"
     sizes = (64, VOCAB, TOKENS, 0, EOS)
-    for pair, message in (
-        (build_towers(image, text, 512, *sizes), "give --embed-dim 1024"),
-        (
-            build_towers("resnet18", text, 512, *sizes),
-            "give --image-tower and --text-tower the same",
-        ),
-        (build_towers("resnet18", "bert-tiny", 512, *sizes), "Give --image-tower and --text-tower"),
+    for sides, message in (
+        ((image, text), "give --embed-dim 1024"),
+        (("resnet18", text), "give --image-tower and --text-tower the same"),
+        (("resnet18", "bert-tiny"), "Give --image-tower and --text-tower"),
     ):
         with pytest.raises(ValueError, match=message):
-            open_model(where, *pair)
+            open_model(where, *build_towers(*sides, 512, *sizes))

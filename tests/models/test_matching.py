@@ -32,15 +32,16 @@ def sides(images=12, texts_per_image=1, width=8, weight=None):
 def test_negatives_never_belong_to_the_row_and_depend_on_no_block_nor_share(branch):
     both = sides(images=30, texts_per_image=2)
     everyone = torch.arange(len(both[branch].label))
-    drawn = Matching().negatives(both, branch, everyone, PARAMETERS, seed=7)
+
+    def draw(rows=everyone, seed=7, **blocks):
+        return Matching(**blocks).negatives(both, branch, rows, PARAMETERS, seed)
+
     other = both["text" if branch == "image" else "image"]
+    drawn, some = draw(), torch.tensor([17, 3, 28, 0])
     assert (other.label[drawn] != both[branch].label).all()
-    some = torch.tensor([17, 3, 28, 0])
-    assert torch.equal(Matching().negatives(both, branch, some, PARAMETERS, seed=7), drawn[some])
-    assert torch.equal(
-        Matching(work_bytes=1).negatives(both, branch, everyone, PARAMETERS, seed=7), drawn
-    )
-    assert not torch.equal(Matching().negatives(both, branch, everyone, PARAMETERS, seed=8), drawn)
+    assert torch.equal(draw(some), drawn[some])
+    assert torch.equal(draw(work_bytes=1), drawn)
+    assert not torch.equal(draw(seed=8), drawn)
 
 
 def test_negatives_are_drawn_with_the_probabilities_of_the_similarities():

@@ -20,7 +20,8 @@ CONVNEXT = {
     "timm_drop": 0.0,
     "image_size": SIZE,
 }
-CLIP_TEXT = f"clip-text-base:hidden_size=48,num_hidden_layers=2,num_attention_heads=4,intermediate_size=192,max_position_embeddings={TOKENS}"
+CLIP_TEXT = "clip-text-base:hidden_size=48,num_hidden_layers=2,num_attention_heads=4,"
+CLIP_TEXT += f"intermediate_size=192,max_position_embeddings={TOKENS}"
 
 
 def towers(image="convnext_tiny", text=CLIP_TEXT + ",hidden_act=gelu", vocab_size=VOCAB):
@@ -39,23 +40,15 @@ def theirs(vision, module=open_clip.CLIP) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    "form", ["safetensors", "checkpoint of its trainer", "text tower of its own"]
-)
-def test_a_convnext_with_clips_text_tower(tmp_path, forward, form):
-    model = theirs(
-        CONVNEXT, open_clip.CustomTextCLIP if form.startswith("text") else open_clip.CLIP
-    )
+@pytest.mark.parametrize("kind", [open_clip.CLIP, open_clip.CustomTextCLIP])
+def test_a_convnext_with_clips_text_tower(tmp_path, forward, kind):
+    """A checkpoint of OpenCLIP's trainer, and a file of a model whose text tower is its own."""
+    model = theirs(CONVNEXT, kind)
     state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    if form.startswith("checkpoint"):
+    if kind is open_clip.CLIP:
         where = tmp_path / "epoch_1.pt"
-        torch.save(
-            {
-                "epoch": 1,
-                "state_dict": {f"module.{name}": tensor for name, tensor in state.items()},
-            },
-            where,
-        )
+        of_trainer = {f"module.{name}": tensor for name, tensor in state.items()}
+        torch.save({"epoch": 1, "state_dict": of_trainer}, where)
     else:
         where = tmp_path / "model.safetensors"
         save_file(state, where)
@@ -66,47 +59,35 @@ def test_a_convnext_with_clips_text_tower(tmp_path, forward, form):
     ids = torch.randint(1, VOCAB - 1, (3, TOKENS))
     for row, length in enumerate((TOKENS, 5, 3)):
         ids[row, length - 1], ids[row, length:] = VOCAB - 1, 0
+    given = {"pixel_values": pixels, "input_ids": ids, "attention_mask": (ids > 0).long()}
     with torch.no_grad():
-        tensors = forward(
-            layers, {"pixel_values": pixels, "input_ids": ids, "attention_mask": (ids > 0).long()}
-        )
-        expected = (
-            model.encode_image(pixels, normalize=True),
-            model.encode_text(ids, normalize=True),
-        )
-    torch.testing.assert_close(tensors["image_embeds"], expected[0], rtol=0, atol=1e-6)
-    torch.testing.assert_close(tensors["text_embeds"], expected[1], rtol=0, atol=1e-6)
+        tensors = forward(layers, given)
+        images = model.encode_image(pixels, normalize=True)
+        texts = model.encode_text(ids, normalize=True)
+    torch.testing.assert_close(tensors["image_embeds"], images, rtol=0, atol=1e-6)
+    torch.testing.assert_close(tensors["text_embeds"], texts, rtol=0, atol=1e-6)
     assert torch.equal(tensors["logit_scale"], F.relu(model.logit_scale.detach()).reshape(1))
 
 
-@pytest.mark.parametrize(
-    ("vision", "difference"),
-    [
-        (
-            {"image_size": SIZE, "layers": 1, "width": 64, "patch_size": 16},
-            "a norm before the blocks",
-        ),
-        (
-            {"image_size": SIZE, "layers": [1, 1, 1, 1], "width": 16},
-            "three convolutions in its stem",
-        ),
-    ],
-    ids=["ViT", "RN50"],
-)
-def test_its_own_image_networks_are_refused(tmp_path, vision, difference):
-    save_file(
-        {name: tensor.contiguous() for name, tensor in theirs(vision).state_dict().items()},
-        tmp_path / "model.safetensors",
-    )
-    with pytest.raises(ValueError, match=difference):
-        open_model(str(tmp_path), *towers())
+def saved(folder, vision):
+    state = {name: t.contiguous() for name, t in theirs(vision).state_dict().items()}
+    save_file(state, folder / "model.safetensors")
+
+
+def test_its_own_image_networks_are_refused(tmp_path):
+    vit = {"image_size": SIZE, "layers": 1, "width": 64, "patch_size": 16}
+    resnet = {"image_size": SIZE, "layers": [1, 1, 1, 1], "width": 16}
+    for vision, difference in (
+        (vit, "a norm before the blocks"),
+        (resnet, "three convolutions in its stem"),
+    ):
+        saved(tmp_path, vision)
+        with pytest.raises(ValueError, match=difference):
+            open_model(str(tmp_path), *towers())
 
 
 def test_towers_of_other_sizes_and_activations_are_refused(tmp_path):
-    save_file(
-        {name: tensor.contiguous() for name, tensor in theirs(CONVNEXT).state_dict().items()},
-        tmp_path / "model.safetensors",
-    )
+    saved(tmp_path, CONVNEXT)
     for pair, message in (
         (towers(text=CLIP_TEXT), r"quick_gelu\); give --text-tower clip-text-base:hidden_act=gelu"),
         (towers(text="bert-tiny"), "the text tower is bert-tiny"),

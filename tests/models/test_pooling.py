@@ -3,6 +3,7 @@ which one a new run begins with."""
 
 import importlib.metadata
 import json
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -24,13 +25,9 @@ from models.weights.reading import open_weights
 LENGTHS = (7, 1, 4)
 
 
-def tokens_and_mask(width=64, dtype=torch.float32):
-    tokens = (
-        torch.randn(3, 7, width, generator=torch.Generator().manual_seed(0))
-        .to(dtype)
-        .requires_grad_()
-    )
-    return tokens, (torch.arange(7) < torch.tensor(LENGTHS)[:, None]).long()
+def tokens_and_mask(width=64):
+    tokens = torch.randn(3, 7, width, generator=torch.Generator().manual_seed(0))
+    return tokens.requires_grad_(), (torch.arange(7) < torch.tensor(LENGTHS)[:, None]).long()
 
 
 def attention_pool(width=64):
@@ -46,21 +43,23 @@ def of_each(tokens, reduce):
     return torch.stack([reduce(row[:length]) for row, length in zip(tokens, LENGTHS)])
 
 
+pool = attention_pool()
 EXPECTED = {
     "mean": (MeanPool(), lambda row: row.mean(0)),
     "max": (MaxPool(), lambda row: row.max(0).values),
     "first": (FirstPool(), lambda row: row[0]),
     "last": (LastPool(), lambda row: row[-1]),
-    "attention": (
-        (pool := attention_pool()),
-        lambda row: pool(row[None])[0],
-    ),  # of an unpadded text
+    "attention": (pool, lambda row: pool(row[None])[0]),  # of an unpadded text
 }
 
 
-@pytest.mark.parametrize("name", EXPECTED)
-def test_padding_counts_for_nothing(name):
-    pool, reduce = EXPECTED[name]
+def test_padding_counts_for_nothing(subtests):
+    for name, (pool, reduce) in EXPECTED.items():
+        with subtests.test(name):
+            check_padding(pool, reduce)
+
+
+def check_padding(pool, reduce):
     tokens, mask = tokens_and_mask()
     features, expected = pool(tokens, mask), of_each(tokens, reduce)
     assert_close(features, expected, rtol=1e-6, atol=1e-6)
@@ -75,17 +74,10 @@ def test_padding_counts_for_nothing(name):
     assert_close(pool(behind, mask), features, rtol=1e-6, atol=1e-6)
 
 
-def test_the_mean_is_open_clips():
+def test_the_mean_is_open_clips_and_added_up_in_fp32():
     tokens, mask = tokens_and_mask()
-    assert_close(
-        MeanPool()(tokens, mask),
-        MeanPooler()(BaseModelOutput(last_hidden_state=tokens), mask),
-        rtol=1e-6,
-        atol=1e-6,
-    )
-
-
-def test_the_mean_of_many_half_precision_tokens_is_added_up_in_fp32():
+    expected = MeanPooler()(BaseModelOutput(last_hidden_state=tokens), mask)
+    assert_close(MeanPool()(tokens, mask), expected, rtol=1e-6, atol=1e-6)
     tokens = torch.full((1, 4096, 1), 1.0, dtype=torch.bfloat16)
     assert MeanPool()(tokens, torch.ones(1, 4096, dtype=torch.long)).item() == 1.0
 
@@ -101,21 +93,19 @@ def test_attention_is_siglips():
     assert_close(ours(tokens), theirs(tokens), rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "tower",
-    [
-        "bert-tiny",
-        "distilbert-base-uncased:dim=64,n_layers=2,n_heads=4,hidden_dim=96",
-        "clip-text-base",
-    ],
-)
-@pytest.mark.parametrize("pool", ["mean", "first", "last", "eos", "max", "attention"])
-def test_text_towers_pool_the_librarys_last_states(tower, pool, forward):
+def test_text_towers_pool_the_librarys_last_states(forward, subtests):
     """The states that transformers calls `last_hidden_state`; a text ends with id 7, its
     `eos_token_id`."""
-    tower = text_tower(
-        tower + (",pool=" if ":" in tower else ":pool=") + pool, 50, 7, 0, eos_token_id=7
-    )
+    distilbert = "distilbert-base-uncased:dim=64,n_layers=2,n_heads=4,hidden_dim=96,"
+    clip = "clip-text-base:num_hidden_layers=2,"
+    pools = ("mean", "first", "last", "eos", "max", "attention")
+    for tower, pool in product(("bert-tiny:", distilbert, clip), pools):
+        with subtests.test(f"{tower}pool={pool}"):
+            check_text_pool(tower, pool, forward)
+
+
+def check_text_pool(tower, pool, forward):
+    tower = text_tower(f"{tower}pool={pool}", 50, 7, 0, eos_token_id=7)
     layers = [spec.build(3).eval() for spec in tower.specs]
     ids = torch.randint(10, 50, (3, 7))
     mask = (torch.arange(7) < torch.tensor(LENGTHS)[:, None]).long()
@@ -125,120 +115,96 @@ def test_text_towers_pool_the_librarys_last_states(tower, pool, forward):
     kind = getattr(__import__("transformers"), tower.config["architecture"])
     model = kind(kind.config_class(**config)).eval()
     state = {
-        layer.canonical_names[local].removeprefix("text."): t
+        layer.canonical_names[local].removeprefix("text."): tensor
         for layer in layers
-        for local, t in layer.state_dict().items()
+        for local, tensor in layer.state_dict().items()
+        if "attention_pool" not in layer.canonical_names[local]
     }
-    missing, _ = model.load_state_dict(
-        {name: t for name, t in state.items() if "attention_pool" not in name}, strict=False
-    )
+    missing, _ = model.load_state_dict(state, strict=False)
     assert set(missing) <= {"pooler.dense.weight", "pooler.dense.bias"}
+
+    def attended(row):
+        return layers[-1].pool(row[None])[0]
+
+    reduce = attended if pool == "attention" else EXPECTED[pool.replace("eos", "last")][1]
     with torch.no_grad():
         states = model(input_ids=ids, attention_mask=mask).last_hidden_state
-        reduce = (
-            EXPECTED["last" if pool == "eos" else pool][1]
-            if pool != "attention"
-            else lambda row: layers[-1].pool(row[None])[0]
-        )
         features = forward(layers, {"input_ids": ids, "attention_mask": mask})["text_features"]
         assert_close(features, of_each(states, reduce), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
+def test_image_towers_pool_their_last_map(forward, subtests):
+    """Against the maps of the tower's own layers, by formula; `avg` and `cls` of whole models:
+    test_towers_equal_library.py."""
+    for name in (
         "resnet18:layers=1-1-1-1",
         "convnext_tiny:dims=16-24-32-48,depths=1-1-2-1",
         "vit_b_16:patch_size=8,num_layers=1,hidden_dim=48,num_heads=4",
-    ],
-)
-def test_image_towers_pool_their_last_map(name, forward):
-    """Against the maps of the tower's own layers, by formula; `avg` and `cls` of whole models:
-    test_towers_equal_library.py."""
-    pixels = torch.randn(2, 3, 64, 64)
+    ):
+        with subtests.test(name):
+            check_image_pools(name, forward)
 
-    def tower_of(pool):
-        layers = [spec.build(0).eval() for spec in image_tower(f"{name},pool={pool}", 64).specs]
-        return (
-            layers[-1],
-            forward(layers[:-1], {"pixel_values": pixels})["image_hidden"],
-            forward(layers, {"pixel_values": pixels}),
-        )
 
+def check_image_pools(name, forward):
+    given = {"pixel_values": torch.randn(2, 3, 64, 64)}
     for pool in ("avg", "max", "attention"):
-        last, hidden, made = tower_of(pool)
+        specs = image_tower(f"{name},pool={pool}", 64).specs
+        layers = [spec.build(0).eval() for spec in specs]
+        last, hidden = layers[-1], forward(layers[:-1], given)["image_hidden"]
         if hidden.dim() == 3:
             places = last.norm(hidden)
-            patches = places[:, 1:]
-            expected = {
-                "avg": patches.mean(1),
-                "max": patches.max(1).values,
-                "attention": last.pool(places),
-            }[pool]
+            reduced = {"avg": places[:, 1:].mean(1), "max": places[:, 1:].amax(1)}
+            expected = last.pool(places) if pool == "attention" else reduced[pool]
         elif pool == "attention":
             expected = last.pool(last.norm(hidden).flatten(2).transpose(1, 2))
         else:
-            pooled = (
-                hidden.mean((2, 3), keepdim=True)
-                if pool == "avg"
-                else hidden.amax((2, 3), keepdim=True)
-            )
-            expected = last.norm(pooled).flatten(1)
-        assert_close(made["image_features"], expected, rtol=1e-5, atol=1e-6)
+            reduce = torch.mean if pool == "avg" else torch.amax
+            expected = last.norm(reduce(hidden, (2, 3), keepdim=True)).flatten(1)
+        made = forward(layers, given)["image_features"]
+        assert_close(made, expected, rtol=1e-5, atol=1e-6)
     assert last.canonical_names["pool.probe"] == "image.attention_pool.probe"
 
 
 def test_pools_that_are_not_there_are_refused():
-    with pytest.raises(ValueError, match=r"pool 'meen' is not known; did you mean 'mean'\?"):
-        text_tower("bert-mini:pool=meen", 50, 8)
-    with pytest.raises(
-        ValueError,
-        match=r"pool 'pooler' is not known; did you mean .*Known: attention, eos, first, last, max, mean$",
+    sizes = {"text": (50, 8), "image": (64,)}
+    for branch, name, message in (
+        ("text", "bert-mini:pool=meen", r"pool 'meen' is not known; did you mean 'mean'\?"),
+        (
+            "text",
+            "distilbert-base-uncased:pool=pooler",
+            "pool 'pooler' is not known; .*Known: attention, eos, first, last, max, mean$",
+        ),
+        ("image", "resnet18:pool=cls", "pool 'cls' is not known; .*Known: attention, avg, max$"),
+        ("text", "bert-mini:pool=eos", "no token that ends a text; give pool=last"),
     ):
-        text_tower("distilbert-base-uncased:pool=pooler", 50, 8)
-    with pytest.raises(
-        ValueError, match=r"pool 'cls' is not known; did you mean .*Known: attention, avg, max$"
-    ):
-        image_tower("resnet18:pool=cls", 64)
-    with pytest.raises(
-        ValueError, match="the tokenizer has no token that ends a text; give pool=last"
-    ):
-        text_tower("bert-mini:pool=eos", 50, 8)
+        tower = image_tower if branch == "image" else text_tower
+        with pytest.raises(ValueError, match=message):
+            tower(name, *sizes[branch])
 
 
 # -- what a new run begins with
 
 
 def test_from_scratch():
-    assert image_name("resnet50", None) == "resnet50:zero_init_residual=true"
-    assert (
-        image_name("resnet18:layers=1-1-1-1", None)
-        == "resnet18:layers=1-1-1-1,zero_init_residual=true"
-    )
-    assert (
-        image_name("resnet50:zero_init_residual=false", None) == "resnet50:zero_init_residual=false"
-    )
-    assert (
-        image_name("resnet50", "DEFAULT") == "resnet50"
-        and image_name("vit_b_16", None) == "vit_b_16"
-    )
-    assert text_name("bert-mini", None) == "bert-mini:pool=mean"
-    assert text_name("bert-mini:hidden_size=64", None) == "bert-mini:hidden_size=64,pool=mean"
-    assert text_name("bert-mini:pool=pooler", None) == "bert-mini:pool=pooler"
-    assert text_name("clip-text-base", None) == "clip-text-base"
+    for of, name, weights, more in (
+        (image_name, "resnet50", None, ":zero_init_residual=true"),
+        (image_name, "resnet18:layers=1-1-1-1", None, ",zero_init_residual=true"),
+        (image_name, "resnet50:zero_init_residual=false", None, ""),
+        (image_name, "resnet50", "DEFAULT", ""),
+        (image_name, "vit_b_16", None, ""),
+        (text_name, "bert-mini", None, ":pool=mean"),
+        (text_name, "bert-mini:hidden_size=64", None, ",pool=mean"),
+        (text_name, "bert-mini:pool=pooler", None, ""),
+        (text_name, "clip-text-base", None, ""),
+    ):
+        assert of(name, weights) == name + more
 
 
 @pytest.fixture
 def folder(tmp_path):
     """A BERT of transformers, saved by it."""
-    config = BertConfig(
-        vocab_size=50,
-        hidden_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        intermediate_size=96,
-    )
-    BertModel(config).save_pretrained(tmp_path)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    BertModel(BertConfig(vocab_size=50, intermediate_size=96, **sizes)).save_pretrained(tmp_path)
     return tmp_path
 
 
@@ -246,39 +212,29 @@ def test_pretrained_as_the_weights_were_trained(folder):
     where = str(folder)
     assert text_name(where, where) == f"{where}:pool=pooler"
     config = BertConfig.from_pretrained(folder)
-    BertModel(config, add_pooling_layer=False).save_pretrained(
-        folder
-    )  # as a masked language model is
+    # as a masked language model is
+    BertModel(config, add_pooling_layer=False).save_pretrained(folder)
     assert text_name(where, where) == f"{where}:pool=mean"
 
 
-@pytest.mark.parametrize(
-    ("config", "pool"),
-    [
-        (
-            {
-                "pooling_mode_cls_token": False,
-                "pooling_mode_mean_tokens": True,
-                "pooling_mode_mean_sqrt_len_tokens": False,
-            },
-            "mean",
-        ),
-        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "first"),
-        ({"pooling_mode_lasttoken": True}, "last"),
-        ({"pooling_mode": "mean", "include_prompt": True}, "mean"),
-        ({"pooling_mode": "cls"}, "first"),
-    ],
-)
-def test_a_sentence_encoder_says_how_it_pools(folder, config, pool):
+def test_a_sentence_encoder_says_how_it_pools(folder):
     (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text(json.dumps(config))
     modules = [
         {"path": "", "type": "sentence_transformers.models.Transformer"},
         {"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
-    for weights in (folder, folder / "model.safetensors"):
-        assert text_name(str(folder), str(weights)) == f"{folder}:pool={pool}"
+    others = dict.fromkeys(("pooling_mode_cls_token", "pooling_mode_mean_sqrt_len_tokens"), False)
+    for config, pool in (
+        ({**others, "pooling_mode_mean_tokens": True}, "mean"),
+        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "first"),
+        ({"pooling_mode_lasttoken": True}, "last"),
+        ({"pooling_mode": "mean", "include_prompt": True}, "mean"),
+        ({"pooling_mode": "cls"}, "first"),
+    ):
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps(config))
+        for weights in (folder, folder / "model.safetensors"):
+            assert text_name(str(folder), str(weights)) == f"{folder}:pool={pool}"
 
 
 def test_a_pooling_that_is_not_built_is_refused(folder):

@@ -51,47 +51,41 @@ SIZES = "hidden_size=32,num_hidden_layers=1,num_attention_heads=2,intermediate_s
 )
 def test_a_tower_with_more_positions_than_its_weights(tmp_path, caplog, name, first):
     """RoBERTa's table begins with two rows of no position, which stay as well."""
-    short = text_tower(f"{name}:{SIZES},max_position_embeddings=40", 50, 16, 1, 3)
-    saved = [spec.build(1) for spec in short.specs]
+
+    def tower_of(positions):
+        return text_tower(f"{name}:{SIZES},max_position_embeddings={positions}", 50, 16, 1, 3)
+
     state = {
         layer.canonical_names[local].removeprefix("text."): tensor
-        for layer in saved
+        for layer in [spec.build(1) for spec in tower_of(40).specs]
         for local, tensor in layer.state_dict().items()
     }
     torch.save(state, tmp_path / "pytorch_model.bin")
     table = next(key for key in state if "position_embedding" in key)
-    long = text_tower(f"{name}:{SIZES},max_position_embeddings=90", 50, 16, 1, 3)
+    long = tower_of(90)
     reader = open_weights("text", str(tmp_path), long)
     with caplog.at_level(logging.WARNING):
         layer = long.specs[0].build(2, reader)
-    made = next(
-        tensor for local, tensor in layer.state_dict().items() if "position_embedding" in local
-    )
+    (made,) = (t for local, t in layer.state_dict().items() if "position_embedding" in local)
     assert torch.equal(made, stretched_positions(state[table], 90, 20 + first))
     assert "has shape (40, 32) there and (90, 32) in the tower: interpolated" in caplog.text
     with pytest.raises(ValueError, match=r"\(40, 32\) there but \(30, 32\) in the tower"):
-        open_weights(
-            "text",
-            str(tmp_path),
-            text_tower(f"{name}:{SIZES},max_position_embeddings=30", 50, 16, 1, 3),
-        )
+        open_weights("text", str(tmp_path), tower_of(30))
 
 
-@pytest.mark.parametrize(
-    ("rows", "tokens", "fits"), [(192, 164, True), (192, 60, False), (190, 164, False)]
-)
-def test_a_rounded_table_of_tokens_loses_the_rows_of_no_token(tmp_path, caplog, rows, tokens, fits):
+def test_a_rounded_table_of_tokens_loses_the_rows_of_no_token(tmp_path, caplog):
     """As T5 has 32,128 rows for 32,100 tokens. Any other difference is that of another tokenizer."""
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-    published = T5EncoderModel(T5Config(vocab_size=rows, **sizes))
-    published.save_pretrained(tmp_path)
-    tower = text_tower(str(tmp_path), tokens, 8)
-    if not fits:
-        with pytest.raises(ValueError, match=rf"\({rows}, 16\) there but \({tokens}, 16\)"):
-            open_weights("text", str(tmp_path), tower)
-        return
+    for rows, tokens, fits in ((192, 60, False), (190, 164, False), (192, 164, True)):
+        where = str(tmp_path / f"{rows}")
+        published = T5EncoderModel(T5Config(vocab_size=rows, **sizes))
+        published.save_pretrained(where)
+        tower = text_tower(where, tokens, 8)
+        if not fits:
+            with pytest.raises(ValueError, match=rf"\({rows}, 16\) there but \({tokens}, 16\)"):
+                open_weights("text", where, tower)
     with caplog.at_level(logging.WARNING):
-        made = tower.specs[0].build(2, open_weights("text", str(tmp_path), tower))
+        made = tower.specs[0].build(2, open_weights("text", where, tower))
     assert torch.equal(made.embeddings.weight, published.shared.weight[:tokens])
     assert "rows of no token are left out" in caplog.text
 

@@ -1,5 +1,7 @@
 """Ranks of the right candidate, counted one by one; and the hits that recall is made of."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -41,20 +43,19 @@ def ranks_one_by_one(own: Tensor, other: Tensor, target: Tensor) -> list[int]:
 def whole_numbers(count: int, width: int, seed: int, high: int) -> Tensor:
     """Vectors of small whole numbers: products are exact in any order of summation, and ties are
     many."""
-    return torch.randint(
-        -high, high + 1, (count, width), generator=torch.Generator().manual_seed(seed)
-    ).float()
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(-high, high + 1, (count, width), generator=draw).float()
 
 
-@pytest.mark.parametrize("high", [1, 50], ids=["many ties", "few ties"])
-@pytest.mark.parametrize("seed", range(5))
-def test_ranks_of_own_rows_among_all(seed, high):
-    other = whole_numbers(40, 5, seed, high)  # [B, D]
-    own = whole_numbers(17, 5, seed + 100, high)  # [b, D]
-    target = torch.randperm(40, generator=torch.Generator().manual_seed(seed))[:17]
-    ranks = positive_ranks(own, other, target)
-    assert ranks.dtype == torch.int64 and ranks.shape == (17,)
-    assert ranks.tolist() == ranks_one_by_one(own, other, target)
+def test_ranks_of_own_rows_among_all(subtests):
+    for seed, high in product(range(5), (1, 50)):  # many ties, few ties
+        with subtests.test(f"{seed}, {high}"):
+            other = whole_numbers(40, 5, seed, high)  # [B, D]
+            own = whole_numbers(17, 5, seed + 100, high)  # [b, D]
+            target = torch.randperm(40, generator=torch.Generator().manual_seed(seed))[:17]
+            ranks = positive_ranks(own, other, target)
+            assert ranks.dtype == torch.int64 and ranks.shape == (17,)
+            assert ranks.tolist() == ranks_one_by_one(own, other, target)
 
 
 def test_the_nearest_is_first_and_the_farthest_last():
@@ -70,23 +71,21 @@ def test_a_collapsed_model_scores_nothing():
 
 
 def test_a_model_of_not_a_number_scores_nothing():
-    own, other = (
-        torch.full((20, 4), float("nan")),
-        torch.randn(20, 4, generator=torch.Generator().manual_seed(0)),
-    )
+    own = torch.full((20, 4), float("nan"))
+    other = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
     for queries, candidates in ((own, other), (other, own), (own, own)):
         assert int(positive_ranks(queries, candidates, torch.arange(20)).min()) >= 0
         assert recall_hits(queries, candidates, torch.arange(20)).tolist() == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("count", [63, 64, 65, 131])
-def test_blocks_leave_no_trace(count, monkeypatch):
+def test_blocks_leave_no_trace(monkeypatch):
     monkeypatch.setattr(retrieval, "BLOCK_BYTES", 64 * 4 * 50)  # 64 queries among 50 candidates
-    own, other = whole_numbers(count, 3, 1, 9), whole_numbers(50, 3, 2, 9)
-    target = torch.randint(0, 50, (count,), generator=torch.Generator().manual_seed(3))
-    similarity = own @ other.T  # [b, B]: exact, see whole_numbers
-    expected = (similarity >= similarity.gather(1, target[:, None])).sum(1) - 1
-    assert positive_ranks(own, other, target).equal(expected)
+    for count in (63, 64, 65, 131):
+        own, other = whole_numbers(count, 3, 1, 9), whole_numbers(50, 3, 2, 9)
+        target = torch.randint(0, 50, (count,), generator=torch.Generator().manual_seed(3))
+        similarity = own @ other.T  # [b, B]: exact, see whole_numbers
+        expected = (similarity >= similarity.gather(1, target[:, None])).sum(1) - 1
+        assert positive_ranks(own, other, target).equal(expected), count
 
 
 def test_no_queries():
@@ -99,22 +98,17 @@ def test_no_queries():
 
 def test_hits_are_counted_per_k():
     assert RECALL_AT == (1, 5, 10)
-    other = torch.eye(20)
-    own = (
-        torch.arange(20, 0, -1).float().expand(20, 20)
-    )  # every query ranks the candidates 0, 1, 2, …
-    counted = recall_hits(own, other, torch.arange(20))
+    # every query ranks the candidates 0, 1, 2, …
+    own = torch.arange(20, 0, -1).float().expand(20, 20)
+    counted = recall_hits(own, torch.eye(20), torch.arange(20))
     assert counted.dtype == torch.float64 and counted.tolist() == [1.0, 5.0, 10.0]
 
 
 def test_hits_of_parts_add_up():
     """Replicas count their own rows; the sum is that of all rows."""
-    own, other = whole_numbers(60, 6, 4, 3), whole_numbers(60, 6, 5, 3)
-    target = torch.arange(60)
-    parts = sum(
-        recall_hits(own[rows], other, target[rows])
-        for rows in (slice(0, 7), slice(7, 41), slice(41, 60))
-    )
+    own, other, target = whole_numbers(60, 6, 4, 3), whole_numbers(60, 6, 5, 3), torch.arange(60)
+    slices = slice(0, 7), slice(7, 41), slice(41, 60)
+    parts = sum(recall_hits(own[rows], other, target[rows]) for rows in slices)
     assert parts.tolist() == recall_hits(own, other, target).tolist()
 
 
@@ -131,20 +125,30 @@ def best_ranks_one_by_one(own, own_label, other, other_label):
     return ranks
 
 
-@pytest.mark.parametrize("high", [1, 50], ids=["many ties", "few ties"])
-@pytest.mark.parametrize("seed", range(5))
-def test_the_best_of_several_texts_counts(seed, high, monkeypatch):
+def test_the_best_of_several_texts_counts(monkeypatch, subtests):
     """Images with one to five texts, and both directions, in blocks that do not divide."""
-    draw = torch.Generator().manual_seed(seed)
-    whose = torch.repeat_interleave(torch.arange(23), torch.randint(1, 6, (23,), generator=draw))
-    whose = whose[torch.randperm(len(whose), generator=draw)]
-    image, text = whole_numbers(23, 5, seed, high), whole_numbers(len(whose), 5, seed + 100, high)
-    monkeypatch.setattr(retrieval, "BLOCK_BYTES", 7 * 4 * len(whose))
-    for sides in ((image, torch.arange(23), text, whose), (text, whose, image, torch.arange(23))):
-        own, own_label, other, other_label = sides
-        order = other_label.argsort()
-        pairs = equal_labels(own_label, other_label[order])
-        assert best_ranks(own, other[order], *pairs).tolist() == best_ranks_one_by_one(*sides)
+    for seed, high in product(range(5), (1, 50)):  # many ties, few ties
+        with subtests.test(f"{seed}, {high}"):
+            draw = torch.Generator().manual_seed(seed)
+            whose = torch.repeat_interleave(
+                torch.arange(23), torch.randint(1, 6, (23,), generator=draw)
+            )
+            whose = whose[torch.randperm(len(whose), generator=draw)]
+            image, text = (
+                whole_numbers(23, 5, seed, high),
+                whole_numbers(len(whose), 5, seed + 100, high),
+            )
+            monkeypatch.setattr(retrieval, "BLOCK_BYTES", 7 * 4 * len(whose))
+            for sides in (
+                (image, torch.arange(23), text, whose),
+                (text, whose, image, torch.arange(23)),
+            ):
+                own, own_label, other, other_label = sides
+                order = other_label.argsort()
+                pairs = equal_labels(own_label, other_label[order])
+                assert best_ranks(own, other[order], *pairs).tolist() == best_ranks_one_by_one(
+                    *sides
+                )
 
 
 # -- equal values
@@ -156,41 +160,42 @@ def relevance_by_hand(own_key, other_key, pairs):
     return list(dict.fromkeys(own_key)), list(dict.fromkeys(other_key)), right
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_any_equal_value_is_right(seed):
+def test_any_equal_value_is_right(subtests):
     """An image in several rows, a caption of several images, and both at once: CLIP_benchmark#7,
     openai/CLIP#115. Ranks as counted value by value, and the same however rows are shared out."""
-    draw = torch.Generator().manual_seed(seed)
-    own_key, other_key = (torch.randint(0, n, (40,), generator=draw) for n in (15, 18))
-    image, text = (
-        whole_numbers(15, 4, seed, 4)[own_key],
-        whole_numbers(18, 4, seed + 9, 4)[other_key],
-    )
-    rows = torch.arange(40)
-    relevance = Relevance.of(own_key, other_key, rows, rows)
-    queries, candidates, right = relevance_by_hand(
-        own_key.tolist(), other_key.tolist(), zip(range(40), range(40))
-    )
-    first = {key: own_key.tolist().index(key) for key in queries}
-    of_text = {key: other_key.tolist().index(key) for key in candidates}
-    expected, chances = [], []
-    for query in queries:
-        similarity = {c: float(image[first[query]] @ text[of_text[c]]) for c in candidates}
-        best = max(similarity[c] for c in candidates if (query, c) in right)
-        wrong = [c for c in candidates if (query, c) not in right]
-        expected.append(sum(similarity[c] >= best for c in wrong))
-        missed = 1.0
-        for drawn in range(10):
-            missed *= max(0, len(wrong) - drawn) / (len(candidates) - drawn)
-        chances.append(1 - missed)
-    ranks = relevant_ranks(image, text, relevance)
-    assert ranks.tolist() == expected
-    sums = query_sums(ranks, relevance)
-    assert sums[3:6].tolist() == [len(queries), len(right), len(queries) * len(candidates)]
-    assert float(sums[6]) == pytest.approx(sum(chances))
-    parts = [relevance.asked_by(part) for part in (rows[::2], rows[1::2])]
-    shared = sum(query_sums(relevant_ranks(image, text, part), part) for part in parts)
-    torch.testing.assert_close(shared, sums)
+    for seed in range(8):
+        with subtests.test(str(seed)):
+            draw = torch.Generator().manual_seed(seed)
+            own_key, other_key = (torch.randint(0, n, (40,), generator=draw) for n in (15, 18))
+            image, text = (
+                whole_numbers(15, 4, seed, 4)[own_key],
+                whole_numbers(18, 4, seed + 9, 4)[other_key],
+            )
+            rows = torch.arange(40)
+            relevance = Relevance.of(own_key, other_key, rows, rows)
+            queries, candidates, right = relevance_by_hand(
+                own_key.tolist(), other_key.tolist(), zip(range(40), range(40))
+            )
+            first = {key: own_key.tolist().index(key) for key in queries}
+            of_text = {key: other_key.tolist().index(key) for key in candidates}
+            expected, chances = [], []
+            for query in queries:
+                similarity = {c: float(image[first[query]] @ text[of_text[c]]) for c in candidates}
+                best = max(similarity[c] for c in candidates if (query, c) in right)
+                wrong = [c for c in candidates if (query, c) not in right]
+                expected.append(sum(similarity[c] >= best for c in wrong))
+                missed = 1.0
+                for drawn in range(10):
+                    missed *= max(0, len(wrong) - drawn) / (len(candidates) - drawn)
+                chances.append(1 - missed)
+            ranks = relevant_ranks(image, text, relevance)
+            assert ranks.tolist() == expected
+            sums = query_sums(ranks, relevance)
+            assert sums[3:6].tolist() == [len(queries), len(right), len(queries) * len(candidates)]
+            assert float(sums[6]) == pytest.approx(sum(chances))
+            parts = [relevance.asked_by(part) for part in (rows[::2], rows[1::2])]
+            shared = sum(query_sums(relevant_ranks(image, text, part), part) for part in parts)
+            torch.testing.assert_close(shared, sums)
 
 
 def test_a_table_with_a_line_per_caption_scores_as_the_same_data_grouped():
@@ -267,20 +272,25 @@ def test_the_nearest_of_each_query(monkeypatch):
     ].shape == (0, 5)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_ranks_among_the_first_candidates_by_other_scores(seed):
+def test_ranks_among_the_first_candidates_by_other_scores(subtests):
     """Small whole numbers, so that scores tie; two right candidates for a third of the queries,
     none for another third."""
-    draw = torch.Generator().manual_seed(seed)
-    scores, right = (
-        torch.randint(0, 4, (60, 7), generator=draw).float(),
-        torch.zeros(60, 7, dtype=torch.bool),
-    )
-    right[:40, 2] = True
-    right[:20, 5] = True
-    scores[::9, 2], scores[::7, 3] = torch.nan, torch.nan
-    found = reranked(torch.arange(100, 160), scores, right).tolist()
-    for i, (own, is_right) in enumerate(zip(scores.tolist(), right.tolist())):
-        best = max((-1.0 if s != s else s for s, r in zip(own, is_right) if r), default=None)
-        before = sum(not r and not (best is not None and s < best) for s, r in zip(own, is_right))
-        assert found[i] == (100 + i if best is None else before), i
+    for seed in range(5):
+        with subtests.test(str(seed)):
+            draw = torch.Generator().manual_seed(seed)
+            scores, right = (
+                torch.randint(0, 4, (60, 7), generator=draw).float(),
+                torch.zeros(60, 7, dtype=torch.bool),
+            )
+            right[:40, 2] = True
+            right[:20, 5] = True
+            scores[::9, 2], scores[::7, 3] = torch.nan, torch.nan
+            found = reranked(torch.arange(100, 160), scores, right).tolist()
+            for i, (own, is_right) in enumerate(zip(scores.tolist(), right.tolist())):
+                best = max(
+                    (-1.0 if s != s else s for s, r in zip(own, is_right) if r), default=None
+                )
+                before = sum(
+                    not r and not (best is not None and s < best) for s, r in zip(own, is_right)
+                )
+                assert found[i] == (100 + i if best is None else before), i

@@ -5,12 +5,14 @@ No tolerance: the same operations run in the same order on the same weights. The
 gradient that SigLIP 2 adds up image by image and we add up at once (`Case.rounded`).
 """
 
+from itertools import product
+
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.towers.building import with_head
 from models.towers.libraries import text_layers
+from models.towers.text import text_tower
 
 
 def build(tower):
@@ -24,79 +26,84 @@ def assert_same(case, name, ours, theirs):
         assert torch.equal(ours, theirs), name
 
 
-@pytest.mark.parametrize("dropout", [False, True], ids=["plain", "dropout"])
-def test_training_forward_and_gradients(case, forward, dropout):
-    layers = build(case.tower(dropout))
-    reference = case.reference(layers, dropout).train()
-    inputs = case.inputs()
+def test_training_forward_and_gradients(cases, forward, subtests):
+    for (name, case), dropout in product(cases.items(), (False, True)):
+        with subtests.test(f"{name}, dropout={dropout}"):
+            layers = build(case.tower(dropout))
+            reference = case.reference(layers, dropout).train()
+            inputs = case.inputs()
 
-    torch.manual_seed(1)  # with dropout both sides draw the same numbers in the same order
-    features = forward(layers, inputs)[f"{case.branch}_features"]
-    torch.manual_seed(1)
-    expected = case.run_reference(reference, inputs)
-    assert torch.equal(features, expected)
+            torch.manual_seed(1)  # with dropout both sides draw the same numbers in the same order
+            features = forward(layers, inputs)[f"{case.branch}_features"]
+            torch.manual_seed(1)
+            expected = case.run_reference(reference, inputs)
+            assert torch.equal(features, expected)
 
-    weight = torch.randn(features.shape, generator=torch.Generator().manual_seed(2))
-    (features * weight).sum().backward()
-    (expected * weight).sum().backward()
-    expected_state = case.named(reference)  # after the forward: BatchNorm has counted
-    expected_gradients = {
-        name: tensor.grad
-        for name, tensor in expected_state.items()
-        # Whisper's positions do not learn
-        if isinstance(tensor, torch.nn.Parameter)
-        and tensor.requires_grad
-        and not name.startswith(case.classifier_prefix)
-    }
-    for layer in layers:
-        for local, parameter in layer.named_parameters():
-            name = layer.canonical_names[local].split(".", 1)[1]
-            assert_same(case, name, parameter.grad, expected_gradients.pop(name))
-        for local, tensor in layer.state_dict().items():
-            name = layer.canonical_names[local].split(".", 1)[1]
-            assert torch.equal(tensor, expected_state[name]), name
-    assert not expected_gradients
+            weight = torch.randn(features.shape, generator=torch.Generator().manual_seed(2))
+            (features * weight).sum().backward()
+            (expected * weight).sum().backward()
+            expected_state = case.named(reference)  # after the forward: BatchNorm has counted
+            expected_gradients = {
+                name: tensor.grad
+                for name, tensor in expected_state.items()
+                # Whisper's positions do not learn
+                if isinstance(tensor, torch.nn.Parameter)
+                and tensor.requires_grad
+                and not name.startswith(case.classifier_prefix)
+            }
+            for layer in layers:
+                for local, parameter in layer.named_parameters():
+                    name = layer.canonical_names[local].split(".", 1)[1]
+                    assert_same(case, name, parameter.grad, expected_gradients.pop(name))
+                for local, tensor in layer.state_dict().items():
+                    name = layer.canonical_names[local].split(".", 1)[1]
+                    assert torch.equal(tensor, expected_state[name]), name
+            assert not expected_gradients
 
 
-def test_split_anywhere(case, forward):
+def test_split_anywhere(cases, forward, subtests):
     """Two stages at every cut, as the engine runs them: tensors cross without their graph, and the
     gradients that come back start the first stage's backward."""
-    features = f"{case.branch}_features"
-    tower, inputs = case.tower(), case.inputs()
-    layers = build(tower)
-    reference = case.reference(layers).train()
-    expected = case.run_reference(reference, inputs)
-    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2))
-    (expected * weight).sum().backward()
-    gradients = {name: tensor.grad for name, tensor in case.named(reference).items()}
+    for name, case in cases.items():
+        with subtests.test(name):
+            features = f"{case.branch}_features"
+            layers, inputs = build(case.tower()), case.inputs()
+            reference = case.reference(layers).train()
+            expected = case.run_reference(reference, inputs)
+            weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2))
+            (expected * weight).sum().backward()
+            gradients = {name: tensor.grad for name, tensor in case.named(reference).items()}
 
-    for cut in range(1, len(tower.specs)):
-        layers = build(tower)
-        sent = forward(layers[:cut], inputs)
-        received = {
-            name: tensor.detach().requires_grad_(tensor.is_floating_point())
-            for name, tensor in sent.items()
-        }
-        made = forward(layers[cut:], received)
-        assert set(made) == {features} and torch.equal(made[features], expected), cut
-        (made[features] * weight).sum().backward()
-        crossed = [name for name, tensor in sent.items() if tensor.requires_grad]
-        torch.autograd.backward(
-            [sent[name] for name in crossed], [received[name].grad for name in crossed]
-        )
-        for layer in layers:
-            for local, parameter in layer.named_parameters():
-                name = layer.canonical_names[local].split(".", 1)[1]
-                assert_same(case, name, parameter.grad, gradients[name])
+            for cut in range(1, len(layers)):
+                for layer in layers:
+                    layer.zero_grad()
+                sent = forward(layers[:cut], inputs)
+                received = {
+                    name: tensor.detach().requires_grad_(tensor.is_floating_point())
+                    for name, tensor in sent.items()
+                }
+                made = forward(layers[cut:], received)
+                assert set(made) == {features} and torch.equal(made[features], expected), cut
+                (made[features] * weight).sum().backward()
+                crossed = [name for name, tensor in sent.items() if tensor.requires_grad]
+                torch.autograd.backward(
+                    [sent[name] for name in crossed], [received[name].grad for name in crossed]
+                )
+                for layer in layers:
+                    for local, parameter in layer.named_parameters():
+                        name = layer.canonical_names[local].split(".", 1)[1]
+                        assert_same(case, name, parameter.grad, gradients[name])
 
 
-@pytest.mark.parametrize("gradients", [False, True], ids=["no_grad", "grad"])
-def test_evaluation_with_dropout_configured(case, forward, gradients):
-    layers = [layer.eval() for layer in build(case.tower(dropout=True))]
-    reference = case.reference(layers, dropout=True).eval()
-    with torch.set_grad_enabled(gradients):
-        features = forward(layers, case.inputs())[f"{case.branch}_features"]
-        assert torch.equal(features, case.run_reference(reference, case.inputs()))
+def test_evaluation_with_dropout_configured(cases, forward, subtests):
+    for name, case in cases.items():
+        with subtests.test(name):
+            layers = [layer.eval() for layer in build(case.tower(dropout=True))]
+            reference = case.reference(layers, dropout=True).eval()
+            for gradients in (False, True):
+                with torch.set_grad_enabled(gradients):
+                    features = forward(layers, case.inputs())[f"{case.branch}_features"]
+                    assert torch.equal(features, case.run_reference(reference, case.inputs()))
 
 
 def test_without_padding_and_shorter_texts(cases, forward):
@@ -132,34 +139,6 @@ def test_siglip_reads_texts_of_full_length(cases, forward):
     torch.testing.assert_close(made, expected[[1, 3]], rtol=0, atol=1e-6)  # other batch, other sums
 
 
-class Waits(TorchDispatchMode):
-    """Operations whose result the host needs, for which it would wait for a GPU."""
-
-    NAMES = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select")
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.name().split(".")[0] in self.NAMES:
-            self.seen.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
-def test_no_tower_makes_the_host_wait(case, forward):
-    """With padding and without."""
-    if case.name.startswith("hf:siglip2"):
-        pytest.skip("its shapes of images are read, but they lie on the host")
-    layers, inputs = build(case.tower()), case.inputs()
-    for mask in (None, torch.ones_like(inputs.get("attention_mask", torch.empty(0)))):
-        if mask is not None and mask.numel():
-            inputs["attention_mask"] = mask
-        with Waits() as waits:
-            forward(layers, inputs)[f"{case.branch}_features"].sum().backward()
-        assert waits.seen == []
-
-
 @pytest.mark.parametrize(("name", "kinds"), [("bert", 1), ("t5", 1), ("modernbert", 3)])
 def test_the_blocks_of_a_stage_share_what_they_make_of_a_mask(
     cases, forward, monkeypatch, name, kinds
@@ -192,47 +171,40 @@ def test_padding_is_not_seen(cases, forward):
     for name, case in cases.items():
         if case.branch != "text" or name == "siglip":
             continue
-        layers = build(cases[name].tower())
-        inputs = cases[name].inputs()
-        behind, seen = dict(inputs), dict(inputs)
-        behind["input_ids"] = torch.where(inputs["attention_mask"] == 0, 50, inputs["input_ids"])
-        seen["input_ids"] = torch.where(
-            inputs["attention_mask"] == 1, (inputs["input_ids"] + 1) % 120, inputs["input_ids"]
-        )
+        layers, inputs = build(case.tower()), case.inputs()
+        ids, mask = inputs["input_ids"], inputs["attention_mask"]
+        behind = {**inputs, "input_ids": torch.where(mask == 0, 50, ids)}
+        seen = {**inputs, "input_ids": torch.where(mask == 1, (ids + 1) % 120, ids)}
         features = forward(layers, inputs)["text_features"]
         assert torch.equal(features, forward(layers, behind)["text_features"]), name
         assert not torch.allclose(features, forward(layers, seen)["text_features"]), name
 
 
-def test_clip_pools_at_the_end_of_text_or_at_the_highest_id(cases, forward):
-    from models.towers.text import text_tower
-
-    case = cases["clip"]
-    tower = case.tower()
-    inputs = case.inputs()
+def test_clip_pools_at_the_end_of_text_or_at_the_highest_id(cases):
+    tower, inputs = cases["clip"].tower(), cases["clip"].inputs()
     assert tower.specs[0].build(0)(inputs)["text_pool_position"].tolist() == [11, 4, 8, 2]
-    given = text_tower(
-        case.name, 120, 12, None, eos_token_id=2
-    )  # given by the caller, 2 is an id like any other
-    ids = torch.tensor([[5, 119, 2, 0]])
-    positions = given.specs[0].build(0)({"input_ids": ids})["text_pool_position"]
-    assert positions.tolist() == [2]
+    # given by the caller, 2 is an id like any other
+    given = text_tower(cases["clip"].name, 120, 12, None, eos_token_id=2)
+    made = given.specs[0].build(0)({"input_ids": torch.tensor([[5, 119, 2, 0]])})
+    assert made["text_pool_position"].tolist() == [2]
 
 
-def test_bf16(case, forward):
-    layers = [spec.build(0) for spec in with_head(case.tower(), 16).specs]
-    for parameter in (
-        p for layer in layers for p in layer.parameters()
-    ):  # as DeepSpeed casts: buffers stay in fp32
-        parameter.data = parameter.data.to(torch.bfloat16)
-    inputs = {
-        name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
-        for name, tensor in case.inputs().items()
-    }
-    tensors = forward(layers[:-2], inputs)
-    assert tensors[f"{case.branch}_hidden"].dtype == torch.bfloat16
-    embeds = forward(layers[-2:], tensors)[f"{case.branch}_embeds"]
-    assert embeds.dtype == torch.float32 and embeds.shape == (4, 16)
-    torch.testing.assert_close(
-        embeds.norm(dim=-1), torch.ones(4)
-    )  # fp32 rounding only: the length is made 1 in fp32
+def test_bf16(cases, forward, subtests):
+    for name, case in cases.items():
+        with subtests.test(name):
+            layers = [spec.build(0) for spec in with_head(case.tower(), 16).specs]
+            for parameter in (
+                p for layer in layers for p in layer.parameters()
+            ):  # as DeepSpeed casts: buffers stay in fp32
+                parameter.data = parameter.data.to(torch.bfloat16)
+            inputs = {
+                name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+                for name, tensor in case.inputs().items()
+            }
+            tensors = forward(layers[:-2], inputs)
+            assert tensors[f"{case.branch}_hidden"].dtype == torch.bfloat16
+            embeds = forward(layers[-2:], tensors)[f"{case.branch}_embeds"]
+            assert embeds.dtype == torch.float32 and embeds.shape == (4, 16)
+            torch.testing.assert_close(
+                embeds.norm(dim=-1), torch.ones(4)
+            )  # fp32 rounding only: the length is made 1 in fp32
