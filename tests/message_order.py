@@ -97,10 +97,7 @@ class _Walk:
         if self.below is not None:
             yield Operation("together", Group("announcement", (self.rank, self.below)))
         program = self.work.programs[self.rank]
-        last = max(
-            (n for n, i in enumerate(program) if isinstance(i, BackwardPass)),
-            default=None,
-        )
+        last = max((n for n, i in enumerate(program) if isinstance(i, BackwardPass)), default=None)
         for n, (instruction, receives) in enumerate(zip(program, receives_to_post(program))):
             for receive in receives if self.posts_ahead else ():
                 yield Operation("post", self.channel(receive), receive.buffer_id)

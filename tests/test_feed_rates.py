@@ -81,11 +81,7 @@ def test_what_waits_is_fed_more_and_then_what_all_wait_for_is_relieved(whole):
             ]
             assert record["busy_s"][branch] == pytest.approx(typical(busy_s), rel=1e-4)
     moves = [
-        (
-            record["step"],
-            record["next"]["from_step"],
-            record["reason"].partition(" waits ")[0],
-        )
+        (record["step"], record["next"]["from_step"], record["reason"].partition(" waits ")[0])
         for record in seen
         if record["reason"]
     ]

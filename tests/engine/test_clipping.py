@@ -9,14 +9,7 @@ from fnmatch import fnmatch
 
 import pytest
 import torch
-from clipping_cases import (
-    FACTORS,
-    FROZEN,
-    SPIKE,
-    TIED,
-    clip_under_rules,
-    kernels_of_clipping,
-)
+from clipping_cases import FACTORS, FROZEN, SPIKE, TIED, clip_under_rules, kernels_of_clipping
 from cost_models import BRANCHES
 from ranks import run_ranks
 from split_training import Case, assemble, train_whole

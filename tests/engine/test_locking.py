@@ -277,10 +277,7 @@ CASES += [
         two((2, 1), (1, 2), 6, lora=BOTH, schedule="replay", checkpoint_interval=2, **VIT_CLIP),
         {"image 1"},
     ),
-    (
-        Case("merged", {"merged": 2}, 1, 8, lora={"text": {"target": "mlp"}}, **FREE),
-        {"merged 1"},
-    ),
+    (Case("merged", {"merged": 2}, 1, 8, lora={"text": {"target": "mlp"}}, **FREE), {"merged 1"}),
     (two((1, 2), (1, 1), 6, lora=BOTH, precision="bf16", **VIT_CLIP), set()),
 ]
 

@@ -26,10 +26,7 @@ from split_training import (
 from transformers import BertConfig, BertTokenizerFast
 
 STEPS, WARMUP, RATE = 5, 3, 1e-4
-SCHEDULE = {
-    "type": "WarmupLR",
-    "params": {"warmup_num_steps": WARMUP, "warmup_type": "linear"},
-}
+SCHEDULE = {"type": "WarmupLR", "params": {"warmup_num_steps": WARMUP, "warmup_type": "linear"}}
 BATCH_PER_RANK = 32
 
 

@@ -113,10 +113,7 @@ def test_an_allocation_that_fails_on_the_host_is_seen(allocate):
 )
 def test_other_errors_are_left_alone(error):
     assert whose_memory(error) is None and in_words(error, "rank 0") is error
-    with (
-        pytest.raises(type(error)) as caught,
-        explained(torch.device("cpu"), lambda error: "no"),
-    ):
+    with pytest.raises(type(error)) as caught, explained(torch.device("cpu"), lambda error: "no"):
         raise error
     assert caught.value is error
 

@@ -22,14 +22,7 @@ from deepspeed.runtime.pipe.schedule import (
 from engine.planning import ordering, simulator
 from engine.planning.costs import CostModel, Curve, LayerCost, Loading, Machine, StateBytes
 from engine.planning.planner import BranchBatch
-from engine.planning.simulator import (
-    Simulation,
-    Span,
-    StageResult,
-    bounds,
-    most_kept,
-    simulate,
-)
+from engine.planning.simulator import Simulation, Span, StageResult, bounds, most_kept, simulate
 from engine.schedule import SCHEDULES, BatchSync, ComputeLoss
 from engine.topology import StageGraph, chain, fork, merged
 
