@@ -12,7 +12,7 @@ import pytest
 from cost_models import BRANCHES
 from deepspeed.runtime.pipe.schedule import OptimizerStep, PipeInstruction, ReduceGrads
 from message_order import Group, Operation, Work, disagreements, operations, recorded, waiting
-from ranks import run_ranks
+from ranks import run_all
 from schedule_cases import cases, keeping, lists, name, random_cases
 from split_training import Case
 
@@ -268,28 +268,18 @@ def test_a_device_must_have_room_for_two_operations(schedule):
 # -- the model and the executor
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
+@pytest.mark.parametrize("posts_ahead", [True, False])
+def test_the_executor_does_what_the_model_says(posts_ahead):
+    """In a step and in an evaluation, in which later replicas have fewer micro-batches."""
+    one, plain = {"image": 1, "text": 1}, {"towers": "resnet+bert", "zero_stage": 0}
+    cases = [
         Case("merged", {"merged": 2}, 2, 4, schedule="replay", kept_micro_batches=1),
         Case("merged", {"merged": 2}, 1, 6, schedule="per_micro_batch", zero_stage=0),
         Case("chain", {"image": 2, "text": 1}, 1, 6, loss="sigmoid"),
         Case("fork", {"image": 2, "text": 1}, {"image": 1, "text": 2}, {"image": 6, "text": 4}),
         Case("fork", {"image": 1, "text": 2}, {"image": 2, "text": 1}, 6, fusion=1),
-        Case(
-            "fork",
-            {"image": 1, "text": 1},
-            {"image": 1, "text": 2},
-            6,
-            towers="resnet+bert",
-            zero_stage=0,
-        ),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("posts_ahead", [True, False])
-def test_the_executor_does_what_the_model_says(case, posts_ahead):
-    """In a step and in an evaluation, in which later replicas have fewer micro-batches."""
-    for of_rank in run_ranks(case.world_size, recorded, case, posts_ahead):
-        for called, expected in of_rank:
-            assert called == expected
+        Case("fork", one, {"image": 1, "text": 2}, 6, **plain),
+    ]
+    for case, of_ranks in run_all(recorded, cases, posts_ahead):
+        for called, expected in (each for of_rank in of_ranks for each in of_rank):
+            assert called == expected, case
