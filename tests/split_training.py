@@ -529,6 +529,7 @@ def train_split(case: Case) -> dict[str, Any]:
     """On each rank: losses, norms, the gradients of the first step as (name, offset, flat piece),
     the final parameters."""
     engine, plan, image_size = make_engine(case)
+    recording_matching().noted.clear()  # of a case before
     gradients: list[tuple[str, int, Tensor]] = []
 
     def capture(*_):

@@ -444,16 +444,17 @@ def test_replay_with_replicas_equals_batch_sync(precision, kept):
         chain(1, 1, 2, 4),
     ]
     cases = [replace(case, precision=precision) for case in cases]
+    expected = split(cases)
     for number in kept:
         keeps = {"schedule": "replay", "kept_micro_batches": number}
         replays = split([replace(case, **keeps) for case in cases])
-        for (_, batch_sync), (case, replay) in zip(split(cases), replays):
+        for (_, batch_sync), (case, replay) in zip(expected, replays, strict=True):
             for whole, again in zip(batch_sync, replay):
                 assert whole["metrics"][0].loss == again["metrics"][0].loss, case
-                for (name, _, expected), (_, _, gradient) in zip(
+                for (name, _, gradient), (_, _, own) in zip(
                     whole["gradients"], again["gradients"], strict=True
                 ):
-                    assert torch.equal(gradient, expected), (case, name)
+                    assert torch.equal(own, gradient), (case, name)
 
 
 def test_parameters_after_five_clipped_steps_equal_unsplit_training():
