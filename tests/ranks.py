@@ -18,12 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-PRELOAD = [
-    "train"
-]  # and with it torch, DeepSpeed, torchvision, transformers, and all of ours that a rank needs
-PRELOAD += [
-    "deepspeed.runtime.zero.muon.muon_optimizer"
-]  # which ZeRO imports, and with it torch's compiler: 3 s
+# and with it torch, DeepSpeed, torchvision, transformers, and all of ours that a rank needs
+PRELOAD = ["train"]
+# which ZeRO imports, and with it torch's compiler: 3 s
+PRELOAD += ["deepspeed.runtime.zero.muon.muon_optimizer"]
 PRELOAD += ["launch.reporting.page"]  # which the end of a run imports, and with it plotly
 PRELOAD += ["warmed"]
 

@@ -120,16 +120,13 @@ class Case:
     kept_micro_batches: Any = None  # under replay
     compile: Any = None
     checkpoint_interval: int = 0
-    deals: dict[str, tuple] = field(
-        default_factory=dict
-    )  # branch -> [replica][micro-batch] -> samples; not given: equal, in order
-    kept_of_deals: dict[str, int] = field(
-        default_factory=dict
-    )  # branch -> how many of its dealt micro-batches keep their activations
+    # branch -> [replica][micro-batch] -> samples; not given: equal, in order
+    deals: dict[str, tuple] = field(default_factory=dict)
+    # branch -> how many of its dealt micro-batches keep their activations
+    kept_of_deals: dict[str, int] = field(default_factory=dict)
     deals_texts: bool = False  # the deal of the text branch is of texts, not of samples
-    not_loaded: dict[str, tuple[int, ...]] = field(
-        default_factory=dict
-    )  # branch -> places of its rows in the global batch
+    # branch -> places of its rows in the global batch
+    not_loaded: dict[str, tuple[int, ...]] = field(default_factory=dict)
     loss: str = "infonce"
     label_smoothing: float = 0.0
     duplicates: str | None = None  # what they are to each other; None: there are none
@@ -138,9 +135,8 @@ class Case:
         False  # as long as they can be: all micro-batches of a branch have equal shapes
     )
     weighted: tuple[str, ...] = ()  # branches whose micro-batches bring weights
-    clipping: dict[str, Any] = field(
-        default_factory=dict
-    )  # the gradient_clipping block; limits of norms only, for the unsplit side
+    # the gradient_clipping block; limits of norms only, for the unsplit side
+    clipping: dict[str, Any] = field(default_factory=dict)
     optimizer_groups: dict[str, Any] = field(default_factory=dict)  # the block
     lr: float = LR  # on the split side
     locked: dict[str, Any] = field(default_factory=dict)  # the block
@@ -148,9 +144,8 @@ class Case:
     ema: dict[str, Any] | None = None  # the block
     offload: bool = False  # the optimizer's state to the CPU
     optimizer: dict[str, Any] = field(default_factory=dict)  # the block; not given: AdamW
-    scheduler: dict[str, Any] = field(
-        default_factory=dict
-    )  # on the unsplit side a warm-up, linear, then constant
+    # on the unsplit side a warm-up, linear, then constant
+    scheduler: dict[str, Any] = field(default_factory=dict)
     source_starts: tuple[int, ...] | None = (
         None  # places of samples, of which each begins another source
     )
@@ -220,9 +215,8 @@ class Case:
         unless each micro-batch is its own batch."""
         if branch == "image":
             return samples
-        places = (
-            samples * self.texts_of(step) + torch.arange(self.texts_of(step))[:, None]
-        )  # [c, b]
+        # [c, b]
+        places = samples * self.texts_of(step) + torch.arange(self.texts_of(step))[:, None]
         return (places.T if self.schedule == "per_micro_batch" else places).flatten()
 
     def rows_of_share(self, branch: str, share: Tensor, step: int) -> Tensor:
@@ -357,9 +351,8 @@ def global_batch(case: Case, step: int, image_size: int) -> dict[str, Tensor]:
         MAX_TOKENS if case.full_texts else 4, MAX_TOKENS + 1, (count,), generator=generator
     )
     attention_mask = (torch.arange(MAX_TOKENS) < lengths[:, None]).long()
-    input_ids = (
-        input_ids.scatter(1, lengths[:, None] - 1, 2) * attention_mask
-    )  # 2 ends each text, 0 pads it
+    # 2 ends each text, 0 pads it
+    input_ids = input_ids.scatter(1, lengths[:, None] - 1, 2) * attention_mask
     return {"pixel_values": pixel_values, "input_ids": input_ids, "attention_mask": attention_mask}
 
 

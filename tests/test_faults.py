@@ -123,16 +123,14 @@ def test_when_a_rank_dies_all_leave_one_says_why_and_a_supervised_run_goes_on(
     )
     try:
         wait_for(reached(run_dir, 4), run)
-        wait_for(
-            lambda: (run_dir / "checkpoints" / "latest").is_file(), run
-        )  # it is written in the background
+        # it is written in the background
+        wait_for(lambda: (run_dir / "checkpoints" / "latest").is_file(), run)
         (first, victim), before = ranks_of(run), metrics(run_dir)[4]
         victim.kill()
         wait_for(lambda: "start 1 of 3" in run.said(), run)
         wait_for(lambda: not first.is_running(), run)
-        wait_for(
-            lambda: metrics(run_dir).get(4, before) != before, run
-        )  # the second start has come as far
+        # the second start has come as far
+        wait_for(lambda: metrics(run_dir).get(4, before) != before, run)
         os.kill(run.pid, signal.SIGTERM)
         wait_for(lambda: (run_dir / "stop").is_file(), run)
         (run_dir / "hold").unlink()
@@ -154,10 +152,11 @@ def test_when_a_rank_dies_all_leave_one_says_why_and_a_supervised_run_goes_on(
     assert 4 < stopped_at < 12 and sorted(metrics(run_dir)) == list(range(1, stopped_at + 1))
     status, output = run_to_end("train.py", *arguments, ranks=2)
     assert status == 0 and len(metrics(run_dir)) == 12, output[-2000:]
+    # one W&B run
     assert (
         len({folder.name.rsplit("-", 1)[1] for folder in (run_dir / "wandb").glob("offline-run-*")})
         == 1
-    )  # one W&B run
+    )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

@@ -212,10 +212,7 @@ REFUSED_VALUES = [
         config(train_micro_batch_size_per_gpu=8, gradient_accumulation_steps=2),
         "gradient_accumulation_steps",
     ),
-    (
-        config({"micro_batch_size": 8}, gradient_accumulation_steps=2),
-        "gradient_accumulation_steps",
-    ),
+    (config({"micro_batch_size": 8}, gradient_accumulation_steps=2), "gradient_accumulation_steps"),
     # accepted by DeepSpeed, which fails later and less clearly
     (config(wall_clock_breakdown=True), "wall_clock_breakdown"),
     (config(optimizer={}), "optimizer … type"),

@@ -192,10 +192,7 @@ VIT_CLIP = {"towers": "vit+clip"}
 BOTH = {"image": {"r": 2}, "text": {"r": 3, "alpha": 6, "target": "all"}}
 CASES += [
     (line("chain", ONE_EACH, lora=BOTH, **VIT_CLIP), {"text 0"}),
-    (
-        two((2, 1), (1, 2), 6, lora=BOTH, **REPLAY, checkpoint_interval=2, **VIT_CLIP),
-        {"image 1"},
-    ),
+    (two((2, 1), (1, 2), 6, lora=BOTH, **REPLAY, checkpoint_interval=2, **VIT_CLIP), {"image 1"}),
     (line("merged", {"merged": 2}, lora={"text": {"target": "mlp"}}, **FREE), {"merged 1"}),
     (two((1, 2), (1, 1), 6, lora=BOTH, precision="bf16", **VIT_CLIP), set()),
 ]

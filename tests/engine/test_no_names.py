@@ -59,7 +59,4 @@ def test_what_is_named_is_found():
     ) == ["replay", "batch_sync"]
     assert modalities_in(
         '"""image"""\nx = f"{y}" "text"\nz = {"image_embeds": 1, "images": 2}'
-    ) == [
-        "text",
-        "image_embeds",
-    ]
+    ) == ["text", "image_embeds"]

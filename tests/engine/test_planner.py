@@ -32,10 +32,8 @@ from launch.config.hyperparameters import PRESETS
 
 FILES = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 MINIMAL = {"train_batch_size": 48, "optimizer": {"type": "AdamW", "params": {"lr": 5e-4}}}
-COSTS = {
-    "image": [1.0, 2.0, 2.0, 2.0, 1.0],
-    "text": [0.5, 0.5, 0.5, 0.5],
-}  # images cost 4 times a text
+# images cost 4 times a text
+COSTS = {"image": [1.0, 2.0, 2.0, 2.0, 1.0], "text": [0.5, 0.5, 0.5, 0.5]}
 
 
 def search(
