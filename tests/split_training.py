@@ -67,16 +67,6 @@ TOWERS |= {  # what blocks share, texts of full length, maps and registers, by t
         "t5-small:d_model=48,d_kv=16,d_ff=64,num_layers=3,num_heads=3,dropout_rate=0",
         32,
     ),
-    "dinov2+modernbert": (
-        f"hf:dinov2-with-registers-base:{_SMALL},patch_size=8",
-        f"modernbert-base:{_SMALL},intermediate_size=64,local_attention=6,pool=mean",
-        32,
-    ),
-    "convnext+siglip": (
-        "hf:convnextv2-tiny-1k-224:hidden_sizes=16-24-32-40,depths=1-1-2-1",
-        f"siglip-text-base:{_SMALL},intermediate_size=64",
-        32,
-    ),
 }
 TOWERS |= {  # recorded: two tensors between blocks, angles of positions, masks that travel
     "tnt+coca": (
@@ -278,6 +268,16 @@ class Case:
         parts += ["offload"] if self.offload else []
         parts += [f"fusion{self.fusion}"] if self.fusion else []
         return " ".join(str(p) for p in parts).replace("'", "").replace(" ", "")
+
+
+def fork_of(image: tuple[int, int], text: tuple[int, int], micro_batch_size="auto", **more) -> Case:
+    """`image`, `text`: (stages, replicas)."""
+    stages, replicas = ({"image": image[n], "text": text[n]} for n in range(2))
+    return Case("fork", stages, replicas, micro_batch_size, **more)
+
+
+def merged_of(stages: int, replicas: int, micro_batch_size: int, **more) -> Case:
+    return Case("merged", {"merged": stages}, replicas, micro_batch_size, **more)
 
 
 def towers_of(case: Case):
@@ -913,3 +913,9 @@ def check_gradients(
         allowed = factor * max(relative * float(expected.norm()), floor)
         error = float((gradients[name] - expected).norm())
         assert error <= allowed, f"{name}: gradient is off by {error:.2e}, allowed {allowed:.2e}"
+
+
+def check_all_gradients(results: list[dict[str, Any]], reference: dict[str, Any]) -> None:
+    """Those of `train_split` on all ranks against those of `train_whole`."""
+    shapes = {name: gradient.shape for name, gradient in reference["gradients"].items()}
+    check_gradients(assemble(results, shapes), reference["gradients"])

@@ -13,7 +13,7 @@ import pytest
 import torch
 from clipping_cases import BAD_PLACE, train_with_bad_steps
 from ranks import about, run_cases, run_ranks
-from split_training import LR, Case, train_whole
+from split_training import LR, Case, fork_of, train_whole
 
 IMAGE, GRADIENT, STEPS, RESNET = 1, 3, 5, "resnet+bert"
 RISING = {"warmup_min_lr": 0.0, "warmup_max_lr": LR, "warmup_num_steps": 4}
@@ -21,16 +21,7 @@ SCHEDULE = {"type": "WarmupLR", "params": {**RISING, "warmup_type": "linear"}}
 
 
 def two(image, text, micro_batch_size, **kwargs):
-    """image, text: (stages, replicas)."""
-    return Case(
-        "fork",
-        {"image": image[0], "text": text[0]},
-        {"image": image[1], "text": text[1]},
-        micro_batch_size,
-        steps=STEPS,
-        clipping={"image": 0.5},
-        **kwargs,
-    )
+    return fork_of(image, text, micro_batch_size, steps=STEPS, clipping={"image": 0.5}, **kwargs)
 
 
 # Case, and the rank whose gradient is spoilt in step 3, with what.

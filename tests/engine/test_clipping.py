@@ -13,6 +13,8 @@ from cost_models import BRANCHES
 from ranks import about, run_all
 from refusals import not_refused, refused
 from split_training import Case, assemble, train_whole
+from split_training import fork_of as two
+from split_training import merged_of as one
 
 from engine.optimizer import clipping
 from engine.optimizer.clipping_rules import (
@@ -46,21 +48,6 @@ ADAPTIVE = {
     "image": {"kind": "adaptive", "factor": 1.5, "decay": 0.9, "warmup_steps": 2, "limit": 1e6},
     "text": {"kind": "adaptive"},
 }
-
-
-def one(stages, replicas, micro_batch_size, **kwargs):
-    return Case("merged", {"merged": stages}, replicas, micro_batch_size, **kwargs)
-
-
-def two(image, text, micro_batch_size, **kwargs):
-    """image, text: (stages, replicas)."""
-    return Case(
-        "fork",
-        {"image": image[0], "text": text[0]},
-        {"image": image[1], "text": text[1]},
-        micro_batch_size,
-        **kwargs,
-    )
 
 
 # Case, are two parameters one, and the sets of ranks that add up under the first of the blocks, in

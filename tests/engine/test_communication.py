@@ -7,7 +7,7 @@ import communication_cases
 import pytest
 import torch
 from communication_cases import OBJECTIVE
-from ranks import run_all, run_ranks
+from ranks import run_all, run_cases, run_ranks
 from split_training import Case
 
 from engine.communication import gradients_of, signature_of
@@ -17,13 +17,25 @@ def test_every_dtype_and_changing_shapes_in_both_directions_at_once():
     assert run_ranks(4, communication_cases.both_directions_at_once, 6) == [True] * 4
 
 
-def test_what_was_announced_arrives_and_may_be_nothing():
-    found = run_ranks(2, communication_cases.announced_messages)
-    assert found == [[], [["a [2]"], [], ["b [0, 7]"]]]
+@pytest.fixture(scope="module")
+def of_two():
+    """What two ranks return of each of these, by its name."""
+    functions = (
+        communication_cases.announced_messages,
+        communication_cases.refused_message,
+        communication_cases.posted_receives_overlap,
+        communication_cases.warmed_up,
+    )
+    ran = run_cases(2, communication_cases.call, [(function,) for function in functions])
+    return dict(zip((function.__name__ for function in functions), ran, strict=True))
 
 
-def test_a_message_that_is_not_what_the_receiver_expects_is_refused_before_it_leaves():
-    said, arrived = run_ranks(2, communication_cases.refused_message)
+def test_what_was_announced_arrives_and_may_be_nothing(of_two):
+    assert of_two["announced_messages"] == [[], [["a [2]"], [], ["b [0, 7]"]]]
+
+
+def test_a_message_that_is_not_what_the_receiver_expects_is_refused_before_it_leaves(of_two):
+    said, arrived = of_two["refused_message"]
     assert "expects a message of a float32 [2, 3], b int64 [2]" in said
     assert "this stage made a float32 [2, 4], b int64 [2]" in said and arrived == "True"
 
@@ -85,10 +97,10 @@ def test_a_layer_that_makes_other_tensors_than_its_template_ends_the_run():
         run_ranks(2, broken, case, "image.head", "image_embeds", timeout_s=60)
 
 
-def test_a_posted_receive_takes_the_message_while_its_rank_is_busy():
+def test_a_posted_receive_takes_the_message_while_its_rank_is_busy(of_two):
     """Without a posted receive gloo holds the message back: the sender would wait for a receiver
     that waits for it."""
-    assert run_ranks(2, communication_cases.posted_receives_overlap) == [True, True]
+    assert of_two["posted_receives_overlap"] == [True, True]
 
 
 def test_replicas_gather_and_branches_cross():
@@ -141,8 +153,8 @@ def test_a_dtype_that_does_not_travel():
         signature_of({"mask": torch.zeros(2, dtype=torch.bool)})
 
 
-def test_groups_are_warmed_up_with_every_kind_of_collective_in_four_sizes():
-    for ran in run_ranks(2, communication_cases.warmed_up):
+def test_groups_are_warmed_up_with_every_kind_of_collective_in_four_sizes(of_two):
+    for ran in of_two["warmed_up"]:
         for kind in communication_cases.COLLECTIVES:
             parts = 2 if kind == "all_gather" else 1
             numbers = [number * parts for name, number in ran if name == kind]

@@ -9,7 +9,7 @@ from cost_models import proportional
 from profile_cases import Builder, inputs, tower
 from ranks import run_ranks
 from refusals import not_refused
-from split_training import RELATIVE, Case, assemble, check_gradients, train_split, train_whole
+from split_training import RELATIVE, Case, check_all_gradients, train_split, train_whole
 
 from engine.compiling import compile_layer, compiles, compiling
 from engine.config.reading import check_config
@@ -39,10 +39,7 @@ def test_compiled_layers_train_as_unsplit_training_does():
     batches = {"image": (8, 3), "text": (6, 4)}
     reference = train_whole(FORK, batches)
     assert results[0]["metrics"][0].loss == pytest.approx(reference["losses"][0], rel=RELATIVE)
-    check_gradients(
-        assemble(results, {n: g.shape for n, g in reference["gradients"].items()}),
-        reference["gradients"],
-    )
+    check_all_gradients(results, reference)
 
 
 def test_a_second_compiled_forward_draws_the_same_again():

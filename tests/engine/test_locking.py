@@ -11,11 +11,13 @@ from refusals import not_refused, refused
 from split_training import (
     RELATIVE,
     Case,
-    assemble,
-    check_gradients,
+    check_all_gradients,
     towers_of,
     train_split,
     train_whole,
+)
+from split_training import (
+    fork_of as two,
 )
 
 from engine.config.reading import check_config
@@ -143,17 +145,6 @@ def test_the_simulator_knows_what_a_locked_tower_saves(schedule):
 FREE = {"dropout": 0.1, "towers": "resnet+bert"}
 
 
-def two(image, text, micro_batch_size, **kwargs):
-    """image, text: (stages, replicas)."""
-    return Case(
-        "fork",
-        {"image": image[0], "text": text[0]},
-        {"image": image[1], "text": text[1]},
-        micro_batch_size,
-        **kwargs,
-    )
-
-
 def line(layout, stages, **kwargs):
     return Case(layout, stages, 1, 8, **kwargs)
 
@@ -213,8 +204,7 @@ def check_locked(case, results):
     batches = {b: (s, case.global_batch_size // s) for b, s in sizes.items()}
     reference, is_fp32 = train_whole(case, batches), case.precision == "fp32"
     if is_fp32:
-        shapes = {n: g.shape for n, g in reference["gradients"].items()}
-        check_gradients(assemble(results, shapes), reference["gradients"])
+        check_all_gradients(results, reference)
     loss = pytest.approx(reference["losses"][0], rel=RELATIVE if is_fp32 else 2e-2)
     assert results[0]["metrics"][0].loss == loss
     initial = train_whole(replace(case, steps=0), batches)["parameters"]

@@ -16,13 +16,15 @@ from split_training import (
     RELATIVE,
     Case,
     assemble,
-    check_gradients,
+    check_all_gradients,
     compared,
     disagreement,
     refusal,
     train_split,
     train_whole,
 )
+from split_training import fork_of as fork
+from split_training import merged_of as merged
 from three_branches import (
     PAIRS,
     WEIGHTS,
@@ -35,23 +37,8 @@ from three_branches import (
 )
 
 
-def fork(image, text, micro_batch_size="auto", **kwargs):
-    """image, text: (stages, replicas)."""
-    return Case(
-        "fork",
-        {"image": image[0], "text": text[0]},
-        {"image": image[1], "text": text[1]},
-        micro_batch_size,
-        **kwargs,
-    )
-
-
 def chain(image, text, replicas, micro_batch_size, **kwargs):
     return Case("chain", {"image": image, "text": text}, replicas, micro_batch_size, **kwargs)
-
-
-def merged(stages, replicas, micro_batch_size, **kwargs):
-    return Case("merged", {"merged": stages}, replicas, micro_batch_size, **kwargs)
 
 
 # 24 samples: micro-batches of 24, 8 and 3 are 1, 3 and 8 micro-batches on one replica.
@@ -98,8 +85,7 @@ def check_step(results, reference):
     """The loss of the first step and all its gradients."""
     assert len({r["metrics"][0].loss for r in results}) == 1, "every rank tells the same loss"
     assert results[0]["metrics"][0].loss == pytest.approx(reference["losses"][0], rel=RELATIVE)
-    shapes = {n: g.shape for n, g in reference["gradients"].items()}
-    check_gradients(assemble(results, shapes), reference["gradients"])
+    check_all_gradients(results, reference)
 
 
 def check(case, results):
@@ -689,9 +675,8 @@ def test_three_branches_equal_unsplit_training():
         for pair, loss in reference["losses"].items():
             own = metrics.losses[f"contrastive_loss/{pair}"]
             assert own == pytest.approx(loss, rel=RELATIVE), (case, pair)
-        shapes = {n: g.shape for n, g in reference["gradients"].items()}
         with about(case):
-            check_gradients(assemble(results, shapes), reference["gradients"])
+            check_all_gradients(results, reference)
         weights = {f"contrastive/{'_'.join(pair)}": WEIGHTS[pair] for pair in PAIRS[case.pairs]}
         weights |= case.loss_weights
         found = {name: metrics.losses[f"loss_weight/{name}"] for name in weights}
