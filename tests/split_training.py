@@ -186,13 +186,9 @@ class Case:
         if self.scheduler:
             config["scheduler"] = self.scheduler
         if self.precision == "fp16":
-            config |= {
-                "fp16": {
-                    "enabled": True,
-                    "initial_scale_power": LOSS_SCALE.bit_length() - 1,
-                    "hysteresis": 1,
-                }
-            }
+            power = LOSS_SCALE.bit_length() - 1
+            fp16 = {"enabled": True, "initial_scale_power": power, "hysteresis": 1}
+            config |= {"fp16": fp16}
         if self.precision == "bf16":
             config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
         return config
@@ -211,11 +207,8 @@ class Case:
 
     def rows_of_share(self, branch: str, share: Tensor, step: int) -> Tensor:
         """The places of the rows of a micro-batch."""
-        return (
-            share
-            if self.deals_texts and branch in self.deals
-            else self.rows_of(branch, share, step)
-        )
+        dealt = self.deals_texts and branch in self.deals
+        return share if dealt else self.rows_of(branch, share, step)
 
     def keys(self, branch: str, rows: Tensor) -> Tensor:
         """int64, of rows at these places: some images, and some texts of any sample, are equal."""
@@ -239,15 +232,8 @@ class Case:
         return samples * 7 % 5 * 250_000
 
     def __str__(self) -> str:
-        parts = [
-            self.layout,
-            self.stages,
-            self.replicas,
-            self.micro_batch_size,
-            self.towers,
-            f"zero{self.zero_stage}",
-            self.precision,
-        ]
+        parts = [self.layout, self.stages, self.replicas, self.micro_batch_size, self.towers]
+        parts += [f"zero{self.zero_stage}", self.precision]
         parts += [self.schedule] if self.schedule != "batch_sync" else []
         parts += [f"keep{self.kept_micro_batches}"] if self.kept_micro_batches is not None else []
         parts += [f"checkpoint{self.checkpoint_interval}"] if self.checkpoint_interval else []

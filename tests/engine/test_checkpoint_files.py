@@ -295,6 +295,8 @@ def test_which_ones_stay():
     assert Keep(3).goes([5, 10, 15, 20, 25]) == [5, 10]
     assert Keep(1).goes([25, 5]) == [5] and Keep(3).goes([5]) == [] == Keep(1).goes([])
     assert Keep(2, 10).goes([5, 10, 15, 20, 25, 30]) == [5, 15]
+    # 35: the first after 30, though nothing was saved at 10 and 20
+    assert Keep(1, 10).goes([5, 35, 36, 47, 48]) == [5, 36]
     # 132 and 231: the first at or after 100 and 200
     goes = Keep(1, 100).goes([33, 66, 99, 132, 165, 198, 231, 264])
     assert goes == [33, 66, 99, 165, 198]
