@@ -26,22 +26,12 @@ from engine.optimizer.clipping import GroupedClipping
 from engine.optimizer.clipping_rules import clipping_rules, group_of, rank_sets
 from models.losses import InfoNCE
 
-TIED = (
-    "text.encoder.layers.0.mlp.fc2.weight",
-    "text.encoder.layers.1.mlp.fc2.weight",
-)  # on ranks that have both
+# on ranks that have both
+TIED = ("text.encoder.layers.0.mlp.fc2.weight", "text.encoder.layers.1.mlp.fc2.weight")
 FROZEN = "image.encoder.layers.encoder_layer_1.mlp.0.bias"
 SPIKE = 50.0
-FACTORS = (
-    1.0,
-    1.2,
-    0.8,
-    SPIKE,
-    1.0,
-    SPIKE,
-    1.5,
-    0.9,
-)  # by which the adaptive group's gradients are multiplied, step by step
+# by which the adaptive group's gradients are multiplied, step by step
+FACTORS = (1.0, 1.2, 0.8, SPIKE, 1.0, SPIKE, 1.5, 0.9)
 
 
 class Layers:

@@ -4,6 +4,7 @@ name."""
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from unittest import mock
 
@@ -59,6 +60,10 @@ def equal(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bo
     )
 
 
+def call(function: Callable[[], object]) -> object:
+    return function()
+
+
 def both_directions_at_once(number: int) -> bool:
     """A chain of 2 stages × 2 replicas: each end sends as much as may be on its way, then receives;
     no send waits for a receive."""
@@ -80,12 +85,8 @@ def both_directions_at_once(number: int) -> bool:
             back.expect(signature_of(message(theirs + m, comm.replica)))
             received.append(back.receive())
     comm.drain()
-    nothing_else = {
-        comm.activations_in,
-        comm.activations_out,
-        comm.gradients_in,
-        comm.gradients_out,
-    } == {out, back, None}
+    channels = {comm.activations_in, comm.activations_out, comm.gradients_in, comm.gradients_out}
+    nothing_else = channels == {out, back, None}
     return nothing_else and all(
         equal(got, message(theirs + m, comm.replica)) for m, got in enumerate(received)
     )

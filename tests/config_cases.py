@@ -74,9 +74,10 @@ def train_by_file(file: str, steps: int) -> dict[str, Any]:
             seed=case.seed,
             timeout=timedelta(seconds=300),
         )
+    # one batch, again and again
     metrics = [
         engine.train_batch(micro_batches_of_rank(case, engine, 0, image_size)) for _ in range(steps)
-    ]  # one batch, again and again
+    ]
     group = engine.basic_optimizer.param_groups[0]
     return {
         "previewed": preview(config, plan.optimizer_groups, steps),

@@ -11,9 +11,8 @@ import train
 from launch.config.options import parse_options
 from launch.run.failures import Run, report_and_exit
 
-FLOPS_PER_S = (
-    2**30
-)  # a power of two: differences of seconds are exact, whenever a process has begun to count
+# a power of two: differences of seconds are exact, whenever a process has begun to count
+FLOPS_PER_S = 2**30
 
 
 class CountedWork(TorchDispatchMode):

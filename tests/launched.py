@@ -41,9 +41,8 @@ SMALL += words("--text-tower bert-tiny --embed-dim 32")
 BATCH = 24
 # ends what hangs, and nothing else: eight ranks that start beside other tests take three minutes
 LIMIT_S = 1200
-OUTPUTS = tempfile.TemporaryDirectory(
-    prefix="wye-tests-"
-)  # what runs say, until the tests are over
+# what runs say, until the tests are over
+OUTPUTS = tempfile.TemporaryDirectory(prefix="wye-tests-")
 
 _context = multiprocessing.get_context("forkserver")
 

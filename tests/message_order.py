@@ -97,10 +97,7 @@ class _Walk:
         if self.below is not None:
             yield Operation("together", Group("announcement", (self.rank, self.below)))
         program = self.work.programs[self.rank]
-        last = max(
-            (n for n, i in enumerate(program) if isinstance(i, BackwardPass)),
-            default=None,
-        )
+        last = max((n for n, i in enumerate(program) if isinstance(i, BackwardPass)), default=None)
         for n, (instruction, receives) in enumerate(zip(program, receives_to_post(program))):
             for receive in receives if self.posts_ahead else ():
                 yield Operation("post", self.channel(receive), receive.buffer_id)
@@ -351,20 +348,21 @@ def recorded(case: Any, posts_ahead: bool) -> list[tuple[list[tuple], list[tuple
         if channel is not None:
             channel.posts_ahead = posts_ahead
     graph, rank = engine.graph, engine.comm.rank
+    batch_of = {
+        of: plan.batches[next(iter(graph.stage_of(of).layers))] for of in range(graph.world_size)
+    }
+
+    def programs(schedule: Any, numbers: dict[int, tuple[int, ...]]) -> dict[int, list]:
+        return {
+            of: [i for group in schedule(graph.stage_of(of), *own) for i in group]
+            for of, own in numbers.items()
+        }
+
+    given = {of: (batch.num_micro_batches, batch.num_kept) for of, batch in batch_of.items()}
     work = Work(
         graph,
         engine.objective,
-        {
-            of: [
-                i
-                for group in engine.schedule_type(
-                    graph.stage_of(of), batch.num_micro_batches, batch.num_kept
-                )
-                for i in group
-            ]
-            for of in range(graph.world_size)
-            for batch in (plan.batches[next(iter(graph.stage_of(of).layers))],)
-        },
+        programs(engine.schedule_type, given),
         list(engine.clipping._groups_of_set),
         engine.clipping.partitioned,
         engine._gradient_averages is not None,
@@ -388,13 +386,9 @@ def recorded(case: Any, posts_ahead: bool) -> list[tuple[list[tuple], list[tuple
     ]
     number = {
         of: 0 if graph.replica_of(of) else case.global_batch_size // batch.micro_batch_size
-        for of in range(graph.world_size)
-        for batch in (plan.batches[next(iter(graph.stage_of(of).layers))],)
+        for of, batch in batch_of.items()
     }
-    programs = {
-        of: [i for group in ForwardOnly(graph.stage_of(of), number[of]) for i in group]
-        for of in range(graph.world_size)
-    }
+    evaluation = programs(ForwardOnly, {of: (own,) for of, own in number.items()})
     with _noting(engine.comm) as in_evaluation:
         engine.evaluate(
             iter(held_out if engine.replica == 0 else []),
@@ -402,20 +396,16 @@ def recorded(case: Any, posts_ahead: bool) -> list[tuple[list[tuple], list[tuple
             case.global_batch_size,
             lambda sides, branch, _: sides[branch].embeds.sum()[None],
         )
-    return [
-        (
-            noted,
-            [
-                (own.kind, own.group)
-                for own in operations(of_work, rank, posts_ahead)
-                if own.what != "DeepSpeed" and own.kind != "pass"
-            ],
-        )
-        for noted, of_work in (
-            (in_step, work),
-            (in_evaluation, replace(work, programs=programs, evaluates=True)),
-        )
-    ]
+    works = (work, replace(work, programs=evaluation, evaluates=True))
+    found = []
+    for noted, own in zip((in_step, in_evaluation), works):
+        expected = [
+            (each.kind, each.group)
+            for each in operations(own, rank, posts_ahead)
+            if each.what != "DeepSpeed" and each.kind != "pass"
+        ]
+        found.append((noted, expected))
+    return found
 
 
 @contextmanager
@@ -434,14 +424,11 @@ def _noting(comm: Communicator) -> Iterator[list[tuple[str, Group | None]]]:
             if group != dist.GroupMember.NON_GROUP_MEMBER:
                 ranks = tuple(dist.get_process_group_ranks(group))
                 names[id(group)] = Group(f"tokens of rank {rank}", ranks)
-    for name, channel, sends in (
-        ("activations", comm.activations_in, False),
-        ("activations", comm.activations_out, True),
-        ("gradients", comm.gradients_in, False),
-        ("gradients", comm.gradients_out, True),
-    ):
+    channels = ("activations_in", "activations_out", "gradients_in", "gradients_out")
+    for name, _, way in (each.partition("_") for each in channels):
+        channel = getattr(comm, f"{name}_{way}")
         if channel is not None:
-            ranks = (comm.rank, channel.peer) if sends else (channel.peer, comm.rank)
+            ranks = (comm.rank, channel.peer) if way == "out" else (channel.peer, comm.rank)
             names[id(channel.group)] = Group(name, ranks)
 
     class Noting:

@@ -37,9 +37,8 @@ def lacking(*programs: str) -> str | None:
     if os.geteuid():
         return "needs root, to make network namespaces"
     tried = subprocess.run(["ip", "netns", "list"], capture_output=True)
-    made = subprocess.run(
-        ["unshare", "--net", "true"], capture_output=True
-    )  # a container may forbid it to root, too
+    # a container may forbid it to root, too
+    made = subprocess.run(["unshare", "--net", "true"], capture_output=True)
     return None if tried.returncode == made.returncode == 0 else "needs network namespaces"
 
 

@@ -14,15 +14,14 @@ import pickle
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-PRELOAD = [
-    "train"
-]  # and with it torch, DeepSpeed, torchvision, transformers, and all of ours that a rank needs
-PRELOAD += [
-    "deepspeed.runtime.zero.muon.muon_optimizer"
-]  # which ZeRO imports, and with it torch's compiler: 3 s
+# and with it torch, DeepSpeed, torchvision, transformers, and all of ours that a rank needs
+PRELOAD = ["train"]
+# which ZeRO imports, and with it torch's compiler: 3 s
+PRELOAD += ["deepspeed.runtime.zero.muon.muon_optimizer"]
 PRELOAD += ["launch.reporting.page"]  # which the end of a run imports, and with it plotly
 PRELOAD += ["warmed"]
 
@@ -77,6 +76,52 @@ def run_ranks(
         for worker in workers:
             worker.kill()
             worker.join()
+
+
+def run_cases(
+    world_size: int, function: Callable[..., Any], cases: Sequence[tuple], **kwargs: Any
+) -> list[list[Any]]:
+    """What `run_ranks` returns for each of the cases, which are tuples of arguments.
+
+    The ranks are started once for ten cases and run them one after another: starting them takes
+    longer than to train a small model.
+    """
+    found: list[list[Any]] = []
+    for first in range(0, len(cases), 10):
+        of_ranks = run_ranks(world_size, _each, function, cases[first : first + 10], **kwargs)
+        found += map(list, zip(*of_ranks, strict=True))
+    return found
+
+
+def run_all(
+    function: Callable[..., Any], cases: Sequence[Any], *args: Any
+) -> list[tuple[Any, list[Any]]]:
+    """(case, what its ranks return) of `function(case, *args)`; each case has its `world_size`."""
+    found = {}
+    for world_size in sorted({case.world_size for case in cases}):
+        own = [n for n, case in enumerate(cases) if case.world_size == world_size]
+        ran = run_cases(world_size, function, [(cases[n], *args) for n in own])
+        found |= dict(zip(own, ran, strict=True))
+    return [(case, found[n]) for n, case in enumerate(cases)]
+
+
+def _each(function: Callable[..., Any], cases: Sequence[tuple]) -> list[Any]:
+    found = []
+    for case in cases:
+        try:
+            found.append(function(*case))
+        except BaseException as error:
+            raise RuntimeError(f"case {', '.join(map(str, case))}") from error
+    return found
+
+
+@contextmanager
+def about(case: object) -> Iterator[None]:
+    """Names the case in an assertion that fails in here."""
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"{case}: {error}") from error
 
 
 def _collect(pipes: list, workers: list, deadline: float, timeout_s: float) -> list[Any]:

@@ -67,16 +67,6 @@ TOWERS |= {  # what blocks share, texts of full length, maps and registers, by t
         "t5-small:d_model=48,d_kv=16,d_ff=64,num_layers=3,num_heads=3,dropout_rate=0",
         32,
     ),
-    "dinov2+modernbert": (
-        f"hf:dinov2-with-registers-base:{_SMALL},patch_size=8",
-        f"modernbert-base:{_SMALL},intermediate_size=64,local_attention=6,pool=mean",
-        32,
-    ),
-    "convnext+siglip": (
-        "hf:convnextv2-tiny-1k-224:hidden_sizes=16-24-32-40,depths=1-1-2-1",
-        f"siglip-text-base:{_SMALL},intermediate_size=64",
-        32,
-    ),
 }
 TOWERS |= {  # recorded: two tensors between blocks, angles of positions, masks that travel
     "tnt+coca": (
@@ -120,16 +110,13 @@ class Case:
     kept_micro_batches: Any = None  # under replay
     compile: Any = None
     checkpoint_interval: int = 0
-    deals: dict[str, tuple] = field(
-        default_factory=dict
-    )  # branch -> [replica][micro-batch] -> samples; not given: equal, in order
-    kept_of_deals: dict[str, int] = field(
-        default_factory=dict
-    )  # branch -> how many of its dealt micro-batches keep their activations
+    # branch -> [replica][micro-batch] -> samples; not given: equal, in order
+    deals: dict[str, tuple] = field(default_factory=dict)
+    # branch -> how many of its dealt micro-batches keep their activations
+    kept_of_deals: dict[str, int] = field(default_factory=dict)
     deals_texts: bool = False  # the deal of the text branch is of texts, not of samples
-    not_loaded: dict[str, tuple[int, ...]] = field(
-        default_factory=dict
-    )  # branch -> places of its rows in the global batch
+    # branch -> places of its rows in the global batch
+    not_loaded: dict[str, tuple[int, ...]] = field(default_factory=dict)
     loss: str = "infonce"
     label_smoothing: float = 0.0
     duplicates: str | None = None  # what they are to each other; None: there are none
@@ -138,9 +125,8 @@ class Case:
         False  # as long as they can be: all micro-batches of a branch have equal shapes
     )
     weighted: tuple[str, ...] = ()  # branches whose micro-batches bring weights
-    clipping: dict[str, Any] = field(
-        default_factory=dict
-    )  # the gradient_clipping block; limits of norms only, for the unsplit side
+    # the gradient_clipping block; limits of norms only, for the unsplit side
+    clipping: dict[str, Any] = field(default_factory=dict)
     optimizer_groups: dict[str, Any] = field(default_factory=dict)  # the block
     lr: float = LR  # on the split side
     locked: dict[str, Any] = field(default_factory=dict)  # the block
@@ -148,9 +134,8 @@ class Case:
     ema: dict[str, Any] | None = None  # the block
     offload: bool = False  # the optimizer's state to the CPU
     optimizer: dict[str, Any] = field(default_factory=dict)  # the block; not given: AdamW
-    scheduler: dict[str, Any] = field(
-        default_factory=dict
-    )  # on the unsplit side a warm-up, linear, then constant
+    # on the unsplit side a warm-up, linear, then constant
+    scheduler: dict[str, Any] = field(default_factory=dict)
     source_starts: tuple[int, ...] | None = (
         None  # places of samples, of which each begins another source
     )
@@ -201,13 +186,9 @@ class Case:
         if self.scheduler:
             config["scheduler"] = self.scheduler
         if self.precision == "fp16":
-            config |= {
-                "fp16": {
-                    "enabled": True,
-                    "initial_scale_power": LOSS_SCALE.bit_length() - 1,
-                    "hysteresis": 1,
-                }
-            }
+            power = LOSS_SCALE.bit_length() - 1
+            fp16 = {"enabled": True, "initial_scale_power": power, "hysteresis": 1}
+            config |= {"fp16": fp16}
         if self.precision == "bf16":
             config |= {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
         return config
@@ -220,18 +201,14 @@ class Case:
         unless each micro-batch is its own batch."""
         if branch == "image":
             return samples
-        places = (
-            samples * self.texts_of(step) + torch.arange(self.texts_of(step))[:, None]
-        )  # [c, b]
+        # [c, b]
+        places = samples * self.texts_of(step) + torch.arange(self.texts_of(step))[:, None]
         return (places.T if self.schedule == "per_micro_batch" else places).flatten()
 
     def rows_of_share(self, branch: str, share: Tensor, step: int) -> Tensor:
         """The places of the rows of a micro-batch."""
-        return (
-            share
-            if self.deals_texts and branch in self.deals
-            else self.rows_of(branch, share, step)
-        )
+        dealt = self.deals_texts and branch in self.deals
+        return share if dealt else self.rows_of(branch, share, step)
 
     def keys(self, branch: str, rows: Tensor) -> Tensor:
         """int64, of rows at these places: some images, and some texts of any sample, are equal."""
@@ -255,15 +232,8 @@ class Case:
         return samples * 7 % 5 * 250_000
 
     def __str__(self) -> str:
-        parts = [
-            self.layout,
-            self.stages,
-            self.replicas,
-            self.micro_batch_size,
-            self.towers,
-            f"zero{self.zero_stage}",
-            self.precision,
-        ]
+        parts = [self.layout, self.stages, self.replicas, self.micro_batch_size, self.towers]
+        parts += [f"zero{self.zero_stage}", self.precision]
         parts += [self.schedule] if self.schedule != "batch_sync" else []
         parts += [f"keep{self.kept_micro_batches}"] if self.kept_micro_batches is not None else []
         parts += [f"checkpoint{self.checkpoint_interval}"] if self.checkpoint_interval else []
@@ -284,6 +254,16 @@ class Case:
         parts += ["offload"] if self.offload else []
         parts += [f"fusion{self.fusion}"] if self.fusion else []
         return " ".join(str(p) for p in parts).replace("'", "").replace(" ", "")
+
+
+def fork_of(image: tuple[int, int], text: tuple[int, int], micro_batch_size="auto", **more) -> Case:
+    """`image`, `text`: (stages, replicas)."""
+    stages, replicas = ({"image": image[n], "text": text[n]} for n in range(2))
+    return Case("fork", stages, replicas, micro_batch_size, **more)
+
+
+def merged_of(stages: int, replicas: int, micro_batch_size: int, **more) -> Case:
+    return Case("merged", {"merged": stages}, replicas, micro_batch_size, **more)
 
 
 def towers_of(case: Case):
@@ -357,9 +337,8 @@ def global_batch(case: Case, step: int, image_size: int) -> dict[str, Tensor]:
         MAX_TOKENS if case.full_texts else 4, MAX_TOKENS + 1, (count,), generator=generator
     )
     attention_mask = (torch.arange(MAX_TOKENS) < lengths[:, None]).long()
-    input_ids = (
-        input_ids.scatter(1, lengths[:, None] - 1, 2) * attention_mask
-    )  # 2 ends each text, 0 pads it
+    # 2 ends each text, 0 pads it
+    input_ids = input_ids.scatter(1, lengths[:, None] - 1, 2) * attention_mask
     return {"pixel_values": pixel_values, "input_ids": input_ids, "attention_mask": attention_mask}
 
 
@@ -529,6 +508,7 @@ def train_split(case: Case) -> dict[str, Any]:
     """On each rank: losses, norms, the gradients of the first step as (name, offset, flat piece),
     the final parameters."""
     engine, plan, image_size = make_engine(case)
+    recording_matching().noted.clear()  # of a case before
     gradients: list[tuple[str, int, Tensor]] = []
 
     def capture(*_):
@@ -919,3 +899,9 @@ def check_gradients(
         allowed = factor * max(relative * float(expected.norm()), floor)
         error = float((gradients[name] - expected).norm())
         assert error <= allowed, f"{name}: gradient is off by {error:.2e}, allowed {allowed:.2e}"
+
+
+def check_all_gradients(results: list[dict[str, Any]], reference: dict[str, Any]) -> None:
+    """Those of `train_split` on all ranks against those of `train_whole`."""
+    shapes = {name: gradient.shape for name, gradient in reference["gradients"].items()}
+    check_gradients(assemble(results, shapes), reference["gradients"])

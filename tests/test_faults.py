@@ -36,14 +36,8 @@ from launch.run.stopping import STOPPED
 def small(module_folder):
     """Towers, configuration and data of a fork on two ranks."""
     folder = module_folder("small")
-    return [
-        *SMALL,
-        *fork_flags(folder),
-        "--data",
-        write_pairs(folder, 320),
-        "--max-text-tokens",
-        16,
-    ]
+    data = ["--data", write_pairs(folder, 320), "--max-text-tokens", 16]
+    return [*SMALL, *fork_flags(folder), *data]
 
 
 def _leased(file):
@@ -87,9 +81,7 @@ def test_a_rank_leaves_where_the_store_does_not_answer(tmp_path, small):
     wait_for(lambda: not second.is_running() or second.status() == psutil.STATUS_ZOMBIE, run)
     first.resume()
     status, output = finish(run)
-    said = (
-        "the store of the process group, in rank 0 (image 0, replica 0), has not answered for 40 s"
-    )
+    said = "the store of the process group, in rank 0 (image 0, replica 0), has not answered"
     assert status == 1 and said in output, output[-5000:]
 
 
@@ -102,37 +94,22 @@ def test_when_a_rank_dies_all_leave_one_says_why_and_a_supervised_run_goes_on(
     run_dir.mkdir()
     (run_dir / "hold").touch()
     monkeypatch.setenv("HOLD_AFTER", "4")
-    arguments = [
-        *small,
-        "--run-dir",
-        run_dir,
-        "--wandb",
-        "offline",
-        "--steps",
-        12,
-        "--save-every",
-        3,
-        "--eval-every",
-        100,
-        "--workers",
-        0,
-    ]
+    numbers = "--wandb offline --steps 12 --save-every 3 --eval-every 100 --workers 0"
+    arguments = [*small, "--run-dir", run_dir, *numbers.split()]
     supervise = ["bash", "launch/supervise.sh", "--wait", 0, "--"]
     run = command(
         lambda port: [*supervise, *launcher(2, port, "tests/held_training.py"), *arguments]
     )
     try:
         wait_for(reached(run_dir, 4), run)
-        wait_for(
-            lambda: (run_dir / "checkpoints" / "latest").is_file(), run
-        )  # it is written in the background
+        # it is written in the background
+        wait_for(lambda: (run_dir / "checkpoints" / "latest").is_file(), run)
         (first, victim), before = ranks_of(run), metrics(run_dir)[4]
         victim.kill()
         wait_for(lambda: "start 1 of 3" in run.said(), run)
         wait_for(lambda: not first.is_running(), run)
-        wait_for(
-            lambda: metrics(run_dir).get(4, before) != before, run
-        )  # the second start has come as far
+        # the second start has come as far
+        wait_for(lambda: metrics(run_dir).get(4, before) != before, run)
         os.kill(run.pid, signal.SIGTERM)
         wait_for(lambda: (run_dir / "stop").is_file(), run)
         (run_dir / "hold").unlink()
@@ -145,19 +122,15 @@ def test_when_a_rank_dies_all_leave_one_says_why_and_a_supervised_run_goes_on(
     assert status == STOPPED and "start 1 of 3 from checkpoint 'step-0000000" in output, output[
         -3000:
     ]
-    assert (
-        output.count("error: rank 1 (text 0, replica 0) died without a message") == 1
-        and "Traceback" not in output
-    )
+    assert output.count("error: rank 1 (text 0, replica 0) died without a message") == 1
+    assert "Traceback" not in output
     assert "SIGTERM: the run saves and ends after its current step" in output
     stopped_at = max(metrics(run_dir))
     assert 4 < stopped_at < 12 and sorted(metrics(run_dir)) == list(range(1, stopped_at + 1))
     status, output = run_to_end("train.py", *arguments, ranks=2)
     assert status == 0 and len(metrics(run_dir)) == 12, output[-2000:]
-    assert (
-        len({folder.name.rsplit("-", 1)[1] for folder in (run_dir / "wandb").glob("offline-run-*")})
-        == 1
-    )  # one W&B run
+    folders = (run_dir / "wandb").glob("offline-run-*")
+    assert len({folder.name.rsplit("-", 1)[1] for folder in folders}) == 1  # one W&B run
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -219,18 +192,8 @@ def test_memory_that_runs_out_is_one_message_with_what_to_change(tmp_path):
     flags = fork_flags(folder)
     config = json.loads(flags[1].read_text()) | {"train_batch_size": 256}
     flags[1].write_text(json.dumps(config))
-    large = [
-        *SMALL,
-        *flags,
-        "--image-size",
-        160,
-        "--data",
-        write_pairs(tmp_path, 320),
-        "--val-fraction",
-        0.1,
-        "--max-text-tokens",
-        16,
-    ]
+    sizes = "--image-size 160 --val-fraction 0.1 --max-text-tokens 16"
+    large = [*SMALL, *flags, *sizes.split(), "--data", write_pairs(tmp_path, 320)]
     run_dir = tmp_path / "run"
     run = start("train.py", *large, "--steps", 2, "--workers", 0, "--run-dir", run_dir, ranks=2)
     wait_for((run_dir / "config.json").is_file, run)
@@ -241,21 +204,16 @@ def test_memory_that_runs_out_is_one_message_with_what_to_change(tmp_path):
     assert status == 2, output[-3000:]  # in its first step: another start would end the same way
     assert output.count("error:") == 1 and "Traceback" not in output, output[-5000:]
     said = output.split("train.py: error: ")[1].splitlines()
-    assert (
-        said[0]
-        == "rank 0 (image 0, replica 0) ran out of memory in ForwardPass of micro-batch 0 (of 1, counted from 0), in step 1"
-    )
+    words = "ran out of memory in ForwardPass of micro-batch 0 (of 1, counted from 0), in step 1"
+    assert said[0] == f"rank 0 (image 0, replica 0) {words}"
     assert "tried to allocate 419430400 bytes" in said[1] and "(ulimit -v)" in said[2]
     assert said[3].startswith("predicted for a training step of image 0: at most ")
     assert "estimated" in said[3]
     assert said[5].startswith(
-        '  "branches": {"schedule": "replay"} and a smaller "micro_batch_size": '
+        '  "branches": {"schedule": "replay"} and a smaller "micro_batch_size"'
     )
     assert f"(traceback: {run_dir / 'error-rank0.txt'})" in output
     kept = (run_dir / "error-rank0.txt").read_text()
-    assert (
-        "DefaultCPUAllocator: can't allocate memory" in kept
-        and "_exec_forward_pass" in kept
-        and said[0] in kept
-    )
+    for words in ("DefaultCPUAllocator: can't allocate memory", "_exec_forward_pass", said[0]):
+        assert words in kept
     assert not (run_dir / "error-rank1.txt").exists() and not (run_dir / "done").exists()

@@ -81,11 +81,7 @@ def test_what_waits_is_fed_more_and_then_what_all_wait_for_is_relieved(whole):
             ]
             assert record["busy_s"][branch] == pytest.approx(typical(busy_s), rel=1e-4)
     moves = [
-        (
-            record["step"],
-            record["next"]["from_step"],
-            record["reason"].partition(" waits ")[0],
-        )
+        (record["step"], record["next"]["from_step"], record["reason"].partition(" waits ")[0])
         for record in seen
         if record["reason"]
     ]
@@ -96,9 +92,8 @@ def test_what_waits_is_fed_more_and_then_what_all_wait_for_is_relieved(whole):
     assert all(f"step {step}: {what} waits" in output for step, _, what in moves)
     assert [line["captions_per_image"] for line in steps.values()] == [1] * 11 + [3] * 13
     assert [line["image_size"] for line in steps.values()] == [64] * 23 + [32]
-    assert (
-        2 < steps[12]["text_tokens"] / steps[11]["text_tokens"] < 4.5
-    )  # names in three languages, of different lengths
+    # names in three languages, of different lengths
+    assert 2 < steps[12]["text_tokens"] / steps[11]["text_tokens"] < 4.5
     assert steps[24]["busy_s/image 0"] / steps[23]["busy_s/image 0"] == pytest.approx(
         0.25, rel=0.01
     )
@@ -112,9 +107,8 @@ def test_costs_come_to_predict_what_is_measured(whole):
         for record in measurements(run_dir)
     )
     assert guessed < 0.1  # an accelerator's
-    assert refitted == pytest.approx(
-        [1] * 7, rel=1e-3
-    )  # operations are of the very form that is fitted
+    # operations are of the very form that is fitted
+    assert refitted == pytest.approx([1] * 7, rel=1e-3)
 
 
 def test_a_run_that_goes_on_deals_and_feeds_as_before(whole, tmp_path):
@@ -126,9 +120,8 @@ def test_a_run_that_goes_on_deals_and_feeds_as_before(whole, tmp_path):
     shutil.rmtree(again / "checkpoints" / "step-00000024")
     status, output = run_to_end(TRAIN, *arguments, "--run-dir", again, ranks=2)
     assert status == 0, output[-3000:]
-    assert (
-        "captions_per_image 1 -> 3" not in output and "image_size 64 -> 32" in output
-    )  # it began behind the first move
+    # it began behind the first move
+    assert "captions_per_image 1 -> 3" not in output and "image_size 64 -> 32" in output
     assert measurements(again) == measurements(run_dir)
     first, second = metrics(run_dir), metrics(again)
     assert set(first) == set(second) == set(range(1, 25))

@@ -66,14 +66,8 @@ class ThreeBranches:
         return sum(self.stages.values()) * self.replicas
 
     def __str__(self) -> str:
-        parts = [
-            self.layout,
-            self.stages,
-            self.replicas,
-            self.micro_batch_size,
-            self.pairs,
-            self.schedule,
-        ]
+        parts = [self.layout, self.stages, self.replicas, self.micro_batch_size]
+        parts += [self.pairs, self.schedule]
         parts += [self.audio] if self.audio != "toy" else []
         parts += ["plain"] if self.plain else []
         parts += ["lacking"] if self.lacking else []
@@ -84,11 +78,8 @@ class ThreeBranches:
 
     def rows(self, branch: str) -> list[int]:
         """The samples that come."""
-        return [
-            place
-            for place in range(self.global_batch_size)
-            if place not in self.lacking.get(branch, ())
-        ]
+        lacking = self.lacking.get(branch, ())
+        return [place for place in range(self.global_batch_size) if place not in lacking]
 
     def shares(self, branch: str, replicas: int, number: int) -> list[list[Tensor]]:
         """[replica][micro-batch] -> places."""

@@ -12,78 +12,54 @@ from dataclasses import replace
 import pytest
 import torch
 from clipping_cases import BAD_PLACE, train_with_bad_steps
-from ranks import run_ranks
-from split_training import LR, Case, train_whole
+from ranks import about, run_cases, run_ranks
+from split_training import LR, Case, fork_of, train_whole
 
-IMAGE, GRADIENT, STEPS = 1, 3, 5
-SCHEDULE = {
-    "type": "WarmupLR",
-    "params": {
-        "warmup_min_lr": 0.0,
-        "warmup_max_lr": LR,
-        "warmup_num_steps": 4,
-        "warmup_type": "linear",
-    },
-}
+IMAGE, GRADIENT, STEPS, RESNET = 1, 3, 5, "resnet+bert"
+RISING = {"warmup_min_lr": 0.0, "warmup_max_lr": LR, "warmup_num_steps": 4}
+SCHEDULE = {"type": "WarmupLR", "params": {**RISING, "warmup_type": "linear"}}
 
 
 def two(image, text, micro_batch_size, **kwargs):
-    """image, text: (stages, replicas)."""
-    return Case(
-        "fork",
-        {"image": image[0], "text": text[0]},
-        {"image": image[1], "text": text[1]},
-        micro_batch_size,
-        steps=STEPS,
-        clipping={"image": 0.5},
-        **kwargs,
-    )
+    return fork_of(image, text, micro_batch_size, steps=STEPS, clipping={"image": 0.5}, **kwargs)
 
 
 # Case, and the rank whose gradient is spoilt in step 3, with what.
 CASES = [
-    (
-        two((1, 1), (1, 1), {"image": 8, "text": 24}, zero_stage=0, towers="resnet+bert"),
-        1,
-        math.nan,
-    ),
-    (two((1, 2), (1, 1), 12, towers="resnet+bert"), 2, math.inf),
+    (two((1, 1), (1, 1), {"image": 8, "text": 24}, zero_stage=0, towers=RESNET), 1, math.nan),
+    (two((1, 2), (1, 1), 12, towers=RESNET), 2, math.inf),
     (two((1, 1), (2, 1), 12, schedule="replay", zero_stage=0), 0, -math.inf),
     (two((1, 2), (1, 1), 12, precision="bf16"), 1, math.nan),
     (two((1, 2), (1, 1), 12, precision="fp16"), 1, math.inf),
 ]
 
 
-@pytest.mark.parametrize(
-    ("case", "rank", "value"),
-    CASES,
-    ids=lambda value: str(value) if isinstance(value, Case) else "",
-)
-def test_a_step_that_is_not_finite_is_skipped_by_all(case, rank, value):
-    results = run_ranks(
-        case.world_size, train_with_bad_steps, case, IMAGE, {GRADIENT: (rank, value)}
-    )
+def test_a_step_that_is_not_finite_is_skipped_by_all():
+    for world_size in (2, 3):
+        own = [each for each in CASES if each[0].world_size == world_size]
+        given = [(case, IMAGE, {GRADIENT: (rank, value)}) for case, rank, value in own]
+        for (case, *_), results in zip(given, run_cases(world_size, train_with_bad_steps, given)):
+            with about(case):
+                check_skipping(case, results)
+
+
+def check_skipping(case, results):
+    bad = [step in (IMAGE, GRADIENT) for step in range(STEPS)]
     for result in results:
-        assert result["untouched"] == [step in (IMAGE, GRADIENT) for step in range(STEPS)], result[
-            "stage"
-        ]
         metrics = result["metrics"]
-        assert [m.step_applied for m in metrics] == [
-            step not in (IMAGE, GRADIENT) for step in range(STEPS)
-        ]
+        assert result["untouched"] == bad, result["stage"]
+        assert [not m.step_applied for m in metrics] == bad
         assert [m.skipped_steps for m in metrics] == [0, 1, 1, 2, 2]
         assert [math.isfinite(m.loss) for m in metrics] == [step != IMAGE for step in range(STEPS)]
-        assert all(
-            math.isfinite(m.grad_norm[g]) == m.step_applied for m in metrics for g in m.grad_norm
-        )
+        for m in metrics:
+            assert all(math.isfinite(norm) == m.step_applied for norm in m.grad_norm.values())
         check_samples(case, metrics)
         for tensors in (result["parameters"], result["buffers"]):
             assert all(tensor.isfinite().all() for tensor in tensors.values())
         assert result["record"]["skipped_steps"] == 2 and json.dumps(result["record"])
-    if case.precision == "fp16":
-        assert {tuple(r["loss_scales"]) for r in results} == {
-            (1024.0, 512.0, 512.0, 256.0, 256.0)
-        }  # each time once, for all
+    if case.precision == "fp16":  # each time once, for all
+        scales = (1024.0, 512.0, 512.0, 256.0, 256.0)
+        assert {tuple(r["loss_scales"]) for r in results} == {scales}
     if case.precision == "fp32":
         check_against_unsplit_training_without_those_updates(case, results)
 
@@ -101,13 +77,10 @@ def check_samples(case, metrics):
     assert metrics[IMAGE].bad_step.samples == everyone
     not_finite = metrics[IMAGE].bad_step.not_finite
     assert 10_000 + BAD_PLACE in not_finite["image"] and not_finite["text"] == ()
-    if case.towers == "vit+clip" and (
-        case.precision != "bf16" or linear_keeps_rows_apart()
-    ):  # without batch normalisation it is alone
+    # without batch normalisation it is alone
+    if case.towers == "vit+clip" and (case.precision != "bf16" or linear_keeps_rows_apart()):
         assert not_finite["image"] == (10_000 + BAD_PLACE,)
-    if (
-        case.precision == "fp16"
-    ):  # the loss is finite: the loss scale looks for its place, the samples are not to blame
+    if case.precision == "fp16":  # the loss is finite: its scale looks for its place
         assert metrics[GRADIENT].bad_step is None
     else:
         assert metrics[GRADIENT].bad_step.samples == everyone
@@ -117,33 +90,23 @@ def check_samples(case, metrics):
 
 
 def check_against_unsplit_training_without_those_updates(case, results):
-    sizes = (
-        case.micro_batch_size
-        if isinstance(case.micro_batch_size, dict)
-        else dict.fromkeys(("image", "text"), case.micro_batch_size)
-    )
-    reference = train_whole(
-        replace(case, skipped=(IMAGE, GRADIENT)),
-        {branch: (size, case.global_batch_size // size) for branch, size in sizes.items()},
-    )
-    good = [step for step in range(STEPS) if step not in (IMAGE, GRADIENT)]
-    assert [results[0]["metrics"][step].loss for step in good] == pytest.approx(
-        [reference["losses"][step] for step in good], rel=1e-4
-    )
-    for result in results:
-        for name, parameter in result["parameters"].items():
-            if (
-                "key.bias" not in name and "k_proj.bias" not in name and "in_proj_bias" not in name
-            ):  # see test_parity.py
-                expected = reference["parameters"][name]
-                # AdamW moves an element by about LR. Batch normalisation makes much of rounding,
-                # without any bad step too.
-                one_update = LR * math.sqrt(expected.numel())
-                rounding = 0.2 if case.towers == "resnet+bert" else 0.02
-                assert (
-                    float((parameter - expected).norm())
-                    <= 1e-4 * float(expected.norm()) + rounding * one_update
-                ), name
+    size = case.micro_batch_size
+    sizes = size if isinstance(size, dict) else {"image": size, "text": size}
+    batches = {branch: (own, case.global_batch_size // own) for branch, own in sizes.items()}
+    reference = train_whole(replace(case, skipped=(IMAGE, GRADIENT)), batches)
+    for step in set(range(STEPS)) - {IMAGE, GRADIENT}:
+        loss = pytest.approx(reference["losses"][step], rel=1e-4)
+        assert results[0]["metrics"][step].loss == loss
+    biases = ("key.bias", "k_proj.bias", "in_proj_bias")  # see test_parity.py
+    for name, parameter in (p for result in results for p in result["parameters"].items()):
+        if not any(bias in name for bias in biases):
+            expected = reference["parameters"][name]
+            # AdamW moves an element by about LR. Batch normalisation makes much of rounding,
+            # without any bad step too.
+            one_update = LR * math.sqrt(expected.numel())
+            rounding = 0.2 if case.towers == RESNET else 0.02
+            error = float((parameter - expected).norm())
+            assert error <= 1e-4 * float(expected.norm()) + rounding * one_update, name
 
 
 def test_the_learning_rate_schedule_counts_applied_steps():
@@ -153,10 +116,7 @@ def test_the_learning_rate_schedule_counts_applied_steps():
     (result,) = run_ranks(
         1, train_with_bad_steps, case, -1, dict.fromkeys((0, 1), (0, math.nan)), loss=2
     )
-    assert [metrics.lr for metrics in result["metrics"]] == pytest.approx(
-        [*[LR / 4] * 4, LR / 2, LR * 3 / 4]
-    )
-    assert result["learning_rates"] == pytest.approx(
-        [LR] * 2
-    )  # of what is decayed, and of what is not
+    rates = [*[LR / 4] * 4, LR / 2, LR * 3 / 4]
+    assert [metrics.lr for metrics in result["metrics"]] == pytest.approx(rates)
+    assert result["learning_rates"] == pytest.approx([LR] * 2)  # decayed, and not
     assert [metrics.bad_steps_in_a_row for metrics in result["metrics"]] == [1, 2, 3, 0, 0, 0]

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from checkpoint_cases import TENSORS, largest_file, write_for_ever, write_small, write_until
 from ranks import PRELOAD
+from refusals import not_refused, refused
 from safetensors.torch import save_file
 
 from engine.checkpoint import layout
@@ -68,21 +69,14 @@ def alone():
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 9])
 def test_a_checkpoint_gives_back_what_it_was_given_in_any_cut(tmp_path, num_ranks):
     checkpoint = write_small(tmp_path, 7, num_ranks=num_ranks)
-    assert sorted(path.name for path in checkpoint.iterdir()) == [
-        "manifest.json",
-        *(f"rank-{rank:05d}.safetensors" for rank in range(num_ranks)),
-    ]
+    tensors = [f"rank-{rank:05d}.safetensors" for rank in range(num_ranks)]
+    assert sorted(path.name for path in checkpoint.iterdir()) == ["manifest.json", *tensors]
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["latest", "step-00000007"]
     manifest = verify(checkpoint)
-    assert (manifest.step, manifest.state, (tmp_path / "latest").read_text()) == (
-        7,
-        {"step": 7},
-        "step-00000007\n",
-    )
-    assert manifest.progress == {
-        "counters": {"global_steps": 7},
-        **{f"of rank {rank}": {"seen": rank} for rank in range(num_ranks)},
-    }
+    assert (tmp_path / "latest").read_text() == "step-00000007\n"
+    assert (manifest.step, manifest.state) == (7, {"step": 7})
+    of_ranks = {f"of rank {rank}": {"seen": rank} for rank in range(num_ranks)}
+    assert manifest.progress == {"counters": {"global_steps": 7}, **of_ranks}
     draw = random.Random(0)
     with CheckpointReader(checkpoint) as reader:
         for name, tensor in TENSORS.items():
@@ -93,26 +87,20 @@ def test_a_checkpoint_gives_back_what_it_was_given_in_any_cut(tmp_path, num_rank
                 assert torch.equal(reader.read(kind, name, tensor.shape), expected)
                 for _ in range(20):
                     start, stop = sorted(draw.choices(range(len(expected) + 1), k=2))
-                    assert torch.equal(
-                        reader.read(kind, name, tensor.shape, start, stop), expected[start:stop]
-                    ), (name, start, stop)
+                    part = reader.read(kind, name, tensor.shape, start, stop)
+                    assert torch.equal(part, expected[start:stop]), (name, start, stop)
             assert reader.scalars(name) == {"step": {"dtype": "float32", "value": 7.0}}
         assert reader.optimizer_kinds == ["optimizer.exp_avg"]
 
 
 def test_what_is_not_there_is_named(folder):
     with CheckpointReader(folder / "step-00000002") as reader:
-        with pytest.raises(
-            ValueError,
-            match="has no parameter 'image.weigth'; the nearest is 'image.weight'. It was made with other towers",
-        ):
-            reader.read("parameter", "image.weigth", (20, 30))
-        with pytest.raises(ValueError, match="has no optimizer.exp_avg_sq 'text.bias'"):
-            reader.read("optimizer.exp_avg_sq", "text.bias", (7,))
-        with pytest.raises(
-            ValueError, match=r"'image.weight' has shape \[20, 30\], and \[30, 20\] is needed"
-        ):
-            reader.read("parameter", "image.weight", (30, 20))
+        cases = [
+            ("parameter", "image.weigth", (20, 30), "the nearest is 'image.weight'"),
+            ("optimizer.exp_avg_sq", "text.bias", (7,), "has no optimizer.exp_avg_sq 'text.bias'"),
+            ("parameter", "image.weight", (30, 20), "has shape [20, 30], and [30, 20] is needed"),
+        ]
+        assert not_refused(reader.read, cases) == []
 
 
 def test_a_layer_is_filled_by_the_names_of_the_run(folder):
@@ -216,32 +204,23 @@ def test_a_broken_checkpoint_is_named_with_the_reason_and_passed_over(folder, al
     do(folder / "step-00000002")
     checkpoint, notices = find_checkpoint("auto", folder)
     assert checkpoint == folder / "step-00000001"
-    assert (
-        len(notices) == 1
-        and notices[0].startswith(f"passed over: {folder / 'step-00000002'}: ")
-        and reason in notices[0]
-    )
-    with pytest.raises(
-        ValueError,
-        match="--resume .*step-00000002: .*; give auto for the newest whole checkpoint, or another one",
-    ) as refusal:
+    (notice,) = notices
+    assert notice.startswith(f"passed over: {folder / 'step-00000002'}: ") and reason in notice
+    with refused("--resume … step-00000002: … give auto") as refusal:
         find_checkpoint(str(folder / "step-00000002"), folder)
     assert reason in str(refusal.value)
     shutil.rmtree(folder / "step-00000001")
-    with pytest.raises(
-        ValueError,
-        match="--resume auto: no checkpoint can be used; give a whole one with --resume PATH",
-    ) as refusal:
+    with refused("--resume auto: no checkpoint can be used") as refusal:
         find_checkpoint("auto", folder)
     assert reason in str(refusal.value)
 
 
-@pytest.mark.parametrize("pointer", ["step-00000009\n", "step-00000001\n", "../../etc\n", "", None])
-def test_the_newest_is_used_whatever_the_pointer_says(folder, alone, pointer):
-    (folder / "latest").unlink()
-    if pointer is not None:
-        (folder / "latest").write_text(pointer)
-    assert find_checkpoint("auto", folder) == (folder / "step-00000002", [])
+def test_the_newest_is_used_whatever_the_pointer_says(folder, alone):
+    for pointer in ("step-00000009\n", "step-00000001\n", "../../etc\n", "", None):
+        (folder / "latest").unlink(missing_ok=True)
+        if pointer is not None:
+            (folder / "latest").write_text(pointer)
+        assert find_checkpoint("auto", folder) == (folder / "step-00000002", []), pointer
 
 
 def test_what_is_no_checkpoint_is_none(folder, alone):
@@ -259,10 +238,7 @@ def test_where_a_run_goes_on(folder, alone, tmp_path):
     assert find_checkpoint("never", folder) == (None, [])
     assert find_checkpoint("auto", tmp_path / "nothing yet") == (None, [])
     assert find_checkpoint(str(folder / "step-00000001"), folder) == (folder / "step-00000001", [])
-    with pytest.raises(
-        FileNotFoundError,
-        match=r"--resume .*step-00000200: no such folder; give auto, never, or a folder such as",
-    ):
+    with pytest.raises(FileNotFoundError, match="step-00000200: no such folder; give auto"):
         find_checkpoint(str(folder / "step-00000200"), folder)
 
 
@@ -284,9 +260,7 @@ def test_any_changed_character_of_a_manifest_is_seen(folder):
         file.write_text(changed)
         try:
             read_manifest(file.parent)
-            assert json.loads(changed) == meaning, (
-                f"{text[where]!r} became {character!r} at {where}"
-            )
+            assert json.loads(changed) == meaning, (text[where], character, where)
         except BrokenCheckpoint:
             refused += 1
     assert refused > 200, "few characters may be changed without a change of meaning"
@@ -310,9 +284,7 @@ def test_every_element_must_be_there_once():
         [piece(0, 4), piece(4, 2, (3, 2))],
     ):
         for ranks in ([wrong], [[each] for each in wrong]):
-            with pytest.raises(
-                ValueError, match="does not have the elements of parameter 'w' from"
-            ):
+            with refused("does not have the elements of parameter 'w' from"):
                 manifest(*ranks)
 
 
@@ -323,16 +295,13 @@ def test_which_ones_stay():
     assert Keep(3).goes([5, 10, 15, 20, 25]) == [5, 10]
     assert Keep(1).goes([25, 5]) == [5] and Keep(3).goes([5]) == [] == Keep(1).goes([])
     assert Keep(2, 10).goes([5, 10, 15, 20, 25, 30]) == [5, 15]
-    assert Keep(1, 100).goes([33, 66, 99, 132, 165, 198, 231, 264]) == [
-        33,
-        66,
-        99,
-        165,
-        198,
-    ]  # 132 and 231: the first at or after 100 and 200
-    for wrong in ((0, None), (3, 0)):
-        with pytest.raises(ValueError, match="take whole numbers of at least 1"):
-            Keep(*wrong)
+    # 35: the first after 30, though nothing was saved at 10 and 20
+    assert Keep(1, 10).goes([5, 35, 36, 47, 48]) == [5, 36]
+    # 132 and 231: the first at or after 100 and 200
+    goes = Keep(1, 100).goes([33, 66, 99, 132, 165, 198, 231, 264])
+    assert goes == [33, 66, 99, 165, 198]
+    rule = "take whole numbers of at least 1"
+    assert not_refused(Keep, [(0, None, rule), (3, 0, rule)]) == []
 
 
 def test_what_stays_depends_on_nothing_but_the_steps_so_far():
@@ -343,9 +312,8 @@ def test_what_stays_depends_on_nothing_but_the_steps_so_far():
         for _ in range(30):
             steps.append((steps[-1] if steps else 0) + draw.randint(1, 20))
             there = sorted({*there, steps[-1]} - set(keep.goes([*there, steps[-1]])))
-            assert there == sorted(set(steps) - set(keep.goes(steps))) and set(
-                steps[-keep.last :]
-            ) <= set(there)
+            assert there == sorted(set(steps) - set(keep.goes(steps)))
+            assert set(steps[-keep.last :]) <= set(there)
 
 
 def test_old_ones_are_deleted_and_broken_ones_do_not_count(tmp_path):
@@ -356,11 +324,8 @@ def test_old_ones_are_deleted_and_broken_ones_do_not_count(tmp_path):
     assert [step_of(path) for path in checkpoints_in(tmp_path)] == [4, 3]
     cut(tmp_path / "step-00000004", FIRST, 0.5)
     write_small(tmp_path, 5, Keep(2))
-    assert [step_of(path) for path in checkpoints_in(tmp_path)] == [
-        5,
-        4,
-        3,
-    ]  # two whole ones, and a broken one between them
+    # two whole ones, and a broken one between them
+    assert [step_of(path) for path in checkpoints_in(tmp_path)] == [5, 4, 3]
     assert newest_of(checkpoints_in(tmp_path))[0] == tmp_path / "step-00000005"
 
 
@@ -370,18 +335,11 @@ def test_steps_that_were_undone_are_put_aside(tmp_path):
         write_small(tmp_path, step)
     write_small(tmp_path, 2)
     names = [path.name for path in sorted(tmp_path.iterdir())]
-    assert names == [
-        "latest",
-        "step-00000001",
-        "step-00000002",
-        "step-00000002.set-aside",
-        "step-00000003.set-aside",
-    ]
+    aside = [f"step-0000000{step}.set-aside" for step in (2, 3)]
+    assert names == ["latest", "step-00000001", "step-00000002", *aside]
     assert (tmp_path / "latest").read_text() == "step-00000002\n"
     write_small(tmp_path, 2)
-    assert (tmp_path / "step-00000002.set-aside-2").is_dir() and verify(
-        tmp_path / "step-00000002.set-aside-2"
-    ).step == 2
+    assert verify(tmp_path / "step-00000002.set-aside-2").step == 2
 
 
 def test_two_runs_do_not_write_into_one_folder(tmp_path):
@@ -392,32 +350,28 @@ def test_two_runs_do_not_write_into_one_folder(tmp_path):
     refuse_other_owner(tmp_path, first)
     second = claim(tmp_path)
     refuse_other_owner(tmp_path, second)
-    with pytest.raises(
-        ValueError, match=f"process {os.getpid()} of .* has begun to write checkpoints here, too"
-    ):
+    with refused(f"process {os.getpid()} of … has begun to write checkpoints here"):
         refuse_other_owner(tmp_path, first)
-    with pytest.raises(ValueError, match="has begun to write checkpoints here"):
+    with refused("has begun to write checkpoints here"):
         write_small(tmp_path, 1, owner=first)
-    assert sorted(path.name for path in tmp_path.glob("step-*")) == [
-        "step-00000001",
-        "step-00000001.writing",
-    ]
+    names = sorted(path.name for path in tmp_path.glob("step-*"))
+    assert names == ["step-00000001", "step-00000001.writing"]
     assert verify(write_small(tmp_path, 2, owner=second)).step == 2
 
 
-@pytest.mark.parametrize("number", [errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM])
-def test_storage_that_does_not_answer_is_no_broken_checkpoint(tmp_path, monkeypatch, number):
+def test_storage_that_does_not_answer_is_no_broken_checkpoint(tmp_path, monkeypatch):
     """Else an older one would be taken for the newest, and this one put aside."""
     for step in (1, 2):
         write_small(tmp_path, step)
+    for number in (errno.ESTALE, errno.ETIMEDOUT, errno.ENOMEM):
 
-    def gone(file):
-        raise OSError(number, os.strerror(number), str(file))
+        def gone(file, number=number):
+            raise OSError(number, os.strerror(number), str(file))
 
-    monkeypatch.setattr(layout, "checksum_of_file", gone)
-    with pytest.raises(OSError, match="start again when the storage answers") as error:
-        newest_of(checkpoints_in(tmp_path))
-    assert error.value.errno == number
+        monkeypatch.setattr(layout, "checksum_of_file", gone)
+        with pytest.raises(OSError, match="start again when the storage answers") as error:
+            newest_of(checkpoints_in(tmp_path))
+        assert error.value.errno == number
 
 
 # -- disks that are full, processes that are killed
@@ -425,49 +379,34 @@ def test_storage_that_does_not_answer_is_no_broken_checkpoint(tmp_path, monkeypa
 
 def test_a_disk_without_room_is_seen_before_writing(tmp_path):
     assert too_little_room(tmp_path, 0) is None
-    assert f"it takes {2**20:.2f} GiB, and the disk of {tmp_path} has " in too_little_room(
-        tmp_path, 2**50
-    )
+    assert f"it takes {2**20:.2f} GiB, and the disk of" in too_little_room(tmp_path, 2**50)
 
 
 def written_by_one_rank(folder, numel, **progress):
     make_folder(folder, 3)
-    write_rank(
-        writing_folder(folder, 3),
-        0,
-        {Fragment("parameter", "w", (numel,), 0, numel): torch.zeros(numel)},
-        {},
-        (),
-        progress,
-    )
+    tensors = {Fragment("parameter", "w", (numel,), 0, numel): torch.zeros(numel)}
+    write_rank(writing_folder(folder, 3), 0, tensors, {}, (), progress)
 
 
-@pytest.mark.parametrize(
-    "too_large",
-    [{"numel": 1_000_000}, {"numel": 1000, "padding": "x" * 200_000}],
-    ids=["tensors", "marker"],
-)
-def test_a_file_that_cannot_be_written_to_its_end_leaves_no_tensors(folder, too_large):
+@pytest.mark.parametrize("numel, padding", [(1_000_000, 0), (1000, 200_000)])
+def test_a_file_that_cannot_be_written_to_its_end_leaves_no_tensors(folder, numel, padding):
+    """That of the tensors, or the marker."""
     with largest_file(100_000), pytest.raises(Exception, match="File too large"):
-        written_by_one_rank(folder, **too_large)
-    assert sum(path.stat().st_size for path in writing_folder(folder, 3).iterdir()) <= 100_000
-    assert not list(writing_folder(folder, 3).glob("*.safetensors"))
+        written_by_one_rank(folder, numel, padding="x" * padding)
+    there = list(writing_folder(folder, 3).iterdir())
+    assert sum(path.stat().st_size for path in there) <= 100_000
+    assert not [path for path in there if path.suffix == ".safetensors"]
     assert newest_of(checkpoints_in(folder)) == (folder / "step-00000002", [])
 
 
 def test_a_file_that_reads_back_differently_is_seen(tmp_path):
     """One bit, also of what is not a number."""
-    fragment, values = (
-        Fragment("parameter", "w", (3,), 0, 3),
-        torch.tensor([1.0, float("nan"), 2.0]),
-    )
+    fragment = Fragment("parameter", "w", (3,), 0, 3)
+    values = torch.tensor([1.0, float("nan"), 2.0])
     save_file({fragment.key: values}, tmp_path / FIRST)
     refuse_other_content(tmp_path / FIRST, {fragment: values})
     flip(tmp_path, FIRST, 1)
-    with pytest.raises(
-        BrokenCheckpoint,
-        match="reads back differently in parameter/w; the disk or the memory is faulty",
-    ):
+    with pytest.raises(BrokenCheckpoint, match="reads back differently in parameter/w"):
         refuse_other_content(tmp_path / FIRST, {fragment: values})
 
 
@@ -475,13 +414,8 @@ def test_a_disk_that_is_full(tmp_path):
     """A real one, of a megabyte."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    if (
-        os.getuid() != 0
-        or subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], capture_output=True
-        ).returncode
-        != 0
-    ):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk]
+    if os.getuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
         pytest.skip("mounting a small disk is not allowed here")
     try:
         write_small(disk, 1)
@@ -489,10 +423,8 @@ def test_a_disk_that_is_full(tmp_path):
         with pytest.raises(Exception, match="No space left on device"):
             written_by_one_rank(disk, 1_000_000)
         assert list(writing_folder(disk, 3).iterdir()) == []
-        assert (
-            newest_of(checkpoints_in(disk)) == (disk / "step-00000002", [])
-            and verify(disk / "step-00000001").step == 1
-        )
+        assert newest_of(checkpoints_in(disk)) == (disk / "step-00000002", [])
+        assert verify(disk / "step-00000001").step == 1
         assert "has 0.00 GiB left" in too_little_room(disk, 1)
         assert verify(write_small(disk, 3)).step == 3
     finally:
@@ -511,9 +443,8 @@ def test_a_writer_killed_before_any_of_its_operations_leaves_nothing_broken(tmp_
         there = checkpoints_in(folder)
         assert all(verify(path).step == step_of(path) for path in there), operation
         newest.append(step_of(there[0]))
-        assert len(there) >= 2 and (folder / "latest").read_text().strip() in [
-            path.name for path in there
-        ]
+        newest_name = (folder / "latest").read_text().strip()
+        assert len(there) >= 2 and newest_name in [path.name for path in there]
         verify(write_small(folder, 4, Keep(2)))
         left = {path.name for path in folder.iterdir()}
         assert left == {"latest", *(f"step-0000000{step}" for step in (newest[-1], 4))}
@@ -533,9 +464,8 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
         kills += 1
         assert kills < 200, f"{interrupted} kills while a checkpoint was written"
         receiver, sender = context.Pipe(duplex=False)
-        writer = context.Process(
-            target=write_for_ever, args=(tmp_path, counted + 1, sender), daemon=True
-        )
+        arguments = (tmp_path, counted + 1, sender)
+        writer = context.Process(target=write_for_ever, args=arguments, daemon=True)
         writer.start()
         sender.close()
         assert receiver.poll(120)  # ends what hangs
@@ -549,14 +479,11 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
             except EOFError:
                 break
         checkpoint, broken = newest_of(checkpoints_in(tmp_path))
-        assert broken == [] and step_of(checkpoint) in (
-            counted,
-            counted + 1,
-        )  # the last it reported, or one whose report was cut off
+        # the last it reported, or one whose report was cut off
+        assert broken == [] and step_of(checkpoint) in (counted, counted + 1)
         assert all(verify(path) for path in checkpoints_in(tmp_path))
         interrupted += any(path.name.endswith(".writing") for path in tmp_path.iterdir())
         counted = step_of(checkpoint)
         with CheckpointReader(checkpoint) as reader:
-            assert torch.equal(
-                reader.read("parameter", "text.bias", (7,)), TENSORS["text.bias"] + counted
-            )
+            bias = reader.read("parameter", "text.bias", (7,))
+        assert torch.equal(bias, TENSORS["text.bias"] + counted)

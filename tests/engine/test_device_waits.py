@@ -1,6 +1,7 @@
 """How often the host waits for the device: once for a pair in a step, at its loss; once more where
 pairs are matched."""
 
+import itertools
 from collections import Counter
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from cost_models import BRANCHES
 from device_waits import DeviceWaits, ValuesGiven, waits_of_steps
-from ranks import run_ranks
+from ranks import run_all
 from split_training import Case
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -52,9 +53,12 @@ def of_loss(found):
     return files
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
+def test_the_host_waits_once_for_a_pair_and_twice_where_it_is_matched():
+    """Whatever is left out, however the rows are dealt and many micro-batches there are.
+
+    Behind the backward the host asks whether to skip the step: here, where DeepSpeed does not.
+    """
+    cases = [
         merged(1, 6),
         merged(2, 4, loss="sigmoid", deals={"image": UNEQUAL, "text": UNEQUAL}),
         fork(1, 1, loss="sigmoid"),
@@ -63,22 +67,16 @@ def of_loss(found):
         merged(1, 3, fusion=1),
         merged(2, 4, fusion=1, not_loaded={"image": (3,)}),
         fork(1, 2, fusion=1, not_loaded={"text": (9,)}, deals={"text": UNEQUAL}),
-    ],
-    ids=str,
-)
-def test_the_host_waits_once_for_a_pair_and_twice_where_it_is_matched(case):
-    """Whatever is left out, however the rows are dealt and many micro-batches there are.
-
-    Behind the backward the host asks whether to skip the step: here, where DeepSpeed does not.
-    """
-    replicas = case.replicas.values() if case.layout == "fork" else [case.replicas]
-    for rank, found in enumerate(run_ranks(case.world_size, waits_of_steps, case)):
-        expected = {"engine/loss/exchange.py": 1}
-        if case.fusion and (case.layout == "merged" or rank > 0):  # where the texts are
-            expected["engine/loss/matching.py"] = 1
-        if max(replicas) == 1:
-            expected["engine/optimizer/clipping.py"] = 1  # `finite_everywhere`
-        assert of_loss(found) == expected, found
+    ]
+    for case, of_ranks in run_all(waits_of_steps, cases):
+        replicas = case.replicas.values() if case.layout == "fork" else [case.replicas]
+        for rank, found in enumerate(of_ranks):
+            expected = {"engine/loss/exchange.py": 1}
+            if case.fusion and (case.layout == "merged" or rank > 0):  # where the texts are
+                expected["engine/loss/matching.py"] = 1
+            if max(replicas) == 1:
+                expected["engine/optimizer/clipping.py"] = 1  # `finite_everywhere`
+            assert of_loss(found) == expected, (case, found)
 
 
 def test_what_waits_is_counted():
@@ -121,12 +119,10 @@ def test_what_waits_is_counted():
 
 GPU, CUT = torch.device("cuda", 0), [range(1)]
 ONE = dict.fromkeys(BRANCHES, CUT)
-GRAPHS = {
-    "merged x1": topology.merged(ONE, 1),
-    "merged x2": topology.merged(ONE, 2),
-    "fork 1+1": topology.fork(ONE, {"image": 1, "text": 1}),
-    "fork 1+2": topology.fork(ONE, {"image": 1, "text": 2}),
-}
+GRAPHS = [
+    *(topology.merged(ONE, replicas) for replicas in (1, 2)),
+    *(topology.fork(ONE, {"image": 1, "text": replicas}) for replicas in (1, 2)),
+]
 LOSSES = {
     "infonce": (InfoNCE(), None),
     "sigmoid": (Sigmoid(), None),
@@ -206,22 +202,21 @@ def run_loss(graph, rank, loss, matching, given):
     return values.read
 
 
-@pytest.mark.parametrize("left_out", [0, 3])
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("graph", GRAPHS)
-def test_on_a_gpu_that_is_made_up_only_the_named_points_are_read(graph, loss, left_out):
-    graph = GRAPHS[graph]
-    for stage in graph.stages:
-        numbers = [left_out, 0, 0, 2 * ROWS, 2 * ROWS, -ROWS, -ROWS]
-        own = [(ROWS - left_out) // stage.replicas for _ in stage.tail_of]
-        blocks = MICRO_BATCHES * graph.tail("image").replicas
-        num_pairs = 2 * ((ROWS - left_out) // stage.replicas) + ROWS
-        of_blocks = [*(i for i in range(blocks) for _ in range(2)), *[blocks] * num_pairs]
-        pairs = [*of_blocks[:num_pairs], *[TOKENS] * num_pairs]
-        given = {"meet": [*numbers, *own], "_pairs": pairs}
-        read = run_loss(graph, stage.ranks[-1], *LOSSES[loss], given)
-        if loss != "matching" or "text" not in stage.tail_of:
-            del given["_pairs"]
-        assert read == {name: len(values) for name, values in given.items()}
-        with pytest.raises(DataDependentOutputException):
-            run_loss(graph, stage.ranks[-1], *LOSSES[loss], {})
+def test_on_a_gpu_that_is_made_up_only_the_named_points_are_read(loss):
+    for left_out, graph in itertools.product((0, 3), GRAPHS):
+        for stage in graph.stages:
+            numbers = [left_out, 0, 0, 2 * ROWS, 2 * ROWS, -ROWS, -ROWS]
+            own = [(ROWS - left_out) // stage.replicas for _ in stage.tail_of]
+            blocks = MICRO_BATCHES * graph.tail("image").replicas
+            num_pairs = 2 * ((ROWS - left_out) // stage.replicas) + ROWS
+            of_blocks = [*(i for i in range(blocks) for _ in range(2)), *[blocks] * num_pairs]
+            pairs = [*of_blocks[:num_pairs], *[TOKENS] * num_pairs]
+            given = {"meet": [*numbers, *own], "_pairs": pairs}
+            read = run_loss(graph, stage.ranks[-1], *LOSSES[loss], given)
+            if loss != "matching" or "text" not in stage.tail_of:
+                del given["_pairs"]
+            expected = {name: len(values) for name, values in given.items()}
+            assert read == expected, (graph.describe(), left_out)
+            with pytest.raises(DataDependentOutputException):
+                run_loss(graph, stage.ranks[-1], *LOSSES[loss], {})

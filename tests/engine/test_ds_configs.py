@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from config_cases import train_by_file
 from cost_models import BRANCHES
-from ranks import run_ranks
+from ranks import about, run_cases
 
 from engine.config.reading import check_config, read_config
 from launch.config.blocks import READERS
@@ -17,9 +17,16 @@ FILES = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
 DTYPES = {"fp16": "torch.float16", "bf16": "torch.bfloat16", "fp32": "torch.float32"}
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_a_file_trains(file):
-    results = run_ranks(3 if file.name == "pipeline_bf16.json" else 2, train_by_file, str(file), 6)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_file_trains(ranks):
+    files = [file for file in FILES if (file.name == "pipeline_bf16.json") == (ranks == 3)]
+    trained = run_cases(ranks, train_by_file, [(str(file), 6) for file in files])
+    for file, results in zip(files, trained, strict=True):
+        with about(file.name):
+            check_training(file, results)
+
+
+def check_training(file, results):
     losses = results[0]["losses"]
     precision = next(p for p in DTYPES if p in file.stem)
     assert all(result["losses"] == losses for result in results)
@@ -39,24 +46,25 @@ def paths_of_blocks(written, path=()):
             yield from paths_of_blocks(value, (*path, key))
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_a_misspelt_key_in_any_block_is_answered_with_the_nearest(file):
+def test_a_misspelt_key_in_any_block_is_answered_with_the_nearest():
     """A letter left out of each key, at the top and in every block inside."""
-    written = json.loads(file.read_text())
-    read_config(file, BRANCHES, READERS)
-    for path in paths_of_blocks(written):
-        block = written
-        for key in path:
-            block = block[key]
-        for key in (key for key in block if len(key) > 1):  # one letter cannot lose one
-            slip = copy.deepcopy(written)
-            inner = slip
-            for part in path:
-                inner = inner[part]
-            inner[key[:-2] + key[-1]] = inner.pop(key)
-            with pytest.raises(ValueError) as error:
-                check_config(slip, BRANCHES, READERS)
-            assert f"{key!r}" in str(error.value) or f'"{key}"' in str(error.value), (
-                key,
-                error.value,
-            )
+    for file in FILES:
+        written = json.loads(file.read_text())
+        read_config(file, BRANCHES, READERS)
+        for path in paths_of_blocks(written):
+            # one letter cannot lose one
+            for key in (key for key in inside(written, path) if len(key) > 1):
+                slip = copy.deepcopy(written)
+                inner = inside(slip, path)
+                inner[key[:-2] + key[-1]] = inner.pop(key)
+                with pytest.raises(ValueError) as error:
+                    check_config(slip, BRANCHES, READERS)
+                    pytest.fail(f"{file.name} without a letter of {path} {key}")
+                said = str(error.value)
+                assert f"{key!r}" in said or f'"{key}"' in said, (file.name, key, said)
+
+
+def inside(written, path):
+    for key in path:
+        written = written[key]
+    return written

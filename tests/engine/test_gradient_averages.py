@@ -4,10 +4,9 @@ and begun before the backward is over."""
 import weakref
 from dataclasses import replace
 
-import pytest
 import torch
 from gradient_averages_cases import train_and_count
-from ranks import run_ranks
+from ranks import run_all
 from split_training import Case
 from torch import nn
 
@@ -135,9 +134,8 @@ def test_those_at_the_end_do_not_hold_up_the_others():
 BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
 
 
-@pytest.mark.parametrize(
-    "config, early",
-    [
+def test_where_they_start_early():
+    for config, early in (
         ({}, True),
         ({"zero_optimization": {"stage": 1}}, False),
         (BF16, True),
@@ -147,34 +145,23 @@ BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
         ({**BF16, "gradient_predivide_factor": 2.0}, False),
         ({**BF16, "bf16": {"enabled": True, "immediate_grad_update": False}}, False),
         ({"zero_optimization": {"stage": 0, "overlap_comm": False}}, False),
-    ],
-)
-def test_where_they_start_early(config, early):
-    assert averages_early(config) is early
+    ):
+        assert averages_early(config) is early, config
 
 
 # -- in the engine
 
-FORK = Case(
-    "fork",
-    {"image": 2, "text": 1},
-    {"image": 2, "text": 2},
-    {"image": 4, "text": 6},
-    towers="vit+clip",
-)
+FORK = Case("fork", {"image": 2, "text": 1}, {"image": 2, "text": 2}, {"image": 4, "text": 6})
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
+def test_sums_of_real_stages_start_during_the_last_backward():
+    cases = [
         replace(FORK, zero_stage=0, steps=2),
         replace(FORK, precision="bf16", steps=2),
         replace(FORK, zero_stage=0, schedule="replay"),
-    ],
-    ids=str,
-)
-def test_sums_of_real_stages_start_during_the_last_backward(case):
-    for _, early in run_ranks(case.world_size, train_and_count, case):
-        assert len(early) == case.steps
-        for started, buckets in early:
-            assert buckets > 3 and started >= buckets - 1
+    ]
+    for case, results in run_all(train_and_count, cases):
+        for _, early in results:
+            assert len(early) == case.steps, case
+            for started, buckets in early:
+                assert buckets > 3 and started >= buckets - 1, case

@@ -12,7 +12,7 @@ import pytest
 from cost_models import BRANCHES
 from deepspeed.runtime.pipe.schedule import OptimizerStep, PipeInstruction, ReduceGrads
 from message_order import Group, Operation, Work, disagreements, operations, recorded, waiting
-from ranks import run_ranks
+from ranks import run_all
 from schedule_cases import cases, keeping, lists, name, random_cases
 from split_training import Case
 
@@ -61,13 +61,13 @@ def work_of(graph: StageGraph, objective: Objective, programs, sharded: bool = T
     return Work(graph, objective, programs, sets, sharded, equal_shares=sharded)
 
 
-def check(work: Work) -> None:
+def check(work: Work, case: str) -> None:
     through_host = {rank: operations(work, rank) for rank in work.programs}
     on_device = {rank: operations(work, rank, posts_ahead=False) for rank in work.programs}
-    assert disagreements(through_host) == disagreements(on_device) == []
+    assert disagreements(through_host) == disagreements(on_device) == [], case
     # stricter than a channel, on which `SENDS_IN_FLIGHT` sends may be on their way
-    assert waiting(through_host, sends_in_flight=0) == {}
-    assert waiting(on_device, Channel.SENDS_IN_FLIGHT, passes_wait=True, kernels=2) == {}
+    assert waiting(through_host, sends_in_flight=0) == {}, case
+    assert waiting(on_device, Channel.SENDS_IN_FLIGHT, passes_wait=True, kernels=2) == {}, case
 
 
 def check_schedules(graph: StageGraph, numbers: Mapping[str, int], objective: Objective) -> None:
@@ -76,7 +76,8 @@ def check_schedules(graph: StageGraph, numbers: Mapping[str, int], objective: Ob
         schedules.append(PerMicroBatch)
     for number, schedule in enumerate(schedules):
         programs = lists(graph, numbers, schedule)
-        check(work_of(graph, objective, programs, sharded=number % 2 == 0))
+        case = f"{graph.describe()} {numbers} {schedule}"
+        check(work_of(graph, objective, programs, sharded=number % 2 == 0), case)
     # evaluation: the last replicas have fewer micro-batches, or none
     programs = {
         rank: [
@@ -88,38 +89,33 @@ def check_schedules(graph: StageGraph, numbers: Mapping[str, int], objective: Ob
         for stage in (graph.stage_of(rank),)
         for number in (numbers[next(iter(stage.layers))],)
     }
-    check(replace(work_of(graph, objective, programs), evaluates=True))
+    check(replace(work_of(graph, objective, programs), evaluates=True), graph.describe())
 
 
-@pytest.mark.parametrize("case", cases()[::4] + random_cases(40), ids=name)
-def test_nothing_waits_for_ever(case):
+def test_nothing_waits_for_ever():
     """Every layout under every schedule."""
-    check_schedules(*case, TWO)
+    for case in cases()[::4] + random_cases(40):
+        check_schedules(*case, TWO)
 
 
-@pytest.mark.parametrize("case", cases()[::4], ids=name)
-def test_nothing_waits_for_ever_where_tokens_are_exchanged(case):
-    graph, numbers = case
-    for schedule in (BatchSync, Replay):
-        check(work_of(graph, MATCHED, lists(graph, numbers, schedule)))
+def test_nothing_waits_for_ever_where_tokens_are_exchanged():
+    for case in cases()[::4]:
+        for schedule in (BatchSync, Replay):
+            check(work_of(case[0], MATCHED, lists(*case, schedule)), name(case))
 
 
-@pytest.mark.parametrize("case", cases()[::7], ids=name)
 @pytest.mark.parametrize("locked", [{"image"}, {"text"}, {"image", "first text"}])
-def test_nothing_waits_for_ever_where_towers_are_locked(case, locked):
+def test_nothing_waits_for_ever_where_towers_are_locked(locked):
     """Stages without a backward, and stages whose gradients nobody wants."""
-    graph, numbers = case
-    last = {
-        b: max(s.layers[b].stop for s in graph.stages if b in s.layers) - 1 for b in graph.branches
-    }
-    learns = {
-        branch: tuple(
-            branch not in locked and not (f"first {branch}" in locked and i < last[branch])
-            for i in range(last[branch] + 1)
-        )
-        for branch in graph.branches
-    }
-    check_schedules(lock_graph(graph, learns), numbers, TWO)
+    for graph, numbers in cases()[::7]:
+        learns = {}
+        for branch in graph.branches:
+            last = max(s.layers[branch].stop for s in graph.stages if branch in s.layers) - 1
+            first_is_locked = f"first {branch}" in locked
+            learns[branch] = tuple(
+                branch not in locked and not (first_is_locked and i < last) for i in range(last + 1)
+            )
+        check_schedules(lock_graph(graph, learns), numbers, TWO)
 
 
 def graphs_of_three() -> Iterator[tuple[StageGraph, dict[str, int]]]:
@@ -142,31 +138,29 @@ def graphs_of_three() -> Iterator[tuple[StageGraph, dict[str, int]]]:
             yield fork(own, dict(zip(THREE.names, replicas))), dict(zip(THREE.names, numbers))
 
 
-@pytest.mark.parametrize(
-    "graph, numbers",
-    [pytest.param(*each, id=f"{each[0].describe()} {each[1]}") for each in graphs_of_three()],
-)
-def test_nothing_waits_for_ever_with_three_branches(graph, numbers):
-    is_even = len(set(numbers.values())) == 1
-    check_schedules(graph, numbers, THREE if is_even else WITHOUT_A_LOSS)
+def test_nothing_waits_for_ever_with_three_branches():
+    for graph, numbers in graphs_of_three():
+        is_even = len(set(numbers.values())) == 1
+        check_schedules(graph, numbers, THREE if is_even else WITHOUT_A_LOSS)
 
 
-@pytest.mark.parametrize("case", cases()[::5], ids=name)
 @pytest.mark.parametrize("schedule", [BatchSync, Replay, PerMicroBatch, OneByOne])
-def test_a_receive_is_posted_one_pass_ahead(case, schedule):
+def test_a_receive_is_posted_one_pass_ahead(schedule):
     """Once each, in the order of the waits, and at most one of a channel beside the one that is
     waited for."""
-    for program in lists(*case, schedule).values():
-        posted, awaited = [], []
-        for instruction, receives in zip(program, receives_to_post(program), strict=True):
-            posted += receives
-            if type(instruction).__name__.startswith("Recv"):
-                awaited.append(instruction)
-            for kind in {type(receive) for receive in posted}:
-                mine = [receive for receive in posted if type(receive) is kind]
-                done = [receive for receive in awaited if type(receive) is kind]
-                assert mine[: len(done)] == done and len(mine) - len(done) <= 2
-        assert len(posted) == len(awaited)
+    for case in cases()[::5]:
+        for program in lists(*case, schedule).values():
+            posted, awaited = [], []
+            for instruction, receives in zip(program, receives_to_post(program), strict=True):
+                posted += receives
+                if type(instruction).__name__.startswith("Recv"):
+                    awaited.append(instruction)
+                for kind in {type(receive) for receive in posted}:
+                    mine = [receive for receive in posted if type(receive) is kind]
+                    done = [receive for receive in awaited if type(receive) is kind]
+                    assert mine[: len(done)] == done, name(case)
+                    assert len(mine) - len(done) <= 2, name(case)
+            assert len(posted) == len(awaited), name(case)
 
 
 # -- what the test above is there to see
@@ -274,28 +268,18 @@ def test_a_device_must_have_room_for_two_operations(schedule):
 # -- the model and the executor
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
+@pytest.mark.parametrize("posts_ahead", [True, False])
+def test_the_executor_does_what_the_model_says(posts_ahead):
+    """In a step and in an evaluation, in which later replicas have fewer micro-batches."""
+    one, plain = {"image": 1, "text": 1}, {"towers": "resnet+bert", "zero_stage": 0}
+    cases = [
         Case("merged", {"merged": 2}, 2, 4, schedule="replay", kept_micro_batches=1),
         Case("merged", {"merged": 2}, 1, 6, schedule="per_micro_batch", zero_stage=0),
         Case("chain", {"image": 2, "text": 1}, 1, 6, loss="sigmoid"),
         Case("fork", {"image": 2, "text": 1}, {"image": 1, "text": 2}, {"image": 6, "text": 4}),
         Case("fork", {"image": 1, "text": 2}, {"image": 2, "text": 1}, 6, fusion=1),
-        Case(
-            "fork",
-            {"image": 1, "text": 1},
-            {"image": 1, "text": 2},
-            6,
-            towers="resnet+bert",
-            zero_stage=0,
-        ),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("posts_ahead", [True, False])
-def test_the_executor_does_what_the_model_says(case, posts_ahead):
-    """In a step and in an evaluation, in which later replicas have fewer micro-batches."""
-    for of_rank in run_ranks(case.world_size, recorded, case, posts_ahead):
-        for called, expected in of_rank:
-            assert called == expected
+        Case("fork", one, {"image": 1, "text": 2}, 6, **plain),
+    ]
+    for case, of_ranks in run_all(recorded, cases, posts_ahead):
+        for called, expected in (each for of_rank in of_ranks for each in of_rank):
+            assert called == expected, case

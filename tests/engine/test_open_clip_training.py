@@ -26,10 +26,7 @@ from split_training import (
 from transformers import BertConfig, BertTokenizerFast
 
 STEPS, WARMUP, RATE = 5, 3, 1e-4
-SCHEDULE = {
-    "type": "WarmupLR",
-    "params": {"warmup_num_steps": WARMUP, "warmup_type": "linear"},
-}
+SCHEDULE = {"type": "WarmupLR", "params": {"warmup_num_steps": WARMUP, "warmup_type": "linear"}}
 BATCH_PER_RANK = 32
 
 
@@ -68,47 +65,15 @@ def peer(module_folder):
             folder / "weights.pt",
         )
         batches = [global_batch(case, step, image_size) for step in range(STEPS)]
+        flags = (
+            "--model small --name run --device cpu --train-data given --epochs 1 "
+            f"--batch-size {BATCH_PER_RANK} --lr {RATE} --wd {WEIGHT_DECAY} --warmup {WARMUP} "
+            "--lr-scheduler const --beta1 0.9 --beta2 0.999 --eps 1e-8 --precision fp32 "
+            "--local-loss --gather-with-grad"
+        )
         arguments = [
-            *(
-                "--model",
-                "small",
-                "--pretrained",
-                folder / "weights.pt",
-                "--logs",
-                folder / "logs",
-                "--name",
-                "run",
-                "--device",
-                "cpu",
-            ),
-            *(
-                "--train-data",
-                "given",
-                "--batch-size",
-                BATCH_PER_RANK,
-                "--epochs",
-                1,
-                "--lr",
-                RATE,
-                "--wd",
-                WEIGHT_DECAY,
-                "--warmup",
-                WARMUP,
-            ),
-            *(
-                "--lr-scheduler",
-                "const",
-                "--beta1",
-                0.9,
-                "--beta2",
-                0.999,
-                "--eps",
-                1e-8,
-                "--precision",
-                "fp32",
-                "--local-loss",
-                "--gather-with-grad",
-            ),
+            *flags.split(),
+            *("--pretrained", folder / "weights.pt", "--logs", folder / "logs"),
             *(["--siglip"] if loss == "sigmoid" else []),
         ]
         given = {

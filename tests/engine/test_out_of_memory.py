@@ -30,7 +30,7 @@ from engine.processes.out_of_memory import (
     would_fit_alone,
 )
 
-KIB, GIB = 2**10, 2**30
+CPU = torch.device("cpu")
 ADVICE = (
     "If reserved but unallocated memory is large try setting "
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation "
@@ -67,96 +67,67 @@ LIMITED = (
 )
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_what_libraries_of_cuda_say_is_seen_and_kept():
+    assert whose_memory(torch.OutOfMemoryError(ALONE)) == GPU
+    for text in (
         "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some "
         "other API call",
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
-        "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error, NCCL version "
-        "2.27.5\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure "
-        "2 'out of memory'",
-    ],
-)
-def test_what_libraries_of_cuda_say_is_seen_and_kept(text):
-    assert whose_memory(RuntimeError(text)) == GPU
-    assert whose_memory(torch.OutOfMemoryError(ALONE)) == GPU
-    with pytest.raises(OutOfMemory) as caught, explained(torch.device("cpu"), lambda error: "here"):
-        raise RuntimeError(f"{text}\nException raised from f at a.cpp:1 (frame #0: …)")
-    assert str(caught.value) == f"here\nthe allocator says: {' '.join(text.split())}"
-
-
-@pytest.mark.parametrize(
-    "allocate",
-    [allocate_too_much, lambda: np.empty(TOO_MUCH, np.uint8), lambda: bytearray(TOO_MUCH)],
-    ids=["torch", "numpy", "python"],
-)
-def test_an_allocation_that_fails_on_the_host_is_seen(allocate):
-    with pytest.raises((RuntimeError, MemoryError)) as caught:
-        allocate()
-    assert whose_memory(caught.value) == HOST
-    first, says, now = str(in_words(caught.value, "rank 3")).splitlines()
-    assert first == "rank 3 ran out of memory" and says.startswith("the allocator says: ")
-    assert now.startswith("now: this machine has ") and "this process holds " in now
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("The size of tensor a (4) must match the size of tensor b (3)"),
-        RuntimeError(
-            "the loader lost a process. Most often the machine ran out of memory and the system "
-            "killed it"
-        ),
-        ValueError("CUDA out of memory"),
-    ],
-)
-def test_other_errors_are_left_alone(error):
-    assert whose_memory(error) is None and in_words(error, "rank 0") is error
-    with (
-        pytest.raises(type(error)) as caught,
-        explained(torch.device("cpu"), lambda error: "no"),
+        "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error, NCCL version 2.27.5\n"
+        "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 "
+        "'out of memory'",
     ):
-        raise error
-    assert caught.value is error
+        assert whose_memory(RuntimeError(text)) == GPU, text
+        error = RuntimeError(f"{text}\nException raised from f at a.cpp:1 (frame #0: …)")
+        with pytest.raises(OutOfMemory) as caught, explained(CPU, lambda error: "here"):
+            raise error
+        assert str(caught.value) == f"here\nthe allocator says: {' '.join(text.split())}"
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "words"),
-    [
-        (0, "0 bytes"),
-        (1023, "1023 bytes"),
-        (KIB, "1.00 KiB"),
-        (1.5 * GIB, "1.50 GiB"),
-        (2**60, "1.00 EiB"),
-    ],
-)
-def test_sizes_in_words(num_bytes, words):
-    assert size_in_words(num_bytes) == words
+def test_an_allocation_that_fails_on_the_host_is_seen():
+    arrays = (lambda: np.empty(TOO_MUCH, np.uint8), lambda: bytearray(TOO_MUCH))
+    for allocate in (allocate_too_much, *arrays):
+        with pytest.raises((RuntimeError, MemoryError)) as caught:
+            allocate()
+        assert whose_memory(caught.value) == HOST
+        error = in_words(caught.value, "rank 3")
+        assert isinstance(error, OutOfMemory) and in_words(error, "rank 4") is error
+        assert not error.repeats
+        first, says, now = str(error).splitlines()
+        assert first == "rank 3 ran out of memory" and says.startswith("the allocator says: ")
+        assert now.startswith("now: this machine has ") and "this process holds " in now
 
 
-@pytest.mark.parametrize(
-    ("text", "num_steps_done", "repeats"),
-    [
-        (ALONE, 0, True),
-        (ALONE, 1, False),
-        (SHARED, 0, False),
-        (CONTAINER, 0, True),
-        (SEVERAL, 0, True),
-        (LIMITED, 0, True),
-    ],
-)
-def test_only_what_would_fail_again_is_not_started_again(text, num_steps_done, repeats):
+def test_other_errors_are_left_alone():
+    killed = "the loader lost a process. Most often the machine ran out of memory and the system"
+    for error in (
+        RuntimeError("The size of tensor a (4) must match the size of tensor b (3)"),
+        RuntimeError(f"{killed} killed it"),
+        ValueError("CUDA out of memory"),
+    ):
+        assert whose_memory(error) is None and in_words(error, "rank 0") is error
+        with pytest.raises(type(error)) as caught, explained(CPU, lambda error: "no"):
+            raise error
+        assert caught.value is error
+
+
+def test_sizes_in_words():
+    sizes = (0, 1023, 2**10, 1.5 * 2**30, 2**60)
+    words = ["0 bytes", "1023 bytes", "1.00 KiB", "1.50 GiB", "1.00 EiB"]
+    assert list(map(size_in_words, sizes)) == words
+
+
+def test_only_what_would_fail_again_is_not_started_again():
     """In the first step of a process another start does the same; unless another process held the
     memory, as in `SHARED`."""
-    with (
-        pytest.raises(OutOfMemory) as caught,
-        explained(torch.device("cpu"), lambda error: "rank 0", num_steps_done),
-    ):
-        raise torch.OutOfMemoryError(text)
-    assert caught.value.repeats == repeats and str(caught.value.__cause__) == text
-    assert str(caught.value) == f"rank 0\nthe allocator says: {' '.join(text.split())}"
-    assert would_fit_alone(text) == (text == SHARED)
+    once = [(text, 0, text != SHARED) for text in (ALONE, SHARED, CONTAINER, SEVERAL, LIMITED)]
+    for text, num_steps_done, repeats in (*once, (ALONE, 1, False)):
+        explaining = explained(CPU, lambda error: "rank 0", num_steps_done)
+        with pytest.raises(OutOfMemory) as caught, explaining:
+            raise torch.OutOfMemoryError(text)
+        assert caught.value.repeats == repeats and str(caught.value.__cause__) == text
+        assert str(caught.value) == f"rank 0\nthe allocator says: {' '.join(text.split())}"
+        assert would_fit_alone(text) == (text == SHARED)
 
 
 # -- what is said of a run
@@ -165,12 +136,9 @@ def test_only_what_would_fail_again_is_not_started_again(text, num_steps_done, r
 MINIMAL = {"train_batch_size": 96, "optimizer": {"type": "AdamW", "params": {"lr": 5e-4}}}
 COSTS = proportional({"image": [1.0] * 4, "text": [1.0] * 4})
 SHORT, ON_HOST = torch.OutOfMemoryError(ALONE), MemoryError()
-FORK = {
-    "layout": "fork",
-    "stages": {"image": 1, "text": 1},
-    "micro_batch_size": {"image": 12, "text": 24},
-    "schedule": "batch_sync",
-}
+SIZES = {"image": 12, "text": 24}
+FORK = {"layout": "fork", "stages": {"image": 1, "text": 1}, "micro_batch_size": SIZES}
+FORK["schedule"] = "batch_sync"
 PASS = Work(TRAINING, "ForwardPass", 0, 4, 1)
 KEYS = (
     *('"schedule": "replay"', '"kept_micro_batches"', '"micro_batch_size"'),
@@ -209,12 +177,8 @@ def test_nothing_is_named_that_is_in_use_already():
         "pipeline": {"activation_checkpoint_interval": 2},
         "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
     }
-    branches = {
-        **FORK,
-        "schedule": "replay",
-        "stages": {"image": 4, "text": 4},
-        "micro_batch_size": 1,
-    }
+    stages = {"image": 4, "text": 4}
+    branches = {**FORK, "schedule": "replay", "stages": stages, "micro_batch_size": 1}
     of = setup(8, branches, **on)
     assert named(of) == [] and "Not in use" not in message("rank 0", of, PASS, SHORT)
 
@@ -248,10 +212,7 @@ def test_the_whole_message_of_a_run_of_three_branches():
     of = setup(1, {"layout": "merged", "stages": {"merged": 1}, "micro_batch_size": 48}, 0, costs)
     work = Work(TRAINING, "ForwardPass", 1, 2, 12)
     first, predicted, head, *lines = message("rank 0 (merged 0)", of, work, SHORT).splitlines()
-    assert first == (
-        "rank 0 (merged 0) ran out of memory in ForwardPass of micro-batch 1 (of 2, counted from "
-        "0), in step 12"
-    )
+    assert first.endswith("in ForwardPass of micro-batch 1 (of 2, counted from 0), in step 12")
     peak = size_in_words(of.plan.predicted[0].peak_bytes)
     assert predicted.startswith(f"predicted for a training step of merged 0: at most {peak} in ")
     assert predicted.endswith("from measured costs") and "JSON file" in head
@@ -279,89 +240,56 @@ def test_wherever_it_fails_the_message_says_where():
         "evaluation": "in ForwardPass of micro-batch 0 (of 3, counted from 0), in the evaluation of held-out samples",
         "comparing": "comparing embeddings in the evaluation of held-out samples",
     }
-    assert {name: text.splitlines()[0] for name, (text, _, _) in found.items()} == {
-        name: f"rank 0 (merged 0, replica 0) ran out of memory {words}"
-        for name, words in where.items()
-    }
+    assert found.keys() == where.keys()
     for name, (text, repeats, cause) in found.items():
-        says, now = text.splitlines()[1:3]
+        first, says, now = text.splitlines()[:3]
+        assert first == f"rank 0 (merged 0, replica 0) ran out of memory {where[name]}"
         assert f"tried to allocate {TOO_MUCH} bytes" in says and "this machine has" in now, name
         assert repeats == (name != "second step")
         assert cause.startswith("RuntimeError: ") and f"tried to allocate {TOO_MUCH} bytes" in cause
-        assert (REPLAY in text) == (
-            name in ("forward", "backward", "second step", "loading", "loss")
-        )
+        holds = ("forward", "backward", "second step", "loading", "loss")
+        assert (REPLAY in text) == (name in holds)
 
 
-@pytest.mark.parametrize(
-    ("case", "layer", "where", "at", "words"),
-    [
+def test_the_rank_that_fails_says_so():
+    one = {"image": 1, "text": 1}
+    fork = Case("fork", one, one, {"image": 8, "text": 6}, schedule="replay")
+    chain = Case("chain", one, 1, 8, checkpoint_interval=1)
+    text, end = "text.encoder.layers.1", "counted from 0), in step 1"
+    for case, layer, at, words in (
         (
-            Case(
-                "fork",
-                {"image": 1, "text": 1},
-                {"image": 1, "text": 1},
-                {"image": 8, "text": 6},
-                schedule="replay",
-            ),
-            "text.encoder.layers.1",
-            "forward",
+            fork,
+            text,
             2,
-            "rank 1 (text 0, replica 0) ran out of memory in EmbedPass of micro-batch 2 (of 4, "
-            "counted from 0), in step 1",
+            "1 (text 0, replica 0) ran out of memory in EmbedPass of micro-batch 2 (of 4",
         ),
         (
-            Case(
-                "fork",
-                {"image": 1, "text": 1},
-                {"image": 1, "text": 1},
-                {"image": 8, "text": 6},
-                schedule="replay",
-            ),
-            "text.encoder.layers.1",
-            "forward",
+            fork,
+            text,
             5,
-            "rank 1 (text 0, replica 0) ran out of memory in ReplayPass of micro-batch 1 (of 4, "
-            "counted from 0), in step 1",
+            "1 (text 0, replica 0) ran out of memory in ReplayPass of micro-batch 1 (of 4",
         ),
+        # a forward again, in the backward
         (
-            Case("chain", {"image": 1, "text": 1}, 1, 8, checkpoint_interval=1),
+            chain,
             LAYER,
-            "forward",  # again, in the backward
             3,
-            "rank 0 (image 0, replica 0) ran out of memory in BackwardPass of micro-batch 0 (of "
-            "3, counted from 0), in step 1",
+            "0 (image 0, replica 0) ran out of memory in BackwardPass of micro-batch 0 (of 3",
         ),
-    ],
-    ids=["embed", "replay", "recomputed"],
-)
-def test_the_rank_that_fails_says_so(case, layer, where, at, words):
-    with pytest.raises(RuntimeError) as caught:
-        run_ranks(2, fail_in_a_layer, case, layer, where, at)
-    said = str(caught.value)
-    assert f"engine.processes.out_of_memory.OutOfMemory: {words}\n" in said
-    assert (
-        "DefaultCPUAllocator: can't allocate memory" in said
-        and "The above exception was the direct cause" in said
-    )
-    assert ("activation_checkpoint_interval" in said) == (case.checkpoint_interval == 0)
-    assert (REPLAY in said) == (case.schedule == "batch_sync")
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            run_ranks(2, fail_in_a_layer, case, layer, "forward", at)
+        said = str(caught.value)
+        assert f"engine.processes.out_of_memory.OutOfMemory: rank {words}, {end}\n" in said
+        assert "DefaultCPUAllocator: can't allocate memory" in said
+        assert "The above exception was the direct cause" in said
+        assert ("activation_checkpoint_interval" in said) == (case.checkpoint_interval == 0)
+        assert REPLAY not in said or case.schedule == "batch_sync"
 
 
 def test_a_rank_that_fails_under_averaged_weights_does_not_wait_for_the_others():
     """To put its weights back takes a collective of the stage's replicas, of which one goes on."""
     case = Case("merged", {"merged": 1}, 2, 12, ema={"decay": 0.5})
-    with pytest.raises(
-        RuntimeError,
-        match="(?s)rank 1 failed.*rank 1 .merged 0, replica 1. ran out of memory in ForwardPass.*in the evaluation",
-    ):
+    words = "(?s)rank 1 failed.*ran out of memory in ForwardPass.*in the evaluation"
+    with pytest.raises(RuntimeError, match=words):
         run_ranks(2, fail_while_averaged, case, LAYER)
-
-
-def test_what_nothing_explains_is_one_message_too():
-    with pytest.raises(MemoryError) as caught:
-        np.empty(TOO_MUCH, np.uint8)
-    error = in_words(caught.value, "rank 3")
-    assert isinstance(error, OutOfMemory) and not error.repeats
-    assert str(error).startswith("rank 3 ran out of memory\nthe allocator says: Unable to allocate")
-    assert in_words(error, "rank 4") is error

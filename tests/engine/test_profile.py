@@ -37,16 +37,12 @@ def test_a_layer_that_does_not_fit_is_named_with_what_to_give_instead():
     with pytest.raises(OutOfMemory) as caught:
         measure([*tower(2), LargeSpec("text.2", {"layer_idx": 2})])
     first, says, _, instead = str(caught.value).splitlines()
-    assert (
-        first
-        == 'this process ran out of memory while measuring the layer text.2 with a micro-batch of 4, for "layout": "auto"'
-    )
+    assert "measuring the layer text.2 with a micro-batch of 4" in first
     assert says.startswith("the allocator says: ") and caught.value.repeats
     assert '"micro_batch_size"' in instead and '"layout"' in instead
     assert "DefaultCPUAllocator" in str(caught.value.__cause__)
-    assert [
-        layer.name for layer in measure([LargeSpec("text.2", {"layer_idx": 2})], sizes=[2])
-    ] == ["text.2"]
+    (smaller,) = measure([LargeSpec("text.2", {"layer_idx": 2})], sizes=[2])
+    assert smaller.name == "text.2"
 
 
 # -- what is counted
@@ -73,11 +69,8 @@ def test_half_precision_halves_floats_and_not_integers():
 def test_bytes_are_linear_in_the_size_and_seconds_are_positive():
     for cost in measure(tower(2), sizes=[8, 2, 4]):
         for curve in (cost.activation_bytes, cost.output_bytes):
-            assert (
-                curve.sizes == (2, 4, 8)
-                and curve.at(4) == 2 * curve.at(2)
-                and curve.at(8) == 4 * curve.at(2)
-            )
+            assert curve.sizes == (2, 4, 8)
+            assert curve.at(8) == 2 * curve.at(4) == 4 * curve.at(2)
         assert min(*cost.forward_s.values, *cost.backward_s.values) > 0
 
 
@@ -115,9 +108,7 @@ def test_counts_on_the_meta_device_are_the_measured_bytes(width):
 
         def real(size, tower=blocks):
             return {
-                name: torch.randn(t.shape)
-                if t.is_floating_point()
-                else torch.ones(t.shape, dtype=t.dtype)
+                name: (torch.randn if t.is_floating_point() else torch.ones)(t.shape).to(t.dtype)
                 for name, t in meta_inputs(tower, size).items()
             }
 
@@ -125,9 +116,8 @@ def test_counts_on_the_meta_device_are_the_measured_bytes(width):
             blocks.specs, lambda spec: spec.build(0), real, torch.float32, CPU, [8], QUICK
         )
         for cost, counts in zip(costs[1:], describe_layers(blocks, 4)[1:]):
-            assert cost.activation_bytes.at(8) == pytest.approx(
-                8 * counts.activation_bytes, rel=tolerance, abs=0
-            )
+            counted = pytest.approx(8 * counts.activation_bytes, rel=tolerance, abs=0)
+            assert cost.activation_bytes.at(8) == counted
             assert cost.output_bytes.at(8) == 8 * counts.output_bytes
             assert (cost.name, cost.num_parameters) == (counts.name, counts.num_parameters)
 
@@ -138,11 +128,8 @@ def test_counts_on_the_meta_device_are_the_measured_bytes(width):
 def test_equal_layers_are_measured_once():
     builder = Builder()
     costs = measure([*tower(4), *tower(1, heads=2)], builder)
-    assert builder.built == [
-        "text.0",
-        "text.1",
-        "text.0",
-    ]  # the first has data for input; 1, 2, 3 are one; another number of heads
+    # the first has data for input; 1, 2, 3 are one; another number of heads
+    assert builder.built == ["text.0", "text.1", "text.0"]
     assert [cost.name for cost in costs] == ["text.0", "text.1", "text.2", "text.3", "text.0"]
     assert costs[1].forward_s == costs[2].forward_s == costs[3].forward_s
 
@@ -152,9 +139,8 @@ def test_every_block_of_a_library_model_has_the_same_key():
     for blocks in (image.specs[1:4], text.specs[1:5]):
         assert len({layer_key(spec.template) for spec in blocks}) == 1
     wider = build_towers("resnet18", "bert-mini:num_attention_heads=8", 16, 32, 50, 12, 0)[1]
-    assert layer_key(wider.specs[1].template) != layer_key(
-        text.specs[1].template
-    )  # the same parameters, more heads
+    # the same parameters, more heads
+    assert layer_key(wider.specs[1].template) != layer_key(text.specs[1].template)
 
 
 def test_a_dropout_matters_in_being_there():
@@ -170,36 +156,28 @@ def test_a_second_call_measures_nothing_and_says_the_same():
     assert measure(tower(3), builder) == first and builder.built == []
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
+def test_what_changes_the_cost_is_measured_again():
+    measure(tower(2))
+    for other in (
         {"dtype": torch.bfloat16},
         {"sizes": [3]},
         {"specs": tower(2, heads=2)},
         {"specs": tower(2, dropout=0.5)},
-    ],
-    ids=["precision", "shapes", "settings", "dropout"],
-)
-def test_what_changes_the_cost_is_measured_again(other):
-    measure(tower(2))
-    builder = Builder()
-    measure(**{"specs": tower(2), "builder": builder, **other})
-    assert builder.built == ["text.0", "text.1"]
+    ):
+        builder = Builder()
+        measure(**{"specs": tower(2), "builder": builder, **other})
+        assert builder.built == ["text.0", "text.1"], other
 
 
 def test_precision_counts_where_inputs_do_not_show_it():
     """As for token ids, which are integers in any precision."""
+
+    def ids(size):
+        return {"ids": torch.zeros(size, dtype=torch.int64)}
+
     for dtype in (torch.float32, torch.bfloat16):
         builder = Builder()
-        profile_layers(
-            [Lookup()],
-            builder,
-            lambda size: {"ids": torch.zeros(size, dtype=torch.int64)},
-            dtype,
-            CPU,
-            [2],
-            QUICK,
-        )
+        profile_layers([Lookup()], builder, ids, dtype, CPU, [2], QUICK)
         assert builder.built == ["text.embeddings"]
 
 
@@ -211,23 +189,19 @@ def test_another_number_of_threads_is_other_hardware(monkeypatch):
     assert builder.built == ["text.0"]
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["", "{", "[]", '{"measured": null}', '{"measured": {}}', "\x00" * 40, "outputs", "seconds"],
-)
-def test_a_damaged_file_is_as_good_as_none(own_cache, content):
+def test_a_damaged_file_is_as_good_as_none(own_cache):
     measure(tower(1), sizes=[2])
     (file,) = own_cache.glob("*.json")
-    whole = json.loads(file.read_text())
-    if content == "outputs":
-        whole["measured"]["outputs"] = [["hidden", "no_such_dtype", [2, 8], True]]
-    if content == "seconds":
-        whole["measured"]["forward_s"] = float("nan")
-    file.write_text(json.dumps(whole) if content in ("outputs", "seconds") else content)
-    builder = Builder()
-    measure(tower(1), builder, sizes=[2])
-    assert builder.built == ["text.0"]
-    assert Cache().read(file.stem) is not None and not list(own_cache.glob("*.part"))
+    outputs, seconds = json.loads(file.read_text()), json.loads(file.read_text())
+    outputs["measured"]["outputs"] = [["hidden", "no_such_dtype", [2, 8], True]]
+    seconds["measured"]["forward_s"] = float("nan")
+    damaged = ["", "{", "[]", '{"measured": null}', '{"measured": {}}', "\x00" * 40]
+    for content in (*damaged, json.dumps(outputs), json.dumps(seconds)):
+        file.write_text(content)
+        builder = Builder()
+        measure(tower(1), builder, sizes=[2])
+        assert builder.built == ["text.0"], content
+        assert Cache().read(file.stem) is not None and not list(own_cache.glob("*.part"))
 
 
 def test_a_folder_that_cannot_be_written_is_no_failure(monkeypatch, tmp_path):
@@ -235,9 +209,8 @@ def test_a_folder_that_cannot_be_written_is_no_failure(monkeypatch, tmp_path):
     monkeypatch.setenv("WYE_CACHE", str(tmp_path / "file"))
     builder = Builder()
     assert measure(tower(4), builder) and measure(tower(4), builder)
-    assert (
-        builder.built == ["text.0", "text.1"] * 2
-    )  # within a call equal layers are still measured once
+    # within a call equal layers are still measured once
+    assert builder.built == ["text.0", "text.1"] * 2
 
 
 # -- what is no layer's
@@ -249,24 +222,19 @@ def test_a_machine_has_finite_costs(dtype, monkeypatch):
     machine = profile_machine(CPU, dtype, [100, 5000, 7], batch_size=32, embed_dim=16)
     assert machine.measured
     others = ("name", "node_bytes_per_s", "node_latency_s", "collective_s_per_byte")
-    numbers = [
-        value
-        for name, value in dataclasses.asdict(machine).items()
-        if name not in (*others, "communicator_bytes")
-    ]
-    assert machine.communicator_bytes == 0  # there is no NCCL
-    assert all(0 < number < math.inf for number in numbers)
+    numbers = dataclasses.asdict(machine)
+    assert numbers.pop("communicator_bytes") == 0  # there is no NCCL
+    assert all(0 < numbers[name] < math.inf for name in numbers.keys() - {*others})
     assert machine.name
 
 
-@pytest.mark.parametrize(
-    "sizes", [[], [0], [3, 5], [100] * 1000, [30_000_000, *[768] * 100], [1_000_000] * 300]
-)
-def test_a_sample_of_parameters_is_bounded_and_keeps_the_mean_size(sizes):
-    sample = _sample(sizes)
-    assert 0 < sum(sample) <= 2 * NUM_PARAMETERS
-    if sizes in ([3, 5], [100] * 1000, [1_000_000] * 300):
+def test_a_sample_of_parameters_is_bounded_and_keeps_the_mean_size():
+    for sizes in ([3, 5], [100] * 1000, [1_000_000] * 300):
+        sample = _sample(sizes)
         assert sum(sample) / len(sample) == sum(sizes) / len(sizes)
+        assert 0 < sum(sample) <= 2 * NUM_PARAMETERS
+    for sizes in ([], [0], [30_000_000, *[768] * 100]):
+        assert 0 < sum(_sample(sizes)) <= 2 * NUM_PARAMETERS
 
 
 def test_effort_is_bounded_below_and_above():
@@ -275,11 +243,8 @@ def test_effort_is_bounded_below_and_above():
 
 
 def test_one_process_agrees_with_itself():
-    assert (
-        Alone().all(False) is False
-        and Alone().least(3) == 3
-        and Alone().mean([1.0, 2.0]) == [1.0, 2.0]
-    )
+    assert Alone().all(False) is False and Alone().least(3) == 3
+    assert Alone().mean([1.0, 2.0]) == [1.0, 2.0]
 
 
 # -- all ranks
@@ -289,9 +254,7 @@ def test_ranks_get_the_same_numbers_and_measure_again_when_one_knows_nothing(tmp
     first, second = run_ranks(2, profile_cases.together, str(tmp_path / "shared"))
     assert first == second
     new, known, forgotten = first
-    assert (
-        new["built"] == forgotten["built"] == ["text.0", "text.1", "text.0", "text.1"]
-    )  # two layers of each tower
+    assert new["built"] == forgotten["built"] == ["text.0", "text.1"] * 2  # of each tower
     assert known["built"] == [] and known["layers"] == new["layers"]
     assert new["machine"].ranks_per_node == 2 and 0 < new["machine"].link_bytes_per_s < math.inf
     assert new["machine"].node_bytes_per_s == math.inf

@@ -29,10 +29,13 @@ from engine.schedule import (
     ForwardOnly,
     PerMicroBatch,
     ReloadMicroBatch,
-    Replay,
     ReplayPass,
 )
 from engine.topology import StageGraph, fork, merged
+
+CASES = cases()
+INPUTS = (LoadMicroBatch, ReloadMicroBatch, RecvActivation)
+FORWARDS = (EmbedPass, ForwardPass, ReplayPass)
 
 
 def of(program: list[PipeInstruction], kind: type) -> list[int]:
@@ -50,9 +53,8 @@ def in_flight(program: list[PipeInstruction]) -> int:
     """The most micro-batches between their forward with gradient and their backward."""
     alive = most = 0
     for instruction in program:
-        alive += (type(instruction) in (ForwardPass, ReplayPass)) - (
-            type(instruction) is BackwardPass
-        )
+        alive += type(instruction) in (ForwardPass, ReplayPass)
+        alive -= type(instruction) is BackwardPass
         most = max(most, alive)
     return most
 
@@ -61,178 +63,124 @@ def every_micro_batch(graph: StageGraph, numbers: dict[str, int], rank: int) -> 
     return list(range(numbers[next(iter(graph.stage_of(rank).layers))]))
 
 
-FORWARD = dict.fromkeys(SCHEDULES.values(), ForwardPass) | {Replay: ReplayPass}
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES.values())
-@pytest.mark.parametrize("case", cases(), ids=name)
-def test_every_micro_batch_once_and_in_order(case, schedule):
-    graph, numbers = case
-    for rank, program in lists(graph, numbers, schedule).items():
-        stage, every = graph.stage_of(rank), every_micro_batch(graph, numbers, rank)
-        times = 2 if schedule is Replay else 1  # activations travel again
-        assert of(program, FORWARD[schedule]) == of(program, BackwardPass) == every
-        assert of(program, EmbedPass) == (every if schedule is Replay else [])
-        assert of(program, LoadMicroBatch) == (every if stage.loads else [])
-        assert of(program, ReloadMicroBatch) == (
-            every if stage.loads and schedule is Replay else []
-        )
-        assert of(program, RecvActivation) == (every * times if stage.previous is not None else [])
-        assert of(program, SendActivation) == (every * times if stage.next is not None else [])
-        assert of(program, SendGrad) == (every if stage.previous is not None else [])
-        assert of(program, RecvGrad) == (every if stage.next is not None else [])
-        for m in every:
-            needs = [n for n, i in enumerate(program) if type(i) in INPUTS and i.buffer_id == m]
-            forwards = [
-                n
-                for n, i in enumerate(program)
-                if type(i) in (EmbedPass, ForwardPass, ReplayPass) and i.buffer_id == m
-            ]
-            each = len(needs) // len(forwards)
-            assert each >= 1 and len(forwards) == times
-            for k, forward in enumerate(forwards):
-                assert max(needs[k * each : (k + 1) * each]) < forward
-            backward = at(program, BackwardPass, m)
-            assert forwards[-1] < backward
-            if stage.next is not None:
-                sent = [
-                    n
-                    for n, i in enumerate(program)
-                    if type(i) is SendActivation and i.buffer_id == m
-                ]
-                assert all(forward < send for forward, send in zip(forwards, sent, strict=True))
-                assert sent[-1] < at(program, RecvGrad, m) < backward
-            if stage.previous is not None:
-                assert backward < at(program, SendGrad, m)
-
-
-INPUTS = (LoadMicroBatch, ReloadMicroBatch, RecvActivation)
-
-
-@pytest.mark.parametrize("schedule", [BatchSync, Replay])
-@pytest.mark.parametrize("case", cases(), ids=name)
-def test_one_loss_after_all_forwards_and_before_every_backward(case, schedule):
-    graph, numbers = case
-    for rank, program in lists(graph, numbers, schedule).items():
-        kinds = Counter(type(i) for i in program)
-        assert kinds[ComputeLoss] == (1 if graph.stage_of(rank).is_tail else 0)
-        if graph.stage_of(rank).is_tail:
-            before = program[: at(program, ComputeLoss)]
-            assert of(
-                before, EmbedPass if schedule is Replay else ForwardPass
-            ) == every_micro_batch(graph, numbers, rank)
-            assert of(before, BackwardPass) == of(before, ReplayPass) == []
-
-
-@pytest.mark.parametrize("case", cases(), ids=name)
-def test_per_micro_batch_has_a_loss_between_each_forward_and_its_backward(case):
-    graph, numbers = case
-    for rank, program in lists(graph, numbers, PerMicroBatch).items():
-        every = every_micro_batch(graph, numbers, rank)
-        assert of(program, ComputeLoss) == (every if graph.stage_of(rank).is_tail else [])
-        for m in of(program, ComputeLoss):
-            assert (
-                at(program, ForwardPass, m)
-                < at(program, ComputeLoss, m)
-                < at(program, BackwardPass, m)
-            )
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES.values())
-def test_a_step_ends_with_reduction_and_optimizer(schedule):
-    for graph, numbers in cases():
-        for program in lists(graph, numbers, schedule).values():
+@pytest.mark.parametrize("schedule", [BatchSync, PerMicroBatch, *map(keeping, (0, 1, 2, 5))])
+def test_every_micro_batch_once_and_in_order(schedule):
+    """Under replay those that are not kept run and travel twice, and keep what they need for it."""
+    for case in CASES:
+        graph, numbers = case
+        programs = lists(graph, numbers, schedule)
+        for rank, program in programs.items():
+            stage, every = graph.stage_of(rank), every_micro_batch(graph, numbers, rank)
+            own = schedule(stage, len(every))
+            twice = every[own.num_kept :] if own.recomputes else []
+            where = f"{name(case)}, rank {rank}"
+            expected = {
+                ForwardPass: every[: len(every) - len(twice)],
+                EmbedPass: twice,
+                ReplayPass: twice,
+                BackwardPass: every,
+                LoadMicroBatch: every if stage.loads else [],
+                ReloadMicroBatch: twice if stage.loads else [],
+                RecvActivation: every + twice if stage.previous is not None else [],
+                SendActivation: every + twice if stage.next is not None else [],
+                SendGrad: every if stage.previous is not None else [],
+                RecvGrad: every if stage.next is not None else [],
+            }
+            assert {kind: of(program, kind) for kind in expected} == expected, where
+            loads = [i.kwargs.get("keep", False) for i in program if type(i) is LoadMicroBatch]
+            assert loads == ([m in twice for m in every] if stage.loads else []), where
+            for m in every:
+                places = {
+                    kinds: [
+                        n for n, i in enumerate(program) if type(i) in kinds and i.buffer_id == m
+                    ]
+                    for kinds in (INPUTS, FORWARDS, (SendActivation,))
+                }
+                needs, forwards, sent = places.values()
+                each = len(needs) // len(forwards)
+                assert each >= 1 and len(forwards) == (2 if m in twice else 1), where
+                for k, forward in enumerate(forwards):
+                    assert max(needs[k * each : (k + 1) * each]) < forward, where
+                backward = at(program, BackwardPass, m)
+                assert forwards[-1] < backward, where
+                if stage.next is not None:
+                    assert all(a < b for a, b in zip(forwards, sent, strict=True)), where
+                    assert sent[-1] < at(program, RecvGrad, m) < backward, where
+                if stage.previous is not None:
+                    assert backward < at(program, SendGrad, m), where
+            assert [type(i) for i in program[-2:]] == [ReduceGrads, OptimizerStep], where
             kinds = Counter(type(i) for i in program)
-            assert [type(i) for i in program[-2:]] == [ReduceGrads, OptimizerStep]
-            assert kinds[ReduceGrads] == kinds[OptimizerStep] == 1
+            assert kinds[ReduceGrads] == kinds[OptimizerStep] == 1, where
+        for source, target in graph.edges():
+            down = of(programs[source], SendActivation), of(programs[target], RecvActivation)
+            up = of(programs[target], SendGrad), of(programs[source], RecvGrad)
+            assert down[0] == down[1] != [] and up[0] == up[1] != [], name(case)
 
 
-@pytest.mark.parametrize("kept", [1, 2, 5])
-@pytest.mark.parametrize("case", cases(), ids=name)
-def test_replay_runs_the_micro_batches_it_keeps_once_and_the_others_twice(case, kept):
-    graph, numbers = case
-    programs, loss = lists(graph, numbers, keeping(kept)), ComputeLoss
-    for rank, program in programs.items():
-        stage, every = graph.stage_of(rank), every_micro_batch(graph, numbers, rank)
-        first, others = every[:kept], every[kept:]
-        assert of(program, ForwardPass) == first
-        assert of(program, EmbedPass) == of(program, ReplayPass) == others
-        assert of(program, BackwardPass) == every
-        assert of(program, LoadMicroBatch) == (every if stage.loads else [])
-        assert of(program, ReloadMicroBatch) == (others if stage.loads else [])
-        assert [i.kwargs.get("keep", False) for i in program if type(i) is LoadMicroBatch] == (
-            [m in others for m in every] if stage.loads else []
+@pytest.mark.parametrize("schedule", [BatchSync, *map(keeping, (0, 1, 2, 5))])
+def test_one_loss_after_all_forwards_and_before_every_backward(schedule):
+    for graph, numbers in CASES:
+        for rank, program in lists(graph, numbers, schedule).items():
+            where = f"{name((graph, numbers))}, rank {rank}"
+            if not graph.stage_of(rank).is_tail:
+                assert not any(type(i) is ComputeLoss for i in program), where
+                continue
+            before = program[: at(program, ComputeLoss)]
+            forwards = of(before, ForwardPass) + of(before, EmbedPass)
+            assert forwards == every_micro_batch(graph, numbers, rank), where
+            assert of(before, BackwardPass) == of(before, ReplayPass) == [], where
+
+
+def test_per_micro_batch_has_a_loss_between_each_forward_and_its_backward():
+    for case in CASES:
+        graph, numbers = case
+        for rank, program in lists(graph, numbers, PerMicroBatch).items():
+            every = every_micro_batch(graph, numbers, rank)
+            losses = of(program, ComputeLoss)
+            assert losses == (every if graph.stage_of(rank).is_tail else []), name(case)
+            for m in losses:
+                places = [at(program, kind, m) for kind in (ForwardPass, ComputeLoss, BackwardPass)]
+                assert places == sorted(places), name(case)
+
+
+def test_replay_that_keeps_everything_is_batch_sync():
+    for case in CASES:
+        every, other = (
+            [[(type(i), i.kwargs) for i in program] for program in lists(*case, way).values()]
+            for way in (BatchSync, keeping(20))
         )
-        assert in_flight(program) == max(len(first), min(stage.num_downstream + 1, len(every)))
-        for m in others:
-            assert at(program, ReplayPass, m) < at(program, BackwardPass, m)
-        if stage.is_tail:
-            assert (
-                of(program[: at(program, loss)], ForwardPass)
-                + of(program[: at(program, loss)], EmbedPass)
-                == every
-            )
-    for source, target in graph.edges():
-        assert of(programs[source], SendActivation) == of(programs[target], RecvActivation) != []
-        assert of(programs[target], SendGrad) == of(programs[source], RecvGrad) != []
+        assert every == other, name(case)
 
 
-@pytest.mark.parametrize("case", cases(), ids=name)
-def test_replay_that_keeps_everything_is_batch_sync(case):
-    graph, numbers = case
-    ways = [lists(graph, numbers, schedule) for schedule in (BatchSync, keeping(20))]
-    every, other = (
-        [[(type(i), i.kwargs) for i in program] for program in way.values()] for way in ways
-    )
-    assert every == other
-
-
-@pytest.mark.parametrize("case", cases() + random_cases(100), ids=name)
-def test_activations_in_flight(case):
+def test_activations_in_flight():
     """batch_sync holds all micro-batches; the others one more than there are stages behind, however
-    many there are."""
-    graph, numbers = case
-    for rank in range(graph.world_size):
-        stage, number = graph.stage_of(rank), len(every_micro_batch(graph, numbers, rank))
-        assert in_flight(lists(graph, numbers, BatchSync)[rank]) == number
-        for schedule in (Replay, PerMicroBatch):
-            assert in_flight(lists(graph, numbers, schedule)[rank]) == min(
-                stage.num_downstream + 1, number
-            )
+    many there are, or those that they keep."""
+    for case in CASES + random_cases(40):
+        graph, numbers = case
+        for schedule, kept in (
+            (BatchSync, 99),
+            (PerMicroBatch, 0),
+            *((keeping(n), n) for n in (0, 2)),
+        ):
+            for rank, program in lists(graph, numbers, schedule).items():
+                number = len(every_micro_batch(graph, numbers, rank))
+                held = max(kept, graph.stage_of(rank).num_downstream + 1)
+                assert in_flight(program) == min(held, number), name(case)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES.values())
-@pytest.mark.parametrize("case", cases(), ids=name)
-def test_sends_match_receives_along_every_edge(case, schedule):
-    graph, numbers = case
-    programs = lists(graph, numbers, schedule)
-    for source, target in graph.edges():
-        assert of(programs[source], SendActivation) == of(programs[target], RecvActivation) != []
-        assert of(programs[target], SendGrad) == of(programs[source], RecvGrad) != []
-
-
-@pytest.mark.parametrize("case", cases(), ids=name)
-def test_forward_only_is_the_forward_half(case):
-    graph, numbers = case
-    training, evaluation = lists(graph, numbers), lists(graph, numbers, ForwardOnly)
+def test_forward_only_is_the_forward_half():
     forward = (LoadMicroBatch, RecvActivation, ForwardPass, SendActivation)
-    for rank in training:
-        assert [(type(i), i.buffer_id) for i in evaluation[rank]] == [
-            (type(i), i.buffer_id) for i in training[rank] if isinstance(i, forward)
-        ]
+    for case in CASES:
+        training, evaluation = lists(*case), lists(*case, ForwardOnly)
+        for rank in training:
+            assert [(type(i), i.buffer_id) for i in evaluation[rank]] == [
+                (type(i), i.buffer_id) for i in training[rank] if isinstance(i, forward)
+            ], name(case)
 
 
 def test_a_replica_without_held_out_samples_does_nothing():
     graph = fork({branch: [range(1)] for branch in BRANCHES}, {"image": 2, "text": 1})
     assert lists(graph, {"image": 0, "text": 0}, ForwardOnly) == {0: [], 1: [], 2: []}
-
-
-def test_the_names_of_the_configuration():
-    assert list(SCHEDULES.items()) == [
-        ("batch_sync", BatchSync),
-        ("replay", Replay),
-        ("per_micro_batch", PerMicroBatch),
-    ]
 
 
 @pytest.mark.parametrize("word, schedule", [*SCHEDULES.items(), ("num_kept", keeping(2))])

@@ -13,28 +13,19 @@ from engine.topology import Stage, StageGraph, balanced_cuts, chain, fork, merge
 DEEP = {"image": [range(0, 3), range(3, 5)], "text": [range(0, 4)]}
 
 
-def by_name(graph: StageGraph) -> dict[str, Stage]:
-    return {stage.name: stage for stage in graph.stages}
-
-
 def graphs() -> list[StageGraph]:
     """Forks with every mixture of depths and replicas up to 3, and lines of both kinds."""
     found = []
     for image_stages, text_stages in itertools.product((1, 2, 3), repeat=2):
-        cuts = {
-            "image": [range(i, i + 1) for i in range(image_stages)],
-            "text": [range(i, i + 1) for i in range(text_stages)],
-        }
+        depths = {"image": image_stages, "text": text_stages}
+        cuts = {b: [range(i, i + 1) for i in range(depth)] for b, depth in depths.items()}
         found += [
             fork(cuts, {"image": i, "text": t}) for i, t in itertools.product((1, 2, 3), repeat=2)
         ]
         found += [chain(cuts, replicas) for replicas in (1, 2, 3)]
     for count, replicas in itertools.product((1, 2, 3), repeat=2):
-        found.append(
-            merged(
-                {branch: [range(i, i + 1) for i in range(count)] for branch in BRANCHES}, replicas
-            )
-        )
+        line = {branch: [range(i, i + 1) for i in range(count)] for branch in BRANCHES}
+        found.append(merged(line, replicas))
     return found
 
 
@@ -44,18 +35,12 @@ def test_fork_with_unequal_stages_and_replicas():
     assert [stage.name for stage in graph.stages] == ["image 0", "image 1", "text 0"]
     assert [stage.ranks for stage in graph.stages] == [(0, 1), (2, 3), (4, 5, 6)]
     assert [stage.replicas for stage in graph.stages] == [2, 2, 3]
-    assert [(stage.previous, stage.next) for stage in graph.stages] == [
-        (None, 1),
-        (0, None),
-        (None, None),
-    ]
+    lines = [(stage.previous, stage.next) for stage in graph.stages]
+    assert lines == [(None, 1), (0, None), (None, None)]
     assert [stage.loads for stage in graph.stages] == [("image",), (), ("text",)]
     assert [stage.tail_of for stage in graph.stages] == [(), ("image",), ("text",)]
-    assert (
-        image_0.layers == {"image": range(0, 3)}
-        and image_1.layers == {"image": range(3, 5)}
-        and text_0.layers == {"text": range(0, 4)}
-    )
+    assert [image_0.layers, image_1.layers] == [{"image": range(0, 3)}, {"image": range(3, 5)}]
+    assert text_0.layers == {"text": range(0, 4)}
     assert graph.world_size == 7
     assert graph.edges() == [(0, 2), (1, 3)]  # replica by replica; nothing between the branches
     assert graph.tails == (image_1, text_0)
@@ -74,32 +59,19 @@ def test_chain_is_one_line_with_the_loss_at_its_end():
         (0, 2),
         (1, None),
     ]
-    assert [stage.loads for stage in graph.stages] == [
-        ("image",),
-        (),
-        ("text",),
-    ]  # texts enter where their tower begins
-    assert [stage.tail_of for stage in graph.stages] == [
-        (),
-        (),
-        BRANCHES,
-    ]  # image embeddings pass through the text stages
+    # texts enter where their tower begins; image embeddings pass through the text stages
+    assert [stage.loads for stage in graph.stages] == [("image",), (), ("text",)]
+    assert [stage.tail_of for stage in graph.stages] == [(), (), BRANCHES]
     assert graph.edges() == [(0, 2), (1, 3), (2, 4), (3, 5)]
-    assert (
-        graph.tails == (text_0,)
-        and graph.tail("image") is text_0
-        and graph.entry("text") is text_0
-        and graph.entry("image") is image_0
-    )
+    assert graph.tails == (text_0,) and graph.tail("image") is text_0
+    assert graph.entry("text") is text_0 and graph.entry("image") is image_0
 
 
 def test_merged_stages_hold_a_slice_of_both_branches():
     graph = merged({"image": [range(0, 3), range(3, 5)], "text": [range(0, 1), range(1, 4)]}, 2)
     first, last = graph.stages
-    assert first.layers == {"image": range(0, 3), "text": range(0, 1)} and last.layers == {
-        "image": range(3, 5),
-        "text": range(1, 4),
-    }
+    assert first.layers == {"image": range(0, 3), "text": range(0, 1)}
+    assert last.layers == {"image": range(3, 5), "text": range(1, 4)}
     assert (first.loads, first.tail_of, last.loads, last.tail_of) == (BRANCHES, (), (), BRANCHES)
     assert graph.edges() == [(0, 2), (1, 3)] and graph.world_size == 4 and graph.tails == (last,)
 
@@ -111,84 +83,57 @@ def test_merged_of_one_stage_is_plain_data_parallel_training():
     assert (stage.previous, stage.next) == (None, None) and graph.edges() == []
 
 
-@pytest.mark.parametrize("graph", graphs(), ids=StageGraph.describe)
-def test_every_graph_is_whole(graph):
-    assert sorted(rank for stage in graph.stages for rank in stage.ranks) == list(
-        range(graph.world_size)
-    )
-    for rank in range(graph.world_size):
-        assert graph.stage_of(rank).ranks[graph.replica_of(rank)] == rank
-    assert [stage.stage_id for stage in graph.stages] == list(range(len(graph.stages)))
-    for branch in BRANCHES:
-        layers = [i for stage in graph.stages for i in stage.layers.get(branch, ())]
-        assert layers == list(range(len(layers))) and layers  # each once, in order
-        assert (
-            sum(branch in stage.loads for stage in graph.stages)
-            == sum(branch in stage.tail_of for stage in graph.stages)
-            == 1
-        )
-        at = graph.entry(branch)  # an entry reaches its tail
-        while branch not in at.tail_of:
-            at = graph.stages[at.next]
-    for stage in graph.stages:
-        assert stage.next is None or graph.stages[stage.next].previous == stage.stage_id
-        assert stage.previous is None or graph.stages[stage.previous].next == stage.stage_id
-        assert (stage.next is None) == stage.is_tail
-    for source, target in graph.edges():
-        assert graph.stage_of(source).next == graph.stage_of(target).stage_id
-        assert graph.replica_of(source) == graph.replica_of(target)
-    assert len(graph.edges()) == sum(
-        stage.replicas for stage in graph.stages if stage.next is not None
-    )
+def test_every_graph_is_whole():
+    for graph in graphs():
+        stages, where = graph.stages, graph.describe()
+        ranks = sorted(rank for stage in stages for rank in stage.ranks)
+        assert ranks == list(range(graph.world_size)), where
+        for rank in ranks:
+            assert graph.stage_of(rank).ranks[graph.replica_of(rank)] == rank, where
+        assert [stage.stage_id for stage in stages] == list(range(len(stages))), where
+        for branch in BRANCHES:
+            layers = [i for stage in stages for i in stage.layers.get(branch, ())]
+            assert layers == list(range(len(layers))) and layers, where  # each once, in order
+            assert sum(branch in stage.loads for stage in stages) == 1, where
+            assert sum(branch in stage.tail_of for stage in stages) == 1, where
+            at = graph.entry(branch)  # an entry reaches its tail
+            while branch not in at.tail_of:
+                at = stages[at.next]
+        for stage in stages:
+            assert stage.next is None or stages[stage.next].previous == stage.stage_id, where
+            assert stage.previous is None or stages[stage.previous].next == stage.stage_id, where
+            assert (stage.next is None) == stage.is_tail, where
+        for source, target in graph.edges():
+            assert graph.stage_of(source).next == graph.stage_of(target).stage_id, where
+            assert graph.replica_of(source) == graph.replica_of(target), where
+        fed = [stage for stage in stages if stage.next is not None]
+        assert len(graph.edges()) == sum(stage.replicas for stage in fed), where
 
 
 def stage(
     stage_id: int, ranks: tuple[int, ...], previous: int | None = None, next: int | None = None
 ) -> Stage:
+    layers = {"image": range(stage_id, stage_id + 1)}
     return Stage(
-        stage_id,
-        f"image {stage_id}",
-        {"image": range(stage_id, stage_id + 1)},
-        ranks,
-        previous,
-        next,
-        (),
-        (),
-        0,
-        ("image",),
+        stage_id, f"image {stage_id}", layers, ranks, previous, next, (), (), 0, ("image",)
     )
 
 
-@pytest.mark.parametrize("ranks", [((0, 1), (1, 2)), ((0,), (2,)), ((1,), (2,))])
-def test_ranks_must_number_the_world(ranks):
-    with pytest.raises(
-        ValueError, match=r"stage graph: ranks .* do not number the world 0\.\.\d+, each once"
-    ):
-        StageGraph("fork", tuple(stage(i, r) for i, r in enumerate(ranks)))
-
-
-def test_a_line_needs_equal_replicas():
-    with pytest.raises(
-        ValueError,
-        match="image 0 has 2 replicas and feeds image 1, which has 1; stages along one line need equal numbers",
-    ):
+def test_graphs_that_are_refused():
+    for ranks in ((0, 1), (1, 2)), ((0,), (2,)), ((1,), (2,)):
+        with pytest.raises(ValueError, match="do not number the world"):
+            StageGraph("fork", tuple(stage(i, r) for i, r in enumerate(ranks)))
+    with pytest.raises(ValueError, match="image 0 has 2 replicas and feeds image 1, which has 1"):
         StageGraph("fork", (stage(0, (0, 1), next=1), stage(1, (2,), previous=0)))
 
 
 def test_describe_reads_as_a_line():
-    assert (
-        fork(DEEP, {"image": 3, "text": 2}).describe()
-        == "fork: image 0 ×3 ─ image 1 ×3 | text 0 ×2"
-    )
+    forked = fork(DEEP, {"image": 3, "text": 2})
+    assert forked.describe() == "fork: image 0 ×3 ─ image 1 ×3 | text 0 ×2"
+    assert forked.describe_rank(5) == "rank 5 (image 1, replica 2)"
     assert chain(DEEP, 2).describe() == "chain: image 0 ×2 ─ image 1 ×2 ─ text 0 ×2"
-    assert (
-        merged({"image": [range(0, 2)], "text": [range(0, 3)]}, 4).describe()
-        == "merged: merged 0 ×4"
-    )
-
-
-def test_describe_rank_names_its_place():
-    assert fork(DEEP, {"image": 3, "text": 2}).describe_rank(5) == "rank 5 (image 1, replica 2)"
+    one = {"image": [range(0, 2)], "text": [range(0, 3)]}
+    assert merged(one, 4).describe() == "merged: merged 0 ×4"
 
 
 def test_record_is_json_and_gives_the_graph_back():
@@ -219,27 +164,20 @@ def best_of_all(costs: list[float], parts: int) -> float:
     )
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_balanced_cuts_is_optimal(seed):
-    draw = random.Random(seed)
-    costs = [
-        draw.choice([0, 1, 1, 2, 5, 20]) for _ in range(draw.randint(1, 9))
-    ]  # zeros and ties on purpose; sums are exact
-    for parts in range(1, len(costs) + 1):
-        cuts = balanced_cuts(costs, parts)
-        assert len(cuts) == parts and all(len(cut) > 0 for cut in cuts)
-        assert [i for cut in cuts for i in cut] == list(range(len(costs)))
-        assert max(sum(costs[i] for i in cut) for cut in cuts) == best_of_all(costs, parts)
+def test_balanced_cuts_is_optimal():
+    draw = random.Random(0)
+    lines = [[0] * 5]  # zeros and ties on purpose; sums are exact
+    lines += [[draw.choice([0, 1, 1, 2, 5, 20]) for _ in range(n % 9 + 1)] for n in range(40)]
+    for costs in lines:
+        for parts in range(1, len(costs) + 1):
+            cuts = balanced_cuts(costs, parts)
+            assert len(cuts) == parts and all(len(cut) > 0 for cut in cuts), costs
+            assert [i for cut in cuts for i in cut] == list(range(len(costs))), costs
+            costliest = max(sum(costs[i] for i in cut) for cut in cuts)
+            assert costliest == best_of_all(costs, parts), (costs, parts)
 
 
-def test_balanced_cuts_of_nothing_but_zeros():
-    assert all(len(cut) > 0 for cut in balanced_cuts([0.0] * 5, 3))
-
-
-@pytest.mark.parametrize("parts", [0, 4, -1])
-def test_more_stages_than_layers(parts):
-    with pytest.raises(
-        ValueError,
-        match=rf"{parts} stages for 3 layers: every stage needs at least one layer; use 1 to 3 stages",
-    ):
-        balanced_cuts([1.0, 1.0, 1.0], parts)
+def test_more_stages_than_layers():
+    for parts in (0, 4, -1):
+        with pytest.raises(ValueError, match=f"{parts} stages for 3 layers.*use 1 to 3"):
+            balanced_cuts([1.0, 1.0, 1.0], parts)

@@ -70,9 +70,13 @@ def test_where_the_store_is_gone_no_cause_is_made_up(watchdog, monkeypatch):
     assert "memory" not in words and "killed" not in words
 
 
-@pytest.mark.parametrize(
-    ("claim", "status", "said"),
-    [
+def test_a_reason_that_no_rank_reported_is_said_and_has_a_status_of_ours(watchdog, monkeypatch):
+    """Rank 1 says what has its name, though it reported nothing; rank 0 the rest."""
+    monkeypatch.setattr(watchdog_module, "BEAT_S", 0.01)
+    left, heard = [], []
+    monkeypatch.setattr(os, "_exit", lambda code: left.append(code) or watchdog._stop.set())
+    watchdog.tell = heard.append
+    for claim, status, said in (
         (b"0 0 all is well", 1, None),
         (b"0 2 no such file", 2, None),
         (b"1 75 go\x1b[2J on", 1, "go\\x1b[2J on (found in the store as from rank 1"),
@@ -81,21 +85,15 @@ def test_where_the_store_is_gone_no_cause_is_made_up(watchdog, monkeypatch):
         (b"", 1, None),
         (b"1", 1, "found in the store as from rank 1"),
         (b"1 " + b"9" * 5000 + b" \xff\xfe", 1, "\ufffd\ufffd (found"),
-    ],
-)
-def test_a_reason_that_no_rank_reported_is_said_and_has_a_status_of_ours(
-    watchdog, monkeypatch, claim, status, said
-):
-    """Rank 1 says what has its name, though it reported nothing; rank 0 the rest."""
-    monkeypatch.setattr(watchdog_module, "BEAT_S", 0.01)
-    left, heard = [], []
-    monkeypatch.setattr(os, "_exit", lambda code: left.append(code) or watchdog._stop.set())
-    watchdog.tell = heard.append
-    watchdog._store.set("failure", claim)
-    watchdog._watch()
-    assert left == [status]
-    assert len(heard) == (said is not None) and all(said in one for one in heard)
-    assert watchdog.cause_elsewhere(0.0)[1] == status
+    ):
+        for found in (left, heard):
+            found.clear()
+        watchdog._stop.clear()
+        watchdog._store.set("failure", claim)
+        watchdog._watch()
+        assert left == [status], claim
+        assert len(heard) == (said is not None) and all(said in one for one in heard), claim
+        assert watchdog.cause_elsewhere(0.0)[1] == status, claim
 
 
 def test_a_rank_says_its_own_failure_once(watchdog):
