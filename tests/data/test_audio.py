@@ -21,13 +21,13 @@ from bad_sets import encoded_image  # noqa: E402
 from data.bad_samples import BadSample
 from data.batching.mixture import open_sources
 from data.batching.requests import MicroBatchRequest
+from data.decoding import sounds as decoding
 from data.decoding.sounds import decode_audio, describe_audio, resampled
 from data.index.leaks import find_leaks
 from data.index.mapped import index_folder
 from data.index.sources import open_format, open_source
 from data.index.splits import split_source
 from data.loader import MicroBatchDataset
-from data.modalities.audio import decoding
 from data.modalities.audio.features import AudioFeatures
 from data.modalities.audio.modality import AudioModality
 from data.prepare import count_bad, refuse_too_many_bad, write_bad_samples

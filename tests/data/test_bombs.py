@@ -20,12 +20,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from data import bad_samples
 from data.bad_samples import BadSample
+from data.decoding import images as decoding
 from data.decoding.images import decode_bytes
 from data.decoding.sounds import decode_audio
 from data.formats.rows import Media
 from data.formats.shards import expand
 from data.index.sources import open_source
-from data.modalities import decoding
 from data.modalities.tokenizer import batch_tokens, load_tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -290,7 +290,7 @@ def test_a_caption_weighs_by_its_tokens_in_any_script(tmp_path):
 BALANCE_REFUSALS = [
     ({"strategy": "deel"}, "fork", "did you mean 'deal'"),
     ({"strategie": "deal"}, "fork", "unknown key 'branches.balance.strategie'.* 'strategy'"),
-    ({"min_size": 0}, "fork", "whole numbers of at least 1"),
+    ({"min_size": 0}, "fork", "whole number of at least 1"),
     ({"min_size": 9, "max_size": 3}, "fork", "min_size 9 is above max_size 3"),
     ("deal", "fork", "it is an object"),
     ({"window": 4}, "fork", "branches.balance.window: .* remove the key"),
