@@ -304,6 +304,27 @@ def evaluate_three_split(case: ThreeBranches) -> dict[str, tuple[dict[str, list[
     }
 
 
+def refused_evaluation(case: ThreeBranches) -> str:
+    """What each rank says of a held-out set of which the sounds have two other samples."""
+    engine, image_size = engine_of(case)
+    loads, batches = engine.place.loads, _micro_batches(case, engine, image_size)
+
+    def with_others():
+        for batch in batches:
+            if "audio_index" in batch:
+                batch["audio_index"] = batch["audio_index"] + (batch["audio_position"] < 2)
+            yield batch
+
+    number = engine.batches[loads[0]].num_micro_batches if loads else 0
+    try:
+        engine.evaluate(
+            with_others() if loads else None, number, case.global_batch_size, of_rows(alikeness)
+        )
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"
+
+
 @torch.no_grad()
 def evaluate_three_whole(case: ThreeBranches) -> dict[str, tuple[dict[str, list[float]], int]]:
     """The reference: whole towers, all embeddings at once."""

@@ -31,6 +31,7 @@ from three_branches import (
     ThreeBranches,
     evaluate_three_split,
     evaluate_three_whole,
+    refused_evaluation,
     train_three_split,
     train_three_whole,
     train_with_alignment,
@@ -715,6 +716,11 @@ def test_an_evaluation_compares_every_two_branches_as_whole_towers_do():
             assert result[name][1] == number < case.global_batch_size
             for direction, sums in directions.items():
                 assert result[name][0][direction] == pytest.approx(sums, rel=1e-5), direction
+
+
+def test_an_evaluation_of_branches_that_have_other_samples_is_refused_on_all_ranks():
+    said = run_ranks(3, refused_evaluation, fork_of_three((1, 1, 1), (1, 1, 1), (24, 24, 24)))
+    assert all("audio and text branches disagree about 2 of 24" in each for each in said), said
 
 
 def test_a_weight_of_a_loss_that_is_not_there_is_refused():
