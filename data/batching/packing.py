@@ -10,8 +10,8 @@ order, and a step waits for the slowest replica. A packing should therefore
 
 It is enough to sort the texts by length and to cut them into consecutive pieces: in any other
 packing, texts of two micro-batches can be exchanged until one has the longer ones, and neither
-costs more than before. `pack` cuts so that the costliest piece is as cheap as possible, and hands
-the pieces to the replicas, the costliest first.
+costs more than before. `pack` tries two kinds of cuts, those of the cheapest costliest piece and
+those of the least sum, and hands the pieces to the replicas, the costliest first.
 
 G: texts of the global batch, R: replicas, M: micro-batches of each.
 """
@@ -21,6 +21,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -28,6 +29,8 @@ from data.batching.branch_cost import BranchCost
 
 Packing = list[list[np.ndarray]]  # [replica][micro-batch] -> int64 positions 0..G-1, each once
 
+MOST_LENGTHS = 128  # where more are told apart, there is little to save and much to try
+IMPOSSIBLE = 1 << 61  # larger than the cost of any global batch
 COST_BITS = 20  # the costliest text is a whole number of this many bits
 MORE_PERCENT = (0, 5, 12, 25, 50, 100)  # that the costliest piece may cost, to save padding
 
@@ -72,8 +75,11 @@ def pack(
     costs, fixed = _whole_costs(cost, rising)
     most = np.minimum(bounds.max_size, bounds.max_tokens // rising)  # [G] texts up to each one
     best: tuple[int, np.ndarray, np.ndarray] | None = None
+    cheapest = _cheapest_cuts(costs, most, replicas * max(numbers), bounds.min_size)
     for number in numbers:
-        for sizes in _cuts(costs, most, fixed, replicas * number, bounds.min_size):
+        pieces = replicas * number
+        cuts = _cuts(costs, most, fixed, pieces, bounds.min_size)
+        for sizes in chain(cuts, cheapest.get(pieces, ())):
             ends = np.cumsum(sizes)
             seconds = fixed + sizes * costs[ends - 1]  # [R · M], in whole numbers
             lines = _hand_out(seconds, replicas)
@@ -102,6 +108,33 @@ def _whole_costs(cost: BranchCost, lengths: np.ndarray) -> tuple[np.ndarray, int
     return np.maximum(np.rint(seconds * unit), 1).astype(np.int64), int(
         np.rint(cost.fixed_s * unit)
     )
+
+
+def _cheapest_cuts(
+    costs: np.ndarray, most: np.ndarray, most_pieces: int, min_size: int
+) -> dict[int, list[np.ndarray]]:
+    """Sizes of the consecutive pieces whose sum of costs is least, of those that end where a length
+    ends, by their number; a number that the bounds leave no such pieces is not there."""
+    ends = np.flatnonzero(np.diff(costs, append=0)) + 1  # [L] of the texts of each length
+    if len(ends) > MOST_LENGTHS:
+        return {}
+    starts = np.append(0, ends[:-1])
+    sizes = ends - starts[:, None]  # [L, L] of a piece from one length to another
+    allowed = (sizes >= min_size) & (sizes <= most[ends - 1])
+    piece = np.where(allowed, sizes * costs[ends - 1], IMPOSSIBLE)
+    total, first_lengths, found = piece[0], [], {}  # of the pieces so far, up to each length
+    for pieces in range(1, min(most_pieces, len(ends)) + 1):
+        if pieces > 1:
+            totals = total[:-1, None] + piece[1:]
+            first_lengths.append(totals.argmin(axis=0) + 1)
+            total = np.minimum(totals.min(axis=0), IMPOSSIBLE)
+        if total[-1] < IMPOSSIBLE:
+            stops, last = [len(costs)], len(ends) - 1
+            for first in reversed(first_lengths):
+                stops.append(int(starts[first[last]]))
+                last = first[last] - 1
+            found[pieces] = [np.diff(np.append(0, stops[::-1]))]
+    return found
 
 
 def _cuts(
