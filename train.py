@@ -56,7 +56,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
 
     # DeepSpeed around this rank's stage, with the state of the run that goes on.
     engine = prepared.build_engine(ranks.processes, clock)
-    batching.follow(engine.place, engine.replica, ranks.loading.num_workers)
+    batching.follow(engine.stage, engine.comm.replica, ranks.loading.num_workers)
     notices = resume_run(prepared, engine)
     record = write_record(prepared)
     step = saved_step = prepared.step
@@ -92,10 +92,8 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     with Progress(step, total_steps, ranks.first) as bar:
         while step < total_steps and not stopping:
             # Forward, exact loss over the global batch, backward, optimizer: the plan's schedule.
-            start, shape = clock(), batching.shape(step)
-            metrics = engine.train_batch(
-                batches, bool(stop), feeding.counts, **shape, loss_weights=loss_weights.weights()
-            )
+            start, spec = clock(), batching.step_spec(step, loss_weights.weights())
+            metrics = engine.train_batch(batches, spec, bool(stop), feeding.counts)
             step, stopping = engine.global_steps, metrics.stop_requested
 
             # A line per step, in metrics.jsonl and the trackers.

@@ -259,10 +259,10 @@ def micro_batches(
 ) -> Iterator[dict[str, Tensor]] | None:
     """What the loader of this rank yields for one step: each micro-batch is made when it is asked
     for."""
-    branches = engine.place.loads
+    branches = engine.stage.loads
     if not branches:
         return None
-    places = [setup.dealt(b, step, engine.batches[b])[engine.replica] for b in branches]
+    places = [setup.dealt(b, step, engine.batches[b])[engine.comm.replica] for b in branches]
     return (
         {n: t for b, p in zip(branches, own) for n, t in samples(setup, b, step, p).items()}
         for own in zip(*places)

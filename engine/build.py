@@ -15,7 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from engine.communication import Communicator
-from engine.executor import ForkEngine, FromBytes
+from engine.executor import ForkEngine
 from engine.module import DescribesLayer, StageModule, learned_parameters
 from engine.objective import Objective
 from engine.optimizer.clipping_rules import group_of, rank_sets, refuse_idle_patterns
@@ -23,6 +23,7 @@ from engine.optimizer.parameter_groups import settings_of
 from engine.planning.planner import RunPlan, deepspeed_config
 from engine.processes.out_of_memory import BUILDING, RankSetup, Work, explained, message
 from engine.processes.start import as_local_rank
+from engine.stage_runner import FromBytes
 from engine.streams import runs_behind
 from engine.trace import HostClock
 

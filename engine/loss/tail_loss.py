@@ -131,7 +131,7 @@ class TailLoss:
         equal_shares: bool,
         source_starts: Sequence[int] | None,
     ):
-        self.comm, self.place, self.device, self.embed_dim = (
+        self.comm, self.stage, self.device, self.embed_dim = (
             comm,
             comm.stage,
             comm.device,
@@ -189,7 +189,7 @@ class TailLoss:
         """
         sizes = {
             branch: [len(output[f"{branch}_embeds"]) for output in outputs]
-            for branch in self.place.tail_of
+            for branch in self.stage.tail_of
         }
         told = self._told(outputs)
         counts = self._counts(told, num_samples)
@@ -209,7 +209,7 @@ class TailLoss:
             )
         made = _Gradients({branch: rows.embeds for branch, rows in own.items()}, sizes)
         for number, pair in enumerate(self.objective.pairs):
-            if not set(pair.branches) & set(self.place.tail_of):
+            if not set(pair.branches) & set(self.stage.tail_of):
                 continue
             scalars = {
                 name: outputs[0][tensor].detach()
@@ -222,7 +222,7 @@ class TailLoss:
             # accumulated: times the number of replicas makes that the sum. fp16: times the loss
             # scale, which the optimizer takes out again.
             of_pair = self.weights[self.objective.loss_name("contrastive", pair)]
-            factor = self.place.replicas * loss_scale * weight * of_pair
+            factor = self.stage.replicas * loss_scale * weight * of_pair
             # a share that is not finite: not-a-number, so that the step is skipped
             scale = factor + (result.share - result.share)
             made.add_embeds({b: gradient * scale for b, gradient in result.embeds.items()})
@@ -318,22 +318,22 @@ class TailLoss:
         (0: none). Of all last stages; of this one alone, as if its replicas were all alike, where
         that is enough."""
         own = {
-            branch: [_size(output, branch) for output in outputs] for branch in self.place.tail_of
+            branch: [_size(output, branch) for output in outputs] for branch in self.stage.tail_of
         }
-        return self.comm.told_by_tails(own) if self._tells else dict.fromkeys(self.place.ranks, own)
+        return self.comm.told_by_tails(own) if self._tells else dict.fromkeys(self.stage.ranks, own)
 
     def _counts(self, told: Mapping[int, Any], num_samples: int) -> dict[str, list[int]]:
         """Rows of each replica of this stage, for each branch that ends in it."""
         counts = {
-            branch: [sum(rows for rows, _ in told[rank][branch]) for rank in self.place.ranks]
-            for branch in self.place.tail_of
+            branch: [sum(rows for rows, _ in told[rank][branch]) for rank in self.stage.ranks]
+            for branch in self.stage.tail_of
         }
         for branch, each in counts.items():
             of_sample = self.rows_per_sample.get(branch, 1)
             expected = self.num_rows.get(branch, num_samples * of_sample)
             if sum(each) != expected:
                 raise RuntimeError(
-                    f"{self.place.name}: {sum(each)} rows of {branch} came for a batch of "
+                    f"{self.stage.name}: {sum(each)} rows of {branch} came for a batch of "
                     f"{num_samples} samples with {of_sample} of them per sample, which needs "
                     f"{expected}; load as many as train_batch was given"
                 )
@@ -344,7 +344,7 @@ class TailLoss:
         none = torch.zeros(0, dtype=torch.int64, device=self.device)
         blank = torch.zeros(0, self.embed_dim, device=self.device)
         rows = {}
-        for branch in self.place.tail_of:
+        for branch in self.stage.tail_of:
             embeds, position, index = (
                 [output[f"{branch}_{part}"].detach() for output in outputs]
                 for part in ("embeds", "position", "index")

@@ -23,7 +23,7 @@ from data.batching.requests import MicroBatchRequest
 from data.batching.settings import Setting, setting_at
 from data.prepare import PreparedData
 from engine.config.reading import BranchesBlock
-from engine.executor import ForkEngine
+from engine.executor import ForkEngine, StepSpec
 from engine.json_messages import from_first_rank, to_first_rank
 from engine.planning.costs import CostModel
 from engine.planning.planner import RunPlan
@@ -152,16 +152,16 @@ class Batching:
             meta_first=meta_first,
         )
 
-    def shape(self, step: int) -> dict[str, Any]:
-        """What `train_batch` must know of a step: the numbers of micro-batches, and rows per
-        sample."""
+    def step_spec(self, step: int, loss_weights: Mapping[str, float]) -> StepSpec:
+        """Numbers of micro-batches and rows per sample of a step."""
         setting = setting_at(self.batches.settings, step)
         captions = {"text": setting.feed_rates.captions_per_image}
-        return {
-            "num_micro_batches": setting.num_micro_batches[self._branch],
-            "num_kept": num_kept(self.plan, self._branch, setting),
-            "rows_per_sample": captions if "text" in self.plan.batches else {},
-        }
+        return StepSpec(
+            num_micro_batches=setting.num_micro_batches[self._branch],
+            num_kept=num_kept(self.plan, self._branch, setting),
+            rows_per_sample=captions if "text" in self.plan.batches else {},
+            loss_weights=loss_weights,
+        )
 
     def line(self, metrics: StepMetrics, step: int, step_s: float) -> dict[str, float]:
         """The step's line of metrics.jsonl, with the feed rates that may change."""

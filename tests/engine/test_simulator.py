@@ -567,7 +567,7 @@ class BackToFront(BatchSync):
     def steps(self) -> Iterator[list[PipeInstruction]]:
         groups = list(super().steps())
         forwards = groups[: self.micro_batches]
-        yield from reversed(forwards) if self.place.is_tail else forwards
+        yield from reversed(forwards) if self.own_stage.is_tail else forwards
         yield from groups[self.micro_batches :]
 
 
@@ -576,7 +576,7 @@ class SendsTwice(BatchSync):
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         yield from super().steps()
-        if self.place.previous is None:
+        if self.own_stage.previous is None:
             yield [SendActivation(2)]
 
 
@@ -584,7 +584,7 @@ class ReceivesFromNobody(BatchSync):
     """Wrong on purpose: the first stage waits for activations."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        if self.place.previous is None:
+        if self.own_stage.previous is None:
             yield [RecvActivation(0)]
         yield from super().steps()
 
@@ -606,7 +606,7 @@ class GradientsFirst(BatchSync):
     def steps(self) -> Iterator[list[PipeInstruction]]:
         for m in range(self.micro_batches):
             own = [self.forward(m), self.backward(m)]
-            yield from own if self.place.is_tail else reversed(own)
+            yield from own if self.own_stage.is_tail else reversed(own)
 
 
 def test_a_cycle_is_named_by_simulate(monkeypatch):
@@ -617,7 +617,7 @@ def test_a_cycle_is_named_by_simulate(monkeypatch):
 
 class NothingBetween(BatchSync):
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        yield [*([ComputeLoss(), ComputeLoss()] if self.place.is_tail else []), OptimizerStep()]
+        yield [*([ComputeLoss(), ComputeLoss()] if self.own_stage.is_tail else []), OptimizerStep()]
 
 
 def test_collectives_may_follow_each_other(monkeypatch):
