@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from engine.communication import Communicator, Signature, existing, gradients_of, signature_of
-from engine.loss.exchange import MAX_WEIGHT
+from engine.loss.pair_batch import MAX_WEIGHT
 from engine.module import Outline, StageModule
 from engine.schedule import (
     ComputeLoss,

@@ -1,7 +1,7 @@
 """What a last stage does when it comes to `ComputeLoss`: its rows into the losses of its pairs, the
 gradients of what its layers made.
 
-outputs of the waiting micro-batches ── gather ── for each pair: meet ── exchange_loss ─────┐
+outputs of the waiting micro-batches ── gather ── for each pair: align_pair ── exchange_loss ─────┐
                                                                      └── match, if asked ───┴── gradients by micro-batch, added up
 """
 
@@ -15,19 +15,9 @@ import torch
 from torch import Tensor
 
 from engine.communication import Communicator
-from engine.loss.exchange import (
-    NO_WEIGHT,
-    Arrived,
-    LossResult,
-    Meeting,
-    Rows,
-    by_source,
-    exchange_loss,
-    gather,
-    meet,
-    share_parameters,
-)
+from engine.loss.exchange import LossResult, by_source, exchange_loss, share_parameters
 from engine.loss.matching import Matched, Scoring, match
+from engine.loss.pair_batch import NO_WEIGHT, GatheredRows, PairBatch, Rows, align_pair, gather
 from engine.objective import Objective, Pair
 
 
@@ -198,7 +188,7 @@ class TailLoss:
         if batch is not None:
             own = self._numbered_from_0(own, counts)
         with torch.no_grad():
-            arrived = gather(
+            gathered = gather(
                 self.comm,
                 self.objective,
                 own,
@@ -216,8 +206,8 @@ class TailLoss:
                 for name, tensor in pair.scalars.items()
                 if tensor in outputs[0]
             }
-            meeting, shared, result = self._pair_loss(pair, arrived, scalars)
-            self._note(number, pair, meeting, result=result, scalars=scalars, weight=weight)
+            pair_batch, shared, result = self._pair_loss(pair, gathered, scalars)
+            self._note(number, pair, pair_batch, result=result, scalars=scalars, weight=weight)
             # ∂L/∂ of the own rows, L over the batch. The reduction over replicas averages what each
             # accumulated: times the number of replicas makes that the sum. fp16: times the loss
             # scale, which the optimizer takes out again.
@@ -236,7 +226,7 @@ class TailLoss:
                 matched = match(
                     self.comm,
                     pair,
-                    meeting,
+                    pair_batch,
                     outputs,
                     shared,
                     sizes=[
@@ -265,24 +255,24 @@ class TailLoss:
 
     @torch.no_grad()
     def _pair_loss(
-        self, pair: Pair, arrived: Arrived, scalars: Mapping[str, Tensor]
-    ) -> tuple[Meeting, dict[str, Tensor], LossResult]:
+        self, pair: Pair, gathered: GatheredRows, scalars: Mapping[str, Tensor]
+    ) -> tuple[PairBatch, dict[str, Tensor], LossResult]:
         """The exchange of one pair; the learned scalars as all of its last stages know them; the
         loss."""
-        meeting = meet(arrived, pair, alone=len(self.objective.pairs) == 1)
-        if len(self.objective.pairs) == 1 and not meeting.num_rows:
+        pair_batch = align_pair(gathered, pair, alone=len(self.objective.pairs) == 1)
+        if len(self.objective.pairs) == 1 and not pair_batch.num_rows:
             raise OSError(
                 "not one pair of this batch could be loaded; see bad_samples.jsonl in the folder "
                 "of the run"
             )
-        shared = share_parameters(self.comm, pair, meeting, scalars)
-        return meeting, shared, exchange_loss(self.comm, pair, meeting, shared)
+        shared = share_parameters(self.comm, pair, pair_batch, scalars)
+        return pair_batch, shared, exchange_loss(self.comm, pair, pair_batch, shared)
 
     def _note(
         self,
         number: int,
         pair: Pair,
-        meeting: Meeting,
+        pair_batch: PairBatch,
         result: LossResult,
         scalars: Mapping[str, Tensor],
         weight: float,
@@ -291,13 +281,13 @@ class TailLoss:
         self.sums.loss += share * self.weights[self.objective.loss_name("contrastive", pair)]
         self.sums.losses[number, 0] += share.double()
         if len(self._source_starts):
-            shares, samples = by_source(pair, meeting, result, self._source_starts)
+            shares, samples = by_source(pair, pair_batch, result, self._source_starts)
             self.sums.sources[:, number] += torch.stack([shares * weight, samples])
         # every last stage of the pair sees the same; one counts
         if self.comm.rank == self.comm.graph.tail(pair.first).ranks[0]:
-            self.sums.misaligned += meeting.num_misaligned
-            self.sums.left_out[number] += meeting.num_not_loaded
-            self.sums.duplicates[number] += meeting.num_duplicates
+            self.sums.misaligned += pair_batch.num_misaligned
+            self.sums.left_out[number] += pair_batch.num_not_loaded
+            self.sums.duplicates[number] += pair_batch.num_duplicates
         if scalars and self.comm.replica == 0:
             before = sum(len(earlier.scalars) for earlier in self.objective.pairs[:number])
             self.sums.scalars[before : before + len(scalars)] = torch.cat(
