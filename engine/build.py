@@ -53,8 +53,8 @@ def build_engine(
     the samples, ascending, whose losses are reported separately; None: there is one. A pair of the
     `objective` may have a `matching` loss where the last layer of its second branch has a `fusion`.
     `clock`: what steps are measured by on a CPU. `from_bytes`: by the names of inputs, what makes
-    values of those that come as uint8, on this rank's device. Raises ValueError for a pattern (of clipping or decay) that matches no parameter, OutOfMemory
-    when the stage does not fit.
+    values of those that come as uint8, on this rank's device. Raises ValueError for a pattern (of
+    clipping or decay) that matches no parameter, OutOfMemory when the stage does not fit.
     """
     rank = dist.get_rank()
     device = torch.device(get_accelerator().current_device_name())
@@ -69,25 +69,15 @@ def build_engine(
         total_num_steps,
         max(stage.replicas for stage in plan.graph.stages),
     )
-    groups = {
-        b: [
-            {group_of(name, plan.clipping) for name in learned_parameters(spec) if learns}
-            for spec, learns in zip(specs, plan.trainable[b])
-        ]
-        for b, specs in layers.items()
-    }
-    sets_of_groups = rank_sets(
-        plan.graph, groups, sharded=resolved.get("zero_optimization", {}).get("stage", 0) > 0
-    )
-    settings = settings_of(plan.optimizer_groups, layers, config["optimizer"])
-    own_sets = [ranks for sets in sets_of_groups.values() for ranks in sets]
+    sharded = resolved.get("zero_optimization", {}).get("stage", 0) > 0
+    sets_of_groups = rank_sets(plan.graph, _clipping_groups(plan, layers), sharded)
     comm = Communicator(
         graph=plan.graph,
         objective=objective,
         rank=rank,
         device=device,
         timeout=timeout,
-        rank_sets=own_sets,
+        rank_sets=[ranks for sets in sets_of_groups.values() for ranks in sets],
         clock=clock,
     )
     setup = RankSetup(plan, config, plan.graph.stage_of(rank), runs_behind(device))
@@ -100,7 +90,7 @@ def build_engine(
             build_layer=build_layer,
             stage_group=comm.stage_group,
             seed=seed,
-            settings=settings,
+            settings=settings_of(plan.optimizer_groups, layers, config["optimizer"]),
             trainable=plan.trainable,
             batch_norm_locked=plan.batch_norm_locked,
             compiled=plan.compiled,
@@ -121,3 +111,16 @@ def build_engine(
             setup=setup,
             from_bytes=from_bytes,
         )
+
+
+def _clipping_groups(
+    plan: RunPlan, layers: Mapping[str, Sequence[DescribesLayer]]
+) -> dict[str, list[set[str]]]:
+    """branch -> of each layer the groups that what it learns is clipped in."""
+    return {
+        branch: [
+            {group_of(name, plan.clipping) for name in learned_parameters(spec) if learns}
+            for spec, learns in zip(specs, plan.trainable[branch])
+        ]
+        for branch, specs in layers.items()
+    }
