@@ -168,8 +168,7 @@ class IndexWriter(contextlib.ExitStack):
             name: self.enter_context(open(folder / name, "xb"))
             for name in numbers_of(modalities).names or ()
         }
-        self._containers: dict[str, int] = {}
-        self._parts: list[tuple[str, int, list[int], UnusedCounts]] = []
+        self._parts: list[tuple[str, str, list[int], UnusedCounts]] = []
         self.rows = 0
 
     def append(
@@ -188,8 +187,7 @@ class IndexWriter(contextlib.ExitStack):
                 column.write(numbers[name].tobytes())
         sizes = [len(numbers) for _, numbers in batches]
         self.rows += sum(sizes)
-        container = self._containers.setdefault(file, len(self._containers))
-        self._parts.append((stamp, container, sizes, unused))
+        self._parts.append((stamp, file, sizes, unused))
 
     def publish(self, target: Path, made_of: str) -> None:
         """Move the files into the folder of the index, and then name them: others find them whole,
@@ -202,7 +200,6 @@ class IndexWriter(contextlib.ExitStack):
             "columns": begins,
             "fingerprint": made_of,
             "parts": self._parts,
-            "containers": list(self._containers),
             "files": {file.name: (os.path.getsize(file), checksum(file)) for file in files},
         }
         write_text(self._folder / META, json.dumps(meta))
@@ -339,12 +336,10 @@ def _update(digest: Any, sample: Sample | Unused) -> None:
 
 def _as_batch(format: Format, rows: list[dict[str, Any]]) -> tuple[pa.RecordBatch, np.ndarray]:
     texts, kinds = texts_of(format.modalities), numbers_of(format.modalities)
-    columns = [pa.array([row[field.name] for row in rows], field.type) for field in texts]
     numbers = np.zeros(len(rows), kinds)
     for name in kinds.names or ():
-        values = [row.get(name, 0) for row in rows]
-        numbers[name] = np.array(values, kinds[name])
-    return pa.record_batch(columns, schema=texts), numbers
+        numbers[name] = np.array([row.get(name, 0) for row in rows], kinds[name])
+    return pa.RecordBatch.from_pylist(rows, texts), numbers
 
 
 # -- one row
