@@ -124,15 +124,6 @@ def test_a_character_of_another_font_is_drawn(emoji_set):
     assert not np.array_equal(first, second)
 
 
-@pytest.mark.skipif(
-    bool(fonts_for(["犬猫"]).missing), reason="no font of this machine has Chinese characters"
-)
-def test_chinese_beside_latin_is_drawn(emoji_set):
-    """Boxes, or the block of Unicode, would be the same for both."""
-    (dog, notice), (cat, _) = (sheet_of(caption, emoji_set) for caption in ("a 犬", "a 猫"))
-    assert notice is None and dog.shape == cat.shape and not np.array_equal(dog, cat)
-
-
 def test_the_sheet_is_drawn_by_the_seed(demo, emoji_set):
     first, again, other = (pixels_of(contact_sheet(demo, 7, seed)[0]) for seed in (1, 1, 2))
     assert np.array_equal(first, again) and not np.array_equal(first, other)

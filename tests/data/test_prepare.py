@@ -167,14 +167,6 @@ def test_held_out_samples_from_elsewhere(emoji_set, folder):
     assert held.source.captions(0) == open_source(f"jsonl:{whole}").captions(17)
 
 
-def test_held_out_sets_by_name(spec, folder):
-    for each, fraction, names in ((spec, 0.0, []), ("demo", 0.1, ["family", "composition"])):
-        (folder / each[:4]).mkdir()
-        data = prepared(each, folder / each[:4], val_fraction=fraction)
-        assert list(data.held_out) == names
-        assert contents(data) == contents(prepared(each, folder / each[:4], val_fraction=fraction))
-
-
 def test_a_tokenizer_that_is_given_is_not_copied_and_wins_over_the_kept_one(
     spec, folder, tmp_path, tokenizer
 ):
@@ -185,10 +177,3 @@ def test_a_tokenizer_that_is_given_is_not_copied_and_wins_over_the_kept_one(
     assert {path.name for path in folder.iterdir()} == {"samples"}
     assert prepared(spec, folder, **QUARTER).tokenizer.get_vocab() != vocabulary
     assert prepared(spec, folder, theirs, **QUARTER).tokenizer.get_vocab() == vocabulary
-
-
-def test_refusals_pass_through(spec, folder):
-    with pytest.raises(ValueError, match="unknown kind 'imagenet'"):
-        prepared("imagenet:x", folder)
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        prepared(spec, folder, str(folder / "nowhere"))
