@@ -48,7 +48,7 @@ def test_demo_names_stay_readable():
 
 def test_demo_has_every_language_in_the_asked_order(demo):
     languages = "es ja ko pt it fr de fa id zh ru tr ar en".split()
-    every = open_source("demo:" + "+".join(languages))
+    every = open_source("demo:" + "+".join(languages), check="header")
     assert len(every) == len(demo) and open_source("demo:en").spec == "demo"
     for i in range(len(every)):
         captions = every.captions(i)
