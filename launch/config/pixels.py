@@ -7,7 +7,7 @@ here it becomes a `Preprocessing`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from PIL import Image
 
 from common.files import read_json
 from data.modalities.preprocessing import CLIP, INTERPOLATIONS, NORMALIZATIONS, Preprocessing
+from launch.config.groups import PIXELS, ImageOptions
 from launch.config.imported import branches_held, options_of_export
 from models.towers.image import full_name
 from models.towers.libraries import open_clip, timm, transformers_image
@@ -37,6 +38,35 @@ ASSUMED = (
     ", so CLIP's values are assumed; give --image-normalization imagenet if torchvision or timm "
     "trained them, half for SigLIP"
 )
+
+
+def settled_pixels(
+    given: Mapping[str, Any],
+    values: Mapping[str, Any],
+    held: Sequence[str],
+    began: Mapping[str, Any],
+) -> tuple[dict[str, Any], bool]:
+    """The image size and how pixels are prepared: as given, else as the run began, else as the
+    weights of the image tower were trained, else CLIP's. Also whether those weights say it."""
+    asked: dict[str, Any] = {name: given.get(name) for name in PIXELS}
+    ImageOptions(image_normalization=given.get("image_normalization"), **asked).check_pixels()
+    if given.get("image_normalization"):
+        asked["image_mean"], asked["image_std"] = NORMALIZATIONS[given["image_normalization"]]
+    weights = values["imported"] if "image" in held else values["image_weights"]
+    trained = None if weights is None or began else trained_with(weights, values["image_tower"])
+    preprocessing, size = trained or (Preprocessing.from_options(began), values["image_size"])
+    size = given.get("image_size") or size
+    found: dict[str, Any] = {
+        name: default if asked[name] is None else asked[name]
+        for name, default in preprocessing.options(size).items()
+    }
+    if found["image_resize"] < size:
+        raise ValueError(
+            f"argument --image-resize: {found['image_resize']} is below --image-size {size}; the "
+            "centre is cropped from it"
+        )
+    Preprocessing.from_options({**found, "image_size": size})
+    return {"image_size": size, **found}, trained is not None
 
 
 def trained_with(where: str, image_tower: str) -> tuple[Preprocessing, int] | None:
