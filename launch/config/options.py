@@ -192,16 +192,13 @@ def default_of(name: str, is_demo: bool = False) -> Any:
 
 def _refuse_two_lengths(layers: dict[str, Mapping[str, Any]]) -> None:
     """Epochs and steps are two words for one choice: the strongest layer that says one decides."""
-    decided = False
     for name, layer in layers.items():
         said = [word for word in EITHER if layer.get(word) is not None]
-        if decided:
-            layers[name] = {key: v for key, v in layer.items() if key not in EITHER}
-        elif len(said) > 1:
+        if len(said) > 1:
             raise ValueError("argument --steps: not allowed with argument --epochs")
-        elif said:
-            decided = True
+        if said:
             layers[name] = {**layer, **{word: layer.get(word) for word in EITHER}}
+            return
 
 
 def _values(parser: argparse.ArgumentParser, words: Sequence[str]) -> dict[str, Any]:
