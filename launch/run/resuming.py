@@ -91,8 +91,9 @@ def change_of_size(order: GlobalOrder, step: int, total_steps: int) -> str | Non
         return None
     epoch = order.epoch(step)
     visited = order.samples_before(step) - order.samples_before(order.first_step(epoch))
+    left = order.epoch_samples - visited
     return (
         f"{order.global_batch_size:,} samples a step, and before {order.earlier[-1][1]:,}: the "
-        f"{order.epoch_samples - visited:,} samples left of epoch {epoch + 1} follow in their order; "
-        f"the learning rate's schedule counts steps, {total_steps:,} in all"
+        f"{left:,} samples left of epoch {epoch + 1} follow in their order; the learning "
+        f"rate's schedule counts steps, {total_steps:,} in all"
     )

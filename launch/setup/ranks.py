@@ -53,8 +53,8 @@ class LiveRanks:
     """The processes of this run, started here, with a watchdog that ends them all when one is lost.
     `run`: gets the watchdog and the folder, for the report of a failure.
 
-    `number` of ranks, `described` in words; `first`: is this one the first? `costs`: what the layers
-    cost here.
+    `number` of ranks, `described` in words; `first`: is this one the first? `costs`: what the
+    layers cost here.
     """
 
     def __init__(self, options: Options, run: Run, stop: StopRequest):

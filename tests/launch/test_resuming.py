@@ -30,8 +30,8 @@ def test_sizes_so_far_that_are_those_of_the_run_that_goes_on():
 def test_what_another_size_means_is_said_once():
     order = GlobalOrder(20_025, 96, 0, earlier=((746, 64),))
     assert change_of_size(order, 746, 1234) == (
-        "96 samples a step, and before 64: the 12,217 samples left of epoch 3 follow in their order;"
-        " the learning rate's schedule counts steps, 1,234 in all"
+        "96 samples a step, and before 64: the 12,217 samples left of epoch 3 follow in their "
+        "order; the learning rate's schedule counts steps, 1,234 in all"
     )
     assert change_of_size(order, 747, 1234) is None
     assert change_of_size(GlobalOrder(20_025, 64, 0), 746, 1234) is None
