@@ -260,20 +260,27 @@ class CostModel:
     ) -> CostModel:
         """With what DeepSpeed's configuration says of precision, ZeRO and activation
         checkpoints."""
-        zero = config.get("zero_optimization", {})
         return cls(
             layers=layers,
             machine=machine,
             state=StateBytes.of(config),
             embed_dim=embed_dim,
-            checkpoint_interval=config.get("pipeline", {}).get("activation_checkpoint_interval", 0),
-            sharded_optimizer=zero.get("stage", 0) == 1,
-            early_averages=averages_early(config),
             pairs=pairs,
             token_bytes=token_bytes or {},
             compared=compared,
             compiled_share=compiled_share or {},
             loading=loading,
+        ).under(config)
+
+    def under(self, config: Mapping[str, Any]) -> CostModel:
+        """The same layers under another configuration."""
+        pipeline, zero = (config.get(key, {}) for key in ("pipeline", "zero_optimization"))
+        return replace(
+            self,
+            state=StateBytes.of(config),
+            checkpoint_interval=pipeline.get("activation_checkpoint_interval", 0),
+            sharded_optimizer=zero.get("stage", 0) == 1,
+            early_averages=averages_early(config),
         )
 
 

@@ -126,18 +126,7 @@ def _kept(
     known = from_first_rank(known if usable else None)
     if known is None:
         return None
-    costs = cost_model_from_json(known)
-    return CostModel.of(
-        costs.layers,
-        costs.machine,
-        config,
-        embed_dim=model.embed_dim,
-        pairs=costs.pairs,
-        token_bytes=costs.token_bytes,
-        compared=_compared(model),
-        compiled_share=costs.compiled_share,
-        loading=costs.loading,
-    )
+    return replace(cost_model_from_json(known), compared=_compared(model)).under(config)
 
 
 def are_of(
