@@ -106,12 +106,7 @@ def test_every_row_of_a_batch_has_the_weight_of_its_sample_in_the_whole_batch(
     micro-batch."""
     lengths = np.random.default_rng(0).integers(3, 30, 40)
     texts = TextPacker(TokenCounts(lengths, np.arange(41)), 32, 0) if packed else None
-    setting = Setting(
-        0,
-        {"image": 3, "text": 2},
-        {"text": BranchCost(1, 1)},
-        FeedRates(captions_per_image=captions),
-    )
+    setting = Setting(0, {"image": 3, "text": 2}, BranchCost(1, 1), FeedRates(captions))
     batches = Batches(
         GlobalOrder(40, 12, seed=1),
         np.arange(300, 340),
