@@ -33,7 +33,7 @@ import xxhash
 from filelock import FileLock
 from torch import Tensor
 
-from common.files import make_folder, refuse_link, remove
+from common.files import make_folder, refuse_link
 from data.bad_samples import BadSample
 from data.formats.specs import cache_folder
 from data.index.sources import Source
@@ -44,7 +44,6 @@ from data.progress import progress_bar
 GIB = 1 << 30
 DEFAULT_LIMIT = 50 * GIB
 FILE = "samples-2.sqlite"
-EARLIER = "samples.sqlite"  # without checksums
 PAGE_BYTES = 16 << 10  # reads images of 150 KB at 3 GB/s, and wastes half a page of each
 READ_S = 10.0  # how long a reader waits for another process that repairs the file
 BATCH_BYTES = 4 << 20  # stored at a time
@@ -225,8 +224,6 @@ def _open(folder: Path) -> sqlite3.Connection:
     for name in (FILE, f"{FILE}-wal", f"{FILE}-shm", "lock"):
         refuse_link(folder / name)
     with FileLock(folder / "lock", timeout=READ_S):  # two that make the file at once would fail
-        for end in ("", "-wal", "-shm"):
-            remove(folder / (EARLIER + end), folder)
         connection = sqlite3.connect(
             folder / FILE, READ_S, isolation_level=None, check_same_thread=False
         )
