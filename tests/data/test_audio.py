@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from plain_requests import request_of
 from transformers import ASTFeatureExtractor, ClapFeatureExtractor, WhisperFeatureExtractor
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -20,7 +21,6 @@ from bad_sets import encoded_image  # noqa: E402
 
 from data.bad_samples import BadSample
 from data.batching.mixture import open_sources
-from data.batching.requests import MicroBatchRequest
 from data.decoding import sounds as decoding
 from data.decoding.sounds import decode_audio, describe_audio, resampled
 from data.index.leaks import find_leaks
@@ -237,8 +237,7 @@ def test_training_augments_by_the_seed_alone(tmp_path):
     def load(augmentation, training=True, epoch=0, rows=slice(None)):
         features = AudioFeatures("ClapFeatureExtractor", CLAP, 16_000, augmentation)
         dataset = MicroBatchDataset(source, [AudioModality(features)], seed=5)
-        place = np.arange(len(index))
-        request = MicroBatchRequest(0, epoch, index[rows], place[rows], training=training)
+        request = request_of(index[rows], epoch, training)
         meta = dataset.meta_batch(request)["input_features"]
         made = dataset[request]["input_features"]
         assert meta.shape == made.shape and meta.dtype == made.dtype == torch.float32
@@ -282,8 +281,7 @@ def test_a_mixed_run_of_two_sets_and_samples_that_lack_a_modality(tmp_path):
     assert source.lacking("image")[source.usable()].tolist() == [False, True, False, False, False]
     features = AudioFeatures("ClapFeatureExtractor", CLAP, 16_000)
     dataset = MicroBatchDataset(source, [AudioModality(features)])
-    index = source.usable()
-    loaded, report = dataset.load(MicroBatchRequest(0, 0, index, np.arange(5), training=False))
+    loaded, report = dataset.load(request_of(source.usable(), training=False))
     assert loaded["audio_index"].tolist() == [-1, 1, 2, -4, -7] and not report.bad
     # images and texts alone are what they were, whatever sounds lie beside them
     assert open_source(f"jsonl:{tmp_path}/set.jsonl").usable().tolist() == [0, 2, 3]
