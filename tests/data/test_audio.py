@@ -214,7 +214,8 @@ def test_channels_are_averaged_and_the_rate_is_brought_to_the_towers():
 
 def test_evaluation_is_the_librarys_own_extractor():
     """A short sound as it pads it; of a long one the middle."""
-    short, long = tone(0.4, rate=16_000), tone(1.5, rate=16_000)
+    long = np.random.default_rng(0).standard_normal(24_000, np.float32)  # no part like another
+    short = tone(0.4, rate=16_000)
     for extractor, values in (
         (ClapFeatureExtractor, {**CLAP, "max_length_s": 1}),
         (ASTFeatureExtractor, {"num_mel_bins": 16, "max_length": 98}),
