@@ -21,7 +21,6 @@ from common.options import (
     positive,
     words,
 )
-from data.modalities.audio.augmentations import AUGMENTATIONS
 from data.modalities.preprocessing import (
     INTERPOLATIONS,
     NORMALIZATIONS,
@@ -314,7 +313,7 @@ class AudioOptions(OptionGroup):
         "of training sounds: a clip from anywhere in a longer sound; stripes of time and of "
         "frequency masked (SpecAugment); Gaussian noise, 5 to 30 dB quieter",
         "crop[+spec][+noise]|none",
-        words(AUGMENTATIONS),
+        words(("crop", "spec", "noise")),
         shown="crop+spec",
         kept=True,
     )
