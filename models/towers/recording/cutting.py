@@ -1,6 +1,6 @@
 """Layers of a recorded model: the record is cut before each block, where few tensors are alive.
 
-    Tape ── where? ──> parts: what each computes, reads, makes ── bodies ──> layers, tried out on meta
+    Tape ── where? ──> parts: what each computes, reads, makes ── bodies ──> layers, tried out
 
 A block is a child of one of the model's lists of blocks, or a module that stands for itself and has
 several weights. Neighbours become one layer where a cut between them is not possible: they share

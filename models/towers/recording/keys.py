@@ -40,6 +40,15 @@ def of_dataclass(kind: type) -> dict[str, tuple[Any, Any]]:
     return {field.name: (hints[field.name], field.default) for field in dataclasses.fields(kind)}
 
 
+def of_annotations(kind: type, below: type) -> dict[str, tuple[Any, Any]]:
+    """What a class and its bases declare, but for what `below` and its bases do."""
+    bases = [each for each in kind.__mro__ if not issubclass(below, each)]
+    found: dict[str, Any] = {}
+    for each in reversed(bases):
+        found |= inspect.get_annotations(each, eval_str=True)
+    return {key: (annotation, None) for key, annotation in found.items()}
+
+
 def read_keys(
     name: str,
     overrides: Mapping[str, str],

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,19 +16,23 @@ from models.towers.names import refuse
 from models.towers.pooling import ADDED, AttentionPool, MaxPool, MeanPool
 from models.towers.recording.cutting import Recipe, record_layers
 from models.towers.recording.precision import with_exact_statistics
+from models.towers.recording.tracing import CannotRun
 
 OWN_POOLS = {"avg": MeanPool, "max": MaxPool, "attention": AttentionPool}
 
 
 @dataclass(frozen=True)
 class Recording:
-    """What is recorded of a model. `make`: the library's constructor, on the ambient device; `given`:
-    the name of the tensor that enters, and its shape and dtype; `call`, `leaf_functions`,
-    `leaf_modules` and `drop_last` as in `record_layers`."""
+    """What is recorded of a model. `make`: the library's constructor, on the ambient device;
+    `given`: the name of the tensor that enters, and its shape and dtype; `not_taken`, `remedy`: what
+    to say where the model does not take it; `call`, `leaf_functions`, `leaf_modules` and
+    `drop_last` as in `record_layers`."""
 
     branch: str
     make: Callable[[], nn.Module]
     given: tuple[str, tuple[int, ...], torch.dtype]
+    not_taken: str
+    remedy: str
     call: Callable[[nn.Module, Any], Tensor] = lambda model, tensor: model(tensor)
     leaf_functions: Sequence[Callable] = ()
     leaf_modules: tuple[type[nn.Module], ...] = ()
@@ -42,21 +47,24 @@ def recorded_tower(
     `unused`, and `notes` on what could not be cut.
 
     A model whose features are a map or tokens gets one of `OWN_POOLS` behind it, `avg` where `pool`
-    is None. Errors: CannotRun for an input that the model does not take; ValueError for a pooling
-    that is not there.
+    is None. Errors: ValueError for an input that the model does not take, and for a pooling that is
+    not there.
     """
     tensor, shape, dtype = recording.given
     model = with_exact_statistics(on_meta(recording.make))
     example = torch.empty(shape, dtype=dtype, device="meta")
-    recipe = record_layers(
-        model,
-        recording.branch,
-        (tensor, example),
-        call=recording.call,
-        leaf_functions=recording.leaf_functions,
-        leaf_modules=recording.leaf_modules,
-        drop_last=recording.drop_last,
-    )
+    try:
+        recipe = record_layers(
+            model,
+            recording.branch,
+            (tensor, example),
+            call=recording.call,
+            leaf_functions=recording.leaf_functions,
+            leaf_modules=recording.leaf_modules,
+            drop_last=recording.drop_last,
+        )
+    except CannotRun as error:
+        raise ValueError(f"{recording.not_taken} ({error}); {recording.remedy}") from error
     layers, width = recipe.layers, recipe.features[-1]
     added: dict[str, Any] | None = None
     if len(recipe.features) > 2:
@@ -79,6 +87,22 @@ def recorded_tower(
         "notes": recipe.notes,
     }
     return Tower(recording.branch, name, width, specs, record)
+
+
+@contextlib.contextmanager
+def refusals(what: str, remedy: str) -> Iterator[None]:
+    """Within it, whatever a library's constructor raises becomes a ValueError with its words."""
+    try:
+        yield
+    except NotImplementedError:  # see `on_meta`
+        raise
+    except Exception as error:
+        raise ValueError(f"{what} ({type(error).__name__}: {error}); {remedy}") from error
+
+
+def spelled(arguments: Mapping[str, Any]) -> str:
+    """The arguments of a constructor, for a message."""
+    return ", ".join(f"{key}={value}" for key, value in arguments.items()) or "its defaults"
 
 
 def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
