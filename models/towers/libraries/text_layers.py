@@ -333,8 +333,9 @@ class EotPool(TextPool):
         super().__init__(nn.Identity(), norm)
 
     def compute(self, text_hidden: Tensor, attention_mask: Tensor, *more: Tensor) -> Tensor:
+        (text_pool_position,) = more
         rows = torch.arange(text_hidden.shape[0], device=text_hidden.device)
-        return self.norm(text_hidden)[rows, *more]
+        return self.norm(text_hidden)[rows, text_pool_position]
 
 
 class TwoLayers(Layer):
