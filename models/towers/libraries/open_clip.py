@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from common.files import read_json
 from models.towers.layers import Tower
 from models.towers.names import TWO_LAYERS, nearest, split_name
-from models.towers.recording.keys import of_dataclass, read_keys
+from models.towers.recording.keys import of_annotations, read_keys
 from models.towers.recording.towers import Recording, on_meta, recorded_tower, refusals
 from models.towers.recording.tracing import SAMPLES
 
@@ -100,7 +100,9 @@ def image_tower(name: str, image_size: int) -> Tower:
     from open_clip.model import CLIPVisionCfg
 
     own = {"pool": str, "quick_gelu": bool}
-    values = read_keys(name, split_name(name)[1], of_dataclass(CLIPVisionCfg), NOT_IMAGE_KEYS, own)
+    values = read_keys(
+        name, split_name(name)[1], of_annotations(CLIPVisionCfg), NOT_IMAGE_KEYS, own
+    )
     quick_gelu = values.pop("quick_gelu", config.get("quick_gelu", False))
     if "pool" in values:
         key = "timm_pool" if "timm_model_name" in config["vision_cfg"] else "pool_type"
@@ -231,7 +233,7 @@ def _text_config(
     from open_clip.model import CLIPTextCfg
 
     own = {"pool": str, "quick_gelu": bool}
-    values = read_keys(name, split_name(name)[1], of_dataclass(CLIPTextCfg), NOT_TEXT_KEYS, own)
+    values = read_keys(name, split_name(name)[1], of_annotations(CLIPTextCfg), NOT_TEXT_KEYS, own)
     quick_gelu = values.pop("quick_gelu", config.get("quick_gelu", False))
     if "pool" in values:
         values["pool_type"] = values.pop("pool")
