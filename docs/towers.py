@@ -3,7 +3,7 @@
     python docs/towers.py                 writes models/TOWERS.md, its summary into models/README.md
     python docs/towers.py --rows FILE     keeps each row in FILE, and goes on from there
 
-Each is made, recorded and cut on the meta device, at the image size that it was published with: no
+Each is made, traced and cut on the meta device, at the image size that it was published with: no
 memory, no arithmetic. One to three seconds each, an hour for all on one core.
 """
 

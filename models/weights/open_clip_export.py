@@ -21,7 +21,7 @@ from models.losses import LOSSES
 from models.towers.layers import Tower
 from models.towers.libraries.open_clip import library
 from models.towers.names import TWO_LAYERS
-from models.towers.recording.towers import on_meta, refusals
+from models.towers.tracing.towers import on_meta, refusals
 from models.weights.dual_encoder import library_config
 from models.weights.open_clip import (
     MT5,

@@ -19,7 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from models.towers.layers import Layer
 from models.towers.names import HF, nearest, refuse, split_name
 from models.towers.pooling import AttentionPool
-from models.towers.recording.keys import of_annotations, read_keys
+from models.towers.tracing.keys import of_annotations, read_keys
 
 
 @dataclass(frozen=True)

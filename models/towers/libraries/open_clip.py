@@ -29,9 +29,9 @@ from torch.nn import functional as F
 from common.files import read_json
 from models.towers.layers import Tower
 from models.towers.names import TWO_LAYERS, nearest, split_name
-from models.towers.recording.keys import of_annotations, read_keys
-from models.towers.recording.towers import Recording, on_meta, recorded_tower, refusals
-from models.towers.recording.tracing import SAMPLES
+from models.towers.tracing.keys import of_annotations, read_keys
+from models.towers.tracing.towers import Traceable, on_meta, refusals, traced_tower
+from models.towers.tracing.trace import SAMPLES
 
 PREFIX = "open_clip:"
 VOCABULARY = 49408  # of CLIP's tokenizer, where a configuration does not say another number
@@ -122,7 +122,7 @@ def image_tower(name: str, image_size: int) -> Tower:
         "config": vision,
     }
     timm_leaves = _timm_leaves() if vision.get("timm_model_name") else ((), ())
-    recording = Recording(
+    traceable = Traceable(
         "image",
         lambda: make()[0],
         ("pixel_values", (SAMPLES, 3, image_size, image_size), torch.float32),
@@ -131,7 +131,7 @@ def image_tower(name: str, image_size: int) -> Tower:
         leaf_functions=timm_leaves[0],
         leaf_modules=timm_leaves[1],
     )
-    return recorded_tower(recording, name, record)
+    return traced_tower(traceable, name, record)
 
 
 def _image_side(
@@ -202,7 +202,7 @@ def text_tower(
         "quick_gelu": quick_gelu,
         "config": text,
     }
-    recording = Recording(
+    traceable = Traceable(
         "text",
         lambda: make()[0],
         ("input_ids", (SAMPLES, max_text_tokens), torch.int64),
@@ -218,7 +218,7 @@ def text_tower(
         else _as_it_is,
         drop_last=("attention_mask",),
     )
-    return recorded_tower(recording, name, record)
+    return traced_tower(traceable, name, record)
 
 
 def _text_config(

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from models.towers.layers import Tower
 from models.towers.names import nearest, refuse, split_name
-from models.towers.recording.keys import of_constructor, read_keys
-from models.towers.recording.towers import Recording, on_meta, recorded_tower, refusals, spelled
-from models.towers.recording.tracing import SAMPLES
+from models.towers.tracing.keys import of_constructor, read_keys
+from models.towers.tracing.towers import Traceable, on_meta, refusals, spelled, traced_tower
+from models.towers.tracing.trace import SAMPLES
 
 PREFIX = "timm:"
 # said in other ways (`--image-size`, `pool=`), or the same for every tower
@@ -70,7 +70,7 @@ def image_tower(name: str, image_size: int) -> Tower:
     architecture, tag = split_tag(name)
     _check_name(name, architecture, tag)
     arguments, pool = _arguments(name, architecture, image_size)
-    recording = Recording(
+    traceable = Traceable(
         branch="image",
         make=partial(_make, name, architecture, arguments),
         given=("pixel_values", (SAMPLES, 3, image_size, image_size), torch.float32),
@@ -89,7 +89,7 @@ def image_tower(name: str, image_size: int) -> Tower:
         "image_size": image_size,
         "arguments": arguments,
     }
-    return recorded_tower(recording, name, config, pool)
+    return traced_tower(traceable, name, config, pool)
 
 
 def _check_name(name: str, architecture: str, tag: str) -> None:

@@ -16,9 +16,9 @@ from torch import nn
 
 from models.towers.layers import Tower
 from models.towers.names import refuse, split_name
-from models.towers.recording.keys import of_constructor, read_keys
-from models.towers.recording.towers import Recording, on_meta, recorded_tower, refusals, spelled
-from models.towers.recording.tracing import SAMPLES
+from models.towers.tracing.keys import of_constructor, read_keys
+from models.towers.tracing.towers import Traceable, on_meta, refusals, spelled, traced_tower
+from models.towers.tracing.trace import SAMPLES
 
 NOT_KEYS = ("num_classes", "image_size", "input_size", "aux_logits", "transform_input")
 NUM_CLASSES = 1000  # by which the last layer of the classifier is known
@@ -46,7 +46,7 @@ def image_tower(name: str, image_size: int) -> Tower:
         arguments["input_size"] = (image_size, image_size)
     if "aux_logits" in parameters:
         arguments["aux_logits"] = False
-    recording = Recording(
+    traceable = Traceable(
         "image",
         partial(_make, name, architecture, arguments, pool),
         ("pixel_values", (SAMPLES, 3, image_size, image_size), torch.float32),
@@ -61,7 +61,7 @@ def image_tower(name: str, image_size: int) -> Tower:
         "image_size": image_size,
         "arguments": arguments,
     }
-    return recorded_tower(recording, name, config)
+    return traced_tower(traceable, name, config)
 
 
 def _make(name: str, architecture: str, arguments: Mapping[str, Any], pool: str) -> nn.Module:

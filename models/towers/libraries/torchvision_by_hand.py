@@ -22,7 +22,7 @@ from models.towers.layers import Layer, Tower, cut, reset
 from models.towers.libraries.layers import Block, MapPool, Named, PatchStart, Pool, Start
 from models.towers.names import parse_overrides, refuse, split_name
 from models.towers.pooling import AttentionPool, FirstPool, MaxPool, MeanPool
-from models.towers.recording.precision import with_exact_statistics
+from models.towers.tracing.precision import with_exact_statistics
 
 
 class ViTStart(PatchStart):

@@ -36,7 +36,7 @@ from models.towers.libraries.configurations import (
 from models.towers.libraries.layers import INPUTS, Block, Named, Pool, Start
 from models.towers.names import HF, split_name
 from models.towers.pooling import AttentionPool, MaxPool, MeanPool
-from models.towers.recording.precision import with_exact_statistics
+from models.towers.tracing.precision import with_exact_statistics
 
 READS = INPUTS["audio"]
 
