@@ -16,6 +16,8 @@ the maximum as in the library.
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -104,3 +106,16 @@ class AttentionPool(nn.Module):
         )
         inner = self.mlp["fc2"](F.gelu(self.mlp["fc1"](self.layernorm(found)), approximate="tanh"))
         return (found + inner)[:, 0]
+
+
+def pooling(name: str, width: int, **own: Callable[[], nn.Module]) -> nn.Module:
+    """By a name of the table; `own`: what makes those that a library has of its own."""
+    known: dict[str, Callable[[], nn.Module]] = {
+        **dict.fromkeys(("mean", "avg"), MeanPool),
+        **dict.fromkeys(("first", "cls"), FirstPool),
+        "last": LastPool,
+        "max": MaxPool,
+        "attention": partial(AttentionPool, width),
+        **own,
+    }
+    return known[name]()

@@ -97,7 +97,7 @@ class Pool(Layer):
         return self.behind(self.pool(tokens[:, self.skipped :]))
 
 
-class MapPool(Pool):
+class PlacePool(Pool):
     """`image_hidden` [B, C, H, W] -> `image_features` [B, C]: `pool` makes one place of the map,
     and `behind` features of that."""
 

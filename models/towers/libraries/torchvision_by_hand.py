@@ -19,9 +19,9 @@ from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.models.vision_transformer import MLPBlock, VisionTransformer
 
 from models.towers.layers import Layer, Tower, cut, reset
-from models.towers.libraries.layers import Block, MapPool, Named, PatchStart, Pool, Start
+from models.towers.libraries.layers import Block, Named, PatchStart, PlacePool, Pool, Start
 from models.towers.names import parse_overrides, refuse, split_name
-from models.towers.pooling import AttentionPool, FirstPool, MaxPool, MeanPool
+from models.towers.pooling import AttentionPool, pooling
 from models.towers.tracing.precision import with_exact_statistics
 
 
@@ -221,12 +221,7 @@ def _cut_resnet(model: ResNet, sizes: ResNetSizes, pool: str) -> Cut:
 
 
 def _cut_vit(model: VisionTransformer, sizes: ViTSizes, pool: str) -> Cut:
-    modules: dict[str, Callable[[], nn.Module]] = {
-        "cls": FirstPool,
-        "avg": MeanPool,
-        "max": MaxPool,
-        "attention": partial(AttentionPool, sizes.hidden_dim),
-    }
+    own = pooling(pool, sizes.hidden_dim)
     skipped = 1 if pool in ("avg", "max") else 0
     layers: Named = [
         ("stem", ViTStart(model)),
@@ -234,7 +229,7 @@ def _cut_vit(model: VisionTransformer, sizes: ViTSizes, pool: str) -> Cut:
             (f"encoder.layers.{name}", Block("image", block))
             for name, block in model.encoder.layers.named_children()
         ),
-        ("pool", Pool("image", modules[pool](), norm=model.encoder.ln, skipped=skipped)),
+        ("pool", Pool("image", own, norm=model.encoder.ln, skipped=skipped)),
     ]
     return layers, ("heads.",), _initialise_vit, sizes.hidden_dim
 
@@ -263,7 +258,7 @@ def _pool_of_map(
         return Pool("image", AttentionPool(width), norm=of_tokens)
     behind = [nn.Flatten()] if norm is None else [norm, nn.Flatten()]
     own = nn.AdaptiveMaxPool2d(1) if pool == "max" else avgpool
-    return MapPool("image", own, behind=nn.Sequential(*behind))
+    return PlacePool("image", own, behind=nn.Sequential(*behind))
 
 
 _CUTS: dict[type, Callable[[Any, Any, str], Cut]] = {

@@ -35,7 +35,7 @@ from models.towers.libraries.configurations import (
 )
 from models.towers.libraries.layers import INPUTS, Block, Named, Pool, Start
 from models.towers.names import HF, split_name
-from models.towers.pooling import AttentionPool, MaxPool, MeanPool
+from models.towers.pooling import pooling
 from models.towers.tracing.precision import with_exact_statistics
 
 READS = INPUTS["audio"]
@@ -132,25 +132,16 @@ class AudioFamily(Family):
         return WhisperEncoder(config) if self.model == "WhisperEncoder" else super().made(config)
 
 
-def _pool(pool: str, width: int, own: Callable[[], nn.Module]) -> nn.Module:
-    made: dict[str, Callable[[], nn.Module]] = {
-        "max": MaxPool,
-        "avg": MeanPool,
-        "attention": partial(AttentionPool, width),
-    }
-    return made[pool]() if pool in made else own()
-
-
 def _ast(model: Any, pool: str) -> Named:
     skipped = 2 if pool in ("avg", "max") else 0
-    own = _pool(pool, model.config.hidden_size, TwoTokens)
+    own = pooling(pool, model.config.hidden_size, pooler=TwoTokens)
     last = Pool("audio", own, norm=model.layernorm, skipped=skipped)
     blocks = [(f"encoder.layer.{i}", Block("audio", each)) for i, each in enumerate(model.layers)]
     return [("embeddings", Start("audio", model.embeddings)), *blocks, ("pool", last)]
 
 
 def _whisper(model: WhisperEncoder, pool: str) -> Named:
-    last = Pool("audio", _pool(pool, model.config.d_model, MeanPool), norm=model.layer_norm)
+    last = Pool("audio", pooling(pool, model.config.d_model), norm=model.layer_norm)
     blocks = [(f"layers.{i}", Block("audio", block)) for i, block in enumerate(model.layers)]
     return [("embeddings", WhisperStart(model)), *blocks, ("pool", last)]
 

@@ -24,15 +24,15 @@ from models.towers.libraries.configurations import (
 )
 from models.towers.libraries.layers import (
     Block,
-    MapPool,
     Named,
     PatchStart,
+    PlacePool,
     Pool,
     Start,
     takes,
     tokens_of,
 )
-from models.towers.pooling import AttentionPool, FirstPool, MaxPool, MeanPool
+from models.towers.pooling import pooling
 
 # -- layers
 
@@ -145,18 +145,11 @@ def _of_tokens(
     if getattr(embeddings, "mask_token", None) is not None:  # which no configuration leaves out
         del embeddings.mask_token
         embeddings.mask_token = torch.empty(0)
-    modules: dict[str, Callable[[], nn.Module]] = {
-        "cls": FirstPool,
-        "avg": MeanPool,
-        "max": MaxPool,
-        "attention": lambda: AttentionPool(model.config.hidden_size),
-        "pooler": lambda: model.pooler,
-        "head": lambda: model.head,
-    }
+    own = {"pooler": lambda: model.pooler, "head": lambda: model.head}
     behind = norm_behind and pool != "attention"
     last = Pool(
         "image",
-        modules[pool](),
+        pooling(pool, model.config.hidden_size, **own),
         norm=None if behind else final,
         behind=final if behind else None,
         skipped=first if pool in ("avg", "max") else 0,
@@ -181,11 +174,11 @@ def _convnext(model: Any, pool: str, image_size: int) -> Named:
         blocks = enumerate(stage.layers)
         layers += [(f"{name}.layers.{j}", Block("image", block)) for j, block in blocks]
     if pool == "attention":
-        own = AttentionPool(model.config.hidden_sizes[-1])
+        own = pooling(pool, model.config.hidden_sizes[-1])
         return [*layers, ("pool", Pool("image", own, norm=model.layernorm))]
     place = nn.AdaptiveMaxPool2d(1) if pool == "max" else nn.AdaptiveAvgPool2d(1)
     behind = nn.Sequential(nn.Flatten(), model.layernorm)
-    return [*layers, ("pool", MapPool("image", place, behind=behind))]
+    return [*layers, ("pool", PlacePool("image", place, behind=behind))]
 
 
 def _swin(model: Any, pool: str, image_size: int) -> Named:
@@ -197,12 +190,8 @@ def _swin(model: Any, pool: str, image_size: int) -> Named:
         ]
         if stage.downsample is not None:
             layers.append((f"{name}.downsample", WindowBlock(stage.downsample)))
-    modules: dict[str, Callable[[], nn.Module]] = {
-        "avg": lambda: TransposedPool(model.pooler),
-        "max": MaxPool,
-        "attention": lambda: AttentionPool(model.num_features),
-    }
-    return [*layers, ("pool", Pool("image", modules[pool](), norm=model.layernorm))]
+    own = pooling(pool, model.num_features, avg=lambda: TransposedPool(model.pooler))
+    return [*layers, ("pool", Pool("image", own, norm=model.layernorm))]
 
 
 _CLIP = partial(_of_tokens, blocks="encoder.layers", norm="post_layernorm", norm_behind=True)

@@ -40,7 +40,7 @@ from models.towers.libraries.text_layers import (
     XLMEmbeddings,
 )
 from models.towers.names import TWO_LAYERS
-from models.towers.pooling import AttentionPool, FirstPool, LastPool, MaxPool, MeanPool
+from models.towers.pooling import FirstPool, pooling
 
 # -- where each model is cut
 
@@ -80,15 +80,8 @@ class TextFamily(Family):
             start = FullLengthEmbeddings(model.embeddings, length, pad)
             last = TextPool(LastThrough(model.head), norm)
         else:
-            modules: dict[str, Callable[[], nn.Module]] = {
-                "mean": MeanPool,
-                "max": MaxPool,
-                "first": FirstPool,
-                "last": LastPool,
-                "pooler": lambda: FirstPool(model.pooler),
-                "attention": lambda: AttentionPool(model.config.hidden_size),
-            }
-            last = TextPool(modules[pool](), norm)
+            own = {"pooler": lambda: FirstPool(model.pooler)}
+            last = TextPool(pooling(pool, model.config.hidden_size, **own), norm)
         blocks = [
             (f"{self.blocks}.{i}", self.block(model, i, block))
             for i, block in enumerate(model.get_submodule(self.blocks))

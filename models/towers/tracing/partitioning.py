@@ -52,7 +52,18 @@ MOST_TENSORS = 6
 # -- layers
 
 
-class TracedLayer(Layer):
+class TriedOut(Layer):
+    """A layer whose training forward was run on the meta device and watched: `random` says whether
+    it drew, exactly."""
+
+    random = False
+
+    @property
+    def draws(self) -> bool:
+        return self.random
+
+
+class TracedLayer(TriedOut):
     """A part of a library's forward. `body` is the traced graph; its inputs are the tensors of
     `reads`, then the model's own tensors that no module of the part holds (`own_0`, `own_1`, ...),
     then whether it is training."""
@@ -76,13 +87,7 @@ class TracedLayer(Layer):
                 self.register_parameter(f"own_{number}", tensor)
             else:
                 self.register_buffer(f"own_{number}", tensor, persistent=kept)
-        self.random = False  # settled by `_try_out`
         self.only_size: tuple[int, int] | None = None
-
-    @property
-    def draws(self) -> bool:
-        """Known exactly: its training forward was run on the meta device and watched."""
-        return self.random
 
     def compute(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         used = [
@@ -157,7 +162,7 @@ def partitioned(
         return Partition([("model", whole)], tuple(features.shape), notes=notes)
 
 
-class WholeLayer(Layer):
+class WholeLayer(TriedOut):
     """A model that could not be traced."""
 
     def __init__(self, root: Root, branch: str, given: str, unused: tuple[str, ...]) -> None:
@@ -165,11 +170,6 @@ class WholeLayer(Layer):
         self.root = root
         self.reads = self.drops = (given, *unused)
         self.makes = (f"{branch}_features",)
-        self.random = False
-
-    @property
-    def draws(self) -> bool:
-        return self.random
 
     def compute(self, tensor: Tensor, *unused: Tensor) -> Tensor:
         if tensor.is_floating_point():
@@ -647,7 +647,7 @@ def _held(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _try_out(layers: Sequence[Layer], given: dict[str, Tensor]) -> dict[str, Tensor]:
+def _try_out(layers: Sequence[TriedOut], given: dict[str, Tensor]) -> dict[str, Tensor]:
     """Run the layers in training on the meta device: settles what draws, and raises `Together` for
     a layer that changes what it was given, and for one that reads a tensor from which no gradient
     comes back."""

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from models.towers.layers import Layer, LibraryModel, Tower, cut, reset
 from models.towers.names import refuse
-from models.towers.pooling import ADDED, AttentionPool, MaxPool, MeanPool
+from models.towers.pooling import ADDED, AttentionPool, pooling
 from models.towers.tracing.partitioning import Partition, partitioned
 from models.towers.tracing.precision import with_exact_statistics
 from models.towers.tracing.trace import CannotRun
 
-OWN_POOLS = {"avg": MeanPool, "max": MaxPool, "attention": AttentionPool}
+OWN_POOLS = ("avg", "max", "attention")
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def _with_pool(
     if pool not in OWN_POOLS:
         raise refuse(f"image tower {name!r}: pool", pool, OWN_POOLS)
     width = partition.features[channels]
-    own = on_meta(partial(AttentionPool, width) if pool == "attention" else OWN_POOLS[pool])
+    own = on_meta(partial(pooling, pool, width))
     last = partition.layers[-1][1]
     last.makes = ("image_hidden",)
     last.drops = tuple(each for each in last.drops if each != "image_hidden")
