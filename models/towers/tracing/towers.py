@@ -24,8 +24,8 @@ OWN_POOLS = ("avg", "max", "attention")
 @dataclass(frozen=True)
 class Traceable:
     """What is traced of a model. `make`: the library's constructor, on the ambient device;
-    `given`: the name of the tensor that enters, and its shape and dtype; `not_taken`, `remedy`: what
-    to say where the model does not take it; `call`, `leaf_functions`, `leaf_modules` and
+    `given`: the name of the tensor that enters, and its shape and dtype; `not_taken`, `remedy`:
+    what to say where the model does not take it; `call`, `leaf_functions`, `leaf_modules` and
     `drop_last` as in `partitioned`."""
 
     branch: str
