@@ -3,7 +3,7 @@
     python docs/towers.py                 writes models/TOWERS.md, its summary into models/README.md
     python docs/towers.py --rows FILE     keeps each row in FILE, and goes on from there
 
-Each is made, recorded and cut on the meta device, at the image size that it was published with: no
+Each is made, traced and cut on the meta device, at the image size that it was published with: no
 memory, no arithmetic. One to three seconds each, an hour for all on one core.
 """
 
@@ -92,14 +92,12 @@ def _of_transformers() -> Iterator[tuple[str, str, str, int]]:
     )
 
     for name, preset in transformers_image.PRESETS.items():
-        size = getattr(preset.config(**preset.values), "image_size", 256)
-        family = preset.config.model_type
-        yield f"{transformers_image.HF}{name}", f"transformers, {IMAGES}", family, size
+        size = getattr(preset.config(), "image_size", 256)
+        yield f"hf:{name}", f"transformers, {IMAGES}", preset.model_type, size
     for name, preset in transformers_text.PRESETS.items():
-        yield name, f"transformers, {TEXTS}", preset.config.model_type, 0
+        yield name, f"transformers, {TEXTS}", preset.model_type, 0
     for name, preset in transformers_audio.PRESETS.items():
-        family = preset.config.model_type
-        yield f"{transformers_audio.HF}{name}", f"transformers, {SOUNDS}", family, 0
+        yield f"hf:{name}", f"transformers, {SOUNDS}", preset.model_type, 0
 
 
 def row(name: str, library: str, family: str, size: int) -> Row:

@@ -11,9 +11,9 @@ from common.files import read_json
 from models.towers.image import full_name as full_image_name
 from models.towers.libraries import transformers_image
 from models.towers.libraries.torchvision_by_hand import ARCHITECTURES, ResNetSizes
-from models.towers.libraries.transformers_text import Family
-from models.towers.names import join_name, split_name
-from models.towers.text import LIBRARIES, OWN, of_library
+from models.towers.libraries.transformers_text import CATALOGUE, TextFamily
+from models.towers.names import HF, join_name, split_name
+from models.towers.text import LIBRARIES, OWN
 from models.towers.text import full_name as full_text_name
 from models.weights.reading import canonical_names, find_weights, open_tensors
 
@@ -36,8 +36,8 @@ def image_name(name: str, weights: str | None) -> str:
     ViT of transformers whose weights hold no pooler."""
     name = full_image_name(name)
     base, given = split_name(name)
-    if base.startswith(transformers_image.HF):
-        pools, hub_id = transformers_image.of_library(base)
+    if base.startswith(HF):
+        _, pools, hub_id = transformers_image.CATALOGUE.of_library(base)
         if "pool" in given or pools[0] != "pooler":
             return name
         held = weights is not None and _holds(
@@ -65,7 +65,7 @@ def text_name(name: str, weights: str | None) -> str:
     base, given = split_name(name)
     if base in OWN or base.startswith(tuple(LIBRARIES)):
         return name
-    family, hub_id = of_library(base)
+    family, _, hub_id = CATALOGUE.of_library(base)
     if "pool" in given or family.contrastive:
         return name
     pool = (
@@ -76,7 +76,7 @@ def text_name(name: str, weights: str | None) -> str:
     return join_name(base, {**given, "pool": pool})
 
 
-def _trained_pool(path: Path, family: Family) -> str:
+def _trained_pool(path: Path, family: TextFamily) -> str:
     folder = path if path.is_dir() else path.parent
     if (folder / SENTENCE_ENCODER).is_file():
         return _pool_of_sentence_encoder(folder)
@@ -85,7 +85,7 @@ def _trained_pool(path: Path, family: Family) -> str:
 
 
 def _holds(canonical: str, path: Path) -> bool:
-    return canonical in canonical_names(canonical.split(".")[0], open_tensors(path)[0])
+    return canonical in canonical_names(canonical.split(".")[0], open_tensors(path))
 
 
 def _pool_of_sentence_encoder(folder: Path) -> str:
@@ -109,9 +109,8 @@ def _pool_of_sentence_encoder(folder: Path) -> str:
         for key, value in config.items()
         if key.startswith("pooling_mode_") and value is True
     ]
-    modes = (
-        [config["pooling_mode"]] if "pooling_mode" in config else modes
-    )  # as newer versions write it
+    # as newer versions write it
+    modes = [config["pooling_mode"]] if "pooling_mode" in config else modes
     if len(modes) != 1 or modes[0] not in POOLING_MODES:
         raise ValueError(
             f"{file}: pools by {' and '.join(modes) or 'nothing'}; built are "

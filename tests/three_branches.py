@@ -29,7 +29,7 @@ from split_training import (
 from torch import Tensor, nn
 
 from models.losses import InfoNCE, PlainLoss, Sigmoid
-from models.towers.head import head, image_head
+from models.towers.head import head
 from models.towers.layers import Layer, LayerSpec, Tower, reset
 
 SOUND_WIDTH = 12
@@ -193,7 +193,7 @@ def all_of(case: ThreeBranches):
         image,
         specs=(
             *image.specs[:-1],
-            image_head(image.width, EMBED_DIM, objective.scalars_of("image")),
+            head("image", image.width, EMBED_DIM, objective.scalars_of("image")),
         ),
     )
     scalars = objective.scalars_of("audio")

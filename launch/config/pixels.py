@@ -22,7 +22,7 @@ from launch.config.groups import PIXELS, ImageOptions
 from launch.config.imported import branches_held, options_of_export
 from models.towers.image import full_name
 from models.towers.libraries import open_clip, timm, transformers_image
-from models.towers.names import split_name
+from models.towers.names import HF, split_name
 from models.weights.libraries import DEFAULT
 from models.weights.open_clip_models import folder_of
 
@@ -100,7 +100,7 @@ def trained_with(where: str, image_tower: str) -> tuple[Preprocessing, int] | No
         return _of_timm(architecture, tag if where == DEFAULT else where)
     if tower.startswith(open_clip.PREFIX):
         return _of_open_clip(tower, where)
-    if tower.startswith(transformers_image.HF):
+    if tower.startswith(HF):
         return _of_hub(split_name(tower)[0] if where == DEFAULT else where)
     return _of_torchvision(path.name, split_name(tower)[0])
 
@@ -158,7 +158,7 @@ def _described(file: Path) -> tuple[Preprocessing, int] | None:
 
 def _of_hub(name: str) -> tuple[Preprocessing, int] | None:
     """Of transformers' model of a preset or on the hub."""
-    hub_id = transformers_image.hub_id_of(name) or name.removeprefix(transformers_image.HF)
+    hub_id = transformers_image.hub_id_of(name) or name.removeprefix(HF)
     if "/" not in hub_id:
         return None
     try:

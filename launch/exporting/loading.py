@@ -16,7 +16,7 @@ from models.towers.audio import QUIET_DB, SPREAD_DB, OfImage
 from models.towers.head import read_projection
 from models.towers.layers import Tower
 from models.towers.libraries import open_clip, torchvision, transformers_image, transformers_text
-from models.towers.libraries.transformers_image import ImagePool
+from models.towers.libraries.layers import Pool
 from models.towers.names import TWO_LAYERS
 from models.towers.pooling import num_heads
 from models.weights.names import AUDIO
@@ -241,7 +241,7 @@ def _transformers_image(image: Tower) -> Record:
         "output": "last_hidden_state",
         "pool": pool,
         "channels": 1 if has_maps else -1,
-        "skipped": last.skipped if isinstance(last, ImagePool) else 0,
+        "skipped": last.skipped if isinstance(last, Pool) else 0,
         "norm": "post_layernorm" if "CLIP" in architecture else norm,
     }
 

@@ -18,7 +18,7 @@ from models.towers.adapters.layers import adapter_state, plain_tower, without_ad
 from models.towers.adapters.lora import LoRA
 from models.towers.layers import Layer, Tower
 from models.towers.libraries.configurations import saved_state
-from models.towers.recording.towers import on_meta
+from models.towers.tracing.towers import on_meta
 from models.weights.translation import Pair, unchanged
 
 if TYPE_CHECKING:

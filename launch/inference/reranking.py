@@ -17,7 +17,7 @@ from launch.inference.embedding import Embedded, Embedder, as_source
 from launch.inference.evaluation import directions, rank_figures
 from models.metrics.retrieval import nearest, relevant_ranks, reranked
 from models.towers.fusion import Fusion
-from models.towers.head import TextHead
+from models.towers.head import TextTokensHead
 
 
 def reranked_retrieval(
@@ -52,7 +52,7 @@ def reranked_retrieval(
 def fusion_of(embedder: Embedder) -> Fusion | None:
     """What scores pairs of tokens; None: the model was trained without."""
     head = embedder.layers["text"][-1] if "text" in embedder.branches else None
-    return head.fusion if isinstance(head, TextHead) else None
+    return head.fusion if isinstance(head, TextTokensHead) else None
 
 
 @torch.inference_mode()

@@ -27,8 +27,8 @@ COPIES = (
 
 
 class Side(Protocol):
-    """All rows of one modality. Rows of the two sides with equal labels are of one sample, and every
-    row has one on the other side."""
+    """All rows of one modality. Rows of the two sides with equal labels are of one sample, and
+    every row has one on the other side."""
 
     @property
     def embeds(self) -> Tensor:
@@ -48,9 +48,8 @@ class Side(Protocol):
         the other side. Equal keys are equal values; None: no two samples have equal ones."""
 
 
-Sides = Mapping[
-    str, Side
-]  # branch -> its rows; two branches, the first of the pair before the second
+# branch -> its rows; two branches, the first of the pair before the second
+Sides = Mapping[str, Side]
 
 
 def first_of(sides: Sides) -> str:
@@ -67,13 +66,12 @@ def other_of(sides: Sides, branch: str) -> str:
 class Part(NamedTuple):
     """What some rows of a side contribute: the parts of both sides' rows add up to the loss."""
 
-    shares: dict[
-        str, Tensor
-    ]  # branch -> [b], of the loss, of each of these rows; of both branches where one pass served both
+    # branch -> [b], of the loss, of each of these rows; of both branches where one pass served both
+    shares: dict[str, Tensor]
     embeds: dict[str, Tensor]  # branch -> the whole ∂L/∂ of these rows [b, D], as above
-    parameters: dict[
-        str, Tensor
-    ]  # ∂L/∂ of the learned scalars [1] from these rows; the rows of either side together give the whole
+    # ∂L/∂ of the learned scalars [1] from these rows; the rows of either side together give the
+    # whole
+    parameters: dict[str, Tensor]
 
 
 def similarity_blocks(

@@ -129,10 +129,8 @@ class InfoNCE:
         across = self._terms(sides, other_branch, statistics)
         along = _Terms(*(values[mine] for values in self._terms(sides, branch, statistics)))
         embeds = own.embeds[mine]
-        d_own, matched_own = (
-            torch.empty_like(embeds),
-            embeds.new_empty(len(mine)),
-        )  # matched: sum over the positives of a row of s
+        # matched: sum over the positives of a row of s
+        d_own, matched_own = (torch.empty_like(embeds), embeds.new_empty(len(mine)))
         if both:
             d_other, matched_other = torch.zeros_like(other.embeds), torch.zeros_like(across.half)
         for rows, scaled, logits in similarity_blocks(sides, branch, mine, scale, self.work_bytes):
@@ -161,9 +159,8 @@ class InfoNCE:
             shares[other_branch] = self._shares(
                 across, matched_other, scale * (other.embeds @ embeds.mean(0))
             )
-        return Part(
-            shares, gradients, {"logit_scale": (embeds * d_own).sum().reshape(1)}
-        )  # ∂/∂log scale = Σᵢⱼ ∂L/∂sᵢⱼ · sᵢⱼ
+        # ∂/∂log scale = Σᵢⱼ ∂L/∂sᵢⱼ · sᵢⱼ
+        return Part(shares, gradients, {"logit_scale": (embeds * d_own).sum().reshape(1)})
 
     def _mask(self, logits: Tensor, sides: Sides, branch: str, rows: Tensor) -> None:
         masked = self.targets.masked(sides, branch, rows)

@@ -2,10 +2,10 @@
 hardest that do not belong together.
 
 The negatives are drawn from the batch (ALBEF: Li et al. 2021, section 3.2): for each row of a side
-one row of the other that is a negative of it, with probability softmax of the scaled similarities. The
-draw is a function of (seed, place, place) alone, so it is the same however the batch is split: with
-Gumbel noise gᵢⱼ = −log(−log uᵢⱼ), argmaxⱼ (sᵢⱼ + gᵢⱼ) has that distribution (Gumbel 1954), and uᵢⱼ
-is a hash of the two places.
+one row of the other that is a negative of it, with probability softmax of the scaled similarities.
+The draw is a function of (seed, place, place) alone, so it is the same however the batch is split:
+with Gumbel noise gᵢⱼ = −log(−log uᵢⱼ), argmaxⱼ (sᵢⱼ + gᵢⱼ) has that distribution (Gumbel 1954), and
+uᵢⱼ is a hash of the two places.
 """
 
 from __future__ import annotations
@@ -74,14 +74,12 @@ def gumbel_noise(seed: int, rows: Tensor, number: int) -> Tensor:
     """[len(rows), number] float32, the same for a row wherever it stands: of the hash (splitmix64,
     Steele et al. 2014) of seed, row and column."""
     columns = torch.arange(number, device=rows.device)
-    state = (
-        rows[:, None] * 0x632BE59BD9B4E019 + (columns + 1) * -0x61C8864680B583EB
-    ) + seed  # int64, which wraps
+    # int64, which wraps
+    state = (rows[:, None] * 0x632BE59BD9B4E019 + (columns + 1) * -0x61C8864680B583EB) + seed
     state = (state ^ _shifted(state, 30)) * -0x40A7B892E31B1A47
     state = (state ^ _shifted(state, 27)) * -0x6B2FB644ECCEEE15
-    uniform = (
-        _shifted(state ^ _shifted(state, 31), 41).float() + 0.5
-    ) / 2**23  # of the upper 23 bits: exact, and never 0 or 1
+    # of the upper 23 bits: exact, and never 0 or 1
+    uniform = (_shifted(state ^ _shifted(state, 31), 41).float() + 0.5) / 2**23
     return -(-uniform.log()).log()
 
 

@@ -32,10 +32,10 @@ class Sigmoid:
     """Binary cross entropy over all pairs of an image and a text (SigLIP: Zhai et al. 2023, section
     3.2).
 
-    L = −1/M Σᵢⱼ ωᵢⱼ log σ(zᵢⱼ (scale · uᵢ·vⱼ + bias)), z = 1 for positives and −1 for all others that
-    are not masked, M images. ωᵢⱼ is the mean of the two rows' weights, each divided by the mean weight of its side: 1
-    where weights are equal. As in InfoNCE, a row without weight is still compared with the others:
-    it asks nothing, but answers.
+    L = −1/M Σᵢⱼ ωᵢⱼ log σ(zᵢⱼ (scale · uᵢ·vⱼ + bias)), z = 1 for positives and −1 for all others
+    that are not masked, M images. ωᵢⱼ is the mean of the two rows' weights, each divided by the
+    mean weight of its side: 1 where weights are equal. As in InfoNCE, a row without weight is still
+    compared with the others: it asks nothing, but answers.
 
     `logit_scale` [1] is in log space; the scale is its exponential, at most 100 as in InfoNCE. A
     pair needs nothing of any other, so there are no statistics to exchange. `work_bytes` as in
@@ -80,10 +80,8 @@ class Sigmoid:
         """`both`: `mine` are all rows of the side, and the other side's part is wanted, too."""
         other_branch = other_of(sides, branch)
         other, scale = sides[other_branch].embeds, logit_scale_exp(parameters["logit_scale"])
-        along, across = (
-            _half_weights(sides, branch)[mine],
-            _half_weights(sides, other_branch),
-        )  # [b], [B]; their sums: ω / M
+        # [b], [B]; their sums: ω / M
+        along, across = (_half_weights(sides, branch)[mine], _half_weights(sides, other_branch))
         embeds = sides[branch].embeds[mine]
         d_own = torch.empty_like(embeds)
         d_other = torch.zeros_like(other) if both else None
@@ -112,10 +110,8 @@ class Sigmoid:
             del positive, wrong, losses, d_logits  # before the next block's are made
         d_own *= scale
         gradients = {branch: d_own, **({} if d_other is None else {other_branch: d_other})}
-        scalars = {
-            "logit_scale": (embeds * d_own).sum().reshape(1),
-            "logit_bias": d_bias,
-        }  # ∂/∂log scale = Σᵢⱼ ∂L/∂sᵢⱼ · sᵢⱼ, without bias
+        # ∂/∂log scale = Σᵢⱼ ∂L/∂sᵢⱼ · sᵢⱼ, without bias
+        scalars = {"logit_scale": (embeds * d_own).sum().reshape(1), "logit_bias": d_bias}
         return Part(shares, gradients, scalars)
 
 

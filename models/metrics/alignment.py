@@ -3,11 +3,14 @@ follow.
 
 With n pairs of unit vectors xᵢ (image) and yᵢ (text):
 
-    alignment        mean ‖xᵢ − yᵢ‖²                                   of pairs; 0 is best              Wang & Isola 2020
-    uniformity       log mean over i ≠ j of exp(−2 ‖xᵢ − xⱼ‖²)         of one branch; lower is better   Wang & Isola 2020
-    modality_gap     ‖mean x − mean y‖                                                                  Liang et al. 2022
-    cosine_pairs, cosine_others     mean xᵢ·yᵢ, and mean over i ≠ j of xᵢ·yⱼ
-    effective_rank   exp of the entropy of the covariance's eigenvalues, in parts of their sum          Roy & Vetterli 2007
+    alignment        mean ‖xᵢ − yᵢ‖² of pairs; 0 is best
+    uniformity       log mean over i ≠ j of exp(−2 ‖xᵢ − xⱼ‖²), of one branch; lower is better
+    modality_gap     ‖mean x − mean y‖
+    cosine_pairs     mean xᵢ·yᵢ
+    cosine_others    mean over i ≠ j of xᵢ·yⱼ
+    effective_rank   exp of the entropy of the covariance's eigenvalues, in parts of their sum
+
+The first two: Wang & Isola 2020; the gap: Liang et al. 2022; the rank: Roy & Vetterli 2007.
 """
 
 from __future__ import annotations
@@ -36,9 +39,8 @@ def alignment_sums(own: Tensor, other: Tensor, target: Tensor) -> Tensor:
     spread = own.new_zeros((), dtype=torch.float64)
     for rows in blocks(len(partner), len(other)):
         similarity = partner[rows] @ other.T
-        spread += (
-            similarity.sub_(1).mul_(4).exp_().sum(1).double().sum()
-        )  # −2 ‖x − y‖² of unit vectors
+        # −2 ‖x − y‖² of unit vectors
+        spread += similarity.sub_(1).mul_(4).exp_().sum(1).double().sum()
     spread -= torch.exp(4 * ((partner * partner).sum(1) - 1)).double().sum()
     products = own.double().T @ own.double()
     return torch.cat(

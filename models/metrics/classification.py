@@ -9,14 +9,11 @@ from torch.nn import functional as F
 from models.metrics.retrieval import blocks, nearest
 
 TOP = (1, 5)
-NEIGHBOURS, TEMPERATURE = (
-    20,
-    0.07,
-)  # as Wu et al. 2018 and DINO (Caron et al. 2021) weigh neighbours
+# as Wu et al. 2018 and DINO (Caron et al. 2021) weigh neighbours
+NEIGHBOURS, TEMPERATURE = (20, 0.07)
 LEAST_TO_PROBE = 5  # training images: a fifth of them chooses the strength
-PROBE_STRENGTHS = tuple(
-    10.0**power for power in range(-6, 7, 2)
-)  # of the penalty's inverse, as CLIP's sweep begins
+# of the penalty's inverse, as CLIP's sweep begins
+PROBE_STRENGTHS = tuple(10.0**power for power in range(-6, 7, 2))
 
 
 def class_embeds(prompts: Tensor, label: Tensor, num_classes: int) -> Tensor:

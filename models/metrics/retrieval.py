@@ -105,11 +105,11 @@ def equal_labels(own: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
 def best_ranks(own: Tensor, other: Tensor, query: Tensor, candidate: Tensor) -> Tensor:
     """Rank (0 = first) of each query's best match among all candidates: int64 [q].
 
-    `own` [q, D] queries, `other` [m, D] candidates; `query` [p], ascending, and `candidate` [p]: the
-    pairs that match, at least one for each query. Matches do not stand in each other's way: as COCO
-    counts, an image has found its text when one of its five is among the first. Another candidate
-    that ties with the best match counts as ranked before it, so that a collapsed model scores
-    nothing.
+    `own` [q, D] queries, `other` [m, D] candidates; `query` [p], ascending, and `candidate` [p]:
+    the pairs that match, at least one for each query. Matches do not stand in each other's way: as
+    COCO counts, an image has found its text when one of its five is among the first. Another
+    candidate that ties with the best match counts as ranked before it, so that a collapsed model
+    scores nothing.
     """
     last = query.bincount(minlength=len(own)).cumsum(0)
     ranks, parts = query.new_empty(len(own)), list(blocks(len(own), len(other)))
@@ -120,9 +120,8 @@ def best_ranks(own: Tensor, other: Tensor, query: Tensor, candidate: Tensor) -> 
         torch.empty(most, len(other), dtype=torch.bool, device=own.device),
     )
     for rows in parts:
-        similarity = torch.mm(
-            own[rows], other.T, out=memory[: rows.stop - rows.start]
-        )  # [block, m]
+        # [block, m]
+        similarity = torch.mm(own[rows], other.T, out=memory[: rows.stop - rows.start])
         of_block = slice(int(last[rows.start - 1]) if rows.start else 0, int(last[rows.stop - 1]))
         within, match = query[of_block] - rows.start, candidate[of_block]
         of_match = similarity[within, match]
@@ -130,9 +129,8 @@ def best_ranks(own: Tensor, other: Tensor, query: Tensor, candidate: Tensor) -> 
         best = torch.full_like(similarity[:, 0], -torch.inf).scatter_reduce_(
             0, within, of_match, "amax"
         )
-        behind = torch.lt(
-            similarity, best[:, None], out=flags[: len(similarity)]
-        )  # not-a-number is not: it counts as ranked before
+        # not-a-number is not: it counts as ranked before
+        behind = torch.lt(similarity, best[:, None], out=flags[: len(similarity)])
         before = (len(other) - behind.sum(1)).index_add_(
             0, within, (~behind[within, match]).long(), alpha=-1
         )

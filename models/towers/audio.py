@@ -16,8 +16,8 @@ from torch import Tensor
 from models.towers.image import image_tower
 from models.towers.layers import Layer, LayerSpec, Tower
 from models.towers.libraries import transformers_audio
-from models.towers.libraries.transformers_audio import HF, READS
-from models.towers.names import split_name
+from models.towers.libraries.transformers_audio import READS
+from models.towers.names import HF, split_name
 
 OWN: dict[str, Callable[[str, float | None, int], Tower]] = {}
 """Towers of one's own: how names begin -> from a whole name, the seconds of a clip and the size of
@@ -32,9 +32,9 @@ QUIET_DB, SPREAD_DB = -30.0, 30.0
 
 
 def audio_tower(name: str, seconds: float | None = None, size: int = 64) -> Tower:
-    """The tower of `name` for clips of `seconds` (None: as its library says, else 4); it has no head
-    yet. `size`: mel bins and frames of the spectrogram that an image tower sees. Errors: ValueError,
-    FileNotFoundError."""
+    """The tower of `name` for clips of `seconds` (None: as its library says, else 4); it has no
+    head yet. `size`: mel bins and frames of the spectrogram that an image tower sees. Errors:
+    ValueError, FileNotFoundError."""
     base = split_name(name)[0]
     if base in OWN:
         return OWN[base](name, seconds, size)

@@ -16,8 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from models.losses import InfoNCE
 from models.towers.fusion import FusionSizes, pair_inputs, pair_scores, tap_image, tap_text
-from models.towers.head import head as any_head
-from models.towers.head import image_head, read_projection, text_head
+from models.towers.head import head, read_projection
 from models.towers.image import image_tower
 from models.towers.layers import LayerSpec, Tower
 from models.towers.names import TWO_LAYERS
@@ -73,8 +72,8 @@ def with_head(
     if read_projection(projection)[0] == "none" and tower.width != embed_dim:
         raise ValueError(
             f"{tower.branch} tower {tower.name!r} makes {tower.width} features, so without a "
-            f"projection the embeddings cannot be {embed_dim} wide; give --embed-dim {tower.width}, "
-            "or --projection linear"
+            f"projection the embeddings cannot be {embed_dim} wide; give --embed-dim "
+            f"{tower.width}, or --projection linear"
         )
     if fusion is not None and TWO_LAYERS in tower.config:
         raise ValueError(
@@ -83,36 +82,19 @@ def with_head(
         )
     if scalars is None:
         scalars = InfoNCE.parameters if tower.branch == "image" else {}
-    width, config = (
-        tower.width,
-        {**tower.config, "tower": tower.name, "width": tower.width, "embed_dim": embed_dim},
-    )
-    if fusion is None:
-        makers: dict[str, Callable[..., LayerSpec]] = {"image": image_head, "text": text_head}
-        head = (
-            makers[tower.branch](width, embed_dim, scalars=scalars, projection=projection)
-            if tower.branch in makers
-            else any_head(tower.branch, width, embed_dim, scalars, projection)
-        )
-    else:
+    width, maps = tower.width, None
+    config = {**tower.config, "tower": tower.name, "width": width, "embed_dim": embed_dim}
+    if fusion is not None:
         config["fusion"] = asdict(fusion)
         if tower.branch == "image":
-            tower, maps, config["num_image_tokens"] = tap_image(
-                tower, meta_inputs(tower, 2)["pixel_values"], fusion.scales
-            )
-            head = image_head(
-                width,
-                embed_dim,
-                scalars,
-                maps=maps,
-                token_width=fusion.width,
-                projection=projection,
-            )
+            pixels = meta_inputs(tower, 2)["pixel_values"]
+            tower, maps, config["num_image_tokens"] = tap_image(tower, pixels, fusion.scales)
         else:
-            tower, head = tap_text(tower), text_head(width, embed_dim, fusion, scalars, projection)
+            tower = tap_text(tower)
+    last = head(tower.branch, width, embed_dim, scalars, projection, fusion, maps)
     if projection != "linear":
         config["projection"] = projection
-    return replace(tower, specs=(*tower.specs, head), config=config)
+    return replace(tower, specs=(*tower.specs, last), config=config)
 
 
 def meta_inputs(
@@ -238,9 +220,8 @@ def _described(
     described = []
     for position, spec in enumerate(specs):
         layer = copy.deepcopy(spec.template)
-        for (
-            parameter
-        ) in layer.parameters():  # DeepSpeed casts parameters and leaves buffers in fp32
+        # DeepSpeed casts parameters and leaves buffers in fp32
+        for parameter in layer.parameters():
             parameter.data = parameter.data.to(dtype)
         given = {
             name: t.detach().requires_grad_(position > 0 and t.is_floating_point())
@@ -355,9 +336,8 @@ def _attention_flops(query_shape, key_shape, value_shape, *_, **__) -> int:
     return sdpa_flop_count(query_shape, key_shape, value_shape)
 
 
-_FLOPS = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops
-}  # which torch 2.6 does not count
+# which torch 2.6 does not count
+_FLOPS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
 
 
 def _with_fused_attention(function: Callable[..., Any]) -> FunctionType:

@@ -2,7 +2,7 @@
 text belong together.
 
     image_map_0, image_map_1, ... ──project──> image_tokens ─┐
-                                                             ├─ attend, attend, ... ── mean ── score       one number for each pair
+                                                             ├─ attend, attend, ... ── mean ── score
     text_states ──────────────────project──> text_tokens ────┘
 
 Image tokens ask, text tokens answer. The maps leave their tower where it goes on to a smaller

@@ -6,7 +6,8 @@ B micro-batch, W width of the tower's features, D embedding size; T, L, F as in
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +40,8 @@ def read_projection(projection: str) -> tuple[str, str]:
     key, _, activation = (rest if colon else f"{HIDDEN_ACT_KEY}={HIDDEN_ACT}").partition("=")
     if key != HIDDEN_ACT_KEY:
         raise ValueError(
-            f"projection {projection!r}: write mlp, or mlp:{HIDDEN_ACT_KEY}=NAME with an activation "
-            "of transformers, such as gelu"
+            f"projection {projection!r}: write mlp, or mlp:{HIDDEN_ACT_KEY}=NAME with an "
+            "activation of transformers, such as gelu"
         )
     if activation not in ACT2FN or list(ACT2FN[activation].parameters()):
         plain = [name for name in ACT2FN if not list(ACT2FN[name].parameters())]
@@ -70,8 +71,8 @@ class Head(Layer):
 
     `scalars`: names and first values of those that the branch owns (`engine/objective.py`). They
     live here so that exactly one layer owns them. They have one dimension because optimizers that
-    flatten parameters mishandle 0-dim ones. `projection`: as `read_projection` takes it; with `none`
-    the features are the embeddings, W = D.
+    flatten parameters mishandle 0-dim ones. `projection`: as `read_projection` takes it; with
+    `none` the features are the embeddings, W = D.
     """
 
     def __init__(
@@ -104,68 +105,45 @@ class Head(Layer):
         return _embed(self.get_submodule(self.projection_name), features), *scalars
 
 
-class ImageHead(Head):
-    """The head of images, which with fusion also makes tokens.
+class ImageTokensHead(Head):
+    """The head of images with fusion: also makes `image_tokens` [B, T, F] of the tower's `maps`,
+    given by name with their channels; those of one map behind those of the one before."""
 
-    `maps`: names and channels of the tower's maps, for `image_tokens` [B, T, F], those of one map
-    behind those of the one before; none: there is no fusion.
-    """
-
-    def __init__(
-        self,
-        width: int,
-        embed_dim: int,
-        scalars: Mapping[str, float],
-        maps: Mapping[str, int] | None = None,
-        token_width: int = 0,
-        projection: str = "linear",
-    ):
-        super().__init__("image", width, embed_dim, scalars, projection)
-        if maps:
-            self.reads = self.drops = (*self.reads, *maps)
-            self.makes = (*self.makes, "image_tokens")
+    def __init__(self, sizes: FusionSizes, maps: Mapping[str, int], *given: Any) -> None:
+        """`given`: as `Head`, behind the branch."""
+        super().__init__("image", *given)
+        self.reads = self.drops = (*self.reads, *maps)
+        self.makes = (*self.makes, "image_tokens")
         self.image_tokens = nn.ModuleList(
-            token_projection(channels, token_width) for channels in (maps or {}).values()
+            token_projection(channels, sizes.width) for channels in maps.values()
         )
         self._name_parameters()
 
-    def compute(self, image_features: Tensor, *maps: Tensor) -> tuple[Tensor, ...]:
+    def compute(self, features: Tensor, *maps: Tensor) -> tuple[Tensor, ...]:
         tokens = [project(one) for project, one in zip(self.image_tokens, maps)]
-        return *super().compute(image_features), *([torch.cat(tokens, 1)] if tokens else [])
+        return *super().compute(features), torch.cat(tokens, 1)
 
 
-class TextHead(Head):
-    """The head of texts. With `sizes` of a fusion it also makes `text_states` [B, L, W] ->
-    `text_tokens` [B, L, F]; `fusion` then scores pairs of tokens, which is asked of it by the loss
-    and not as a part of the tower.
-    """
+class TextTokensHead(Head):
+    """The head of texts with fusion: also makes `text_states` [B, L, W] -> `text_tokens`
+    [B, L, F]; `fusion` then scores pairs of tokens, which is asked of it by the loss and not as a
+    part of the tower."""
 
-    def __init__(
-        self,
-        width: int,
-        embed_dim: int,
-        scalars: Mapping[str, float] | None = None,
-        sizes: FusionSizes | None = None,
-        projection: str = "linear",
-    ) -> None:
-        super().__init__("text", width, embed_dim, scalars, projection)
-        if sizes:
-            self.reads = self.drops = (*self.reads, "text_states")
-            self.makes = (*self.makes, "text_tokens")
-        self.text_tokens = token_projection(width, sizes.width) if sizes else None
-        self.fusion = Fusion(sizes) if sizes else None
+    def __init__(self, sizes: FusionSizes, width: int, *given: Any) -> None:
+        """`width`, `given`: as `Head`, behind the branch."""
+        super().__init__("text", width, *given)
+        self.reads = self.drops = (*self.reads, "text_states")
+        self.makes = (*self.makes, "text_tokens")
+        self.text_tokens = token_projection(width, sizes.width)
+        self.fusion = Fusion(sizes)
         self._name_parameters()
 
-    def compute(self, text_features: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
-        tokens = [] if self.text_tokens is None else [self.text_tokens(*states)]
-        return *super().compute(text_features), *tokens
+    def compute(self, features: Tensor, *states: Tensor) -> tuple[Tensor, ...]:
+        return *super().compute(features), self.text_tokens(*states)
 
 
-FUSION_NAMES = (
-    "head.image_tokens.",
-    "head.text_tokens.",
-    "head.fusion.",
-)  # how the canonical names of its tensors begin
+# how the canonical names of its tensors begin
+FUSION_NAMES = ("head.image_tokens.", "head.text_tokens.", "head.fusion.")
 
 
 def _embed(projection: nn.Module, features: Tensor) -> Tensor:
@@ -174,62 +152,35 @@ def _embed(projection: nn.Module, features: Tensor) -> Tensor:
     return F.normalize(projection(features).float(), dim=-1)  # [B, D]
 
 
-def image_head(
-    width: int,
-    embed_dim: int,
-    scalars: Mapping[str, float],
-    maps: Mapping[str, int] | None = None,
-    token_width: int = 0,
-    projection: str = "linear",
-) -> LayerSpec:
-    """The head of the image branch, as the last recipe of its tower; it owns the `scalars`."""
-    return _spec(
-        "image",
-        embed_dim,
-        lambda: ImageHead(
-            width=width,
-            embed_dim=embed_dim,
-            scalars=scalars,
-            maps=maps,
-            token_width=token_width,
-            projection=projection,
-        ),
-    )
-
-
-def text_head(
-    width: int,
-    embed_dim: int,
-    sizes: FusionSizes | None = None,
-    scalars: Mapping[str, float] | None = None,
-    projection: str = "linear",
-) -> LayerSpec:
-    """The head of the text branch, as the last recipe of its tower; it owns the `scalars`."""
-    return _spec("text", embed_dim, lambda: TextHead(width, embed_dim, scalars, sizes, projection))
-
-
 def head(
     branch: str,
     width: int,
     embed_dim: int,
     scalars: Mapping[str, float] | None = None,
     projection: str = "linear",
+    fusion: FusionSizes | None = None,
+    maps: Mapping[str, int] | None = None,
 ) -> LayerSpec:
-    """The head of any other branch, as the last recipe of its tower; it owns the `scalars`."""
-    return _spec(branch, embed_dim, lambda: Head(branch, width, embed_dim, scalars, projection))
-
-
-def _spec(branch: str, embed_dim: int, make: Callable[[], Head]) -> LayerSpec:
+    """The head of a branch, as the last recipe of its tower; it owns the `scalars`. With `fusion`
+    it also makes tokens; `maps`: those of the image tower, by name with their channels."""
     if embed_dim < 1:
         raise ValueError(f"embed_dim={embed_dim} must be at least 1")
+    given = (width, embed_dim, scalars, projection)
     with torch.device("meta"):
-        return LayerSpec(f"{branch}.head", branch, make(), _initialise)
+        made: Head
+        if fusion is None:
+            made = Head(branch, *given)
+        elif branch == "image":
+            made = ImageTokensHead(fusion, maps or {}, *given)
+        else:
+            made = TextTokensHead(fusion, *given)
+    return LayerSpec(f"{branch}.head", branch, made, _initialise)
 
 
 def _initialise(head: Head) -> None:
-    """CLIP's rule for projections of one layer (Radford et al. 2021): normal with standard deviation
-    width**-0.5. Scalars as the loss says; torch's own rules for projections of two layers, as
-    LAION-CLAP, and for what fusion adds."""
+    """CLIP's rule for projections of one layer (Radford et al. 2021): normal with standard
+    deviation width**-0.5. Scalars as the loss says; torch's own rules for projections of two
+    layers, as LAION-CLAP, and for what fusion adds."""
     for name, module in head.named_children():
         if name == head.projection_name and isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=module.in_features**-0.5)

@@ -2,7 +2,7 @@
 
 | name | tower |
 |---|---|
-| `resnet50`, `vit_b_16`, `convnext_tiny`, … | torchvision's, cut by hand (`libraries/torchvision_by_hand.py`) |
+| `resnet50`, `vit_b_16`, `convnext_tiny`, … | torchvision's, cut by hand |
 | `efficientnet_b0`, `swin_t`, … | torchvision's other classifiers |
 | `timm:NAME` | any of timm's models |
 | `open_clip:MODEL` | the image side of one of OpenCLIP's models |
@@ -22,14 +22,14 @@ from models.towers.libraries import (
     torchvision_by_hand,
     transformers_image,
 )
-from models.towers.names import alike, join_name, nearest, split_name
+from models.towers.names import HF, alike, join_name, nearest, split_name
 
 CONFIG = "config.json"  # of transformers' models
 
 LIBRARIES: dict[str, Callable[[str, int], Tower]] = {
     timm.PREFIX: timm.image_tower,
     open_clip.PREFIX: open_clip.image_tower,
-    transformers_image.HF: transformers_image.image_tower,
+    HF: transformers_image.image_tower,
 }
 """How names begin -> from a whole name and the image size to a tower without a head."""
 
@@ -39,8 +39,8 @@ head."""
 
 
 def image_tower(name: str, image_size: int) -> Tower:
-    """The tower of `name` for images of `image_size` pixels a side; it has no head yet. Its own name
-    is `full_name` of that.
+    """The tower of `name` for images of `image_size` pixels a side; it has no head yet. Its own
+    name is `full_name` of that.
 
     Without `pool` its features are the library model's output with the last layer of its classifier
     left out.
@@ -81,9 +81,9 @@ def full_name(name: str) -> str:
                 f"image tower {base!r} may be {' or '.join(found)}; write the one that is meant"
             )
     if transformers_image.hub_id_of(base):
-        return join_name(transformers_image.HF + base, overrides)
+        return join_name(HF + base, overrides)
     folder = Path(base).expanduser()
-    for file, prefix in ((CONFIG, transformers_image.HF), (open_clip.CONFIG, open_clip.PREFIX)):
+    for file, prefix in ((CONFIG, HF), (open_clip.CONFIG, open_clip.PREFIX)):
         if (folder / file).is_file():
             return join_name(prefix + base, overrides)
     raise _unknown(base, [*clips, *(timm.PREFIX + each for each in timms)])
@@ -94,10 +94,10 @@ def _unknown(base: str, others: Iterable[str]) -> ValueError:
     if re.fullmatch(r"[\w-]+/[\w.-]+", base):
         return ValueError(
             f"image tower {base!r} is not known; a model of the Hugging Face hub is written "
-            f"{transformers_image.HF}{base}, one of timm {timm.PREFIX}NAME and one of OpenCLIP "
+            f"{HF}{base}, one of timm {timm.PREFIX}NAME and one of OpenCLIP "
             f"{open_clip.PREFIX}MODEL"
         )
-    presets = (transformers_image.HF + each for each in transformers_image.PRESETS)
+    presets = (HF + each for each in transformers_image.PRESETS)
     # torchvision's last: of names that are the same, they are the ones without a prefix
     named = {each.partition(":")[2]: each for each in (*presets, *others)}
     named |= {each: each for each in (*_torchvisions(), *OWN)}

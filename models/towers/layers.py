@@ -96,7 +96,8 @@ class LibraryModel:
     once, in fp32 on the CPU, and each layer copies its own tensors out of it.
 
     That takes the memory and the time of the whole tower on every rank, whatever its stage holds,
-    for as long as layers are built; `library_models_kept` makes it once for all of them and frees it.
+    for as long as layers are built; `library_models_kept` makes it once for all of them and frees
+    it.
     """
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
@@ -120,7 +121,8 @@ class LibraryModel:
             if not (layer.added and local.startswith(layer.added[0])):
                 targets[local].copy_(found[name.split(".", 1)[1]])
         for local, name in layer.unsaved_names.items():
-            # not copied: a forward on the meta device may have put one of another shape in its place
+            # not copied: a forward on the meta device may have put one of another shape in its
+            # place
             path, _, last = local.rpartition(".")
             layer.get_submodule(path)._buffers[last] = found[name].clone()
 
@@ -142,8 +144,8 @@ _KEPT: ContextVar[dict[tuple[int, int], dict[str, Tensor]] | None] = ContextVar(
 
 @contextlib.contextmanager
 def library_models_kept() -> Iterator[None]:
-    """Within it each `LibraryModel` is made once, however many layers are built; at its end they are
-    freed. Without it, each layer makes its own."""
+    """Within it each `LibraryModel` is made once, however many layers are built; at its end they
+    are freed. Without it, each layer makes its own."""
     token = _KEPT.set({} if _KEPT.get() is None else _KEPT.get())
     try:
         yield

@@ -6,25 +6,25 @@ the maximum as in the library.
 
 | pool | of | source |
 |---|---|---|
-| `mean`, `avg` | all tokens, all places | Reimers & Gurevych 2019 (Sentence-BERT); OpenCLIP's default for towers of transformers |
+| `mean`, `avg` | all tokens, all places | Reimers & Gurevych 2019 (Sentence-BERT) |
 | `first`, `cls` | the first token, the class token | Devlin et al. 2018; Dosovitskiy et al. 2020 |
-| `pooler` | the first token through a linear and a tanh | Devlin et al. 2018, trained there to tell whether two sentences follow each other |
+| `pooler` | the first token through a linear and a tanh | Devlin et al. 2018 |
 | `last` | the last token that is kept | SigLIP (Zhai et al. 2023) for texts |
 | `eos` | the token that ends the text | CLIP (Radford et al. 2021) |
 | `max` | the largest value of each channel | |
-| `attention` | what a learned query finds by attention, and a two-layer network behind it | Lee et al. 2018; SigLIP's image towers |
+| `attention` | attention of a learned query, then two layers | Lee et al. 2018; SigLIP's images |
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-ADDED = (
-    "pool.",
-    "attention_pool.",
-)  # `Layer.added` of a layer that holds an `AttentionPool` as `pool`
+# `Layer.added` of a layer that holds an `AttentionPool` as `pool`
+ADDED = ("pool.", "attention_pool.")
 
 
 class MeanPool(nn.Module):
@@ -100,8 +100,22 @@ class AttentionPool(nn.Module):
     def forward(self, tokens: Tensor, kept: Tensor | None = None) -> Tensor:
         padded = None if kept is None else kept == 0
         query = self.probe.expand(len(tokens), -1, -1)
+        # [B, 1, W]
         found, _ = self.attention(
             query, tokens, tokens, key_padding_mask=padded, need_weights=False
-        )  # [B, 1, W]
+        )
         inner = self.mlp["fc2"](F.gelu(self.mlp["fc1"](self.layernorm(found)), approximate="tanh"))
         return (found + inner)[:, 0]
+
+
+def pooling(name: str, width: int, **own: Callable[[], nn.Module]) -> nn.Module:
+    """By a name of the table; `own`: what makes those that a library has of its own."""
+    known: dict[str, Callable[[], nn.Module]] = {
+        **dict.fromkeys(("mean", "avg"), MeanPool),
+        **dict.fromkeys(("first", "cls"), FirstPool),
+        "last": LastPool,
+        "max": MaxPool,
+        "attention": partial(AttentionPool, width),
+        **own,
+    }
+    return known[name]()

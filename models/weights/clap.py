@@ -1,11 +1,11 @@
 """transformers' `ClapModel`, sounds and texts: what one in a folder says of a run, whether two
 towers with their heads are one, its configuration, and its names.
 
-**The scale.** ClapModel has two, `logit_scale_a` and `logit_scale_t`. LAION-CLAP, where its published
-weights come from, multiplies the similarities of both directions with the first one; the second
-belongs to a loss on further features (`mlp_loss` in its `loss.py`), which ClapModel does not have.
-So one scale is learned here, as in CLIP: it starts as `logit_scale_a`, and both names hold it in an
-export, where `logits_per_text` is `logits_per_audio` transposed.
+**The scale.** ClapModel has two, `logit_scale_a` and `logit_scale_t`. LAION-CLAP, where its
+published weights come from, multiplies the similarities of both directions with the first one; the
+second belongs to a loss on further features (`mlp_loss` in its `loss.py`), which ClapModel does not
+have. So one scale is learned here, as in CLIP: it starts as `logit_scale_a`, and both names hold it
+in an export, where `logits_per_text` is `logits_per_audio` transposed.
 
 ClapModel's own `return_loss` differs from that: it takes the cross entropy over the sounds twice
 (`logits_per_audio.t()`), once with each scale, and never over the texts. Training here takes both
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ from models.towers.head import HIDDEN_ACT, HIDDEN_ACT_KEY, read_projection
 from models.towers.layers import Tower
 from models.towers.libraries.transformers_audio import refuse_fusion
 from models.towers.names import TWO_LAYERS
-from models.weights.dual_encoder import ENDS, OF_TRANSFORMERS, library_config, same_pairs
-from models.weights.translation import Pair, Source, renamed
+from models.weights.dual_encoder import OF_TRANSFORMERS, library_config, same_pairs
+from models.weights.translation import Pair, Source, pairs_of
 
 log = logging.getLogger(__name__)
 
@@ -68,14 +69,14 @@ def _seconds(folder: Path) -> float:
     )
 
 
-def is_clap(names: list[str]) -> bool:
+def is_clap(names: Iterable[str]) -> bool:
     """Are these the names in a file of a whole ClapModel?"""
     return {*SCALES, "audio_projection.linear1.weight"} <= set(names)
 
 
 def note_scales(where: str, source: Source) -> None:
     """Warn where the scale that is not gone on with is another one."""
-    kept, left = (source[2](name).item() for name in SCALES)
+    kept, left = (source[name].tensor().item() for name in SCALES)
     if kept != left:
         log.warning(
             "--import %s: %s is exp(%.4f) and %s exp(%.4f); training goes on with the first, as "
@@ -123,9 +124,8 @@ def clap_pairs(audio: Tower, text: Tower) -> list[Pair]:
     """Our names and those in the folder of a ClapModel."""
     pairs = [*same_pairs(audio, "audio_model"), *same_pairs(text, "text_model")]
     for branch in ("audio", "text"):
-        for layer in ("linear1", "linear2"):
-            ours, theirs = f"head.{branch}_projection", f"{branch}_projection"
-            pairs += renamed(f"{ours}.{layer}", f"{theirs}.{layer}", *ENDS)
+        ours, theirs = f"head.{branch}_projection.", f"{branch}_projection."
+        pairs += pairs_of("linear1.* = linear1.*\nlinear2.* = linear2.*", ours, theirs)
     scale = scale_of(audio, text)
     if scale is None:
         return pairs

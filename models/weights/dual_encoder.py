@@ -8,27 +8,29 @@ pooled output of transformers' ResNet keeps two dimensions of size 1, which the 
 projection refuses. Image towers that are transformers' own (`hf:`) are themselves.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from transformers import ConvNextConfig, Dinov2Config, PreTrainedConfig, VisionTextDualEncoderConfig
 
 from models.towers.layers import Tower
 from models.towers.libraries.torchvision_by_hand import ARCHITECTURES
 from models.towers.libraries.transformers_image import FAMILIES
 from models.towers.names import TWO_LAYERS
-from models.weights.translation import Pair, renamed
+from models.weights.translation import Pair, pairs_of
 
+# and how
 POOLED_TEXT = {
     "BertModel": "pooler",
     "RobertaModel": "pooler",
     "XLMRobertaModel": "pooler",
     "MPNetModel": "pooler",
     "CLIPTextModel": "eos",
-}  # and how
+}
 POOLED_IMAGE = {"vit": "cls", "convnext": "avg"}
 OF_TRANSFORMERS = "transformers"
-ENDS = (".weight", ".bias")
+THERE = "vision_model."
 EPS = 1e-6  # of torchvision's layer norms in ViT and ConvNeXt
 
 
@@ -148,30 +150,26 @@ def dual_encoder_pairs(image: Tower, text: Tower) -> list[Pair]:
     elif _kind(image) == "vit":
         pairs = _vit_pairs(image.config["num_layers"])
     else:
-        pairs = _convnext_pairs(image.config["depths"])
+        pairs = CONVNEXT.pairs(image.config["depths"], THERE)
     pairs += same_pairs(text, "text_model")
-    pairs += renamed("head.image_projection.weight", "visual_projection.weight")
-    pairs += renamed("head.text_projection.weight", "text_projection.weight")
-    return [*pairs, scale_pair("logit_scale")]
+    return [*pairs, *pairs_of(HEADS)]
 
 
-def scale_pair(theirs: str) -> Pair:
-    """The scale, which has one dimension of size 1 here and none elsewhere."""
-    return Pair(
-        ("head.logit_scale",),
-        (theirs,),
-        lambda scale: (scale.reshape(1),),
-        lambda scale: (scale.reshape(()),),
-    )
+# the scale has one dimension of size 1 here and none elsewhere
+SCALE = "head.logit_scale = logit_scale | number"
+HEADS = f"""
+head.image_projection.weight = visual_projection.weight
+head.text_projection.weight = text_projection.weight
+{SCALE}
+"""
 
 
 def same_pairs(tower: Tower, there: str) -> list[Pair]:
     """Of a tower that is called as in transformers' files."""
-    names = [name for spec in tower.specs[:-1] for name in spec.template.canonical_names.values()]
     return [
-        pair
-        for name in names
-        for pair in renamed(name, f"{there}.{name.removeprefix(f'{tower.branch}.')}")
+        Pair((name,), (f"{there}.{name.removeprefix(f'{tower.branch}.')}",))
+        for spec in tower.specs[:-1]
+        for name in spec.template.canonical_names.values()
     ]
 
 
@@ -216,102 +214,73 @@ def _config_of_torchvision(image: Tower) -> PreTrainedConfig:
     )
 
 
+VIT = """
+class_token = embeddings.cls_token
+encoder.pos_embedding = embeddings.position_embeddings
+conv_proj.* = embeddings.patch_embeddings.projection.*
+encoder.ln.* = layernorm.*
+"""
+VIT_BLOCK = """
+ln_1.* = norm1.*
+ln_2.* = norm2.*
+self_attention.in_proj_* = attention.attention.{query,key,value}.* | joined
+self_attention.out_proj.{weight,bias} = \
+    attention.output.dense.{weight,bias} layer_scale1.lambda1 | scaled
+mlp.0.* = mlp.fc1.*
+mlp.3.{weight,bias} = \
+    mlp.fc2.{weight,bias} layer_scale2.lambda1 | scaled
+"""
+
+
 def _vit_pairs(num_layers: int) -> list[Pair]:
-    there = "vision_model."
-    pairs = [
-        *renamed("image.class_token", f"{there}embeddings.cls_token"),
-        *renamed("image.encoder.pos_embedding", f"{there}embeddings.position_embeddings"),
-        *renamed("image.conv_proj", f"{there}embeddings.patch_embeddings.projection", *ENDS),
-        *renamed("image.encoder.ln", f"{there}layernorm", *ENDS),
-    ]
+    pairs = pairs_of(VIT, "image.", THERE)
     for i in range(num_layers):
-        ours, theirs = f"image.encoder.layers.encoder_layer_{i}.", f"{there}encoder.layer.{i}."
-        pairs += renamed(f"{ours}ln_1", f"{theirs}norm1", *ENDS) + renamed(
-            f"{ours}ln_2", f"{theirs}norm2", *ENDS
-        )
-        pairs += renamed(f"{ours}mlp.0", f"{theirs}mlp.fc1", *ENDS)
-        pairs.append(
-            _scaled(
-                f"{ours}self_attention.out_proj",
-                f"{theirs}attention.output.dense",
-                f"{theirs}layer_scale1.lambda1",
-            )
-        )
-        pairs.append(_scaled(f"{ours}mlp.3", f"{theirs}mlp.fc2", f"{theirs}layer_scale2.lambda1"))
-        for kind in ("weight", "bias"):
-            parts = tuple(
-                f"{theirs}attention.attention.{part}.{kind}" for part in ("query", "key", "value")
-            )
-            pairs.append(
-                Pair(
-                    (f"{ours}self_attention.in_proj_{kind}",),
-                    parts,
-                    lambda *three: (torch.cat(three),),
-                    lambda one: one.chunk(3),
-                )
-            )
+        ours, theirs = f"image.encoder.layers.encoder_layer_{i}.", f"{THERE}encoder.layer.{i}."
+        pairs += pairs_of(VIT_BLOCK, ours, theirs)
     return pairs
 
 
-def _scaled(ours: str, theirs: str, scale: str) -> Pair:
-    """A linear of ours; behind theirs, each output is scaled: by 1 when it was made of ours."""
-    return Pair(
-        tuple(ours + end for end in ENDS),
-        (*(theirs + end for end in ENDS), scale),
-        lambda weight, bias, scale: (scale[:, None] * weight, scale * bias),
-        lambda weight, bias: (weight, bias, torch.ones_like(bias)),
-    )
+@dataclass(frozen=True)
+class ConvNeXtNames:
+    """How another library calls what torchvision's ConvNeXt has: tables for `pairs_of`, with
+    `blocks` of `stage` and what lies `between` stages below `stages`."""
+
+    ends: str
+    stages: str
+    between: str
+    blocks: str
+    block: str
+
+    def pairs(self, depths: Sequence[int], there: str) -> list[Pair]:
+        """torchvision's `features.1` and on are blocks and what lies between, in turns."""
+        pairs = pairs_of(self.ends, "image.", there)
+        for stage, depth in enumerate(depths):
+            theirs = f"{there}{self.stages}.{stage}."
+            if stage:
+                pairs += pairs_of(self.between, f"image.features.{2 * stage}.", theirs)
+            for i in range(depth):
+                ours = f"image.features.{2 * stage + 1}.{i}."
+                pairs += pairs_of(self.block, ours, f"{theirs}{self.blocks}.{i}.")
+        return pairs
 
 
-def _convnext_pairs(depths: tuple[int, ...]) -> list[Pair]:
-    there = "vision_model."
-    pairs = renamed("image.features.0.0", f"{there}embeddings.patch_embeddings", *ENDS)
-    pairs += renamed("image.features.0.1", f"{there}embeddings.layernorm", *ENDS)
-    pairs += renamed("image.classifier.0", f"{there}layernorm", *ENDS)
-    inner = {
-        "block.0": "dwconv",
-        "block.2": "layernorm",
-        "block.3": "pwconv1",
-        "block.5": "pwconv2",
-    }
-    return pairs + convnext_stages(
-        depths,
-        f"{there}encoder.stages",
-        "downsampling_layer",
-        blocks="layers",
-        inner=inner,
-        layer_scale="layer_scale_parameter",
-    )
-
-
-def convnext_stages(
-    depths: tuple[int, ...],
-    stages: str,
-    downsampling: str,
-    blocks: str,
-    inner: dict[str, str],
-    layer_scale: str,
-) -> list[Pair]:
-    """torchvision's `features.1` and on, where blocks and what lies between take turns, as stages
-    of (downsampling, blocks)."""
-    pairs = []
-    for stage, depth in enumerate(depths):
-        theirs = f"{stages}.{stage}."
-        if stage:
-            for part in (0, 1):  # norm, convolution
-                pairs += renamed(
-                    f"image.features.{2 * stage}.{part}", f"{theirs}{downsampling}.{part}", *ENDS
-                )
-        for block in range(depth):
-            of_block = f"image.features.{2 * stage + 1}.{block}."
-            for ours, name in inner.items():
-                pairs += renamed(f"{of_block}{ours}", f"{theirs}{blocks}.{block}.{name}", *ENDS)
-            pairs.append(
-                Pair(
-                    (f"{of_block}layer_scale",),
-                    (f"{theirs}{blocks}.{block}.{layer_scale}",),
-                    lambda scale: (scale[:, None, None],),  # [C] -> [C, 1, 1]
-                    lambda scale: (scale.flatten(),),
-                )
-            )
-    return pairs
+CONVNEXT = ConvNeXtNames(
+    ends="""
+features.0.0.* = embeddings.patch_embeddings.*
+features.0.1.* = embeddings.layernorm.*
+classifier.0.* = layernorm.*
+""",
+    stages="encoder.stages",
+    between="""
+0.* = downsampling_layer.0.*
+1.* = downsampling_layer.1.*
+""",
+    blocks="layers",
+    block="""
+block.0.* = dwconv.*
+block.2.* = layernorm.*
+block.3.* = pwconv1.*
+block.5.* = pwconv2.*
+layer_scale = layer_scale_parameter | of places
+""",
+)

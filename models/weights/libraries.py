@@ -4,29 +4,18 @@ under which names their files have them."""
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from huggingface_hub import snapshot_download
-from torch import Tensor
 
 from models.towers.layers import Tower
 from models.towers.libraries import open_clip, timm
 from models.towers.names import refuse
-from models.weights.translation import Source, plain_names
+from models.weights.translation import Source, in_memory, plain_names
 
 log = logging.getLogger(__name__)
 
 DEFAULT = "DEFAULT"
 Shapes = dict[str, tuple[int, ...]]  # of a tower's tensors, by the library's names
-
-
-def in_memory(state: dict[str, Any]) -> Source:
-    """Of a dictionary as training scripts save them."""
-    for wrapper in ("state_dict", "model"):  # which save more than the weights
-        if isinstance(state.get(wrapper), dict):
-            state = state[wrapper]
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    return list(tensors), lambda name: tuple(tensors[name].shape), tensors.__getitem__
 
 
 # -- by name
@@ -46,16 +35,17 @@ def published_timm(where: str, tower: Tower) -> Source:
     except RuntimeError as error:
         raise _unfit(f"weights {where!r}", tower, error) from error
     except Exception as error:  # of the hub's client there are many kinds
+        place = timm.hub_id(config["architecture"], tag)
         raise FileNotFoundError(
             f"weights {where!r} of timm's {config['architecture']}.{tag} could not be had "
-            f"({type(error).__name__}); check the network, or download {timm.hub_id(config['architecture'], tag)} "
-            "and give its folder"
+            f"({type(error).__name__}); check the network, or download {place} and give its folder"
         ) from error
 
 
 def published_open_clip(where: str, tower: Tower) -> str:
     """The file of OpenCLIP's own weights for the tower: `DEFAULT`, the first of its tags with the
-    tower's activation, or a tag. Errors as `published_timm`; ValueError for weights that were trained with another activation."""
+    tower's activation, or a tag. Errors as `published_timm`; ValueError for weights that were
+    trained with another activation."""
     library, model = open_clip.library(), tower.config["model"]
     tags = library.list_pretrained_tags_by_model(model)
     quick = tower.config["quick_gelu"]
@@ -103,37 +93,38 @@ def named_as_tower(source: Source, tower: Tower) -> Source:
     side."""
     if tower.config.get("library") != "open_clip":
         return source
-    names, shape_of, tensor_of = plain_names(source)
-    visual = "visual."
-    if any(name.startswith(visual) for name in names):
-        images = tower.branch == "image"
-        inside = {
-            name.removeprefix(visual): name for name in names if name.startswith(visual) == images
-        }
-    else:
-        inside = {name: name for name in names}
-    return list(inside), lambda name: shape_of(inside[name]), lambda name: tensor_of(inside[name])
+    source, visual = plain_names(source), "visual."
+    if not any(name.startswith(visual) for name in source):
+        return source
+    images = tower.branch == "image"
+    return {
+        name.removeprefix(visual): stored
+        for name, stored in source.items()
+        if name.startswith(visual) == images
+    }
 
 
 def converted_by_timm(source: Source, tower: Tower, shapes: Shapes, where: str) -> Source:
     """The same weights for one of timm's towers: timm converts files of older or other writers, and
     interpolates the positions of another image size. A file that fits stays as it is, and is read
     tensor by tensor; one that timm converts is read as a whole."""
-    names, shape_of, tensor_of = source
-    fits = set(names).issuperset(shapes) and all(shape_of(n) == shapes[n] for n in shapes)
+    fits = source.keys() >= shapes.keys() and all(
+        tuple(source[name].shape()) == shape for name, shape in shapes.items()
+    )
     if tower.config.get("library") != "timm" or fits:
         return source
     config = tower.config
-    state = {name: tensor_of(name) for name in names}
+    state = {name: stored.tensor() for name, stored in source.items()}
     try:
         model = timm.loaded(config["architecture"], config["arguments"], state=state)
     except (RuntimeError, KeyError, AssertionError) as error:
         log.info("%s: timm does not convert it either: %s", where, error)
         return source  # the check of names and shapes says what does not fit
     made = in_memory(model.state_dict())
-    changed = [n for n in shapes if n in names and shape_of(n) != made[1](n)]
-    for name in changed:
-        log.info("%s: timm changes %s from %s to %s", where, name, shape_of(name), made[1](name))
+    for name in shapes.keys() & state.keys():
+        before, behind = tuple(state[name].shape), tuple(made[name].shape())
+        if before != behind:
+            log.info("%s: timm changes %s from %s to %s", where, name, before, behind)
     return made
 
 

@@ -6,6 +6,7 @@ Its own image networks are others than torchvision's of similar names, and are r
 differs.
 """
 
+from collections.abc import Collection, Iterable
 from functools import partial
 
 import torch
@@ -13,33 +14,40 @@ from torch import Tensor
 
 from models.towers.layers import Tower
 from models.towers.names import TWO_LAYERS
-from models.weights.dual_encoder import ENDS, convnext_stages, scale_pair
-from models.weights.translation import Pair, renamed
+from models.weights.dual_encoder import SCALE, ConvNeXtNames
+from models.weights.translation import Pair, pairs_of
 
 SIDES = ("open_clip", "timm")  # the libraries of image towers that OpenCLIP has as they are
 TIMM, HF_TEXT = "visual.trunk.", "text.transformer."
 MT5 = "MT5EncoderModel"
 # how a side ends inside of its tower: SigLIP's texts, CLIP's ResNets, a projection of timm's towers
-# with a bias or of two layers, the classifier of a tower of timm, two layers behind one of transformers
+# with a bias or of two layers, the classifier of a tower of timm, two layers behind one of
+# transformers
 LAST_LINEARS: tuple[str, ...]
 LAST_LINEARS = ("text_projection", "attnpool.c_proj", "head.proj", "head.mlp.fc2")
 LAST_LINEARS += ("trunk.head", "trunk.fc", "trunk.head.fc", "trunk.classifier", "proj.2")
 OTHERS = {  # a name that tells, what it belongs to, how it differs
-    "visual.ln_pre.weight": "its ViT has a norm before the blocks (visual.ln_pre) and patches without a bias; torchvision's has neither",
-    "visual.attnpool.positional_embedding": "its ResNet has three convolutions in its stem, pools by averages before each stride and by "
-    "attention at the end (visual.attnpool); torchvision's does not",
-    "visual.trunk.patch_embed.proj.weight": "its image tower is one of timm's ViTs, which is cut off and pooled in another way than torchvision's",
+    "visual.ln_pre.weight": "its ViT has a norm before the blocks (visual.ln_pre) and patches "
+    "without a bias; torchvision's has neither",
+    "visual.attnpool.positional_embedding": "its ResNet has three convolutions in its stem, pools "
+    "by averages before each stride and by attention at the end (visual.attnpool); torchvision's "
+    "does not",
+    "visual.trunk.patch_embed.proj.weight": "its image tower is one of timm's ViTs, which is cut "
+    "off and pooled in another way than torchvision's",
     "visual.conv1.weight": "its ViT has patches without a bias; torchvision's has one",
     "visual.head.mlp.fc1.weight": "its image head has two layers; ours is one linear",
-    "text.transformer.embeddings.word_embeddings.weight": "its text tower takes the mean over the tokens; ours the first one's pooled output",
+    "text.transformer.embeddings.word_embeddings.weight": "its text tower takes the mean over the "
+    "tokens; ours the first one's pooled output",
 }
 
 
-def is_open_clip(names: list[str]) -> bool:
+def is_open_clip(names: Iterable[str]) -> bool:
     return any(name.startswith(("visual.", "module.visual.")) for name in names)
 
 
-def refuse_other_architecture(where: str, names: list[str], image: Tower, text: Tower) -> None:
+def refuse_other_architecture(
+    where: str, names: Collection[str], image: Tower, text: Tower
+) -> None:
     """Raise ValueError unless both the file and the towers are of the architectures that are the
     same in both."""
     libraries = [tower.config.get("library") for tower in (image, text)]
@@ -63,8 +71,9 @@ def refuse_other_architecture(where: str, names: list[str], image: Tower, text: 
         if telling in names:
             raise ValueError(
                 f"--import {where}: OpenCLIP weights of another architecture than ours: "
-                f"{difference}. Give --image-tower and --text-tower the open_clip:MODEL that it is "
-                "of; with other towers, OpenCLIP's convnext_* models with CLIP's text tower are read"
+                f"{difference}. Give --image-tower and --text-tower the open_clip:MODEL that it "
+                "is of; with other towers, OpenCLIP's convnext_* models with CLIP's text tower are "
+                "read"
             )
     if not image.config["architecture"].startswith("convnext"):
         raise ValueError(
@@ -92,8 +101,8 @@ def _refuse_other_width(where: str, image: Tower, text: Tower) -> None:
         if projected and projection_of(tower) is None and config["embed_dim"] != tower.width:
             raise ValueError(
                 f"--import {where}: the projection of {tower.name} is a part of the tower, which "
-                f"makes {tower.width} numbers; give --embed-dim {tower.width}, and --projection none "
-                "where that holds for both towers"
+                f"makes {tower.width} numbers; give --embed-dim {tower.width}, and --projection "
+                "none where that holds for both towers"
             )
 
 
@@ -102,52 +111,48 @@ def open_clip_pairs(image: Tower, text: Tower) -> list[Pair]:
     `TextTransformer` where the text side is a module of its own."""
     if image.config["library"] in SIDES:
         return [*side_pairs(image), *side_pairs(text), *scalar_pairs()]
-    pairs = renamed("image.features.0.0", "visual.trunk.stem.0", *ENDS) + renamed(
-        "image.features.0.1", "visual.trunk.stem.1", *ENDS
-    )
-    pairs += renamed("image.classifier.0", "visual.trunk.head.norm", *ENDS)
-    inner = {"block.0": "conv_dw", "block.2": "norm", "block.3": "mlp.fc1", "block.5": "mlp.fc2"}
-    pairs += convnext_stages(
-        image.config["depths"],
-        "visual.trunk.stages",
-        "downsample",
-        blocks="blocks",
-        inner=inner,
-        layer_scale="gamma",
-    )
-    pairs += renamed("text.embeddings.token_embedding.weight", "token_embedding.weight")
-    pairs += renamed("text.embeddings.position_embedding.weight", "positional_embedding")
+    pairs = [*CONVNEXT.pairs(image.config["depths"], TIMM), *pairs_of(TEXTS)]
     for i in range(text.config["config"]["num_hidden_layers"]):
-        ours, theirs = f"text.encoder.layers.{i}.", f"transformer.resblocks.{i}."
-        same = {
-            "layer_norm1": "ln_1",
-            "layer_norm2": "ln_2",
-            "mlp.fc1": "mlp.c_fc",
-            "mlp.fc2": "mlp.c_proj",
-            "self_attn.out_proj": "attn.out_proj",
-        }
-        for name, their_name in same.items():
-            pairs += renamed(ours + name, theirs + their_name, *ENDS)
-        for kind in ("weight", "bias"):
-            parts = tuple(f"{ours}self_attn.{part}_proj.{kind}" for part in "qkv")
-            pairs.append(
-                Pair(
-                    parts,
-                    (f"{theirs}attn.in_proj_{kind}",),
-                    lambda one: one.chunk(3),
-                    lambda *three: (torch.cat(three),),
-                )
-            )
-    pairs += renamed("text.final_layer_norm", "ln_final", *ENDS)
-    pairs += renamed("head.image_projection.weight", "visual.head.proj.weight")
-    pairs.append(
-        Pair(("head.text_projection.weight",), ("text_projection",), _transposed, _transposed)
-    )  # there [W, D]
-    return [*pairs, scale_pair("logit_scale")]
+        pairs += pairs_of(TEXT_BLOCK, f"text.encoder.layers.{i}.", f"transformer.resblocks.{i}.")
+    return pairs
 
 
-def _transposed(matrix: Tensor) -> tuple[Tensor]:
-    return (matrix.t(),)
+CONVNEXT = ConvNeXtNames(  # timm's
+    ends="""
+features.0.0.* = stem.0.*
+features.0.1.* = stem.1.*
+classifier.0.* = head.norm.*
+""",
+    stages="stages",
+    between="""
+0.* = downsample.0.*
+1.* = downsample.1.*
+""",
+    blocks="blocks",
+    block="""
+block.0.* = conv_dw.*
+block.2.* = norm.*
+block.3.* = mlp.fc1.*
+block.5.* = mlp.fc2.*
+layer_scale = gamma | of places
+""",
+)
+TEXTS = f"""
+text.embeddings.token_embedding.weight = token_embedding.weight
+text.embeddings.position_embedding.weight = positional_embedding
+text.final_layer_norm.* = ln_final.*
+head.image_projection.weight = visual.head.proj.weight
+head.text_projection.weight = text_projection | transposed
+{SCALE}
+"""
+TEXT_BLOCK = """
+layer_norm1.* = ln_1.*
+layer_norm2.* = ln_2.*
+mlp.fc1.* = mlp.c_fc.*
+mlp.fc2.* = mlp.c_proj.*
+self_attn.out_proj.* = attn.out_proj.*
+self_attn.{q_proj,k_proj,v_proj}.* = attn.in_proj_* | parted
+"""
 
 
 def side_pairs(tower: Tower) -> list[Pair]:
@@ -158,21 +163,18 @@ def side_pairs(tower: Tower) -> list[Pair]:
         for spec in tower.specs[:-1]
         for name in spec.template.canonical_names.values()
     }
+    same = {ours: Pair((ours,), (there,)) for ours, there in theirs.items()}
     if tower.config.get("projection") == "none":
-        return [pair for ours, there in theirs.items() for pair in renamed(ours, there)]
+        return [*same.values()]
     head, projection = f"head.{tower.branch}_projection.weight", projection_of(tower)
     if projection is not None:
-        pairs = [pair for ours, there in theirs.items() for pair in renamed(ours, there)]
-        if projection.endswith(".weight"):
-            return [*pairs, *renamed(head, projection)]
-        return [*pairs, Pair((head,), (projection,), _transposed, _transposed)]  # there [W, D]
+        how = "" if projection.endswith(".weight") else " | transposed"  # there [W, D]
+        return [*same.values(), *pairs_of(f"{head} = {projection}{how}")]
     last = last_linear(tower)
-    pairs = [
-        pair for ours, there in theirs.items() if ours not in last for pair in renamed(ours, there)
-    ]
+    others = [pair for ours, pair in same.items() if ours not in last]
     there = tuple(theirs[name] for name in last)
     identity = partial(torch.eye, tower.width)
-    return [*pairs, Pair((head, *last), there, lambda *own: (identity(), *own), _joined)]
+    return [*others, Pair((head, *last), there, lambda *own: (identity(), *own), _joined)]
 
 
 def _their_name(tower: Tower, name: str) -> str:
@@ -193,7 +195,7 @@ def last_linear(tower: Tower) -> tuple[str, ...]:
     tower; none: it ends with something else."""
     names = {name for spec in tower.specs for name in spec.template.canonical_names.values()}
     for linear in LAST_LINEARS:
-        weight, bias = (f"{tower.branch}.{linear}{end}" for end in ENDS)
+        weight, bias = (f"{tower.branch}.{linear}.{end}" for end in ("weight", "bias"))
         if weight in names:
             return (weight, bias) if bias in names else (weight,)
     return ()
@@ -228,10 +230,4 @@ def is_identity(matrix: Tensor) -> bool:
 
 
 def scalar_pairs() -> list[Pair]:
-    bias = Pair(
-        ("head.logit_bias",),
-        ("logit_bias",),
-        lambda bias: (bias.reshape(1),),
-        lambda bias: (bias.reshape(()),),
-    )
-    return [scale_pair("logit_scale"), bias]
+    return pairs_of(f"{SCALE}\nhead.logit_bias = logit_bias | number")

@@ -3,8 +3,8 @@ configuration, and its tensors.
 
 | side | OpenCLIP's module | from the towers |
 |---|---|---|
-| images | its own `VisionTransformer` and `ModifiedResNet`, `TimmModel` | `open_clip:MODEL`, `timm:NAME` |
-| texts | its own `TextTransformer`, `HFTextEncoder` | `open_clip:MODEL`; BERT, RoBERTa, XLM-R, mT5 |
+| images | `VisionTransformer`, `ModifiedResNet`, `TimmModel` | `open_clip:MODEL`, `timm:NAME` |
+| texts | `TextTransformer`, `HFTextEncoder` | `open_clip:MODEL`; BERT, RoBERTa, XLM-R, mT5 |
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from models.losses import LOSSES
 from models.towers.layers import Tower
 from models.towers.libraries.open_clip import library
 from models.towers.names import TWO_LAYERS
-from models.towers.recording.towers import on_meta
+from models.towers.tracing.towers import on_meta, refusals
 from models.weights.dual_encoder import library_config
 from models.weights.open_clip import (
     MT5,
@@ -248,21 +248,15 @@ def _short(config: Mapping[str, Any], defaults: Any) -> dict[str, Any]:
 def _complete(
     config: Mapping[str, Any], tensors: dict[str, Tensor], towers: tuple[Tower, Tower]
 ) -> dict[str, Tensor]:
-    """`tensors`, and zeros for those that OpenCLIP loads and no tower reads. Raises ValueError where
-    OpenCLIP's model of `config` has others."""
+    """`tensors`, and zeros for those that OpenCLIP loads and no tower reads. Raises ValueError
+    where OpenCLIP's model of `config` has others."""
     kind = library().CustomTextCLIP if config.get("custom_text") else library().CLIP
     arguments = {key: value for key, value in config.items() if key != "custom_text"}
     texts = dict(config["text_cfg"])
     if "hf_model_name" in texts:
         texts["hf_model_pretrained"] = False
-    try:
+    with refusals("--format open_clip: OpenCLIP cannot make the model", "export a state dict"):
         model = on_meta(lambda: kind(**{**arguments, "text_cfg": texts}))
-    except NotImplementedError:  # see `on_meta`
-        raise
-    except Exception as error:  # whatever a constructor raises
-        raise ValueError(
-            f"--format open_clip: OpenCLIP cannot make the model ({type(error).__name__}: {error})"
-        ) from error
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     ends = [name for tower in towers for name in tower.config.get("unused", ())]
     for name in shapes.keys() - tensors.keys():

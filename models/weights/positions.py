@@ -1,5 +1,5 @@
-"""Learned positions for more tokens, or for images of another size, than the weights have; tables of
-tokens without the rows that no tokenizer reads.
+"""Learned positions for more tokens, or for images of another size, than the weights have; tables
+of tokens without the rows that no tokenizer reads.
 
 P positions in the file, W width, V tokens.
 """
@@ -19,8 +19,8 @@ from models.towers.libraries.transformers_text import first_position
 KEPT = 20  # Long-CLIP: the positions that CLIP's short captions have trained well
 
 Resize = Callable[[Tensor, tuple[int, ...]], Tensor]
-"""From a tensor in the file and the shape in the tower to the tensor of the tower. Raises ValueError
-where none can be made of it."""
+"""From a tensor in the file and the shape in the tower to the tensor of the tower. Raises
+ValueError where none can be made of it."""
 
 _TABLES: tuple[str, ...]
 _TABLES = ("position_embedding.weight", "position_embeddings.weight", "position_embeddings")
@@ -99,7 +99,8 @@ def resizers(tower: Tower) -> dict[str, Resize]:
 
 def _without_padding(weight: Tensor, shape: tuple[int, ...]) -> Tensor:
     """[P, W] -> `shape` = [V, W]: the rows behind the highest id of the tokenizer (T5 has 28 of
-    them, ModernBERT 88) are left out. ValueError where there are others: it is another tokenizer's."""
+    them, ModernBERT 88) are left out. ValueError where there are others: it is another
+    tokenizer's."""
     rows = weight.shape[0]
     if rows % ROUNDED_TO or not 0 < rows - shape[0] < MOST_ROWS:
         raise ValueError(f"a table of {rows} tokens cannot become one of {shape[0]}")

@@ -5,13 +5,16 @@ A stage that owns three layers of a tower reads the tensors of three layers, wha
 the file.
 """
 
+import functools
 import logging
 import pickle
 import re
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torchvision
@@ -22,15 +25,18 @@ from torch import Tensor
 
 from common.files import read_json
 from models.towers.layers import Layer, Tower
-from models.towers.libraries import open_clip, timm, transformers_audio, transformers_image
-from models.towers.libraries.transformers_text import PRESETS
+from models.towers.libraries import (
+    open_clip,
+    timm,
+    transformers_audio,
+    transformers_image,
+    transformers_text,
+)
 from models.towers.names import HF, nearest, refuse, split_name
-from models.towers.text import hub_id_of
 from models.weights.clap import clap_pairs, is_clap, note_scales
 from models.weights.dual_encoder import OF_TRANSFORMERS, dual_encoder_pairs, towers_differ
 from models.weights.libraries import (
     converted_by_timm,
-    in_memory,
     named_as_tower,
     published_open_clip,
     published_timm,
@@ -39,16 +45,14 @@ from models.weights.names import AUDIO, FUSION
 from models.weights.open_clip import is_open_clip, open_clip_pairs, refuse_other_architecture
 from models.weights.open_clip_models import folder_of, local_model, weights_of
 from models.weights.positions import TOKENS, Resize, resizers
-from models.weights.translation import Source, as_ours, plain_names
+from models.weights.translation import Source, Stored, as_ours, in_memory, plain_names
 from models.weights.whole_models import whole_model_pairs
 
 log = logging.getLogger(__name__)
 
 SAFETENSORS, TORCH = ("model.safetensors",), ("pytorch_model.bin", "pytorch_model.pth", "model.pth")
-POOLING = (
-    "modules.json",
-    "*_Pooling/config.json",
-)  # how a sentence encoder pools, beside its weights
+# how a sentence encoder pools, beside its weights
+POOLING = ("modules.json", "*_Pooling/config.json")
 # what a whole model has beside its weights
 WHOLE = ("*.json", "*.txt", "*.model")
 PREFIXES = {  # of wrappers, of models with a task head, and of models of images and texts
@@ -74,7 +78,10 @@ RENAMED = {  # what older versions of the libraries wrote, and XLM's prefix, whi
 # absent from masked-language-model checkpoints, from those written before BatchNorm counted its
 # batches, from models trained with InfoNCE, and from models without a further pair
 OPTIONAL = re.compile(
-    r"text\.pooler\.dense\.(weight|bias)$|text\.proj\.\d\.weight$|(image|text|audio)\.attention_pool\.|(image|audio)\..*\.num_batches_tracked$|head\.logit_bias$|head\.\w+_logit_(scale|bias)$|head\.(fusion|image_tokens|text_tokens)\."
+    r"text\.pooler\.dense\.(weight|bias)$|text\.proj\.\d\.weight$"
+    r"|(image|text|audio)\.attention_pool\.|(image|audio)\..*\.num_batches_tracked$"
+    r"|head\.logit_bias$|head\.\w+_logit_(scale|bias)$"
+    r"|head\.(fusion|image_tokens|text_tokens)\."
 )
 
 
@@ -84,8 +91,8 @@ OF_NO_SIZE = {"pool", "zero_init_residual", "quick_gelu"}
 
 @dataclass
 class WeightReader:
-    """The tensors of some groups (image, text, head) in some files, by canonical name. `names`:
-    canonical name -> name in the file.
+    """The tensors of some groups (image, text, head) in some files. `names`: canonical name -> name
+    in `files`.
 
     `read_names` lists the names in the file that were read so far. `resizers`: by canonical name,
     what makes a tensor of another shape fit (`models/weights/positions.py`).
@@ -93,9 +100,8 @@ class WeightReader:
 
     groups: tuple[str, ...]
     source: str
+    files: Source
     names: dict[str, str]
-    shape_of: Callable[[str], tuple[int, ...]]
-    tensor_of: Callable[[str], Tensor]
     read_names: list[str] = field(default_factory=list)
     resizers: Mapping[str, Resize] = field(default_factory=dict)
 
@@ -135,7 +141,7 @@ class WeightReader:
                         else "Give weights of the same architecture and size"
                     )
                 )
-            found_shape = self.shape_of(self.names[canonical])
+            found_shape = self._shape_there(canonical)
             if found_shape != shape and not self._can_resize(canonical, found_shape, shape):
                 raise ValueError(
                     f"{self.source}: {canonical} has shape {found_shape} there but {shape} in the "
@@ -163,7 +169,7 @@ class WeightReader:
         if absent := self._absent(shapes):
             log.warning("%s has no %s: trained from scratch", self.source, ", ".join(absent))
         for canonical, shape in shapes.items():
-            if canonical in self.names and (there := self.shape_of(self.names[canonical])) != shape:
+            if canonical in self.names and (there := self._shape_there(canonical)) != shape:
                 how = "interpolated between the learned ones"
                 if canonical.endswith(TOKENS):
                     how = "rows of no token are left out"
@@ -172,8 +178,11 @@ class WeightReader:
                     *(self.source, canonical, there, shape, how),
                 )
 
+    def _shape_there(self, canonical: str) -> tuple[int, ...]:
+        return tuple(self.files[self.names[canonical]].shape())
+
     def _fitting(self, canonical: str, target: Tensor) -> Tensor:
-        tensor = self.tensor_of(self.names[canonical])
+        tensor = self.files[self.names[canonical]].tensor()
         if tensor.shape == target.shape:
             return tensor
         return self.resizers[canonical](tensor.float(), tuple(target.shape))
@@ -229,15 +238,9 @@ def open_weights(branch: str, where: str, tower: Tower) -> WeightReader:
         if not OPTIONAL.match(name)
     }
     source = converted_by_timm(named_as_tower(source, tower), tower, shapes, f"weights {where!r}")
-    keys, shape_of, tensor_of = source
-    reader = WeightReader(
-        (branch,),
-        f"weights {where!r}",
-        canonical_names(branch, keys, plain=tower.config.get("library") in ("timm", "open_clip")),
-        shape_of,
-        tensor_of,
-        resizers=resizers(tower),
-    )
+    plain = tower.config.get("library") in ("timm", "open_clip")
+    names = canonical_names(branch, source, plain)
+    reader = WeightReader((branch,), f"weights {where!r}", source, names, resizers=resizers(tower))
     return _checked(reader, tower)
 
 
@@ -253,23 +256,25 @@ def open_model(where: str, *towers: Tower) -> WeightReader:
     path = find_model(where)
     source = plain_names(open_tensors(path))
     of_branch = {tower.branch: tower for tower in towers}
-    if is_clap(source[0]):
+    if is_clap(source):
         source = _of_clap(where, source, of_branch)
     elif {"image", "text"} <= set(of_branch):
         source = _of_images(where, source, of_branch["image"], of_branch["text"])
-    if not any(key.startswith("head.") for key in source[0]):
+    if not any(key.startswith("head.") for key in source):
         raise ValueError(
             f"--import {where}: holds neither both towers and heads, as export.py writes them, nor "
             "OpenCLIP weights; a single tower is started from with --image-weights, --text-weights "
             "or --audio-weights"
         )
-    keys, shape_of, tensor_of = _with_others(path, source)
+    # what an export keeps beside the model: of the fusion head, and of the audio tower
+    for file in (FUSION, AUDIO):
+        if (path / file).is_file():
+            source = {**source, **_open_file(path / file)}
     reader = WeightReader(
         (*of_branch, "head"),
         f"--import {where}:",
-        {key: key for key in keys},
-        shape_of,
-        tensor_of,
+        source,
+        {key: key for key in source},
         resizers={name: resize for tower in towers for name, resize in resizers(tower).items()},
     )
     return _checked(reader, *towers)
@@ -279,8 +284,8 @@ def _of_clap(where: str, source: Source, of_branch: Mapping[str, Tower]) -> Sour
     audio, text = of_branch.get("audio"), of_branch.get("text")
     if audio is None or text is None:
         raise ValueError(
-            f"--import {where}: holds transformers' ClapModel, whose towers are of sounds and texts; "
-            "name both in --pairs, such as audio:text"
+            f"--import {where}: holds transformers' ClapModel, whose towers are of sounds and "
+            "texts; name both in --pairs, such as audio:text"
         )
     note_scales(where, source)
     return as_ours(clap_pairs(audio, text), source)
@@ -288,15 +293,14 @@ def _of_clap(where: str, source: Source, of_branch: Mapping[str, Tower]) -> Sour
 
 def _of_images(where: str, source: Source, image: Tower, text: Tower) -> Source:
     """The same under our names, where it is of another library."""
-    keys = source[0]
-    if is_open_clip(keys):
-        refuse_other_architecture(where, keys, image, text)
+    if is_open_clip(source):
+        refuse_other_architecture(where, source, image, text)
         return as_ours(open_clip_pairs(image, text), source)
     if all(tower.config.get("library") == OF_TRANSFORMERS for tower in (image, text)) and any(
-        key.startswith("vision_model.") for key in keys
+        key.startswith("vision_model.") for key in source
     ):
         return as_ours(whole_model_pairs(image, text), source)
-    if "visual_projection.weight" in keys:
+    if "visual_projection.weight" in source:
         differences = towers_differ(image, text)
         if differences:
             raise ValueError(
@@ -306,25 +310,6 @@ def _of_images(where: str, source: Source, image: Tower, text: Tower) -> Source:
             )
         return as_ours(dual_encoder_pairs(image, text), source)
     return source
-
-
-def _with_others(folder: Path, source: Source) -> Source:
-    """The same with the tensors that an export keeps in files beside the model: of the fusion head,
-    and of the audio tower."""
-    for file in (FUSION, AUDIO):
-        if (folder / file).is_file():
-            source = _joined(source, _open_file(folder / file))
-    return source
-
-
-def _joined(source: Source, more: Source) -> Source:
-    (names, shape_of, tensor_of), (others, other_shape, other_tensor) = source, more
-    held = set(others)
-    return (
-        [*names, *others],
-        lambda name: other_shape(name) if name in held else shape_of(name),
-        lambda name: other_tensor(name) if name in held else tensor_of(name),
-    )
 
 
 def _checked(reader: WeightReader, *towers: Tower) -> WeightReader:
@@ -346,7 +331,7 @@ def _checked(reader: WeightReader, *towers: Tower) -> WeightReader:
     return reader
 
 
-def canonical_names(branch: str, keys: list[str], plain: bool = False) -> dict[str, str]:
+def canonical_names(branch: str, keys: Iterable[str], plain: bool = False) -> dict[str, str]:
     """Canonical name -> name in the file. Where two names in the file mean the same, the one
     without a prefix counts. `plain`: of a library that has renamed nothing."""
     names: dict[str, str] = {}
@@ -399,8 +384,8 @@ def published_weights(tower: Tower) -> str | None:
 def find_weights(branch: str, where: str, tower_name: str, hub_id: str | None) -> Path:
     """The file or folder that `where` means, downloaded if need be.
 
-    `where`: as in `open_weights`, for the tower of transformers called `tower_name`, whose published
-    weights are `hub_id`. Errors: as there.
+    `where`: as in `open_weights`, for the tower of transformers called `tower_name`, whose
+    published weights are `hub_id`. Errors: as there.
     """
     return _given_path(where) or _preset_path(branch, where, tower_name, hub_id)
 
@@ -421,14 +406,15 @@ def _given_path(where: str) -> Path | None:
 
 
 def _preset_path(branch: str, where: str, tower_name: str, hub_id: str | None) -> Path:
-    presets, of_preset = {
-        "image": (transformers_image.PRESETS, transformers_image.hub_id_of),
-        "text": (PRESETS, hub_id_of),
-        "audio": (transformers_audio.PRESETS, transformers_audio.hub_id_of),
-    }[branch]
-    found = hub_id if where == "DEFAULT" else of_preset(where)
+    libraries = {
+        "image": transformers_image,
+        "text": transformers_text,
+        "audio": transformers_audio,
+    }
+    catalogue = libraries[branch].CATALOGUE
+    found = hub_id if where == "DEFAULT" else catalogue.hub_id_of(where)
     if found is None:
-        known = [*presets, *(["DEFAULT"] if hub_id else [])]
+        known = [*catalogue.presets, *(["DEFAULT"] if hub_id else [])]
         raise refuse(f"{branch} weights for tower {tower_name!r}:", where, known)
     return _download(found)
 
@@ -486,7 +472,14 @@ def _open_safetensors(path: Path) -> Source:
         raise ValueError(
             f"{path}: is no whole safetensors file ({error}); copy it again"
         ) from error
-    return list(file.keys()), lambda name: tuple(file.get_slice(name).get_shape()), file.get_tensor
+    return {
+        name: Stored(partial(_shape_in, file, name), partial(file.get_tensor, name))
+        for name in file.keys()
+    }
+
+
+def _shape_in(file: Any, name: str) -> Sequence[int]:
+    return file.get_slice(name).get_shape()
 
 
 def _open_torch(path: Path) -> Source:
@@ -518,15 +511,14 @@ def _open_sharded(index: Path) -> Source:
         raise FileNotFoundError(
             f"weights: {index} names {absent[0]}, which is not beside it; complete the download"
         )
-    opened: dict[str, Source] = {}
+    open_once = functools.cache(_open_file)
 
-    def source(name: str) -> Source:
-        shard = shard_of[name]
-        if shard not in opened:
-            opened[shard] = _open_file(index.parent / shard)
-        return opened[shard]
+    def stored(name: str, shard: Path) -> Stored:
+        return Stored(
+            lambda: open_once(shard)[name].shape(), lambda: open_once(shard)[name].tensor()
+        )
 
-    return list(shard_of), lambda name: source(name)[1](name), lambda name: source(name)[2](name)
+    return {name: stored(name, index.parent / shard) for name, shard in shard_of.items()}
 
 
 def _open_open_clip(where: str, tower: Tower) -> Source:
@@ -569,11 +561,8 @@ def _download(hub_id: str, others: Sequence[str] = POOLING) -> Path:
                 for file in folder.iterdir()
             ):
                 return folder
-    except (
-        HfHubHTTPError,
-        OSError,
-        ValueError,
-    ) as error:  # LocalEntryNotFoundError, offline, bad id
+    # LocalEntryNotFoundError, offline, bad id
+    except (HfHubHTTPError, OSError, ValueError) as error:
         raise FileNotFoundError(
             f"weights {hub_id!r} could not be had from the Hugging Face hub; check the id and the "
             "network, or download the model and give its folder"

@@ -1,14 +1,41 @@
 """The same weights under the names of other libraries: which tensors of theirs make which of ours,
 and back."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
+from braceexpand import braceexpand
 from torch import Tensor
 
-# What a file of weights answers: the names in it, the shape of one, the tensor of one.
-Source = tuple[list[str], Callable[[str], tuple[int, ...]], Callable[[str], Tensor]]
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file: its shape, which a header says, and itself, read when it is asked for."""
+
+    shape: Callable[[], Sequence[int]]
+    tensor: Callable[[], Tensor]
+
+
+Source = Mapping[str, Stored]  # a file of weights by the names in it
+
+
+def in_memory(state: Mapping[str, Any]) -> Source:
+    """Of a dictionary as training scripts save them."""
+    for wrapper in ("state_dict", "model"):  # which save more than the weights
+        if isinstance(state.get(wrapper), dict):
+            state = state[wrapper]
+    return {
+        name: Stored(partial(getattr, value, "shape"), partial(_itself, value))
+        for name, value in state.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def unchanged(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -29,9 +56,38 @@ class Pair:
     there: Callable[..., tuple[Tensor, ...]] = unchanged
 
 
-def renamed(ours: str, theirs: str, *ends: str) -> list[Pair]:
-    """Pairs of equal tensors: `ours` + end and `theirs` + end, for each of `ends`."""
-    return [Pair((ours + end,), (theirs + end,)) for end in ends or ("",)]
+# how tensors of one library are made of another's: to ours, and back
+HOW: Mapping[str, tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, ...]]]] = {
+    "": (unchanged, unchanged),
+    "transposed": (lambda matrix: (matrix.t(),), lambda matrix: (matrix.t(),)),
+    # queries, keys and values: one tensor here, or one there
+    "joined": (lambda *three: (torch.cat(three),), lambda one: one.chunk(3)),
+    "parted": (lambda one: one.chunk(3), lambda *three: (torch.cat(three),)),
+    # behind a linear of theirs each output is scaled: by 1 where it was made of ours
+    "scaled": (
+        lambda weight, bias, scale: (scale[:, None] * weight, scale * bias),
+        lambda weight, bias: (weight, bias, torch.ones_like(bias)),
+    ),
+    "of places": (lambda scale: (scale[:, None, None],), lambda scale: (scale.flatten(),)),
+    "number": (lambda number: (number.reshape(1),), lambda number: (number.reshape(()),)),
+}
+
+
+def pairs_of(table: str, ours: str = "", theirs: str = "") -> list[Pair]:
+    """Of a table with a line `our names = their names | how` for each pair, `how` of `HOW`. `*`
+    stands for weight and bias, a pair each; names in braces are of one pair. `ours`, `theirs`: how
+    all names begin."""
+    pairs = []
+    for line in filter(None, map(str.strip, table.splitlines())):
+        for text in (line.replace("*", end) for end in ("weight", "bias")[: 1 + ("*" in line)]):
+            names, _, how = text.partition(" | ")
+            own, there = (
+                [name for word in side.split() for name in braceexpand(word)]
+                for side in names.split(" = ")
+            )
+            named = tuple(ours + name for name in own), tuple(theirs + name for name in there)
+            pairs.append(Pair(*named, *HOW[how]))
+    return pairs
 
 
 def to_theirs(pairs: Iterable[Pair], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -52,50 +108,45 @@ def to_theirs(pairs: Iterable[Pair], state: Mapping[str, Tensor]) -> dict[str, T
 
 
 def as_ours(pairs: Iterable[Pair], source: Source) -> Source:
-    """A file with their names, read as one with ours. Tensors are read when they are asked for;
-    shapes come from the header alone.
-
-    What the file lacks is lacking here too. Raises ValueError, naming them, for tensors whose
-    shapes do not fit each other.
-    """
-    names, shape_of, tensor_of = source
-    there = set(names)
-    pair_of = {name: pair for pair in pairs if there.issuperset(pair.theirs) for name in pair.ours}
-
-    def made(name: str, tensors: list[Tensor]) -> Tensor:
-        pair = pair_of[name]
-        try:
-            return pair.here(*tensors)[pair.ours.index(name)]
-        except (RuntimeError, IndexError) as error:
-            shapes = ", ".join(
-                f"{theirs} {tuple(tensor.shape)}" for theirs, tensor in zip(pair.theirs, tensors)
-            )
-            raise ValueError(
-                f"{name} cannot be made of {shapes}: their shapes do not fit; the file is of "
-                "another architecture"
-            ) from error
-
-    def shape(name: str) -> tuple[int, ...]:
-        return tuple(
-            made(
-                name,
-                [torch.empty(shape_of(theirs), device="meta") for theirs in pair_of[name].theirs],
-            ).shape
+    """A file with their names, read as one with ours. What it lacks is lacking here too."""
+    return {
+        name: Stored(
+            partial(_shape_of_ours, pair, name, source),
+            partial(_tensor_of_ours, pair, name, source),
         )
+        for pair in pairs
+        if source.keys() >= set(pair.theirs)
+        for name in pair.ours
+    }
 
-    return (
-        list(pair_of),
-        shape,
-        lambda name: made(name, [tensor_of(theirs) for theirs in pair_of[name].theirs]),
-    )
+
+def _shape_of_ours(pair: Pair, name: str, source: Source) -> Sequence[int]:
+    shapes = (source[theirs].shape() for theirs in pair.theirs)
+    return _made(pair, name, [torch.empty(tuple(shape), device="meta") for shape in shapes]).shape
+
+
+def _tensor_of_ours(pair: Pair, name: str, source: Source) -> Tensor:
+    return _made(pair, name, [source[theirs].tensor() for theirs in pair.theirs])
+
+
+def _made(pair: Pair, name: str, tensors: list[Tensor]) -> Tensor:
+    """Errors: ValueError, naming them, for tensors whose shapes do not fit each other."""
+    try:
+        return pair.here(*tensors)[pair.ours.index(name)]
+    except (RuntimeError, IndexError) as error:
+        shapes = ", ".join(
+            f"{theirs} {tuple(tensor.shape)}" for theirs, tensor in zip(pair.theirs, tensors)
+        )
+        raise ValueError(
+            f"{name} cannot be made of {shapes}: their shapes do not fit; the file is of another "
+            "architecture"
+        ) from error
 
 
 def plain_names(source: Source) -> Source:
-    """A file of OpenCLIP weights without the prefixes that a wrapper for several GPUs, or a text tower
-    kept as a module of its own, puts before names."""
-    names, shape_of, tensor_of = source
-    inside = {name.removeprefix("module."): name for name in names}
+    """A file of OpenCLIP weights without the prefixes that a wrapper for several GPUs, or a text
+    tower kept as a module of its own, puts before names."""
+    inside = {name.removeprefix("module."): stored for name, stored in source.items()}
     exported = any(name.startswith("head.") for name in inside)  # by us, under our names
     own = "text.token_embedding.weight" in inside and not exported
-    inside = {name.removeprefix("text.") if own else name: full for name, full in inside.items()}
-    return list(inside), lambda name: shape_of(inside[name]), lambda name: tensor_of(inside[name])
+    return {name.removeprefix("text.") if own else name: each for name, each in inside.items()}

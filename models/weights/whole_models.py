@@ -5,7 +5,7 @@ their heads are, what one in a folder says of a run, and its names.
 |---|---|---|---|
 | `CLIPModel` | CLIP's | projections | infonce |
 | `ChineseCLIPModel` | Chinese-CLIP's | projections | infonce |
-| `SiglipModel`, `Siglip2Model` | SigLIP's, SigLIP 2's | none: the features are the embeddings | sigmoid |
+| `SiglipModel`, `Siglip2Model` | SigLIP's, SigLIP 2's | none: features are embeddings | sigmoid |
 | `VisionTextDualEncoderModel` | any two (`dual_encoder.py`) | projections | infonce |
 | `ClapModel` (`clap.py`) | CLAP's of sounds and texts | projections of two layers | infonce |
 """
@@ -33,8 +33,8 @@ from models.towers.layers import Tower
 from models.towers.libraries.transformers_text import first_position
 from models.towers.names import TWO_LAYERS
 from models.weights import clap
-from models.weights.dual_encoder import OF_TRANSFORMERS, library_config, same_pairs, scale_pair
-from models.weights.translation import Pair, renamed
+from models.weights.dual_encoder import HEADS, OF_TRANSFORMERS, library_config, same_pairs
+from models.weights.translation import Pair, pairs_of
 
 DUAL_ENCODER = "vision-text-dual-encoder"
 CONFIG, TOKENIZER = "config.json", "tokenizer_config.json"
@@ -169,9 +169,9 @@ def whole_model_pairs(image: Tower, text: Tower) -> list[Pair]:
     if image.config.get("projection") == "none":
         return [
             *pairs,
-            *renamed("head.logit_scale", "logit_scale"),
-            *renamed("head.logit_bias", "logit_bias"),
+            *pairs_of("""
+            head.logit_scale = logit_scale
+            head.logit_bias = logit_bias
+        """),
         ]
-    pairs += renamed("head.image_projection.weight", "visual_projection.weight")
-    pairs += renamed("head.text_projection.weight", "text_projection.weight")
-    return [*pairs, scale_pair("logit_scale")]
+    return [*pairs, *pairs_of(HEADS)]

@@ -9,11 +9,11 @@ import torchvision
 from torch import nn
 
 from models.towers.building import build_towers, count_flops, meta_inputs, with_head
-from models.towers.head import ImageHead, TextHead
 from models.towers.image import image_tower
 from models.towers.layers import Layer, cut, stable_seed
 from models.towers.libraries.torchvision_by_hand import ARCHITECTURES
-from models.towers.text import PRESETS, text_tower
+from models.towers.libraries.transformers_text import PRESETS
+from models.towers.text import text_tower
 
 
 def test_vit_positions_of_other_sizes_lie_between_the_learned_ones():
@@ -52,6 +52,46 @@ def test_names_of_layers_and_heads():
     }
     assert heads[1].canonical_names == {"text_projection.weight": "head.text_projection.weight"}
     assert image.width == 512 and text.width == 128
+
+
+# First values come from a layer's name, and checkpoints and exports have the parameters' (which
+# test_towers_equal_library.py compares with the library's): these stay.
+LAYERS = {
+    "bert chinese-clip clap-text electra minilm mpnet roberta xlm-roberta": "embeddings "
+    "encoder.layer.0 encoder.layer.1 pooler",
+    "clip siglip": "embeddings encoder.layers.0 encoder.layers.1 pooler",
+    "distilbert": "embeddings transformer.layer.0 transformer.layer.1 pooler",
+    "modernbert": "embeddings layers.0 layers.1 layers.2 layers.3 pooler",
+    "t5 mt5": "embeddings encoder.block.0 encoder.block.1 encoder.block.2 pooler",
+    "xlm": "embeddings attentions.0 attentions.1 pooler",
+    "hf-ast hf-dinov2 hf-dinov2-registers hf-vit": "embeddings encoder.layer.0 encoder.layer.1 "
+    "pool",
+    "hf-clip hf-siglip hf-siglip2": "embeddings encoder.layers.0 encoder.layers.1 pool",
+    "hf-whisper": "embeddings layers.0 layers.1 pool",
+    "hf-swin": "embeddings encoder.layers.0.blocks.0 encoder.layers.0.blocks.1 "
+    "encoder.layers.0.downsample encoder.layers.1.blocks.0 encoder.layers.1.blocks.1 pool",
+    "hf-htsat": "audio_encoder.patch_embed audio_encoder.layers.0.blocks.0 "
+    "audio_encoder.layers.0.blocks.1 audio_encoder.layers.0.downsample "
+    "audio_encoder.layers.1.blocks.0 audio_encoder.layers.1.blocks.1 pool",
+    "hf-convnext hf-convnextv2": "embeddings encoder.stages.0.layers.0 "
+    "encoder.stages.1.downsampling_layer encoder.stages.1.layers.0 "
+    "encoder.stages.2.downsampling_layer encoder.stages.2.layers.0 encoder.stages.2.layers.1 "
+    "encoder.stages.3.downsampling_layer encoder.stages.3.layers.0 pool",
+    "resnet-basic": "stem layer1.0 layer2.0 layer3.0 layer3.1 layer4.0 pool",
+    "resnet-bottleneck": "stem layer1.0 layer2.0 layer3.0 layer4.0 pool",
+    "vit": "stem encoder.layers.encoder_layer_0 encoder.layers.encoder_layer_1 pool",
+    "convnext": "stem features.1.0 features.2 features.3.0 features.4 features.5.0 features.5.1 "
+    "features.6 features.7.0 pool",
+}
+
+
+def test_layers_keep_their_names(cases):
+    named = {name: layers for names, layers in LAYERS.items() for name in names.split()}
+    assert named.keys() == cases.keys()
+    for name, layers in named.items():
+        branch, tower = cases[name].branch, cases[name].tower()
+        expected = [f"{branch}.{layer}" for layer in layers.split()]
+        assert [spec.name for spec in tower.specs] == expected, name
 
 
 def test_image_presets_are_torchvisions():
@@ -146,7 +186,7 @@ def test_single_first_values(cases):
     embeddings = cases["bert"].tower().specs[0].build(0).embeddings
     assert embeddings.position_ids.tolist() == [list(range(20))]
     assert embeddings.token_type_ids.tolist() == [[0] * 20]
-    norm = cases["resnet-basic"].tower().specs[0].build(0).bn1
+    norm = cases["resnet-basic"].tower().specs[0].build(0).embeddings[1]
     assert (norm.running_mean == 0).all() and (norm.running_var == 1).all()
     assert norm.num_batches_tracked == 0
     blocks = [spec.build(0).state_dict() for spec in text_tower("bert-tiny", 50, 10).specs[1:3]]
@@ -239,7 +279,6 @@ def test_a_wrong_cut_and_a_forgotten_rule_are_refused():
 def test_heads():
     towers = build_towers("resnet18", "bert-tiny", 64, 32, 50, 10, 0)
     image, text = (tower.specs[-1].build(0) for tower in towers)
-    assert isinstance(image, ImageHead) and isinstance(text, TextHead)
     assert image.logit_scale.tolist() == pytest.approx([math.log(1 / 0.07)])
     # 32768 and 8192 draws: standard errors of 0.4 and 0.8 %
     assert image.image_projection.weight.std().item() == pytest.approx(512**-0.5, rel=0.02)

@@ -588,6 +588,6 @@ def test_a_missing_package_is_one_error():
         assert f"need the package {package}; install it with pip install -r" in line, made.stderr
 
 
-def test_a_name_of_torchvision_is_either_cut_by_hand_or_recorded():
+def test_a_name_of_torchvision_is_either_cut_by_hand_or_traced():
     assert set(ARCHITECTURES) < set(adapter.names())
     assert "inception_v3" in adapter.names()

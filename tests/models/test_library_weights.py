@@ -153,7 +153,7 @@ def test_names_of_timms_weights(monkeypatch):
 # -- torchvision
 
 
-def test_names_of_torchvisions_weights_for_recorded_towers(monkeypatch):
+def test_names_of_torchvisions_weights_for_traced_towers(monkeypatch):
     model = away_from_first_values(torchvision.models.mobilenet_v3_small())
     monkeypatch.setattr(
         "torchvision.models._api.load_state_dict_from_url", lambda *_, **__: model.state_dict()

@@ -156,10 +156,10 @@ def check_image_pools(name, forward):
             reduced = {"avg": places[:, 1:].mean(1), "max": places[:, 1:].amax(1)}
             expected = last.pool(places) if pool == "attention" else reduced[pool]
         elif pool == "attention":
-            expected = last.pool(last.norm(hidden).flatten(2).transpose(1, 2))
+            expected = last.pool(last.norm(hidden.flatten(2).transpose(1, 2)))
         else:
             reduce = torch.mean if pool == "avg" else torch.amax
-            expected = last.norm(reduce(hidden, (2, 3), keepdim=True)).flatten(1)
+            expected = last.behind(reduce(hidden, (2, 3), keepdim=True))
         made = forward(layers, given)["image_features"]
         assert_close(made, expected, rtol=1e-5, atol=1e-6)
     assert last.canonical_names["pool.probe"] == "image.attention_pool.probe"

@@ -68,7 +68,7 @@ def test_pools_and_what_a_fusion_reads(towers):
 
 
 @pytest.mark.parametrize("towers", ["tnt+coca", "dinov3+open_clip", "swin_t+open_clip"])
-def test_recorded_towers(towers):
+def test_traced_towers(towers):
     check_both(towers)
 
 

@@ -270,7 +270,7 @@ def test_positions_of_another_image_size_are_interpolated(cases, tmp_path, caplo
         "(1, 65, 96) in the tower: interpolated between the learned ones"
     ]
     assert torch.equal(loaded["encoder.pos_embedding"], saved[0].positions(8, 8))
-    assert torch.equal(loaded["conv_proj.weight"], saved[0].conv_proj.weight)
+    assert torch.equal(loaded["conv_proj.weight"], saved[0].embeddings.weight)
 
 
 def test_places_refused(cases, tmp_path):

@@ -198,9 +198,9 @@ def _refuse_unused(tower: Tower) -> None:
     ]
     if unused:
         raise ValueError(
-            f"branches.train.{tower.branch}.lora.target: {tower.branch} tower {tower.name} uses the "
-            f"weight of {unused[0]!r} without calling the module, so an adapter would not be seen "
-            f"({len(unused)} such modules); name others, or use another library's tower"
+            f"branches.train.{tower.branch}.lora.target: {tower.branch} tower {tower.name} uses "
+            f"the weight of {unused[0]!r} without calling the module, so an adapter would not be "
+            f"seen ({len(unused)} such modules); name others, or use another library's tower"
         )
 
 
@@ -238,7 +238,8 @@ def describe_adapters(towers: Iterable[Tower]) -> str:
 
 
 def _adapted_modules(layer: Layer) -> Iterator[tuple[str, Any]]:
-    """Paths of the modules that have an adapter (peft's `LoraLayer`), every path of a shared one."""
+    """Paths of the modules that have an adapter (peft's `LoraLayer`), every path of a shared
+    one."""
     from peft.tuners.lora.layer import LoraLayer
 
     for path, module in list(layer.named_modules(remove_duplicate=False)):

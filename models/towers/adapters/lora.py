@@ -31,8 +31,8 @@ def _target(target: Any) -> Any:
 
 @block
 class LoRA:
-    """The adapters of a tower. `r`, `alpha`, `dropout`, `use_rslora` as in peft's `LoraConfig`, with
-    its defaults: scale = alpha / r, with `use_rslora` alpha / sqrt(r) (Kalajdzievski 2023).
+    """The adapters of a tower. `r`, `alpha`, `dropout`, `use_rslora` as in peft's `LoraConfig`,
+    with its defaults: scale = alpha / r, with `use_rslora` alpha / sqrt(r) (Kalajdzievski 2023).
 
     `target`: which of the tower's linear layers have one: "attention", "mlp", "all", or the ends of
     their names in the library, such as ("q_proj", "v_proj").

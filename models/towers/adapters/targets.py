@@ -59,8 +59,8 @@ _OF_MLP = re.compile(r"intermediate|output|pwconv\d*|(c_)?fc\d*|lin\d+|w[io](_\d
 
 
 def kind_of(module: Module) -> str:
-    """ "attention", "mlp" or "other": the innermost part of its name that says which (an MLP may lie
-    in a module of attention), else the class around it."""
+    """ "attention", "mlp" or "other": the innermost part of its name that says which (an MLP may
+    lie in a module of attention), else the class around it."""
     if isinstance(module.module, nn.MultiheadAttention):
         return "attention"
     parts = module.name.split(".")

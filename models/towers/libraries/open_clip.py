@@ -16,6 +16,7 @@ import functools
 import importlib.util
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -28,9 +29,9 @@ from torch.nn import functional as F
 from common.files import read_json
 from models.towers.layers import Tower
 from models.towers.names import TWO_LAYERS, nearest, split_name
-from models.towers.recording.keys import of_dataclass, read_keys
-from models.towers.recording.towers import Recording, on_meta, recorded_tower
-from models.towers.recording.tracing import SAMPLES, CannotRun
+from models.towers.tracing.keys import of_annotations, read_keys
+from models.towers.tracing.towers import Traceable, on_meta, refusals, traced_tower
+from models.towers.tracing.trace import SAMPLES
 
 PREFIX = "open_clip:"
 VOCABULARY = 49408  # of CLIP's tokenizer, where a configuration does not say another number
@@ -99,7 +100,9 @@ def image_tower(name: str, image_size: int) -> Tower:
     from open_clip.model import CLIPVisionCfg
 
     own = {"pool": str, "quick_gelu": bool}
-    values = read_keys(name, split_name(name)[1], of_dataclass(CLIPVisionCfg), NOT_IMAGE_KEYS, own)
+    values = read_keys(
+        name, split_name(name)[1], of_annotations(CLIPVisionCfg), NOT_IMAGE_KEYS, own
+    )
     quick_gelu = values.pop("quick_gelu", config.get("quick_gelu", False))
     if "pool" in values:
         key = "timm_pool" if "timm_model_name" in config["vision_cfg"] else "pool_type"
@@ -119,32 +122,24 @@ def image_tower(name: str, image_size: int) -> Tower:
         "config": vision,
     }
     timm_leaves = _timm_leaves() if vision.get("timm_model_name") else ((), ())
-    recording = Recording(
+    traceable = Traceable(
         "image",
         lambda: make()[0],
         ("pixel_values", (SAMPLES, 3, image_size, image_size), torch.float32),
+        not_taken=f"image tower {name!r} does not take images of {image_size} pixels a side",
+        remedy=f"give --image-size {config['vision_cfg'].get('image_size', 224)}",
         leaf_functions=timm_leaves[0],
         leaf_modules=timm_leaves[1],
     )
-    try:
-        return recorded_tower(recording, name, record)
-    except CannotRun as error:
-        raise ValueError(
-            f"image tower {name!r} does not take images of {image_size} pixels a side ({error}); "
-            f"give --image-size {config['vision_cfg'].get('image_size', 224)}"
-        ) from error
+    return traced_tower(traceable, name, record)
 
 
 def _image_side(
     name: str, embed_dim: int, vision: dict[str, Any], quick_gelu: bool
 ) -> tuple[nn.Module, str | None]:
     """Without its projection, and the projection's name; None: it stays in."""
-    try:
+    with _refusals(name):
         side = library().CLIP(embed_dim, vision, SMALL_TEXT, quick_gelu).visual
-    except NotImplementedError:  # see `on_meta`
-        raise
-    except Exception as error:  # whatever the constructor raises
-        raise _refused(name, error) from error
     if isinstance(getattr(side, "proj", None), nn.Parameter):
         side.proj = None
         return side, "visual.proj"
@@ -207,10 +202,12 @@ def text_tower(
         "quick_gelu": quick_gelu,
         "config": text,
     }
-    recording = Recording(
+    traceable = Traceable(
         "text",
         lambda: make()[0],
         ("input_ids", (SAMPLES, max_text_tokens), torch.int64),
+        f"text tower {name!r} does not take texts of {max_text_tokens} tokens",
+        "give another --max-text-tokens",
         partial(
             _padded,
             length=positions,
@@ -221,12 +218,7 @@ def text_tower(
         else _as_it_is,
         drop_last=("attention_mask",),
     )
-    try:
-        return recorded_tower(recording, name, record)
-    except CannotRun as error:
-        raise ValueError(
-            f"text tower {name!r} does not take texts of {max_text_tokens} tokens ({error})"
-        ) from error
+    return traced_tower(traceable, name, record)
 
 
 def _text_config(
@@ -241,7 +233,7 @@ def _text_config(
     from open_clip.model import CLIPTextCfg
 
     own = {"pool": str, "quick_gelu": bool}
-    values = read_keys(name, split_name(name)[1], of_dataclass(CLIPTextCfg), NOT_TEXT_KEYS, own)
+    values = read_keys(name, split_name(name)[1], of_annotations(CLIPTextCfg), NOT_TEXT_KEYS, own)
     quick_gelu = values.pop("quick_gelu", config.get("quick_gelu", False))
     if "pool" in values:
         values["pool_type"] = values.pop("pool")
@@ -249,8 +241,8 @@ def _text_config(
     if text.get("hf_model_name"):
         two_layers = text.get("hf_proj_type", "mlp") == "mlp"
         raise ValueError(
-            f"text tower {name!r}: its texts go through transformers' {text['hf_model_name']}, which "
-            f"is a tower of its own; give --text-tower {text['hf_model_name']}:pool=mean"
+            f"text tower {name!r}: its texts go through transformers' {text['hf_model_name']}, "
+            f"which is a tower of its own; give --text-tower {text['hf_model_name']}:pool=mean"
             + (f",{TWO_LAYERS}={config['embed_dim']}" if two_layers else "")
             + ", or --import the whole model"
         )
@@ -274,12 +266,8 @@ def _text_side(
     name: str, embed_dim: int, text: dict[str, Any], quick_gelu: bool
 ) -> tuple[nn.Module, str | None]:
     """Without its projection, and the projection's name; None: it stays in."""
-    try:
+    with _refusals(name):
         side = library().CustomTextCLIP(embed_dim, SMALL_IMAGE, text, quick_gelu).text
-    except NotImplementedError:  # see `on_meta`
-        raise
-    except Exception as error:  # whatever the constructor raises
-        raise _refused(name, error) from error
     causal = not text["no_causal_mask"] and not text["embed_cls"]
     for block in side.transformer.resblocks:
         # typeshed wants a hashable argument, and mypy does not see that a class is
@@ -352,11 +340,8 @@ def _record(
     }
 
 
-def _refused(name: str, error: Exception) -> ValueError:
-    return ValueError(
-        f"tower {name!r}: OpenCLIP cannot make it ({type(error).__name__}: {error}); change the "
-        "keys that do not fit"
-    )
+def _refusals(name: str) -> AbstractContextManager[None]:
+    return refusals(f"tower {name!r}: OpenCLIP cannot make it", "change the keys that do not fit")
 
 
 # -- weights

@@ -40,12 +40,12 @@ _ADDED = {"sdpa": lambda dtype: -math.inf, "eager": lambda dtype: torch.finfo(dt
 def bidirectional_mask(
     config: PreTrainedConfig, text_hidden: Tensor, attention_mask: Tensor | None
 ) -> Tensor | None:
-    """transformers' `create_bidirectional_mask` without its question whether anything is padded, for
-    which the host would have to wait for the device: [B, 1, L, L], also where nothing is; None where
-    no `attention_mask` is given.
+    """transformers' `create_bidirectional_mask` without its question whether anything is padded,
+    for which the host would have to wait for the device: [B, 1, L, L], also where nothing is; None
+    where no `attention_mask` is given.
 
-    It is what is added to the scores: of a mask of truth values each block would make that anew, and
-    keep it.
+    It is what is added to the scores: of a mask of truth values each block would make that anew,
+    and keep it.
     """
     added = _ADDED.get(config._attn_implementation)
     if attention_mask is None or added is None:
@@ -72,10 +72,12 @@ def window_mask(
     return padding.masked_fill(~window, -math.inf)
 
 
-class Embeddings(Layer):
-    """What first layers have in common. `behind`: what follows the library's embeddings, if
-    anything does."""
+class TextEmbeddings(Layer):
+    """`input_ids` [B, L] -> `text_hidden` [B, L, W]: the library's embeddings and what is `behind`
+    them, if anything is."""
 
+    reads: tuple[str, ...] = ("input_ids",)
+    makes: tuple[str, ...] = ("text_hidden",)
     drops: tuple[str, ...] = ("input_ids",)
 
     # Any: a module of the library
@@ -84,26 +86,13 @@ class Embeddings(Layer):
         self.embeddings, self.behind = embeddings, nn.Identity() if behind is None else behind
 
     def embedded(self, input_ids: Tensor) -> Tensor:
-        return self.behind(self.embeddings(input_ids=input_ids))
+        return self.behind(self.embeddings(input_ids))
 
-
-class TextEmbeddings(Embeddings):
-    """`input_ids` [B, L] -> `text_hidden` [B, L, W]."""
-
-    reads, makes = ("input_ids",), ("text_hidden",)
-
-    def compute(self, input_ids: Tensor) -> Tensor:
+    def compute(self, input_ids: Tensor, *more: Tensor) -> Tensor | tuple[Tensor, ...]:
         return self.embedded(input_ids)
 
 
-class TableEmbeddings(TextEmbeddings):
-    """The same where the library's embeddings are a table and nothing else (T5)."""
-
-    def embedded(self, input_ids: Tensor) -> Tensor:
-        return self.behind(self.embeddings(input_ids))
-
-
-class FullLengthEmbeddings(Embeddings):
+class FullLengthEmbeddings(TextEmbeddings):
     """Texts of `length` tokens whatever they hold, `text_hidden` [B, `length`, W], with an
     `attention_mask` of ones: the padding is read as any other token.
 
@@ -116,25 +105,26 @@ class FullLengthEmbeddings(Embeddings):
         super().__init__(embeddings)
         self.length, self.pad_token_id = length, pad_token_id
 
-    def compute(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
+    def compute(self, input_ids: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+        (attention_mask,) = more
         input_ids = input_ids.masked_fill(attention_mask == 0, self.pad_token_id)
         missing = self.length - input_ids.shape[1]
         input_ids = F.pad(input_ids, (0, missing), value=self.pad_token_id)  # [B, length]
         return self.embedded(input_ids), torch.ones_like(input_ids)
 
 
-class BiasedEmbeddings(Embeddings):
+class BiasedEmbeddings(TextEmbeddings):
     """MPNet's: also makes `text_position_bias` [B, N, L, L], which all of its blocks add to their
     attention scores."""
 
-    reads, makes = ("input_ids",), ("text_hidden", "text_position_bias")
+    makes = ("text_hidden", "text_position_bias")
     relative_position_bucket = staticmethod(MPNetEncoder.relative_position_bucket)
 
     def __init__(self, embeddings: nn.Module, relative_attention_bias: nn.Embedding) -> None:
         super().__init__(embeddings)
         self.relative_attention_bias = relative_attention_bias
 
-    def compute(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def compute(self, input_ids: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
         hidden = self.embedded(input_ids)
         # the library's method, which asks its object for the two names above and no more
         return hidden, MPNetEncoder.compute_position_bias(self, hidden)
@@ -202,8 +192,8 @@ class EotEmbeddings(Layer):
 
 class Block(Layer):
     """What blocks have in common: `attention_mask` [B, L] becomes what the library's block wants of
-    it. `padded` False: nothing is padded, or no token that is kept sees any padding; the mask is not
-    looked at."""
+    it. `padded` False: nothing is padded, or no token that is kept sees any padding; the mask is
+    not looked at."""
 
     padded = True
 
@@ -251,33 +241,23 @@ class CausalBlock(Block):
 
 
 class BiasedBlock(Block):
-    """A block of MPNet, or of T5 behind the first: adds `text_position_bias` [B or 1, N, L, L] to
-    its attention scores. `last`: of the tower, behind which nothing reads them."""
+    """A block of MPNet or T5: adds `text_position_bias` [B or 1, N, L, L] to its attention scores.
+    T5's first block `makes_bias` for those behind it; the `last` block drops it."""
 
-    reads = ("text_hidden", "attention_mask", "text_position_bias")
-
-    def __init__(self, block: Any, config: PreTrainedConfig, last: bool) -> None:
+    def __init__(
+        self, block: Any, config: PreTrainedConfig, last: bool, makes_bias: bool = False
+    ) -> None:
         super().__init__(block, config)
-        self.drops = ("text_position_bias",) if last else ()
+        bias = "text_position_bias"
+        if makes_bias:
+            self.makes = ("text_hidden",) if last else ("text_hidden", bias)
+        else:
+            self.reads = ("text_hidden", "attention_mask", bias)
+            self.drops = (bias,) if last else ()
 
-    def compute(
-        self, text_hidden: Tensor, attention_mask: Tensor, text_position_bias: Tensor
-    ) -> Tensor:
+    def compute(self, text_hidden: Tensor, attention_mask: Tensor, *bias: Tensor) -> Any:
         mask = self._mask(bidirectional_mask, text_hidden, attention_mask)
-        return self.block(text_hidden, mask, text_position_bias)[0]
-
-
-class BiasingBlock(Block):
-    """T5's first block, which also makes `text_position_bias` [1, N, L, L] for those behind it,
-    unless it is the `last` as well."""
-
-    def __init__(self, block: Any, config: PreTrainedConfig, last: bool) -> None:
-        super().__init__(block, config)
-        self.makes = ("text_hidden",) if last else ("text_hidden", "text_position_bias")
-
-    def compute(self, text_hidden: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
-        mask = self._mask(bidirectional_mask, text_hidden, attention_mask)
-        return tuple(self.block(text_hidden, mask)[: len(self.makes)])
+        return tuple(self.block(text_hidden, mask, *bias)[: len(self.makes)])
 
 
 class RotaryBlock(Block):
@@ -331,16 +311,31 @@ class TextPool(Layer):
     """`text_hidden` [B, L, W] -> `text_features` [B, W]: `pool` of the tokens that `attention_mask`
     [B, L] keeps, behind the final norm if there is one."""
 
-    reads, makes = ("text_hidden", "attention_mask"), ("text_features",)
-    drops = reads
+    reads: tuple[str, ...] = ("text_hidden", "attention_mask")
+    drops: tuple[str, ...] = reads
+    makes = ("text_features",)
 
     def __init__(self, pool: nn.Module, norm: nn.Module | None = None) -> None:
         super().__init__()
         self.pool, self.norm = pool, nn.Identity() if norm is None else norm
         self.added = ADDED if isinstance(pool, AttentionPool) else None
 
-    def compute(self, text_hidden: Tensor, attention_mask: Tensor) -> Tensor:
+    def compute(self, text_hidden: Tensor, attention_mask: Tensor, *more: Tensor) -> Tensor:
         return self.pool(self.norm(text_hidden), attention_mask)
+
+
+class EotPool(TextPool):
+    """The token at `text_pool_position` [B], behind the final norm if there is one."""
+
+    reads = drops = ("text_hidden", "attention_mask", "text_pool_position")
+
+    def __init__(self, norm: nn.Module | None = None) -> None:
+        super().__init__(nn.Identity(), norm)
+
+    def compute(self, text_hidden: Tensor, attention_mask: Tensor, *more: Tensor) -> Tensor:
+        (text_pool_position,) = more
+        rows = torch.arange(text_hidden.shape[0], device=text_hidden.device)
+        return self.norm(text_hidden)[rows, text_pool_position]
 
 
 class TwoLayers(Layer):
@@ -359,22 +354,3 @@ class TwoLayers(Layer):
 
     def compute(self, text_features: Tensor) -> Tensor:
         return self.proj(text_features)
-
-
-class EotPool(Layer):
-    """`text_hidden` [B, L, W] -> `text_features` [B, W]: the token at `text_pool_position` [B],
-    behind the final norm if there is one."""
-
-    reads, makes = ("text_hidden", "attention_mask", "text_pool_position"), ("text_features",)
-    drops = reads
-
-    def __init__(self, norm: nn.Module | None = None) -> None:
-        super().__init__()
-        self.norm = nn.Identity() if norm is None else norm
-
-    def compute(
-        self, text_hidden: Tensor, attention_mask: Tensor, text_pool_position: Tensor
-    ) -> Tensor:
-        return self.norm(text_hidden)[
-            torch.arange(text_hidden.shape[0], device=text_hidden.device), text_pool_position
-        ]

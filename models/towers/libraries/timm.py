@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from models.towers.layers import Tower
 from models.towers.names import nearest, refuse, split_name
-from models.towers.recording.keys import of_constructor, read_keys
-from models.towers.recording.towers import Recording, on_meta, recorded_tower
-from models.towers.recording.tracing import SAMPLES, CannotRun
+from models.towers.tracing.keys import of_constructor, read_keys
+from models.towers.tracing.towers import Traceable, on_meta, refusals, spelled, traced_tower
+from models.towers.tracing.trace import SAMPLES
 
 PREFIX = "timm:"
 # said in other ways (`--image-size`, `pool=`), or the same for every tower
@@ -70,10 +70,13 @@ def image_tower(name: str, image_size: int) -> Tower:
     architecture, tag = split_tag(name)
     _check_name(name, architecture, tag)
     arguments, pool = _arguments(name, architecture, image_size)
-    recording = Recording(
+    traceable = Traceable(
         branch="image",
         make=partial(_make, name, architecture, arguments),
         given=("pixel_values", (SAMPLES, 3, image_size, image_size), torch.float32),
+        not_taken=f"image tower {name!r}: timm's {architecture} does not take images of "
+        f"{image_size} pixels a side",
+        remedy="give another --image-size",
         call=_unpooled if pool == "attention" else _pooled,
         leaf_functions=timm.models.get_notrace_functions(),
         leaf_modules=tuple(timm.models.get_notrace_modules()),
@@ -86,13 +89,7 @@ def image_tower(name: str, image_size: int) -> Tower:
         "image_size": image_size,
         "arguments": arguments,
     }
-    try:
-        return recorded_tower(recording, name, config, pool)
-    except CannotRun as error:
-        raise ValueError(
-            f"image tower {name!r}: timm's {architecture} does not take images of {image_size} "
-            f"pixels a side ({error}); give another --image-size"
-        ) from error
+    return traced_tower(traceable, name, config, pool)
 
 
 def _check_name(name: str, architecture: str, tag: str) -> None:
@@ -108,16 +105,9 @@ def _check_name(name: str, architecture: str, tag: str) -> None:
 
 
 def _make(name: str, architecture: str, arguments: Mapping[str, Any]) -> nn.Module:
-    try:
+    what = f"image tower {name!r}: timm cannot make {architecture} with {spelled(arguments)}"
+    with refusals(what, "change what does not fit"):
         return library().create_model(architecture, num_classes=0, **arguments)
-    except NotImplementedError:  # see `on_meta`
-        raise
-    except Exception as error:  # whatever the constructor raises
-        given = ", ".join(f"{key}={value}" for key, value in arguments.items())
-        raise ValueError(
-            f"image tower {name!r}: timm cannot make {architecture} with {given or 'its defaults'} "
-            f"({type(error).__name__}: {error}); change what does not fit"
-        ) from error
 
 
 def _arguments(name: str, architecture: str, image_size: int) -> tuple[dict[str, Any], str | None]:

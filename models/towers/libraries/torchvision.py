@@ -16,9 +16,9 @@ from torch import nn
 
 from models.towers.layers import Tower
 from models.towers.names import refuse, split_name
-from models.towers.recording.keys import of_constructor, read_keys
-from models.towers.recording.towers import Recording, on_meta, recorded_tower
-from models.towers.recording.tracing import SAMPLES, CannotRun
+from models.towers.tracing.keys import of_constructor, read_keys
+from models.towers.tracing.towers import Traceable, on_meta, refusals, spelled, traced_tower
+from models.towers.tracing.trace import SAMPLES
 
 NOT_KEYS = ("num_classes", "image_size", "input_size", "aux_logits", "transform_input")
 NUM_CLASSES = 1000  # by which the last layer of the classifier is known
@@ -46,10 +46,13 @@ def image_tower(name: str, image_size: int) -> Tower:
         arguments["input_size"] = (image_size, image_size)
     if "aux_logits" in parameters:
         arguments["aux_logits"] = False
-    recording = Recording(
+    traceable = Traceable(
         "image",
         partial(_make, name, architecture, arguments, pool),
         ("pixel_values", (SAMPLES, 3, image_size, image_size), torch.float32),
+        not_taken=f"image tower {name!r}: torchvision's {architecture} does not take images of "
+        f"{image_size} pixels a side",
+        remedy="give another --image-size",
     )
     config = {
         "library": "torchvision",
@@ -58,28 +61,15 @@ def image_tower(name: str, image_size: int) -> Tower:
         "image_size": image_size,
         "arguments": arguments,
     }
-    try:
-        return recorded_tower(recording, name, config)
-    except CannotRun as error:
-        raise ValueError(
-            f"image tower {name!r}: torchvision's {architecture} does not take images of "
-            f"{image_size} pixels a side ({error}); give another --image-size"
-        ) from error
+    return traced_tower(traceable, name, config)
 
 
 def _make(name: str, architecture: str, arguments: Mapping[str, Any], pool: str) -> nn.Module:
-    try:
+    what = f"image tower {name!r}: torchvision cannot make {architecture} with {spelled(arguments)}"
+    with refusals(what, "change what does not fit"):
         # the constructors of the Inception networks warn unless they are told how to begin
         own = {"init_weights": True} if "aux_logits" in arguments else {}
         model = torchvision.models.get_model(architecture, **own, **arguments)
-    except NotImplementedError:  # see `on_meta`
-        raise
-    except Exception as error:  # whatever the constructor raises
-        given = ", ".join(f"{key}={value}" for key, value in arguments.items())
-        raise ValueError(
-            f"image tower {name!r}: torchvision cannot make {architecture} with "
-            f"{given or 'its defaults'} ({type(error).__name__}: {error}); change what does not fit"
-        ) from error
     for path, module in _replacements(name, model, pool).items():
         model.set_submodule(path, module)
     return model

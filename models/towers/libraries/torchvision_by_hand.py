@@ -1,7 +1,8 @@
 """torchvision's ResNet, ViT and ConvNeXt without their classifiers, cut into layers by hand: with
-more keys and poolings than others, and with first values that need no whole model.
+more keys and poolings than others, a ViT for images of other sizes and with patches left out, and
+first values that need no whole model.
 
-B micro-batch, C channels, H, W height and width, N patches + 1 (class token), D width.
+B micro-batch, H, W height and width, N patches + 1 (class token), D width.
 """
 
 import math
@@ -18,101 +19,35 @@ from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.models.vision_transformer import MLPBlock, VisionTransformer
 
 from models.towers.layers import Layer, Tower, cut, reset
+from models.towers.libraries.layers import Block, Named, PatchStart, PlacePool, Pool, Start
 from models.towers.names import parse_overrides, refuse, split_name
-from models.towers.pooling import ADDED, AttentionPool, FirstPool, MaxPool, MeanPool
-
-# -- layers
-
-
-class BatchNorm2d(nn.BatchNorm2d):
-    """torchvision's, but with its statistics and affine in fp32 also where the engine keeps
-    parameters in bf16 or fp16.
-
-    Half-precision running statistics would lose their small updates, and no kernel takes
-    half-precision weights beside fp32 statistics. In fp32 it is the library's own forward.
-    """
-
-    momentum: float  # a fixed one
-    num_batches_tracked: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.weight.dtype == torch.float32:
-            return super().forward(x)
-        if self.training:
-            self.num_batches_tracked.add_(1)
-        statistics = self.running_mean, self.running_var
-        return F.batch_norm(
-            x,
-            *statistics,
-            self.weight.float(),
-            self.bias.float(),
-            self.training,
-            self.momentum,
-            self.eps,
-        )
+from models.towers.pooling import AttentionPool, pooling
+from models.towers.tracing.precision import with_exact_statistics
 
 
-class ResNetStem(Layer):
-    """`pixel_values` [B, 3, H, W] -> `image_hidden` [B, 64, H/4, W/4]."""
-
-    reads, makes, drops = ("pixel_values",), ("image_hidden",), ("pixel_values",)
-
-    def __init__(self, model: ResNet) -> None:
-        super().__init__()
-        self.conv1, self.bn1, self.relu, self.maxpool = (
-            model.conv1,
-            model.bn1,
-            model.relu,
-            model.maxpool,
-        )
-
-    def compute(self, pixel_values: Tensor) -> Tensor:
-        pixel_values = pixel_values.to(self.conv1.weight.dtype)
-        return self.maxpool(self.relu(self.bn1(self.conv1(pixel_values))))
-
-
-class ViTStem(Layer):
-    """`pixel_values` [B, 3, H, W] -> `image_hidden` [B, N, D]: patches, class token, positions,
-    dropout.
+class ViTStart(PatchStart):
+    """Patches, class token, positions, and the dropout behind them.
 
     Images of another size than the one it was made for get positions interpolated between the
     learned ones (bicubic, as Dosovitskiy et al. 2021, section 3.2, propose for higher resolutions).
-    Where `kept_patches` [B, K] numbers some of an image's patches, row by row from 0, the others
-    are left out (FLIP: Li et al. 2023): N = K + 1.
     """
 
-    reads, makes, drops, reads_if_given = (
-        ("pixel_values",),
-        ("image_hidden",),
-        ("pixel_values", "kept_patches"),
-        ("kept_patches",),
-    )
-
     def __init__(self, model: VisionTransformer) -> None:
-        super().__init__()
+        super().__init__(model.conv_proj, prefix=1, norm=model.encoder.dropout)
         self.image_size, self.patch_size = model.image_size, model.patch_size
-        self.conv_proj, self.class_token = model.conv_proj, model.class_token
-        self.pos_embedding, self.dropout = model.encoder.pos_embedding, model.encoder.dropout
+        self.class_token, self.pos_embedding = model.class_token, model.encoder.pos_embedding
 
-    def compute(self, pixel_values: Tensor, kept_patches: Tensor | None = None) -> Tensor:
-        if any(side % self.patch_size for side in pixel_values.shape[-2:]):
+    def embedded(self, given: Tensor) -> Tensor:
+        if any(side % self.patch_size for side in given.shape[-2:]):
             raise ValueError(
-                f"pixel_values are {tuple(pixel_values.shape[-2:])} but this ViT reads patches of "
+                f"pixel_values are {tuple(given.shape[-2:])} but this ViT reads patches of "
                 f"{self.patch_size}x{self.patch_size}; both sides must be multiples of that"
             )
-        patches = self.conv_proj(
-            pixel_values.to(self.conv_proj.weight.dtype)
-        )  # [B, D, H/patch, W/patch]
+        patches = self.embeddings(given)  # [B, D, H/patch, W/patch]
         positions = self.positions(*patches.shape[-2:])
         patches = patches.flatten(2).permute(0, 2, 1)  # [B, N-1, D]
-        tokens = (
-            torch.cat([self.class_token.expand(patches.shape[0], -1, -1), patches], dim=1)
-            + positions
-        )
-        if kept_patches is not None:
-            kept = F.pad(kept_patches + 1, (1, 0))  # [B, N], the class token first
-            tokens = tokens.gather(1, kept[:, :, None].expand(-1, -1, tokens.shape[2]))
-        return self.dropout(tokens)  # [B, N, D]
+        first = self.class_token.expand(patches.shape[0], -1, -1)
+        return torch.cat([first, patches], dim=1) + positions
 
     def positions(self, rows: int, columns: int) -> Tensor:
         """[1, 1 + rows * columns, D]."""
@@ -125,76 +60,6 @@ class ViTStem(Layer):
             of_patches.dtype
         )
         return torch.cat([of_class, grid.flatten(2).permute(0, 2, 1)], dim=1)
-
-
-class ConvNeXtStem(Layer):
-    """`pixel_values` [B, 3, H, W] -> `image_hidden` [B, C, H/4, W/4]."""
-
-    reads, makes, drops = ("pixel_values",), ("image_hidden",), ("pixel_values",)
-
-    def __init__(self, patchify: nn.Module) -> None:
-        super().__init__()
-        self.patchify = patchify
-
-    def compute(self, pixel_values: Tensor) -> Tensor:
-        return self.patchify(pixel_values.to(next(self.patchify.parameters()).dtype))
-
-
-class ImageBlock(Layer):
-    """`image_hidden` -> `image_hidden`: one block of the library, as it is."""
-
-    reads = makes = ("image_hidden",)
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-
-    def compute(self, image_hidden: Tensor) -> Tensor:
-        return self.block(image_hidden)
-
-
-class ConvPool(Layer):
-    """`image_hidden` [B, C, H, W] -> `image_features` [B, C]: `pool` of the map [B, C, H, W] -> [B,
-    C, 1, 1], then the norm if there is one."""
-
-    reads, makes, drops = ("image_hidden",), ("image_features",), ("image_hidden",)
-
-    def __init__(self, pool: nn.Module, norm: nn.Module | None = None) -> None:
-        super().__init__()
-        self.pool, self.norm = pool, nn.Identity() if norm is None else norm
-
-    def compute(self, image_hidden: Tensor) -> Tensor:
-        return torch.flatten(self.norm(self.pool(image_hidden)), 1)
-
-
-class ConvAttentionPool(Layer):
-    """`image_hidden` [B, C, H, W] -> `image_features` [B, C]: the norm if there is one, then
-    attention over all places."""
-
-    reads, makes, drops, added = ("image_hidden",), ("image_features",), ("image_hidden",), ADDED
-
-    def __init__(self, channels: int, norm: nn.Module | None = None) -> None:
-        super().__init__()
-        self.pool, self.norm = AttentionPool(channels), nn.Identity() if norm is None else norm
-
-    def compute(self, image_hidden: Tensor) -> Tensor:
-        return self.pool(self.norm(image_hidden).flatten(2).transpose(1, 2))
-
-
-class ViTPool(Layer):
-    """`image_hidden` [B, N, D] -> `image_features` [B, D]: final norm, then `pool`; without the
-    class token where `of_patches`."""
-
-    reads, makes, drops = ("image_hidden",), ("image_features",), ("image_hidden",)
-
-    def __init__(self, norm: nn.Module, pool: nn.Module, of_patches: bool) -> None:
-        super().__init__()
-        self.norm, self.pool, self.of_patches = norm, pool, of_patches
-        self.added = ADDED if isinstance(pool, AttentionPool) else None
-
-    def compute(self, image_hidden: Tensor) -> Tensor:
-        tokens = self.norm(image_hidden)
-        return self.pool(tokens[:, 1:] if self.of_patches else tokens)
 
 
 # -- architectures
@@ -252,12 +117,6 @@ ARCHITECTURES: dict[str, Sizes] = {
     "convnext_large": ConvNeXtSizes((192, 384, 768, 1536), (3, 3, 27, 3), 0.5),
 }
 
-POOLS: dict[type, tuple[str, ...]] = {  # the library's own first
-    ResNetSizes: ("avg", "max", "attention"),
-    ViTSizes: ("cls", "avg", "max", "attention"),
-    ConvNeXtSizes: ("avg", "max", "attention"),
-}
-
 
 def image_tower(name: str, image_size: int) -> Tower:
     """The tower of `name` = ARCHITECTURE[:key=value,...] for images of `image_size` pixels a side;
@@ -270,14 +129,14 @@ def image_tower(name: str, image_size: int) -> Tower:
     sizes = ARCHITECTURES[base]
     kinds = {key: type(value) for key, value in asdict(sizes).items() if key != "bottleneck"}
     values = parse_overrides(name, overrides, {**kinds, "pool": str})
-    pools = POOLS[type(sizes)]
-    pool = values.pop("pool", pools[0])
+    pools = (*(("cls",) if isinstance(sizes, ViTSizes) else ()), "avg", "max", "attention")
+    pool = values.pop("pool", pools[0])  # the library's own first
     if pool not in pools:
         raise refuse(f"image tower {name!r}: pool", pool, pools)
     sizes = replace(sizes, **values)
     _check(name, sizes, image_size)
     with torch.device("meta"):
-        model = library_model(sizes, image_size)
+        model = with_exact_statistics(library_model(sizes, image_size))
         layers, dropped, initialise, width = _CUTS[type(sizes)](model, sizes, pool)
     config: dict[str, Any] = {
         "library": "torchvision",
@@ -292,14 +151,9 @@ def image_tower(name: str, image_size: int) -> Tower:
 def library_model(sizes: Sizes, image_size: int) -> nn.Module:
     """The library's whole model, classifier included, on the ambient device."""
     if isinstance(sizes, ResNetSizes):
-        return ResNet(
-            Bottleneck if sizes.bottleneck else BasicBlock,
-            list(sizes.layers),
-            width_per_group=sizes.width_per_group,
-            groups=sizes.groups,
-            zero_init_residual=sizes.zero_init_residual,
-            norm_layer=BatchNorm2d,
-        )
+        values = asdict(sizes)
+        block = Bottleneck if values.pop("bottleneck") else BasicBlock
+        return ResNet(block, **{**values, "layers": list(sizes.layers)})
     if isinstance(sizes, ViTSizes):
         return VisionTransformer(image_size=image_size, **asdict(sizes))
     outputs = [*sizes.dims[1:], None]
@@ -351,58 +205,60 @@ def _check(name: str, sizes: Sizes, image_size: int) -> None:
 
 # -- where each library model is cut
 
-Cut = tuple[
-    list[tuple[str, Layer]], tuple[str, ...], Callable[[Layer], None], int
-]  # layers, dropped names, initialise, width
+# layers, how the names of dropped tensors begin, what initialises a layer, width
+Cut = tuple[Named, tuple[str, ...], Callable[[Layer], None], int]
 
 
 def _cut_resnet(model: ResNet, sizes: ResNetSizes, pool: str) -> Cut:
-    layers: list[tuple[str, Layer]] = [("stem", ResNetStem(model))]
+    stem = nn.Sequential(model.conv1, model.bn1, model.relu, model.maxpool)
+    layers: Named = [("stem", Start("image", stem))]
     for group in ("layer1", "layer2", "layer3", "layer4"):
-        layers += [
-            (f"{group}.{i}", ImageBlock(block)) for i, block in enumerate(getattr(model, group))
-        ]
+        blocks = getattr(model, group)
+        layers += [(f"{group}.{i}", Block("image", block)) for i, block in enumerate(blocks)]
     width = model.fc.in_features
-    layers.append(("pool", _pool_map(pool, model.avgpool, width)))
+    layers.append(("pool", _pool_of_map(pool, model.avgpool, width)))
     return layers, ("fc.",), partial(_initialise_resnet, sizes=sizes), width
 
 
 def _cut_vit(model: VisionTransformer, sizes: ViTSizes, pool: str) -> Cut:
-    layers: list[tuple[str, Layer]] = [("stem", ViTStem(model))]
-    layers += [
-        (f"encoder.layers.{name}", ImageBlock(block))
-        for name, block in model.encoder.layers.named_children()
+    own = pooling(pool, sizes.hidden_dim)
+    skipped = 1 if pool in ("avg", "max") else 0
+    layers: Named = [
+        ("stem", ViTStart(model)),
+        *(
+            (f"encoder.layers.{name}", Block("image", block))
+            for name, block in model.encoder.layers.named_children()
+        ),
+        ("pool", Pool("image", own, norm=model.encoder.ln, skipped=skipped)),
     ]
-    modules: dict[str, Callable[[], nn.Module]] = {
-        "cls": FirstPool,
-        "avg": MeanPool,
-        "max": MaxPool,
-        "attention": partial(AttentionPool, sizes.hidden_dim),
-    }
-    layers.append(
-        ("pool", ViTPool(model.encoder.ln, modules[pool](), of_patches=pool in ("avg", "max")))
-    )
     return layers, ("heads.",), _initialise_vit, sizes.hidden_dim
 
 
 def _cut_convnext(model: ConvNeXt, sizes: ConvNeXtSizes, pool: str) -> Cut:
-    layers: list[tuple[str, Layer]] = [("stem", ConvNeXtStem(model.features[0]))]
+    layers: Named = [("stem", Start("image", model.features[0]))]
     for i, part in enumerate(model.features[1:], start=1):
         if isinstance(part[0], CNBlock):
-            layers += [(f"features.{i}.{j}", ImageBlock(block)) for j, block in enumerate(part)]
-        else:
-            layers.append(
-                (f"features.{i}", ImageBlock(part))
-            )  # between groups: norm and downsampling
-    layers.append(("pool", _pool_map(pool, model.avgpool, sizes.dims[-1], model.classifier[0])))
-    return layers, ("classifier.2.",), partial(_initialise_convnext, sizes=sizes), sizes.dims[-1]
+            layers += [(f"features.{i}.{j}", Block("image", block)) for j, block in enumerate(part)]
+        else:  # between groups: norm and downsampling
+            layers.append((f"features.{i}", Block("image", part)))
+    width = sizes.dims[-1]
+    layers.append(("pool", _pool_of_map(pool, model.avgpool, width, model.classifier[0])))
+    return layers, ("classifier.2.",), partial(_initialise_convnext, sizes=sizes), width
 
 
-def _pool_map(pool: str, avgpool: nn.Module, channels: int, norm: nn.Module | None = None) -> Layer:
-    """The last layer of a tower whose `image_hidden` are maps."""
+def _pool_of_map(
+    pool: str, avgpool: nn.Module, width: int, norm: nn.LayerNorm | None = None
+) -> Layer:
+    """The last layer of a tower whose `image_hidden` are maps. `norm`: of a map."""
     if pool == "attention":
-        return ConvAttentionPool(channels, norm)
-    return ConvPool(nn.AdaptiveMaxPool2d(1) if pool == "max" else avgpool, norm)
+        of_tokens = None
+        if norm is not None:
+            of_tokens = nn.LayerNorm(width, norm.eps)
+            of_tokens.weight, of_tokens.bias = norm.weight, norm.bias
+        return Pool("image", AttentionPool(width), norm=of_tokens)
+    behind = [nn.Flatten()] if norm is None else [norm, nn.Flatten()]
+    own = nn.AdaptiveMaxPool2d(1) if pool == "max" else avgpool
+    return PlacePool("image", own, behind=nn.Sequential(*behind))
 
 
 _CUTS: dict[type, Callable[[Any, Any, str], Cut]] = {
@@ -425,11 +281,10 @@ def _initialise_resnet(layer: Layer, sizes: ResNetSizes) -> None:
 
 def _initialise_vit(layer: Layer) -> None:
     reset(layer)
-    if isinstance(layer, ViTStem):
-        conv = layer.conv_proj
-        nn.init.trunc_normal_(
-            conv.weight, std=math.sqrt(1 / (conv.in_channels * math.prod(conv.kernel_size)))
-        )
+    if isinstance(layer, ViTStart):
+        conv = layer.embeddings
+        fan_in = conv.in_channels * math.prod(conv.kernel_size)
+        nn.init.trunc_normal_(conv.weight, std=math.sqrt(1 / fan_in))
         nn.init.zeros_(conv.bias)
         nn.init.zeros_(layer.class_token)
         nn.init.normal_(layer.pos_embedding, std=0.02)
@@ -442,7 +297,7 @@ def _initialise_vit(layer: Layer) -> None:
 
 def _initialise_convnext(layer: Layer, sizes: ConvNeXtSizes) -> None:
     reset(layer)
-    if isinstance(layer, ConvAttentionPool):  # torchvision has none
+    if layer.added:  # an attention pool, which torchvision has none of
         return
     for module in layer.modules():
         if isinstance(module, (nn.Conv2d, nn.Linear)):

@@ -1,69 +1,50 @@
-"""The text encoders of transformers that are built, how each is cut, and published ones by name."""
+"""Text towers of transformers: BERT and its kin, T5, XLM, and the text sides of CLIP, SigLIP,
+Chinese-CLIP and CLAP; how each is cut, and published ones by name."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from transformers import (
-    BertConfig,
-    BertModel,
-    ChineseCLIPTextConfig,
-    ChineseCLIPTextModel,
-    ClapTextConfig,
-    ClapTextModel,
-    CLIPTextConfig,
-    CLIPTextModel,
-    DistilBertConfig,
-    DistilBertModel,
-    ElectraConfig,
-    ElectraModel,
-    ModernBertConfig,
-    ModernBertModel,
-    MPNetConfig,
-    MPNetModel,
-    MT5Config,
-    MT5EncoderModel,
-    PreTrainedConfig,
-    PreTrainedModel,
-    RobertaConfig,
-    RobertaModel,
-    Siglip2TextModel,
-    SiglipTextConfig,
-    SiglipTextModel,
-    T5Config,
-    T5EncoderModel,
-    XLMConfig,
-    XLMModel,
-    XLMRobertaConfig,
-    XLMRobertaModel,
-)
+from transformers import CLIPTextConfig, PreTrainedConfig
 from transformers.models.clip.modeling_clip import CLIPEncoderLayer, CLIPTextEmbeddings
 from transformers.models.xlm.modeling_xlm import create_sinusoidal_embeddings
 
-from models.towers.layers import Layer
-from models.towers.libraries.configurations import Preset, initialise
+from models.towers.layers import Layer, LayerSpec, Tower, cut, reset
+from models.towers.libraries.configurations import (
+    Catalogue,
+    Family,
+    Preset,
+    initialise,
+    remade,
+    saved_state,
+)
+from models.towers.libraries.layers import Named
 from models.towers.libraries.text_layers import (
     BiasedBlock,
     BiasedEmbeddings,
-    BiasingBlock,
     Block,
     CausalBlock,
     EotEmbeddings,
     EotPool,
     FullLengthEmbeddings,
     RotaryBlock,
-    TableEmbeddings,
     TextBlock,
     TextEmbeddings,
     TextPool,
+    TwoLayers,
     XLMBlock,
     XLMEmbeddings,
 )
-from models.towers.pooling import AttentionPool, FirstPool, LastPool, MaxPool, MeanPool
+from models.towers.names import TWO_LAYERS
+from models.towers.pooling import FirstPool, pooling
 
 # -- where each model is cut
+
+POOLS = ("mean", "first", "last", "eos", "max", "attention")
 
 
 def _embeddings(model: Any) -> Layer:
@@ -74,39 +55,21 @@ def _block(model: Any, number: int, block: nn.Module) -> Layer:
     return TextBlock(block, model.config)
 
 
-@dataclass(frozen=True)
-class Family:
-    """An architecture of transformers: its model, where it is cut, which configuration keys a user
-    may override, how the library pools.
+@dataclass(frozen=True, kw_only=True)
+class TextFamily(Family):
+    """`blocks`: where the model keeps them; `start`, `block`, `norm`: the first layer, each block
+    as a layer, and what follows the last one. `contrastive`: it is the tower of a published
+    image-text model, whose pooling belongs to it and whose positions grow with the texts."""
 
-    `blocks`: where the model keeps them; `start`, `block`, `norm`: the first layer, each block as a
-    layer, and what follows the last one. `pooled_by`: the module with which the library pools, one
-    way among `pools`. `contrastive`: it is the tower of a published image-text model, whose pooling
-    belongs to it and whose positions grow with the texts.
-    """
-
-    model: type[PreTrainedModel]
-    keys: Mapping[str, type]
-    pool: str
     blocks: str = "encoder.layer"
     start: Callable[[Any], Layer] = _embeddings
     block: Callable[[Any, int, nn.Module], Layer] = _block
     norm: Callable[[Any], nn.Module | None] = lambda model: None
-    pooled_by: str | None = None
     contrastive: bool = False
-
-    @property
-    def pools(self) -> tuple[str, ...]:
-        """All that it can be pooled by."""
-        return POOLS if self.pooled_by is None else (*POOLS, self.pooled_by)
-
-    def unused(self, pool: str) -> tuple[str, ...]:
-        """How the names of tensors begin that the library's model has and this tower does not."""
-        return () if self.pooled_by in (None, pool) else (f"{self.pooled_by}.",)
 
     def layers(
         self, model: Any, pool: str, eos_token_id: int | None, max_text_tokens: int
-    ) -> list[tuple[str, Layer]]:
+    ) -> Named:
         """Names and layers, in order."""
         start, norm = self.start(model), self.norm(model)
         last: Layer
@@ -117,15 +80,8 @@ class Family:
             start = FullLengthEmbeddings(model.embeddings, length, pad)
             last = TextPool(LastThrough(model.head), norm)
         else:
-            modules: dict[str, Callable[[], nn.Module]] = {
-                "mean": MeanPool,
-                "max": MaxPool,
-                "first": FirstPool,
-                "last": LastPool,
-                "pooler": lambda: FirstPool(model.pooler),
-                "attention": lambda: AttentionPool(model.config.hidden_size),
-            }
-            last = TextPool(modules[pool](), norm)
+            own = {"pooler": lambda: FirstPool(model.pooler)}
+            last = TextPool(pooling(pool, model.config.hidden_size, **own), norm)
         blocks = [
             (f"{self.blocks}.{i}", self.block(model, i, block))
             for i, block in enumerate(model.get_submodule(self.blocks))
@@ -157,9 +113,8 @@ def _biased_block(model: Any, number: int, block: nn.Module) -> Layer:
 
 
 def _t5_block(model: Any, number: int, block: nn.Module) -> Layer:
-    if number:
-        return _biased_block(model, number, block)
-    return BiasingBlock(block, model.config, last=model.config.num_layers == 1)
+    last = number == model.config.num_layers - 1
+    return BiasedBlock(block, model.config, last=last, makes_bias=number == 0)
 
 
 def _electra(model: Any) -> Layer:
@@ -167,172 +122,71 @@ def _electra(model: Any) -> Layer:
 
 
 def _t5(model: Any) -> Layer:
-    return TableEmbeddings(model.encoder.embed_tokens, model.encoder.dropout)
+    return TextEmbeddings(model.encoder.embed_tokens, model.encoder.dropout)
 
 
 def _t5_norm(model: Any) -> nn.Module:
     return nn.Sequential(model.encoder.final_layer_norm, model.encoder.dropout)
 
 
-# -- keys
+def _family(model: str, own: str, pooled_by: str | None = None, **more: Any) -> TextFamily:
+    """`own`: the library's pooling."""
+    others = (*POOLS, *([pooled_by] if pooled_by else []))
+    pools = (own, *(pool for pool in others if pool != own))
+    return TextFamily(model, pools, pooled_by, **more)
 
-_SIZES = {
-    "hidden_size": int,
-    "num_hidden_layers": int,
-    "num_attention_heads": int,
-    "intermediate_size": int,
-    "max_position_embeddings": int,
-    "initializer_range": float,
-}
-_BERT_KEYS = {
-    **_SIZES,
-    "hidden_act": str,
-    "hidden_dropout_prob": float,
-    "attention_probs_dropout_prob": float,
-    "type_vocab_size": int,
-    "layer_norm_eps": float,
-}
-_MPNET_KEYS = {key: kind for key, kind in _BERT_KEYS.items() if key != "type_vocab_size"}
-_DISTILBERT_KEYS = {
-    "dim": int,
-    "n_layers": int,
-    "n_heads": int,
-    "hidden_dim": int,
-    "activation": str,
-    "dropout": float,
-    "attention_dropout": float,
-    "max_position_embeddings": int,
-    "sinusoidal_pos_embds": bool,
-    "initializer_range": float,
-}
-_CLIP_KEYS = {
-    **_SIZES,
-    "hidden_act": str,
-    "attention_dropout": float,
-    "initializer_factor": float,
-    "layer_norm_eps": float,
-}
-_SIGLIP_KEYS = {
-    key: kind
-    for key, kind in _CLIP_KEYS.items()
-    if key not in ("initializer_range", "initializer_factor")
-}
-_MODERNBERT_KEYS = {
-    **_SIZES,
-    "hidden_activation": str,
-    "embedding_dropout": float,
-    "mlp_dropout": float,
-    "attention_dropout": float,
-    "local_attention": int,
-    "norm_eps": float,
-}
-_T5_KEYS = {
-    "d_model": int,
-    "d_kv": int,
-    "d_ff": int,
-    "num_layers": int,
-    "num_heads": int,
-    "dropout_rate": float,
-    "relative_attention_num_buckets": int,
-    "relative_attention_max_distance": int,
-    "initializer_factor": float,
-    "layer_norm_epsilon": float,
-}
-_XLM_KEYS = {
-    "emb_dim": int,
-    "n_layers": int,
-    "n_heads": int,
-    "dropout": float,
-    "attention_dropout": float,
-    "max_position_embeddings": int,
-    "n_langs": int,
-    "sinusoidal_embeddings": bool,
-    "embed_init_std": float,
-    "init_std": float,
-    "layer_norm_eps": float,
-}
 
-POOLS = ("mean", "first", "last", "eos", "max", "attention")
-_POOLER: dict[str, Any] = {"pool": "pooler", "pooled_by": "pooler"}
-_NORM: dict[str, Any] = {
-    "blocks": "encoder.layers",
-    "norm": attrgetter("final_layer_norm"),
-    "contrastive": True,
-}
-_SIGLIP: dict[str, Any] = {"pool": "head", "pooled_by": "head", **_NORM}
-_T5: dict[str, Any] = {
-    "pool": "mean",
-    "blocks": "encoder.block",
-    "start": _t5,
-    "block": _t5_block,
-    "norm": _t5_norm,
-}
+_pooling = partial(_family, own="pooler", pooled_by="pooler")
+_of_vision = partial(
+    _family, blocks="encoder.layers", norm=attrgetter("final_layer_norm"), contrastive=True
+)
+_of_siglip = partial(_of_vision, own="head", pooled_by="head")
+_of_t5 = partial(
+    _family, own="mean", blocks="encoder.block", start=_t5, block=_t5_block, norm=_t5_norm
+)
+
 FAMILIES = {  # by the model_type of the configuration
-    "bert": Family(BertModel, _BERT_KEYS, **_POOLER),
-    "roberta": Family(RobertaModel, _BERT_KEYS, **_POOLER),
-    "xlm-roberta": Family(XLMRobertaModel, _BERT_KEYS, **_POOLER),
-    "clap_text_model": Family(ClapTextModel, _BERT_KEYS, **_POOLER),
-    "distilbert": Family(
-        DistilBertModel, _DISTILBERT_KEYS, pool="first", blocks="transformer.layer"
-    ),
-    "clip_text_model": Family(CLIPTextModel, _CLIP_KEYS, "eos", block=_causal_block, **_NORM),
-    "siglip_text_model": Family(SiglipTextModel, _SIGLIP_KEYS, **_SIGLIP),
-    "siglip2_text_model": Family(Siglip2TextModel, _SIGLIP_KEYS, **_SIGLIP),
+    "bert": _pooling("BertModel"),
+    "roberta": _pooling("RobertaModel"),
+    "xlm-roberta": _pooling("XLMRobertaModel"),
+    "clap_text_model": _pooling("ClapTextModel"),
+    "distilbert": _family("DistilBertModel", "first", blocks="transformer.layer"),
+    "clip_text_model": _of_vision("CLIPTextModel", "eos", block=_causal_block),
+    "siglip_text_model": _of_siglip("SiglipTextModel"),
+    "siglip2_text_model": _of_siglip("Siglip2TextModel"),
     # the dual model reads the first token and has no pooler
-    "chinese_clip_text_model": Family(
-        ChineseCLIPTextModel, _BERT_KEYS, pool="first", pooled_by="pooler", contrastive=True
-    ),
-    "mpnet": Family(
-        MPNetModel,
-        _MPNET_KEYS,
+    "chinese_clip_text_model": _family("ChineseCLIPTextModel", "first", "pooler", contrastive=True),
+    "mpnet": _pooling(
+        "MPNetModel",
+        not_keys=("relative_attention_num_buckets",),
         start=lambda model: BiasedEmbeddings(
             model.embeddings, model.encoder.relative_attention_bias
         ),
         block=_biased_block,
-        **_POOLER,
     ),
-    "electra": Family(ElectraModel, {**_BERT_KEYS, "embedding_size": int}, "first", start=_electra),
-    "modernbert": Family(
-        ModernBertModel,
-        _MODERNBERT_KEYS,
-        pool="first",
+    "electra": _family("ElectraModel", "first", start=_electra),
+    "modernbert": _family(
+        "ModernBertModel",
+        "first",
         blocks="layers",
         block=lambda model, number, block: RotaryBlock(block, model.config, model.rotary_emb),
         norm=attrgetter("final_norm"),
     ),
-    "t5": Family(T5EncoderModel, _T5_KEYS, **_T5),
-    "mt5": Family(MT5EncoderModel, _T5_KEYS, **_T5),
-    "xlm": Family(
-        XLMModel,
-        _XLM_KEYS,
-        pool="first",
+    "t5": _of_t5("T5EncoderModel"),
+    "mt5": _of_t5("MT5EncoderModel"),
+    "xlm": _family(
+        "XLMModel",
+        "first",
         blocks="attentions",
         start=XLMEmbeddings,
         block=lambda model, number, block: XLMBlock(model, number),
     ),
 }
 
-
-def derived(config: PreTrainedConfig, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What follows from the overridden `values` of a configuration that has worked it out from
-    others already."""
-    more = {}
-    if "hidden_size" in values and hasattr(config, "projection_size"):  # SigLIP's head
-        more["projection_size"] = values["hidden_size"]
-    if "num_hidden_layers" in values and config.model_type == "modernbert":
-        number = values["num_hidden_layers"]
-        more["layer_types"] = ModernBertConfig(num_hidden_layers=number).layer_types
-    return more
-
-
 # -- positions
 
-_BEHIND_PADDING = {
-    "roberta",
-    "xlm-roberta",
-    "mpnet",
-    "clap_text_model",
-}  # they count positions from the pad id on
+# they count positions from the pad id on
+_BEHIND_PADDING = {"roberta", "xlm-roberta", "mpnet", "clap_text_model"}
 
 
 def first_position(config: Mapping[str, Any]) -> int:
@@ -356,7 +210,7 @@ def initialise_text(layer: Layer, model: Any) -> None:
         elif isinstance(module, CLIPTextEmbeddings):
             nn.init.normal_(module.position_embedding.weight, std=0.01 * config.initializer_factor)
         # what the library does for the model as a whole, which a part of it does not have
-        elif isinstance(module, TableEmbeddings):
+        elif isinstance(module, TextEmbeddings) and isinstance(module.embeddings, nn.Embedding):
             nn.init.normal_(module.embeddings.weight, std=config.initializer_factor)
         elif isinstance(module, XLMEmbeddings) and config.sinusoidal_embeddings:
             positions = module.position_embeddings.weight
@@ -382,14 +236,13 @@ def _initialise_clip_block(block: CLIPEncoderLayer, config: CLIPTextConfig) -> N
 # -- published models
 
 
-def _bert(layers: int, width: int, heads: int, vocab_size: int = 30522) -> dict[str, int]:
+def _bert(layers: int, width: int, heads: int) -> dict[str, int]:
     """A BERT-shaped encoder; the inner layer of its blocks is four times as wide."""
     return {
         "num_hidden_layers": layers,
         "hidden_size": width,
         "num_attention_heads": heads,
         "intermediate_size": 4 * width,
-        "vocab_size": vocab_size,
     }
 
 
@@ -397,85 +250,67 @@ def _t5_sizes(layers: int, width: int, inner: int, heads: int) -> dict[str, int]
     return {"num_layers": layers, "d_model": width, "d_ff": inner, "num_heads": heads}
 
 
-_ROBERTA = {
-    "max_position_embeddings": 514,
-    "type_vocab_size": 1,
-    "layer_norm_eps": 1e-5,
-}  # 514: positions begin after the pad id, 1
+# 514: positions begin after the pad id, 1
 _MPNET = {"max_position_embeddings": 514, "layer_norm_eps": 1e-5}
-_XLM_ROBERTA = _bert(12, 768, 12, 250002)
+_ROBERTA = {**_MPNET, "type_vocab_size": 1}
+_XLMR = {**_ROBERTA, "vocab_size": 250002}
 _SIGLIP_IDS = {"bos_token_id": None, "eos_token_id": 1}  # the default's are of CLIP's vocabulary
-_SENTENCES = "sentence-transformers/"
+_SENTENCES, _ORIGINAL = "sentence-transformers/", "google/bert_uncased_L-"
+_LARGE = _bert(24, 1024, 16)
+
+_MODERN_LARGE = {
+    "hidden_size": 1024,
+    "intermediate_size": 2624,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+}
+_CLIP_LARGE = {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}
+_SIGLIP2 = {"vocab_size": 256000, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
 
 PRESETS = {
-    "bert-base-uncased": Preset("google-bert/bert-base-uncased", BertConfig),
-    "bert-large-uncased": Preset("google-bert/bert-large-uncased", BertConfig, _bert(24, 1024, 16)),
-    "bert-tiny": Preset("google/bert_uncased_L-2_H-128_A-2", BertConfig, _bert(2, 128, 2)),
-    "bert-mini": Preset("google/bert_uncased_L-4_H-256_A-4", BertConfig, _bert(4, 256, 4)),
-    "bert-small": Preset("google/bert_uncased_L-4_H-512_A-8", BertConfig, _bert(4, 512, 8)),
-    "bert-medium": Preset("google/bert_uncased_L-8_H-512_A-8", BertConfig, _bert(8, 512, 8)),
-    "bert-base-cased": Preset("google-bert/bert-base-cased", BertConfig, {"vocab_size": 28996}),
-    "bert-base-chinese": Preset("google-bert/bert-base-chinese", BertConfig, {"vocab_size": 21128}),
+    "bert-base-uncased": Preset("google-bert/bert-base-uncased", "bert"),
+    "bert-large-uncased": Preset("google-bert/bert-large-uncased", "bert", _LARGE),
+    "bert-tiny": Preset(f"{_ORIGINAL}2_H-128_A-2", "bert", _bert(2, 128, 2)),
+    "bert-mini": Preset(f"{_ORIGINAL}4_H-256_A-4", "bert", _bert(4, 256, 4)),
+    "bert-small": Preset(f"{_ORIGINAL}4_H-512_A-8", "bert", _bert(4, 512, 8)),
+    "bert-medium": Preset(f"{_ORIGINAL}8_H-512_A-8", "bert", _bert(8, 512, 8)),
+    "bert-base-cased": Preset("google-bert/bert-base-cased", "bert", {"vocab_size": 28996}),
+    "bert-base-chinese": Preset("google-bert/bert-base-chinese", "bert", {"vocab_size": 21128}),
     "bert-base-multilingual-cased": Preset(
-        "google-bert/bert-base-multilingual-cased", BertConfig, {"vocab_size": 119547}
+        "google-bert/bert-base-multilingual-cased", "bert", {"vocab_size": 119547}
     ),
-    "distilbert-base-uncased": Preset("distilbert/distilbert-base-uncased", DistilBertConfig),
-    "roberta-base": Preset("FacebookAI/roberta-base", RobertaConfig, _ROBERTA),
-    "roberta-large": Preset(
-        "FacebookAI/roberta-large", RobertaConfig, {**_ROBERTA, **_bert(24, 1024, 16, 50265)}
-    ),
-    "clap-text-base": Preset("laion/clap-htsat-unfused", ClapTextConfig),
-    "xlm-roberta-base": Preset(
-        "FacebookAI/xlm-roberta-base", XLMRobertaConfig, {**_ROBERTA, **_XLM_ROBERTA}
-    ),
-    "xlm-roberta-large": Preset(
-        "FacebookAI/xlm-roberta-large",
-        XLMRobertaConfig,
-        {**_ROBERTA, **_bert(24, 1024, 16, 250002)},
-    ),
-    "minilm-l6": Preset("nreimers/MiniLM-L6-H384-uncased", BertConfig, _bert(6, 384, 12)),
-    "minilm-l12": Preset("microsoft/MiniLM-L12-H384-uncased", BertConfig, _bert(12, 384, 12)),
-    "all-minilm-l6-v2": Preset(f"{_SENTENCES}all-MiniLM-L6-v2", BertConfig, _bert(6, 384, 12)),
-    "all-minilm-l12-v2": Preset(f"{_SENTENCES}all-MiniLM-L12-v2", BertConfig, _bert(12, 384, 12)),
-    "mpnet-base": Preset("microsoft/mpnet-base", MPNetConfig, _MPNET),
-    "all-mpnet-base-v2": Preset(f"{_SENTENCES}all-mpnet-base-v2", MPNetConfig, _MPNET),
-    "electra-small": Preset("google/electra-small-discriminator", ElectraConfig),
-    "modernbert-base": Preset("answerdotai/ModernBERT-base", ModernBertConfig),
-    "modernbert-large": Preset(
-        "answerdotai/ModernBERT-large",
-        ModernBertConfig,
-        {
-            "hidden_size": 1024,
-            "intermediate_size": 2624,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-        },
-    ),
-    "t5-small": Preset("google-t5/t5-small", T5Config),
-    "t5-base": Preset("google-t5/t5-base", T5Config, _t5_sizes(12, 768, 3072, 12)),
-    "t5-large": Preset("google-t5/t5-large", T5Config, _t5_sizes(24, 1024, 4096, 16)),
-    "mt5-small": Preset("google/mt5-small", MT5Config),
-    "mt5-base": Preset("google/mt5-base", MT5Config, _t5_sizes(12, 768, 2048, 12)),
-    "xlm-mlm-en-2048": Preset("FacebookAI/xlm-mlm-en-2048", XLMConfig),
-    "clip-text-base": Preset("openai/clip-vit-base-patch32", CLIPTextConfig),
-    "clip-text-large": Preset(
-        "openai/clip-vit-large-patch14",
-        CLIPTextConfig,
-        {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072},
-    ),
-    "siglip-text-base": Preset("google/siglip-base-patch16-224", SiglipTextConfig, _SIGLIP_IDS),
+    "distilbert-base-uncased": Preset("distilbert/distilbert-base-uncased", "distilbert"),
+    "roberta-base": Preset("FacebookAI/roberta-base", "roberta", _ROBERTA),
+    "roberta-large": Preset("FacebookAI/roberta-large", "roberta", {**_LARGE, **_ROBERTA}),
+    "clap-text-base": Preset("laion/clap-htsat-unfused", "clap_text_model"),
+    "xlm-roberta-base": Preset("FacebookAI/xlm-roberta-base", "xlm-roberta", _XLMR),
+    "xlm-roberta-large": Preset("FacebookAI/xlm-roberta-large", "xlm-roberta", {**_LARGE, **_XLMR}),
+    "minilm-l6": Preset("nreimers/MiniLM-L6-H384-uncased", "bert", _bert(6, 384, 12)),
+    "minilm-l12": Preset("microsoft/MiniLM-L12-H384-uncased", "bert", _bert(12, 384, 12)),
+    "all-minilm-l6-v2": Preset(f"{_SENTENCES}all-MiniLM-L6-v2", "bert", _bert(6, 384, 12)),
+    "all-minilm-l12-v2": Preset(f"{_SENTENCES}all-MiniLM-L12-v2", "bert", _bert(12, 384, 12)),
+    "mpnet-base": Preset("microsoft/mpnet-base", "mpnet", _MPNET),
+    "all-mpnet-base-v2": Preset(f"{_SENTENCES}all-mpnet-base-v2", "mpnet", _MPNET),
+    "electra-small": Preset("google/electra-small-discriminator", "electra"),
+    "modernbert-base": Preset("answerdotai/ModernBERT-base", "modernbert"),
+    "modernbert-large": Preset("answerdotai/ModernBERT-large", "modernbert", _MODERN_LARGE),
+    "t5-small": Preset("google-t5/t5-small", "t5"),
+    "t5-base": Preset("google-t5/t5-base", "t5", _t5_sizes(12, 768, 3072, 12)),
+    "t5-large": Preset("google-t5/t5-large", "t5", _t5_sizes(24, 1024, 4096, 16)),
+    "mt5-small": Preset("google/mt5-small", "mt5"),
+    "mt5-base": Preset("google/mt5-base", "mt5", _t5_sizes(12, 768, 2048, 12)),
+    "xlm-mlm-en-2048": Preset("FacebookAI/xlm-mlm-en-2048", "xlm"),
+    "clip-text-base": Preset("openai/clip-vit-base-patch32", "clip_text_model"),
+    "clip-text-large": Preset("openai/clip-vit-large-patch14", "clip_text_model", _CLIP_LARGE),
+    "siglip-text-base": Preset("google/siglip-base-patch16-224", "siglip_text_model", _SIGLIP_IDS),
     "siglip-text-large": Preset(
         "google/siglip-large-patch16-256",
-        SiglipTextConfig,
-        {**_SIGLIP_IDS, **_bert(24, 1024, 16, 32000)},
+        "siglip_text_model",
+        {**_LARGE, **_SIGLIP_IDS},
     ),
-    "siglip2-text-base": Preset(
-        "google/siglip2-base-patch16-224",
-        SiglipTextConfig,
-        {"vocab_size": 256000, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1},
-    ),
+    "siglip2-text-base": Preset("google/siglip2-base-patch16-224", "siglip_text_model", _SIGLIP2),
     "chinese-clip-text-base": Preset(
-        "OFA-Sys/chinese-clip-vit-base-patch16", ChineseCLIPTextConfig, {"vocab_size": 21128}
+        "OFA-Sys/chinese-clip-vit-base-patch16", "chinese_clip_text_model", {"vocab_size": 21128}
     ),
 }
 
@@ -501,3 +336,130 @@ ALIASES = {  # what people type -> the preset; in small letters
     "modernbert": "modernbert-base",
     "chinese-clip-text": "chinese-clip-text-base",
 }
+CATALOGUE = Catalogue(
+    "text", "text_config", FAMILIES, PRESETS, ALIASES, example="google-bert/bert-base-uncased"
+)
+hub_id_of = CATALOGUE.hub_id_of
+
+# -- the tower
+
+
+def text_tower(
+    name: str,
+    vocab_size: int | None,
+    max_text_tokens: int,
+    pad_token_id: int | None = None,
+    eos_token_id: int | None = None,
+) -> Tower:
+    """As `models.towers.text.text_tower`, of a preset, a local folder with a config.json, or a
+    Hugging Face id."""
+    config, hub_id, family, pool, values = CATALOGUE.read(name, **{TWO_LAYERS: int})
+    projected = values.pop(TWO_LAYERS, None)
+    if projected is not None and projected < 1:
+        raise ValueError(f"text tower {name!r}: {TWO_LAYERS}={projected} must be at least 1")
+    end = _end(name, family, config, vocab_size, eos_token_id) if pool == "eos" else None
+    if family.contrastive and "max_position_embeddings" not in values:
+        values["max_position_embeddings"] = max(config.max_position_embeddings, max_text_tokens)
+    # what is worked out of other keys: SigLIP's head, which layers of ModernBERT see a window
+    derived = {"hidden_size": "projection_size", "num_hidden_layers": "layer_types"}
+    config = remade(name, config, values, [derived[key] for key in derived if key in values])
+    # behind the others: transformers warns of ids of its own that a smaller vocabulary lacks
+    for key, value in (("vocab_size", vocab_size), ("pad_token_id", pad_token_id)):
+        if value is not None:
+            setattr(config, key, value)
+    _check(name, config, max_text_tokens)
+    with torch.device("meta"):
+        model = family.made(config)
+        layers = family.layers(model, pool, end, max_text_tokens)
+    specs = cut(
+        "text",
+        model,
+        layers,
+        initialise=partial(initialise_text, model=model),
+        dropped=family.unused(pool),
+        state=saved_state(model),
+    )
+    # DistilBERT and others map hidden_size to a name of their own
+    width = config.projection_size if pool == "head" else config.hidden_size
+    record = {
+        "library": "transformers",
+        "architecture": family.model,
+        "pool": pool,
+        "max_text_tokens": max_text_tokens,
+        "hub_id": hub_id,
+        "eos_token_id": eos_token_id,
+        "config": config.to_dict(),
+    }
+    if projected is not None:
+        with torch.device("meta"):
+            added = TwoLayers(width, projected)
+        specs, width = (*specs, LayerSpec("text.proj", "text", added, reset)), projected
+        record[TWO_LAYERS] = projected
+    if any("language_ids" in layer.reads_if_given for _, layer in layers):
+        record["languages"] = {
+            "names": getattr(config, "lang2id", {}),
+            "number": config.n_langs,
+            "default": config.lang_id,
+        }
+    return Tower("text", name, width, specs, record)
+
+
+def _end(
+    name: str,
+    family: TextFamily,
+    config: PreTrainedConfig,
+    vocab_size: int | None,
+    eos_token_id: int | None,
+) -> int | None:
+    """The token that ends a text; None: the one with the highest id (`EotEmbeddings`)."""
+    if family.pools[0] != "eos":
+        if eos_token_id is None:
+            raise ValueError(
+                f"text tower {name!r}: the tokenizer has no token that ends a text; give "
+                "pool=last, or another tokenizer"
+            )
+        return eos_token_id
+    if eos_token_id is None and config.eos_token_id != 2:  # 2: see EotEmbeddings
+        eos_token_id = config.eos_token_id
+    size = config.vocab_size if vocab_size is None else vocab_size
+    if eos_token_id is not None and not (isinstance(eos_token_id, int) and eos_token_id < size):
+        raise ValueError(
+            f"eos_token_id={eos_token_id} must be one id below vocab_size={size}, for CLIP pools "
+            "there; give the tokenizer's own"
+        )
+    return eos_token_id
+
+
+def _check(name: str, config: PreTrainedConfig, max_text_tokens: int) -> None:
+    if getattr(config, "is_decoder", False) or getattr(config, "causal", False):
+        raise ValueError(
+            f"text tower {name!r} is configured as a decoder (is_decoder); give an encoder"
+        )
+    if getattr(config, "position_embedding_type", "absolute") != "absolute":
+        raise ValueError(
+            f"text tower {name!r} has position_embedding_type {config.position_embedding_type!r}; "
+            "only 'absolute' is built"
+        )
+    pad = config.pad_token_id
+    if (
+        pad is not None
+        and config.model_type != "clip_text_model"
+        and not 0 <= pad < config.vocab_size
+    ):
+        raise ValueError(
+            f"text tower {name!r}: pad_token_id={pad} must be below "
+            f"vocab_size={config.vocab_size}; give the tokenizer's own"
+        )
+    if not hasattr(config, "max_position_embeddings"):  # T5 knows distances only
+        return
+    positions = config.max_position_embeddings - first_position(config.to_dict())
+    if not 1 <= max_text_tokens <= positions:
+        raise ValueError(
+            f"text tower {name!r} has {positions} positions, so max_text_tokens={max_text_tokens} "
+            f"must be from 1 to {positions}; lower --max-text-tokens"
+            + (
+                ""
+                if "max_position_embeddings" in name
+                else ", or override max_position_embeddings: positions of weights are stretched"
+            )
+        )

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from models.towers.layers import LayerSpec, LibraryModel, cut, library_models_kept
-from models.towers.recording.cutting import CannotRun, record_layers
-from models.towers.recording.tracing import OTHER_SAMPLES, SAMPLES
+from models.towers.tracing.partitioning import CannotRun, partitioned
+from models.towers.tracing.trace import OTHER_SAMPLES, SAMPLES
 
 ROWS = 4
 
@@ -43,19 +43,21 @@ class Chain(nn.Module):
         return self.norm(x).mean(1)
 
 
-def recipe_of(make):
+def partition_of(make):
     with torch.device("meta"):
         model = make()
-    return model, record_layers(
+    return model, partitioned(
         model, "image", ("pixel_values", torch.empty(SAMPLES, 6, 3, device="meta"))
     )
 
 
 def same_as_the_model(make):
-    """Output and gradients of the layers one after the other; returns the recipe."""
-    model, recipe = recipe_of(make)
+    """Output and gradients of the layers one after the other; returns the partition."""
+    model, partition = partition_of(make)
     whole = LibraryModel(make)
-    specs = cut("image", model, recipe.layers, lambda layer: None, recipe.unused, original=whole)
+    specs = cut(
+        "image", model, partition.layers, lambda layer: None, partition.unused, original=whole
+    )
     with library_models_kept():
         layers = [spec.build(0) for spec in specs]
     reference = make()
@@ -66,7 +68,7 @@ def same_as_the_model(make):
     }
     assert not reference.load_state_dict(state, strict=False).unexpected_keys
     for training in (True, False):
-        given = torch.randn(ROWS, 6, 3)  # other numbers of rows than it was recorded with
+        given = torch.randn(ROWS, 6, 3)  # other numbers of rows than it was traced with
         tensors = {"pixel_values": given}
         for layer in layers:
             before = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -87,18 +89,18 @@ def same_as_the_model(make):
             name = layer.canonical_names[local].removeprefix("image.")
             assert torch.equal(parameter.grad, gradients.pop(name)), name
     assert all(gradient is None for gradient in gradients.values())
-    return recipe
+    return partition
 
 
-def names(recipe):
-    return [name for name, _ in recipe.layers]
+def names(partition):
+    return [name for name, _ in partition.layers]
 
 
 def test_a_chain_is_cut_before_each_block():
-    recipe = same_as_the_model(Chain)
-    assert names(recipe) == ["stem", "blocks.0", "blocks.1", "blocks.2", "pool"]
-    assert recipe.notes == [] and recipe.unused == () and recipe.features == (SAMPLES, 8)
-    stem, block, _, _, pool = (layer for _, layer in recipe.layers)
+    partition = same_as_the_model(Chain)
+    assert names(partition) == ["stem", "blocks.0", "blocks.1", "blocks.2", "pool"]
+    assert partition.notes == [] and partition.unused == () and partition.features == (SAMPLES, 8)
+    stem, block, _, _, pool = (layer for _, layer in partition.layers)
     assert (stem.reads, stem.makes, stem.drops) == (
         ("pixel_values",),
         ("image_hidden",),
@@ -119,9 +121,9 @@ class Beside(Chain):
 
 
 def test_several_tensors_travel():
-    recipe = same_as_the_model(Beside)
-    assert len(recipe.layers) == 5
-    reads = [layer.reads for _, layer in recipe.layers]
+    partition = same_as_the_model(Beside)
+    assert len(partition.layers) == 5
+    reads = [layer.reads for _, layer in partition.layers]
     assert reads[1] == ("image_stem",)
     assert set(reads[2]) == set(reads[4]) == {"image_hidden", "image_stem"}
     assert reads[3] == ("image_hidden",)
@@ -147,8 +149,8 @@ class Pairs(Chain):
 
 
 def test_tuples_travel_as_tensors():
-    recipe = same_as_the_model(Pairs)
-    assert len(recipe.layers) == 5 and len(recipe.layers[2][1].reads) == 2
+    partition = same_as_the_model(Pairs)
+    assert len(partition.layers) == 5 and len(partition.layers[2][1].reads) == 2
 
 
 class Idle(Chain):
@@ -170,11 +172,11 @@ class Idle(Chain):
 
 
 def test_a_stage_owes_a_gradient_for_all_that_it_receives():
-    recipe = same_as_the_model(Idle)
-    assert recipe.notes == [
+    partition = same_as_the_model(Idle)
+    assert partition.notes == [
         "blocks.0 to blocks.1 are one layer: no gradient comes back to image_blocks_0"
     ]
-    assert all("image_blocks_1_1" not in layer.makes for _, layer in recipe.layers)
+    assert all("image_blocks_1_1" not in layer.makes for _, layer in partition.layers)
 
 
 class Shapes(Chain):
@@ -191,10 +193,10 @@ class Shapes(Chain):
 
 
 def test_numbers_of_rows_follow_the_batch_and_others_are_kept():
-    recipe = same_as_the_model(Shapes)
-    assert len(recipe.layers) == 5
-    assert recipe.layers[0][1].only_size == (6, 3)
-    stem = copy.deepcopy(recipe.layers[0][1])
+    partition = same_as_the_model(Shapes)
+    assert len(partition.layers) == 5
+    assert partition.layers[0][1].only_size == (6, 3)
+    stem = copy.deepcopy(partition.layers[0][1])
     with pytest.raises(
         ValueError, match=r"are \(8, 3\) but .* images of .*6, 3.*; give all images"
     ):
@@ -219,9 +221,9 @@ class Angles(Chain):
 
 
 def test_what_no_weight_decides_is_computed_where_it_is_read():
-    recipe = same_as_the_model(Angles)
-    assert len(recipe.layers) == 5
-    assert all(layer.reads == ("image_hidden",) for _, layer in recipe.layers[1:])
+    partition = same_as_the_model(Angles)
+    assert len(partition.layers) == 5
+    assert all(layer.reads == ("image_hidden",) for _, layer in partition.layers[1:])
 
 
 class Dropping(Chain):
@@ -238,11 +240,11 @@ class HalfDropping(Dropping):
 
 
 def test_a_mode_is_followed_and_random_numbers_are_noticed():
-    recipe = same_as_the_model(Dropping)
-    assert len(recipe.layers) == 5 and not any(layer.draws for _, layer in recipe.layers)
-    model, recipe = recipe_of(HalfDropping)
-    assert [layer.draws for _, layer in recipe.layers] == [False] * 4 + [True]
-    layers = [layer.to_empty(device="cpu") for _, layer in recipe.layers]
+    partition = same_as_the_model(Dropping)
+    assert len(partition.layers) == 5 and not any(layer.draws for _, layer in partition.layers)
+    model, partition = partition_of(HalfDropping)
+    assert [layer.draws for _, layer in partition.layers] == [False] * 4 + [True]
+    layers = [layer.to_empty(device="cpu") for _, layer in partition.layers]
     for parameter in (p for layer in layers for p in layer.parameters()):
         nn.init.normal_(parameter)
     for training, zeros in ((True, True), (False, False)):
@@ -262,9 +264,9 @@ class Shared(Chain):
 
 
 def test_blocks_that_share_weights_are_one_layer():
-    model, recipe = recipe_of(Shared)
-    assert names(recipe) == ["stem", "blocks.0", "blocks.1", "pool"]
-    assert recipe.notes == ["blocks.1 to blocks.2 are one layer: they share weights"]
+    model, partition = partition_of(Shared)
+    assert names(partition) == ["stem", "blocks.0", "blocks.1", "pool"]
+    assert partition.notes == ["blocks.1 to blocks.2 are one layer: they share weights"]
     same_as_the_model(Shared)
 
 
@@ -282,8 +284,8 @@ class InPlace(Chain):
 
 
 def test_a_block_that_changes_its_input_belongs_to_the_one_before():
-    recipe = same_as_the_model(InPlace)
-    assert recipe.notes == [
+    partition = same_as_the_model(InPlace)
+    assert partition.notes == [
         "blocks.0 to blocks.1 are one layer: the second changes its input in place"
     ]
 
@@ -311,8 +313,8 @@ class Writing(Filling):
 
 def test_changes_in_place_are_followed_or_refused():
     assert len(same_as_the_model(Filling).layers) == 5
-    recipe = same_as_the_model(Writing)
-    assert names(recipe) == ["model"] and "one layer" in recipe.notes[-1]
+    partition = same_as_the_model(Writing)
+    assert names(partition) == ["model"] and "one layer" in partition.notes[-1]
 
 
 class Deciding(Chain):
@@ -345,9 +347,9 @@ def test_what_cannot_be_recorded_is_one_layer(subtests):
         (Loose, "its forward reads a tensor that is no parameter and no buffer"),
     ):
         with subtests.test(str(make)):
-            model, recipe = recipe_of(make)
-            assert names(recipe) == ["model"]
-            assert recipe.notes == [f"one layer: {reason}"]
+            model, partition = partition_of(make)
+            assert names(partition) == ["model"]
+            assert partition.notes == [f"one layer: {reason}"]
             if make is not Loose:
                 same_as_the_model(make)
 
@@ -374,9 +376,9 @@ class Tabled(Chain):
 
 
 def test_tables_that_a_first_forward_makes_are_made_in_the_layers_first_forward():
-    recipe = same_as_the_model(Tabled)
-    assert len(recipe.layers) == 5
-    assert recipe.layers[1][1].get_buffer("body.block_0.table").shape == (1,)
+    partition = same_as_the_model(Tabled)
+    assert len(partition.layers) == 5
+    assert partition.layers[1][1].get_buffer("body.block_0.table").shape == (1,)
 
 
 class Unused(Chain):
@@ -401,21 +403,21 @@ class Wide(Chain):
 
 
 def test_many_tensors_do_not_travel():
-    recipe = same_as_the_model(Wide)
-    assert names(recipe) == ["stem", "blocks.0", "blocks.2", "pool"]
-    assert recipe.notes[-1].endswith("10 tensors would travel between them")
+    partition = same_as_the_model(Wide)
+    assert names(partition) == ["stem", "blocks.0", "blocks.2", "pool"]
+    assert partition.notes[-1].endswith("10 tensors would travel between them")
 
 
 def test_an_input_that_the_model_does_not_take():
     with torch.device("meta"):
         model = Chain()
     with pytest.raises(CannotRun, match="RuntimeError: "):
-        record_layers(model, "image", ("pixel_values", torch.empty(2, 6, 4, device="meta")))
+        partitioned(model, "image", ("pixel_values", torch.empty(2, 6, 4, device="meta")))
 
 
 def test_layers_are_copied_and_kept():
-    _, recipe = recipe_of(Angles)
-    for _, layer in recipe.layers:
+    _, partition = partition_of(Angles)
+    for _, layer in partition.layers:
         for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
             assert list(other.state_dict()) == list(layer.state_dict())
             assert [name for name, _ in other.named_buffers()] == [
@@ -437,8 +439,8 @@ def test_whole_models_are_made_once_where_they_are_kept():
         made.append(1)
         return Chain()
 
-    model, recipe = recipe_of(Chain)
-    specs = cut("image", model, recipe.layers, lambda layer: None, original=LibraryModel(make))
+    model, partition = partition_of(Chain)
+    specs = cut("image", model, partition.layers, lambda layer: None, original=LibraryModel(make))
     with library_models_kept():
         together = [spec.build(5).state_dict() for spec in specs]
         assert len(made) == 1

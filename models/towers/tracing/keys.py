@@ -31,13 +31,17 @@ def of_constructor(kind: type) -> dict[str, tuple[Any, Any]]:
             found[key] = hints.get(key, parameter.annotation), parameter.default
     described = found.get("cfg", (None, None))[0]
     if takes_others and isinstance(described, type) and dataclasses.is_dataclass(described):
-        found |= of_dataclass(described)
+        found |= of_annotations(described)
     return found
 
 
-def of_dataclass(kind: type) -> dict[str, tuple[Any, Any]]:
-    hints = typing.get_type_hints(kind)
-    return {field.name: (hints[field.name], field.default) for field in dataclasses.fields(kind)}
+def of_annotations(kind: type, below: type = object) -> dict[str, tuple[Any, Any]]:
+    """What a class and its bases declare, but for what `below` and its bases do."""
+    bases = [each for each in kind.__mro__ if not issubclass(below, each)]
+    found: dict[str, Any] = {}
+    for each in reversed(bases):
+        found |= inspect.get_annotations(each, eval_str=True)
+    return {key: (annotation, inspect.Parameter.empty) for key, annotation in found.items()}
 
 
 def read_keys(

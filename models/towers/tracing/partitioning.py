@@ -1,11 +1,11 @@
-"""Layers of a recorded model: the record is cut before each block, where few tensors are alive.
+"""Layers of a traced model: the trace is cut before each block, where few tensors are alive.
 
-    Tape ── where? ──> parts: what each computes, reads, makes ── bodies ──> layers, tried out on meta
+    Trace ── where? ──> parts: what each computes, reads, makes ── bodies ──> layers, tried out
 
 A block is a child of one of the model's lists of blocks, or a module that stands for itself and has
 several weights. Neighbours become one layer where a cut between them is not possible: they share
 weights, more than `MOST_TENSORS` tensors would travel, or the second changes its input in place.
-A model that cannot be recorded at all is one layer. `Recipe.notes` says why.
+A model that cannot be traced at all is one layer. `Partition.notes` says why.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from models.towers.layers import Layer
-from models.towers.recording.precision import run
-from models.towers.recording.tracing import (
+from models.towers.tracing.precision import run
+from models.towers.tracing.trace import (
     LISTS,
     MODE,
     OTHER_SAMPLES,
     UNKNOWN,
-    CannotRecord,
     CannotRun,
+    CannotTrace,
     Of,
     Root,
     Rows,
-    Tape,
+    Trace,
     in_short,
     is_tensor,
     memories,
     num_weights,
     number_of,
-    recorded,
+    traced,
 )
 
 log = logging.getLogger(__name__)
@@ -52,8 +52,19 @@ MOST_TENSORS = 6
 # -- layers
 
 
-class RecordedLayer(Layer):
-    """A part of a library's forward. `body` is the recorded graph; its inputs are the tensors of
+class TriedOut(Layer):
+    """A layer whose training forward was run on the meta device and watched: `random` says whether
+    it drew, exactly."""
+
+    random = False
+
+    @property
+    def draws(self) -> bool:
+        return self.random
+
+
+class TracedLayer(TriedOut):
+    """A part of a library's forward. `body` is the traced graph; its inputs are the tensors of
     `reads`, then the model's own tensors that no module of the part holds (`own_0`, `own_1`, ...),
     then whether it is training."""
 
@@ -76,13 +87,7 @@ class RecordedLayer(Layer):
                 self.register_parameter(f"own_{number}", tensor)
             else:
                 self.register_buffer(f"own_{number}", tensor, persistent=kept)
-        self.random = False  # settled by `_try_out`
         self.only_size: tuple[int, int] | None = None
-
-    @property
-    def draws(self) -> bool:
-        """Known exactly: its training forward was run on the meta device and watched."""
-        return self.random
 
     def compute(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
         used = [
@@ -99,13 +104,13 @@ class RecordedLayer(Layer):
         if self.only_size not in (None, tensor.shape[-2:]):
             raise ValueError(
                 f"pixel_values are {tuple(tensor.shape[-2:])} but the forward of this tower was "
-                f"recorded for images of {self.only_size}; give all images that size"
+                f"traced for images of {self.only_size}; give all images that size"
             )
         return tensor.to(next(self.parameters()).dtype)
 
 
 @dataclass
-class Recipe:
+class Partition:
     """A model as layers, in order, each with its name. `features`: the shape of what the last one
     makes, for `SAMPLES` rows; `unused`: the model's tensors that its forward does not use; `notes`:
     why it has fewer layers than blocks, a reason each."""
@@ -116,7 +121,7 @@ class Recipe:
     notes: list[str] = field(default_factory=list)
 
 
-def record_layers(
+def partitioned(
     model: nn.Module,
     branch: str,
     given: tuple[str, Tensor],
@@ -124,7 +129,7 @@ def record_layers(
     leaf_functions: Sequence[Callable] = (),
     leaf_modules: tuple[type[nn.Module], ...] = (),
     drop_last: tuple[str, ...] = (),
-) -> Recipe:
+) -> Partition:
     """The layers of `model` on the meta device, from the tensor `given` (its name, and an example
     of `SAMPLES` rows) to `{branch}_features`.
 
@@ -145,31 +150,26 @@ def record_layers(
         raise CannotRun(in_short(error)) from error
     try:
         with untouched:
-            tape = recorded(root, example, leaf_functions, leaf_modules, notes)
-            return Cutter(tape, branch, name, notes).recipe(drop_last)
-    except CannotRecord as error:
+            trace = traced(root, example, leaf_functions, leaf_modules, notes)
+            return Partitioner(trace, branch, name, notes).partition(drop_last)
+    except CannotTrace as error:
         notes.append(f"one layer: {error}")
         log.info("%s is kept as one layer: %s", type(model).__name__, error)
         root.train()
         whole = WholeLayer(root, branch, name, drop_last)
         with untouched:
             _try_out([whole], {name: _more(example)} | _unread(drop_last, example))
-        return Recipe([("model", whole)], tuple(features.shape), notes=notes)
+        return Partition([("model", whole)], tuple(features.shape), notes=notes)
 
 
-class WholeLayer(Layer):
-    """A model that could not be recorded."""
+class WholeLayer(TriedOut):
+    """A model that could not be traced."""
 
     def __init__(self, root: Root, branch: str, given: str, unused: tuple[str, ...]) -> None:
         super().__init__()
         self.root = root
         self.reads = self.drops = (given, *unused)
         self.makes = (f"{branch}_features",)
-        self.random = False
-
-    @property
-    def draws(self) -> bool:
-        return self.random
 
     def compute(self, tensor: Tensor, *unused: Tensor) -> Tensor:
         if tensor.is_floating_point():
@@ -198,21 +198,21 @@ class Part:
     makes: dict[fx.Node, int] = field(default_factory=dict)
 
 
-class Cutter:
-    """Cuts a record before each block, at the place where the fewest tensors are alive."""
+class Partitioner:
+    """Cuts a trace before each block, at the place where the fewest tensors are alive."""
 
-    def __init__(self, tape: Tape, branch: str, given: str, notes: list[str]) -> None:
-        self.tape, self.branch, self.given, self.notes = tape, branch, given, notes
+    def __init__(self, trace: Trace, branch: str, given: str, notes: list[str]) -> None:
+        self.trace, self.branch, self.given, self.notes = trace, branch, given, notes
         self._follow_changes()
-        self.values, self.others = tape.values, tape.again(_more(tape.example))
-        self.nodes = list(tape.graph.nodes)
+        self.values, self.others = trace.values, trace.again(_more(trace.example))
+        self.nodes = list(trace.graph.nodes)
         self.order = {node: i for i, node in enumerate(self.nodes)}
-        self.model = tape.root.get_submodule("model")
+        self.model = trace.root.get_submodule("model")
         # parameters, and the buffers that are saved
         self.kept = {id(tensor) for tensor in self.model.state_dict(keep_vars=True).values()}
         (self.output,) = self.nodes[-1].args
         if not isinstance(self.output, fx.Node) or not is_tensor(self.values[self.output]):
-            raise CannotRecord("it returns more than one tensor")
+            raise CannotTrace("it returns more than one tensor")
         self.of_input = self._of_input()
         self.of_weights = self._of_weights()
         self.constants = self._constants()
@@ -220,10 +220,10 @@ class Cutter:
     def _follow_changes(self) -> None:
         """Where a tensor is changed in place (`mask.fill_(0)`), let what comes later read the
         result: the order of a graph follows from what reads what."""
-        nodes, values = list(self.tape.graph.nodes), self.tape.values
+        nodes, values = list(self.trace.graph.nodes), self.trace.values
         for i, node in enumerate(nodes):
             if node.op == "call_function" and node.target is operator.setitem:
-                raise CannotRecord("its forward writes into a tensor")
+                raise CannotTrace("its forward writes into a tensor")
             if not (node.op == "call_method" and node.target.strip("_") + "_" == node.target):
                 continue
             changed, later = values[node.args[0]], set(nodes[i + 1 :])
@@ -232,24 +232,24 @@ class Cutter:
                 users = later.intersection(other.users)
                 if users and memory in memories(values[other]):
                     if values[other] is not changed:
-                        raise CannotRecord(
+                        raise CannotTrace(
                             f"its forward changes a part of a tensor in place ({node.target})"
                         )
                     for user in users:
                         user.replace_input_with(other, node)
 
-    def recipe(self, drop_last: tuple[str, ...]) -> Recipe:
+    def partition(self, drop_last: tuple[str, ...]) -> Partition:
         starts = self._starts()
         while True:
             try:
                 parts = self._parts(starts)
                 layers = self._layers(parts, drop_last)
-                given = {self.given: _more(self.tape.example)}
-                made = _try_out(layers, given | _unread(drop_last, self.tape.example))
+                given = {self.given: _more(self.trace.example)}
+                made = _try_out(layers, given | _unread(drop_last, self.trace.example))
                 expected = self.others[self.output].shape
                 found = made[f"{self.branch}_features"].shape
                 if found != expected:
-                    raise CannotRecord(f"cut, it makes {tuple(found)} and not {tuple(expected)}")
+                    raise CannotTrace(f"cut, it makes {tuple(found)} and not {tuple(expected)}")
                 break
             except Together as error:
                 names = [starts[i][1] for i in range(error.first, error.last + 1)]
@@ -261,7 +261,7 @@ class Cutter:
             for name, tensor in self.model.state_dict(keep_vars=True).items()
             if id(tensor) not in owned
         )
-        return Recipe(
+        return Partition(
             [(part.name, layer) for part, layer in zip(parts, layers)],
             tuple(self.values[self.output].shape),
             unused,
@@ -295,8 +295,8 @@ class Cutter:
         for i, node in enumerate(self.nodes):
             if node.op != "call_module":
                 continue
-            weights = num_weights(self.tape.root.get_submodule(node.target))
-            parent = self.tape.root.get_submodule(node.target.rpartition(".")[0])
+            weights = num_weights(self.trace.root.get_submodule(node.target))
+            parent = self.trace.root.get_submodule(node.target.rpartition(".")[0])
             if weights and isinstance(parent, LISTS):
                 listed.append(i)
             elif weights > 1:
@@ -310,7 +310,7 @@ class Cutter:
 
     def _has_weights(self, node: fx.Node) -> bool:
         if node.op == "call_module":
-            return num_weights(self.tape.root.get_submodule(str(node.target))) > 0
+            return num_weights(self.trace.root.get_submodule(str(node.target))) > 0
         return (
             node.op == "get_attr"
             and isinstance(self.values[node], nn.Parameter)
@@ -386,13 +386,13 @@ class Cutter:
 
     def _state(self, node: fx.Node) -> list[Tensor]:
         if node.op == "call_module":
-            module = self.tape.root.get_submodule(str(node.target))
+            module = self.trace.root.get_submodule(str(node.target))
             return list(module.state_dict(keep_vars=True).values())
         return [self.values[node]] if node.op == "get_attr" else []
 
     def _is_random(self, node: fx.Node) -> bool:
         with _Watch() as watch:
-            self.tape.compute(node, self.values, self.tape.example)
+            self.trace.compute(node, self.values, self.trace.example)
         return watch.random
 
     def _parts(self, starts: Sequence[tuple[int, str]]) -> list[Part]:
@@ -409,7 +409,7 @@ class Cutter:
                 if self._is_tensor(node) and not is_tensor(self.values[node.args[0]]):
                     self.layer_of[node] = self.layer_of[node.args[0]]
         # whether layers hold numbers that follow from the size of the images
-        self.has_size = any(node in self.of_input for node, _, _ in self.tape.decided)
+        self.has_size = any(node in self.of_input for node, _, _ in self.trace.decided)
         self.until: dict[fx.Node, int] = {}  # of what travels, the last layer that reads it
         wanted = [(self.layer_of[self.output], self.output)]
         while wanted:
@@ -486,7 +486,7 @@ class Cutter:
 
     # -- layers
 
-    def _layers(self, parts: Sequence[Part], drop_last: tuple[str, ...]) -> list[RecordedLayer]:
+    def _layers(self, parts: Sequence[Part], drop_last: tuple[str, ...]) -> list[TracedLayer]:
         names = self._names(parts)
         layers = []
         for number, part in enumerate(parts):
@@ -503,11 +503,11 @@ class Cutter:
             unused = drop_last if last else ()
             drops = [name for name in reads if name in over and name not in makes]
             tensors = (*reads, *unused), tuple(makes), (*drops, *unused)
-            layers.append(RecordedLayer(*self._body(part, last), tensors, unused))
+            layers.append(TracedLayer(*self._body(part, last), tensors, unused))
         if self.has_size and self.given != "pixel_values":
-            raise CannotRecord("its layers would be for inputs of one length")
+            raise CannotTrace("its layers would be for inputs of one length")
         if self.has_size:
-            height, width = self.tape.example.shape[-2:]
+            height, width = self.trace.example.shape[-2:]
             layers[0].only_size = height, width
         return layers
 
@@ -539,7 +539,7 @@ class Cutter:
     def _body(self, part: Part, last: bool) -> tuple[fx.GraphModule, list[tuple[Tensor, bool]]]:
         """The graph of a part. Modules have short names in it, so that equal blocks are equal."""
         graph = fx.Graph()
-        env: dict[fx.Node, Any] = {}  # a node of the record -> what stands for it here
+        env: dict[fx.Node, Any] = {}  # a node of the trace -> what stands for it here
         for node in part.reads:
             several = isinstance(self.values[node], (tuple, list))
             tensors = [
@@ -565,7 +565,7 @@ class Cutter:
             args, kwargs = map_arg((node.args, node.kwargs), moved)
             target = node.target
             if node.op == "call_module":
-                module = self.tape.root.get_submodule(target)
+                module = self.trace.root.get_submodule(target)
                 target = modules.setdefault(target, f"block_{len(modules)}")
                 holder.add_module(target, module)
             env[node] = graph.create_node(node.op, target, args, kwargs)
@@ -605,7 +605,7 @@ class Cutter:
                 length = graph.call_function(operator.getitem, (shape, 0))
                 times = graph.call_function(operator.mul, (length, number.times))
                 return graph.call_function(operator.floordiv, (times, rows.times))
-        raise CannotRecord(f"a layer needs the {number}, and reads no tensor that has it")
+        raise CannotTrace(f"a layer needs the {number}, and reads no tensor that has it")
 
 
 # -- trying out
@@ -647,7 +647,7 @@ def _held(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _try_out(layers: Sequence[Layer], given: dict[str, Tensor]) -> dict[str, Tensor]:
+def _try_out(layers: Sequence[TriedOut], given: dict[str, Tensor]) -> dict[str, Tensor]:
     """Run the layers in training on the meta device: settles what draws, and raises `Together` for
     a layer that changes what it was given, and for one that reads a tensor from which no gradient
     comes back."""
@@ -659,7 +659,7 @@ def _try_out(layers: Sequence[Layer], given: dict[str, Tensor]) -> dict[str, Ten
         changed = [name for name, version in before.items() if tensors[name]._version != version]
         if changed:
             if number == 0:
-                raise CannotRecord(f"its forward changes {changed[0]} in place")
+                raise CannotTrace(f"its forward changes {changed[0]} in place")
             raise Together(number - 1, number, "the second changes its input in place")
         unused = _without_gradient(layer, tensors) if number and len(layer.reads) > 1 else []
         if unused:

@@ -1,10 +1,10 @@
-"""What a library's model does, recorded by torch.fx: its own blocks are single steps.
+"""What a library's model does, traced by torch.fx: its own blocks are single steps.
 
-    model on the meta device ── recorded ──> Tape: a graph of blocks, and the value of every step
+    model on the meta device ── traced ──> Trace: a graph of blocks, and the value of every step
 
 No architecture is named here. A module is looked into if it is, or holds, one of the model's lists
-of blocks (`nn.Sequential`, `nn.ModuleList`); all others are steps. A module that cannot be recorded
-becomes a step too, which a note says. `cutting.py` makes layers of the record.
+of blocks (`nn.Sequential`, `nn.ModuleList`); all others are steps. A module that cannot be traced
+becomes a step too, which a note says. `partitioning.py` makes layers of the trace.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 LISTS = (nn.Sequential, nn.ModuleList)
 # Two sizes of the batch: what differs between them follows the batch, what does not is a constant.
 SAMPLES, OTHER_SAMPLES = 2, 3
-MODE = "training"  # the input of a record that says whether it is training
+MODE = "training"  # the input of a trace that says whether it is training
 
 
-class CannotRecord(Exception):
-    """Why a model, or a module of it, cannot be recorded."""
+class CannotTrace(Exception):
+    """Why a model, or a module of it, cannot be traced."""
 
 
 class CannotRun(Exception):
     """Why a model does not take the example: what its forward raised."""
 
 
-# -- the record
+# -- the trace
 
 
 class Root(nn.Module):
@@ -52,7 +52,7 @@ class _Value(fx.Proxy):
     """A proxy that knows its value on the meta device, so that Python code may ask for a length or
     decide by a shape. What was asked is noted: it must not depend on the batch."""
 
-    tracer: Tape
+    tracer: Trace
 
     if TYPE_CHECKING:  # fx gives it to its proxies when it is imported
 
@@ -92,7 +92,7 @@ class _Value(fx.Proxy):
 
 
 class _Attribute(_Value):
-    """An attribute of a proxy; recorded when it is used and not when it is called, as fx's own."""
+    """An attribute of a proxy; traced when it is used and not when it is called, as fx's own."""
 
     def __init__(self, root: _Value, name: str) -> None:
         self.root, self.attr, self.tracer = root, name, root.tracer
@@ -110,11 +110,11 @@ class _Attribute(_Value):
         return self.tracer.create_proxy("call_method", self.attr, (self.root, *args), kwargs)
 
 
-class Tape(fx.Tracer):
+class Trace(fx.Tracer):
     """Records a root's forward and computes it on the meta device at the same time.
 
     `values`: of every node; `decided`: what Python code asked of them, and the answers; `inside`:
-    the module whose forward was being recorded when something failed.
+    the module whose forward was being traced when something failed.
     """
 
     proxy_buffer_attributes = True
@@ -133,7 +133,7 @@ class Tape(fx.Tracer):
         self._computing = False
         self._own: set[int] = set()
 
-    def record(self, root: Root) -> Tape:
+    def follow(self, root: Root) -> Trace:
         self._own = {id(tensor) for tensor in (*root.parameters(), *root.buffers())}
         self.trace(root)
         return self
@@ -161,7 +161,7 @@ class Tape(fx.Tracer):
 
     def create_arg(self, a: Any) -> Any:
         if is_tensor(a) and id(a) not in self._own:
-            raise CannotRecord("its forward reads a tensor that is no parameter and no buffer")
+            raise CannotTrace("its forward reads a tensor that is no parameter and no buffer")
         return super().create_arg(a)
 
     def create_proxy(
@@ -196,33 +196,33 @@ class Tape(fx.Tracer):
             self._computing = False
 
     def again(self, example: Tensor) -> dict[fx.Node, Any]:
-        """The values for another example. Raises CannotRecord where Python code would decide
+        """The values for another example. Raises CannotTrace where Python code would decide
         otherwise for it."""
         values: dict[fx.Node, Any] = {}
         for node in self.graph.nodes:
             values[node] = self.compute(node, values, example)
         for node, kind, answer in self.decided:
             if kind(values[node]) != answer:
-                raise CannotRecord("what its forward does depends on the number of images")
+                raise CannotTrace("what its forward does depends on the number of images")
         return values
 
 
-def recorded(
+def traced(
     root: Root,
     example: Tensor,
     leaf_functions: Sequence[Callable],
     leaf_modules: tuple[type[nn.Module], ...],
     notes: list[str],
-) -> Tape:
-    """The record for training, in which what is other in evaluation asks whether it is training.
-    Modules whose forward cannot be recorded become blocks, one after the other.
+) -> Trace:
+    """The trace for training, in which what is other in evaluation asks whether it is training.
+    Modules whose forward cannot be traced become blocks, one after the other.
 
     `leaf_functions` are steps too, so that what they do may depend on the size of an image; where
-    that does not work, they are looked into. Raises CannotRecord.
+    that does not work, they are looked into. Raises CannotTrace.
     """
     try:
         return _closing(root, example, leaf_functions, leaf_modules, notes)
-    except CannotRecord:
+    except CannotTrace:
         if not leaf_functions:
             raise
         return _closing(root, example, (), leaf_modules, notes)
@@ -234,7 +234,7 @@ def _closing(
     leaf_functions: Sequence[Callable],
     leaf_modules: tuple[type[nn.Module], ...],
     notes: list[str],
-) -> Tape:
+) -> Trace:
     closed: set[str] = set()
     chains = not _holds_blocks(root.model)
 
@@ -244,18 +244,18 @@ def _closing(
         return path in closed or isinstance(module, leaf_modules) or not _is_opened(module, chains)
 
     while True:
-        tapes = []
+        traces = []
         try:
             for training in (True, False):
-                tape = Tape(example, leaf_functions, is_block)
-                tapes.append(tape)
+                trace = Trace(example, leaf_functions, is_block)
+                traces.append(trace)
                 with torch.no_grad():
-                    tape.record(root.train(training))
-            return _both_ways(*tapes)
+                    trace.follow(root.train(training))
+            return _both_ways(*traces)
         except Exception as error:  # whatever code of a library raises
-            inside = tapes[-1].inside
+            inside = traces[-1].inside
             if inside in (None, "model"):
-                raise CannotRecord(in_short(error)) from error
+                raise CannotTrace(in_short(error)) from error
             closed.add(inside)
             notes.append(f"{inside.removeprefix('model.')} is one block: {in_short(error)}")
         finally:
@@ -263,17 +263,17 @@ def _closing(
 
 
 def in_short(error: Exception) -> str:
-    text = str(error) if isinstance(error, CannotRecord) else f"{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, CannotTrace) else f"{type(error).__name__}: {error}"
     return text if len(text) < 160 else f"{text[:157]}..."
 
 
-def _both_ways(training: Tape, evaluation: Tape) -> Tape:
-    """The record of training, with the places in it where evaluation has False instead of True
+def _both_ways(training: Trace, evaluation: Trace) -> Trace:
+    """The trace of training, with the places in it where evaluation has False instead of True
     (`F.dropout(..., training=self.training)`) following the layer's mode."""
     ours, theirs = list(training.graph.nodes), list(evaluation.graph.nodes)
     there = dict(zip(theirs, ours))
     if [(n.op, n.target) for n in ours] != [(n.op, n.target) for n in theirs]:
-        raise CannotRecord("its forward takes other steps in training than in evaluation")
+        raise CannotTrace("its forward takes other steps in training than in evaluation")
     mode = None
     for mine, other in zip(ours, theirs):
         if (mine.args, mine.kwargs) == map_arg((other.args, other.kwargs), lambda n: there[n]):
@@ -290,7 +290,7 @@ def _both_ways(training: Tape, evaluation: Tape) -> Tape:
                     training.values[mode] = True
                 leaves[i] = mode
             elif leaf != at_evaluation:
-                raise CannotRecord("its forward has other numbers in training than in evaluation")
+                raise CannotTrace("its forward has other numbers in training than in evaluation")
         mine.args, mine.kwargs = tree_unflatten(leaves, spec)
     return training
 
@@ -365,7 +365,7 @@ def _holds_blocks(module: nn.Module) -> bool:
 
 
 def _is_opened(module: nn.Module, chains: bool) -> bool:
-    """Is its forward recorded step by step? Those of lists of blocks are, and those of modules that
+    """Is its forward traced step by step? Those of lists of blocks are, and those of modules that
     hold such lists; where the model has none (`chains`), also plain chains of four weights."""
     if isinstance(module, LISTS) and any(num_weights(child) > 1 for child in module):
         return True
