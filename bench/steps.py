@@ -292,16 +292,13 @@ def state_bytes(run: Run) -> Figures:
 
 
 def predicted(run: Run, costs: CostModel) -> Figures:
-    from engine.optimizer.locking import lock_costs
     from engine.planning.costs import StateBytes
     from engine.planning.simulator import simulate
 
     config, _ = configuration(run.setup, run.branches, run.deepspeed)
     costs = replace(costs, state=StateBytes.of(config))
     _, plan = plan_of(run.setup, run.branches, run.ranks, costs, run.deepspeed)
-    simulation = simulate(
-        plan.graph, plan.batches, plan.schedule, lock_costs(costs, plan.trainable)
-    )
+    simulation = simulate(plan.graph, plan.batches, plan.schedule, plan.costs)
     return {
         "predicted_s": simulation.step_s,
         "predicted_idle": [stage.idle_fraction for stage in simulation.stages],

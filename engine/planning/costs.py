@@ -10,7 +10,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
+
+from engine.optimizer.locking import LockedBlock
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,16 @@ class LayerCost:
         return self.forward_s.at(size) + (self.backward_s.at(size) if self.differentiated else 0.0)
 
 
+class Link(NamedTuple):
+    """Between two ranks, one direction."""
+
+    bytes_per_s: float
+    latency_s: float
+
+    def message_s(self, num_bytes: float) -> float:
+        return self.latency_s + num_bytes / self.bytes_per_s
+
+
 class Ring(NamedTuple):
     """How a tensor goes round the ranks of a collective.
 
@@ -122,6 +135,12 @@ class Machine:
     )
     communicator_bytes: float = 0.0  # of device memory, for one communicator of NCCL
     measured: bool = False  # these numbers and the layers' costs; else they are counted
+
+    def link(self, ranks: Sequence[int]) -> Link:
+        """The slowest between two of these ranks."""
+        if min(ranks) // self.ranks_per_node != max(ranks) // self.ranks_per_node:
+            return Link(self.node_bytes_per_s, self.node_latency_s)
+        return Link(self.link_bytes_per_s, self.link_latency_s)
 
     def ring(self, ranks: Sequence[int]) -> Ring:
         """Over these consecutive ranks, which fill one node after the other."""
@@ -241,6 +260,18 @@ class CostModel:
                 "say which are compared"
             )
 
+    @cached_property
+    def sums(self) -> dict[Any, Any]:
+        """Sums over these layers that the simulator remembers."""
+        return {}
+
+    @property
+    def trainable(self) -> dict[str, tuple[bool, ...]]:
+        """Which layers learn, by branch."""
+        return {
+            branch: tuple(layer.trainable for layer in line) for branch, line in self.layers.items()
+        }
+
     @property
     def all_compared(self) -> tuple[tuple[str, str], ...]:
         return tuple((first, second) for first, second in self.compared or (tuple(self.layers),))
@@ -275,6 +306,38 @@ class CostModel:
             compiled_share=compiled_share or {},
             loading=loading,
         )
+
+
+def frozen(costs: CostModel, locked: LockedBlock) -> CostModel:
+    """The costs in which those layers learn that are not locked and, where a tower learns in parts
+    of its layers alone (adapters), have such a part."""
+    free = locked.trainable(
+        {branch: [layer.num_parameters for layer in line] for branch, line in costs.layers.items()}
+    )
+    return with_trainable(
+        costs,
+        {
+            branch: [learns and layer.num_learned != 0 for learns, layer in zip(free[branch], line)]
+            for branch, line in costs.layers.items()
+        },
+    )
+
+
+def with_trainable(costs: CostModel, trainable: Mapping[str, Sequence[bool]]) -> CostModel:
+    """The costs in which layers that do not learn have no gradients, and layers before the first
+    that learns no backward."""
+    layers = {
+        branch: [
+            replace(
+                layer,
+                trainable=trainable[branch][i],
+                differentiated=any(trainable[branch][: i + 1]),
+            )
+            for i, layer in enumerate(line)
+        ]
+        for branch, line in costs.layers.items()
+    }
+    return replace(costs, layers=layers)
 
 
 def with_learned(costs: CostModel, num_learned: Mapping[str, Sequence[int | None]]) -> CostModel:

@@ -189,7 +189,7 @@ def prepare_run(options: Options, ranks: Ranks) -> PreparedRun:
 
     # Which samples of a global batch make which micro-batch.
     with ranks.first_first():
-        batching.divide(plan, costs, model.patch_size)
+        batching.divide(plan, model.patch_size)
     screen = first_screen(
         options,
         data,

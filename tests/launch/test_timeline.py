@@ -60,7 +60,7 @@ def run_dir(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(record))
     (tmp_path / "costs.json").write_text(json.dumps(cost_model_to_json(COSTS), allow_nan=False))
-    predicted = predicted_step(GRAPH, BATCHES, "batch_sync", COSTS, ALL_LEARN)
+    predicted = predicted_step(GRAPH, BATCHES, "batch_sync", COSTS)
     slower = [
         [Span(s.name, s.micro_batch, 1.25 * s.start_s, 1.25 * s.end_s) for s in spans]
         for spans in predicted.tracks.values()
@@ -168,7 +168,7 @@ def test_a_track_per_stage_whose_idle_share_is_the_simulators(schedule):
     graph = GRAPHS[schedule]
     batches = {branch: BranchBatch(graph.tail(branch).replicas, 2, 4) for branch in CUTS}
     simulation = simulate(graph, batches, schedule, COSTS)
-    predicted = predicted_step(graph, batches, schedule, COSTS, ALL_LEARN)
+    predicted = predicted_step(graph, batches, schedule, COSTS)
     assert list(predicted.tracks) == [f"{stage.name} ×{stage.replicas}" for stage in graph.stages]
     for spans, stage in zip(predicted.tracks.values(), simulation.stages):
         assert busy_s(spans) == pytest.approx(stage.busy_s, rel=1e-9)
