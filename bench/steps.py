@@ -199,7 +199,7 @@ def _bytes(tensor: Tensor) -> int:
 def profile(setup: Setup, cache: str) -> CostModel:
     import torch
 
-    from engine.planning.costs import CostModel
+    from engine.planning.costs import CostModel, configured
     from engine.planning.profile import profile_together
     from engine.processes.places import Places
 
@@ -220,7 +220,8 @@ def profile(setup: Setup, cache: str) -> CostModel:
         places=Places.together(2),
         budget_s=20.0,
     )
-    return CostModel.of(measured.layers, measured.machine, config, setup.embed_dim)
+    own = {"embed_dim": setup.embed_dim, **configured(config)}
+    return CostModel(measured.layers, measured.machine, **own)
 
 
 # -- figures of a run

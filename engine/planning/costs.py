@@ -7,13 +7,20 @@ but for the message that says what was predicted when memory runs out.
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from math import inf
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError, with_config
 
 from engine.optimizer.locking import LockedBlock
+
+# a number that may be infinite, for which JSON has null
+Unlimited = Annotated[float, BeforeValidator(lambda value: inf if value is None else value)]
 
 
 @dataclass(frozen=True)
@@ -117,10 +124,10 @@ class Machine:
     """One rank's hardware and its links."""
 
     name: str
-    memory_bytes: float  # what one rank may use
-    link_bytes_per_s: float  # between two ranks of a node
+    memory_bytes: Unlimited  # what one rank may use
+    link_bytes_per_s: Unlimited  # between two ranks of a node
     link_latency_s: float
-    flops_per_s: float  # of the loss's matrix products, fp32
+    flops_per_s: Unlimited  # of the loss's matrix products, fp32
     optimizer_s_per_parameter: float  # clip and step one parameter in its owner
     gradient_s_per_parameter: (
         float  # bring one gradient into the buffers it is reduced in, and its parameter back
@@ -128,7 +135,7 @@ class Machine:
     instruction_s: float  # host time of an instruction, whatever it does
     ranks_per_node: int = 1_000_000
     # between two ranks of different nodes, when all ranks of a node send to another
-    node_bytes_per_s: float = float("inf")
+    node_bytes_per_s: Unlimited = inf
     node_latency_s: float = 0.0
     collective_s_per_byte: float = (
         0.0  # of a tensor that goes round a ring, besides its messages: copies and sums
@@ -229,6 +236,7 @@ def averages_early(config: Mapping[str, Any]) -> bool:
     return plain and zero.get("stage", 0) == 0
 
 
+@with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True)
 class CostModel:
     """Everything the simulator asks. `layers[branch]` are all layers of a tower in order.
@@ -249,7 +257,7 @@ class CostModel:
     early_averages: bool = False  # over replicas, during the last backward
     pairs: LayerCost | None = None
     token_bytes: Mapping[str, float] = field(default_factory=dict)
-    compared: Sequence[tuple[str, str]] = ()
+    compared: tuple[tuple[str, str], ...] = ()
     compiled_share: Mapping[str, float] = field(default_factory=dict)
     loading: Loading | None = None
 
@@ -274,38 +282,21 @@ class CostModel:
 
     @property
     def all_compared(self) -> tuple[tuple[str, str], ...]:
-        return tuple((first, second) for first, second in self.compared or (tuple(self.layers),))
+        if self.compared:
+            return self.compared
+        first, second = self.layers
+        return ((first, second),)
 
-    @classmethod
-    def of(
-        cls,
-        layers: Mapping[str, Sequence[LayerCost]],
-        machine: Machine,
-        config: Mapping[str, Any],
-        embed_dim: int,
-        pairs: LayerCost | None = None,
-        token_bytes: Mapping[str, float] | None = None,
-        compared: Sequence[tuple[str, str]] = (),
-        compiled_share: Mapping[str, float] | None = None,
-        loading: Loading | None = None,
-    ) -> CostModel:
-        """With what DeepSpeed's configuration says of precision, ZeRO and activation
-        checkpoints."""
-        zero = config.get("zero_optimization", {})
-        return cls(
-            layers=layers,
-            machine=machine,
-            state=StateBytes.of(config),
-            embed_dim=embed_dim,
-            checkpoint_interval=config.get("pipeline", {}).get("activation_checkpoint_interval", 0),
-            sharded_optimizer=zero.get("stage", 0) == 1,
-            early_averages=averages_early(config),
-            pairs=pairs,
-            token_bytes=token_bytes or {},
-            compared=compared,
-            compiled_share=compiled_share or {},
-            loading=loading,
-        )
+
+def configured(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a cost model that DeepSpeed's configuration decides: precision, ZeRO and
+    activation checkpoints."""
+    return {
+        "state": StateBytes.of(config),
+        "checkpoint_interval": config.get("pipeline", {}).get("activation_checkpoint_interval", 0),
+        "sharded_optimizer": config.get("zero_optimization", {}).get("stage", 0) == 1,
+        "early_averages": averages_early(config),
+    }
 
 
 def frozen(costs: CostModel, locked: LockedBlock) -> CostModel:
@@ -352,50 +343,20 @@ def with_learned(costs: CostModel, num_learned: Mapping[str, Sequence[int | None
     return replace(costs, layers=layers)
 
 
+_JSON = TypeAdapter(CostModel)
+
+
 def cost_model_to_json(costs: CostModel) -> dict[str, Any]:
     """As JSON-able data. Infinity, which JSON does not have, becomes null."""
-    return _finite(asdict(costs))
+    return json.loads(_JSON.dump_json(costs))
 
 
 def cost_model_from_json(record: Mapping[str, Any]) -> CostModel:
     """The model that `cost_model_to_json` wrote. Raises ValueError, with the reason, when it is not
     one."""
     try:
-        layers = {branch: list(map(_layer, line)) for branch, line in record["layers"].items()}
-        pairs = record["pairs"] and _layer(record["pairs"])
-        machine: dict[str, Any] = {
-            key: float("inf") if value is None else value
-            for key, value in record["machine"].items()
-        }
-        objects = {
-            "layers": layers,
-            "pairs": pairs,
-            "machine": Machine(**machine),
-            "state": StateBytes(**record["state"]),
-            "compared": tuple(map(tuple, record["compared"])),
-            "loading": record["loading"] and Loading(**record["loading"]),
-        }
-        return CostModel(**{**record, **objects})
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"not a cost model of this version: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _layer(record: Mapping[str, Any]) -> LayerCost:
-    values: dict[str, Any] = {
-        key: _curve(value) if isinstance(value, dict) else value for key, value in record.items()
-    }
-    return LayerCost(**values)
-
-
-def _curve(record: Mapping[str, Any]) -> Curve:
-    return Curve(tuple(record["sizes"]), tuple(record["values"]))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(own) for key, own in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(own) for own in value]
-    return None if value == float("inf") else value
+        return _JSON.validate_python(record)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"not a cost model of this version: {where}: {first['msg']}") from error
