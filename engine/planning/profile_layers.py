@@ -178,40 +178,32 @@ def _layer_cost(spec: ProfiledLayer, measured: Mapping[int, Measurement]) -> Lay
     )
 
 
+@dataclass
 class _Profiler:
     """Measures layers of one tower, unless an equal one is known."""
 
-    def __init__(
-        self,
-        specs: Sequence[ProfiledLayer],
-        build_layer: Callable[[Any], nn.Module],
-        dtype: torch.dtype,
-        device: torch.device,
-        effort: Effort,
-        ranks: Alone,
-        compiled: bool,
-    ):
-        self.build_layer, self.dtype, self.device, self.effort, self.ranks, self.compiled = (
-            build_layer,
-            dtype,
-            device,
-            effort,
-            ranks,
-            compiled,
-        )
-        self.num_layers = len(specs)
+    specs: Sequence[ProfiledLayer]
+    build_layer: Callable[[Any], nn.Module]
+    dtype: torch.dtype
+    device: torch.device
+    effort: Effort
+    ranks: Alone
+    compiled: bool
+
+    def __post_init__(self):
         self.weight_bytes = (
-            sum(p.numel() for spec in specs for p in spec.template.parameters()) * dtype.itemsize
+            sum(p.numel() for spec in self.specs for p in spec.template.parameters())
+            * self.dtype.itemsize
         )
-        self.deadline = time.monotonic() + effort.budget_s
+        self.deadline = time.monotonic() + self.effort.budget_s
         self.known: dict[str, Measurement] = {}
         self.cache = Cache()
         self.where = {
-            **device_identity(device),
-            "dtype": str(dtype),
-            "ranks_on_node": ranks.ranks_on_node,
+            **device_identity(self.device),
+            "dtype": str(self.dtype),
+            "ranks_on_node": self.ranks.ranks_on_node,
         }
-        if compiled:
+        if self.compiled:
             self.where["compiled"] = True
 
     def measure(
@@ -270,7 +262,7 @@ class _Profiler:
             for name, t in outputs.items()
         )
         del outputs
-        cooler = Cooler(self.weight_bytes, self.num_layers * activation_bytes, self.device)
+        cooler = Cooler(self.weight_bytes, len(self.specs) * activation_bytes, self.device)
         passes = _Passes(
             layer=layer,
             given=given,
@@ -284,31 +276,25 @@ class _Profiler:
         return Measurement(*passes.run(repeats), activation_bytes, signature)
 
 
+@dataclass
 class _Passes:
     """Forward and backward of one layer, again and again, as the executor runs a micro-batch."""
 
-    def __init__(
-        self,
-        layer: nn.Module,
-        given: Tensors,
-        gradients: Tensors,
-        dtype: torch.dtype,
-        device: torch.device,
-        cooler: Cooler,
-    ):
-        self.layer, self.given, self.gradients, self.cooler, self.clock = (
-            layer,
-            given,
-            gradients,
-            cooler,
-            Clock(device),
-        )
-        self.draws = bool(getattr(layer, "draws", True))
-        self.parameters = [p for p in layer.parameters() if p.requires_grad]
+    layer: nn.Module
+    given: Tensors
+    gradients: Tensors
+    dtype: torch.dtype
+    device: torch.device
+    cooler: Cooler
+
+    def __post_init__(self):
+        self.clock = Clock(self.device)
+        self.draws = bool(getattr(self.layer, "draws", True))
+        self.parameters = [p for p in self.layer.parameters() if p.requires_grad]
         # bf16: DeepSpeed's BF16_Optimizer adds every micro-batch's gradients up in fp32
         self.sums = (
             [torch.zeros_like(p, dtype=torch.float32) for p in self.parameters]
-            if dtype == torch.bfloat16
+            if self.dtype == torch.bfloat16
             else []
         )
 

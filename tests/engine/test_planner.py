@@ -167,28 +167,6 @@ def test_refusals_of_a_plan():
             assert checked(world_size, branches, **keys) == str(refusal.value), words
 
 
-@pytest.mark.parametrize("layout", ["auto", "fork", "chain", "merged"])
-def test_with_towers_of_many_layers_what_is_not_refused_without_them_can_be_planned(layout):
-    """And the other way round, for every small block."""
-    costs, refused_without = {branch: [1.0] * 16 for branch in BRANCHES}, 0
-    keys = ("stages", "replicas", "micro_batch_size")
-    for world_size, *values in itertools.product(
-        (1, 2, 3, 4, 6),
-        ("auto", 2, {"image": 1, "text": 2}),
-        ("auto", 2, {"image": 2, "text": 1}),
-        ("auto", 5, {"image": 4, "text": 8}),
-    ):
-        branches = {"layout": layout, "schedule": "batch_sync", **dict(zip(keys, values))}
-        try:
-            plan(world_size, branches, costs=costs, train_batch_size=40)
-            expected = None
-        except ValueError as error:
-            expected = str(error)
-        assert checked(world_size, branches, train_batch_size=40) == expected, branches
-        refused_without += expected is not None
-    assert 0 < refused_without < 135
-
-
 # -- the arithmetic of a plan
 
 
@@ -302,14 +280,6 @@ def test_one_micro_batch_size_is_that_of_both_branches_in_every_layout():
         batches = plan(world_size, {**branches, "micro_batch_size": 4}).batches.values()
         assert [batch.micro_batch_size for batch in batches] == [4, 4]
         assert all(batch.global_batch_size == 48 for batch in batches)
-
-
-def test_stages_are_cut_by_cost():
-    costs = {"image": [9.0, 1.0, 1.0], "text": [1.0]}
-    first, second, _ = plan(
-        3, {"layout": "chain", "stages": {"image": 2, "text": 1}}, costs=costs
-    ).graph.stages
-    assert first.layers == {"image": range(0, 1)} and second.layers == {"image": range(1, 3)}
 
 
 def test_micro_batches_per_branch_of_a_fork():
@@ -548,11 +518,8 @@ def test_why_names_the_best_and_what_the_others_would_cost():
     assert all(float(times) >= 0.98 for times, _, _ in others)
 
 
-def test_the_plan_tells_why_only_where_it_chose():
+def test_the_plan_tells_why_where_it_chose_and_of_another_objective():
     assert plan(4).reasons.startswith("auto: ") and plan(4, FORK).reasons == ""
-
-
-def test_per_micro_batch_says_that_it_is_another_objective():
     assert "another objective" in plan(2, {**FORK, "schedule": "per_micro_batch"}).reasons
 
 
@@ -609,10 +576,9 @@ def test_zero_1_is_left_out_where_it_has_nothing_to_shard():
 # -- the files we ship
 
 
-@pytest.mark.parametrize("image_cost", [0.3, 4.0])
-def test_every_file_runs_on_1_2_4_8_ranks(image_cost):
+def test_every_file_runs_on_1_2_4_8_ranks():
     recipe = PRESETS["long"].values(960, 10_000, {"image": False, "text": False})
-    costs = proportional({"image": [image_cost, image_cost], "text": [1.0, 1.0]})
+    costs = proportional({"image": [4.0, 4.0], "text": [1.0, 1.0]})
     for file in FILES:
         read, own = filled(*read_config(file, BRANCHES), recipe, BRANCHES)
         fixed, feeds = isinstance(own.replicas, dict), balancing(own).strategy == "feed"
