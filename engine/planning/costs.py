@@ -68,9 +68,8 @@ class LayerCost:
     activation_bytes: Curve
     output_bytes: Curve  # what travels if the pipeline is cut behind this layer
     trainable: bool = True  # else its parameters have no gradients and no optimizer state
-    differentiated: bool = (
-        True  # else nothing in it or before it learns: it has no backward and keeps nothing for one
-    )
+    # else nothing in it or before it learns: it has no backward and keeps nothing for one
+    differentiated: bool = True
 
     # of its parameters those that learn, where only some do (adapters); None: all
     num_learned: int | None = None
@@ -129,17 +128,15 @@ class Machine:
     link_latency_s: float
     flops_per_s: Unlimited  # of the loss's matrix products, fp32
     optimizer_s_per_parameter: float  # clip and step one parameter in its owner
-    gradient_s_per_parameter: (
-        float  # bring one gradient into the buffers it is reduced in, and its parameter back
-    )
+    # bring one gradient into the buffers it is reduced in, and its parameter back
+    gradient_s_per_parameter: float
     instruction_s: float  # host time of an instruction, whatever it does
     ranks_per_node: int = 1_000_000
     # between two ranks of different nodes, when all ranks of a node send to another
     node_bytes_per_s: Unlimited = inf
     node_latency_s: float = 0.0
-    collective_s_per_byte: float = (
-        0.0  # of a tensor that goes round a ring, besides its messages: copies and sums
-    )
+    # of a tensor that goes round a ring, besides its messages: copies and sums
+    collective_s_per_byte: float = 0.0
     communicator_bytes: float = 0.0  # of device memory, for one communicator of NCCL
     measured: bool = False  # these numbers and the layers' costs; else they are counted
 
@@ -201,9 +198,8 @@ class StateBytes:
         bf16, fp16 = (config.get(key, {}).get("enabled", False) for key in ("bf16", "fp16"))
         weight = 2 if bf16 or fp16 else 4
         whole = 2 * weight + (4 if bf16 else 0)
-        state = (
-            12 if bf16 or fp16 else 8 + (4 if stage else 0)
-        )  # ZeRO-1 keeps an fp32 copy of its slice also under fp32
+        # ZeRO-1 keeps an fp32 copy of its slice also under fp32
+        state = 12 if bf16 or fp16 or stage else 8
         return cls(
             whole + (0 if stage else state),
             state if stage and not offloaded else 0,

@@ -45,12 +45,8 @@ _MEASUREMENT = TypeAdapter(Measurement)
 
 # -- which layers are equal
 
-_WHICH_ONE = (
-    "layer_idx",
-    "layer_id",
-    "layer_index",
-    "layer_number",
-)  # says where a layer stands, not what it does
+# says where a layer stands, not what it does
+_WHICH_ONE = ("layer_idx", "layer_id", "layer_index", "layer_number")
 
 
 def layer_key(layer: nn.Module) -> str:

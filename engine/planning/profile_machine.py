@@ -19,24 +19,19 @@ from torch import Tensor, nn
 from engine.planning.costs import Machine
 from engine.planning.devices import COMMUNICATOR_BYTES
 from engine.planning.measured import device_identity
-from engine.planning.profile_layers import Alone, Clock, Cooler, Together
+from engine.planning.profile_layers import CacheFlusher, Clock, Ranks
+from engine.planning.stage_costs import ELEMENTWISE_FLOPS
 from engine.streams import runs_behind
 
-ELEMENTWISE_FLOPS = (
-    10  # per logit: what the simulator adds to the loss's products for its exponentials and sums
-)
-NUM_PARAMETERS = (
-    1 << 23
-)  # that are measured: more than a cache holds, as after a backward; few enough for any device
+# that are measured: more than a cache holds, as after a backward; few enough for any device
+NUM_PARAMETERS = 1 << 23
 MOST_TENSORS = 1024
 # a forward or backward of one micro-batch was 0.2 to 0.3 ms longer than its layers, where an
 # operation took 2.5 µs
 INSTRUCTION_OPERATIONS = 100
 MOST_ROWS = 2048
-NOMINAL_LINK = {
-    "cpu": (1e9, 1e-4),
-    "cuda": (50e9, 2e-5),
-}  # bytes/s, s: only where there is one rank, which sends nothing
+# bytes/s, s: only where there is one rank, which sends nothing
+NOMINAL_LINK = {"cpu": (1e9, 1e-4), "cuda": (50e9, 2e-5)}
 
 
 def profile_machine(
@@ -45,7 +40,7 @@ def profile_machine(
     parameter_sizes: Sequence[int],
     batch_size: int,
     embed_dim: int,
-    ranks: Alone | None = None,
+    ranks: Ranks | None = None,
 ) -> Machine:
     """This rank's hardware, without links: those of one rank by itself are nominal.
 
@@ -53,30 +48,27 @@ def profile_machine(
     so they matter beside the sum. `batch_size` is the global one. A replica's messages are not in
     the times.
     """
-    ranks = ranks or Alone()
+    ranks = ranks or Ranks()
     sample = _sample(parameter_sizes)
     optimizer = _Step(sample, dtype, device)
     rows = min(batch_size, MOST_ROWS)
-    cool = Cooler(
-        float("inf"), 0.0, device
-    ).before_forward  # the towers' backwards come before a step
+    # the towers' backwards come before a step
+    flush = CacheFlusher(float("inf"), 0.0, device).before_forward
     loss_s, reduce_s, step_s, host_s = ranks.mean(
         [
             _seconds(_loss_like(rows, embed_dim, device), device),
-            _seconds(optimizer.reduce, device, after=cool),
-            _seconds(optimizer.step, device, after=cool),
+            _seconds(optimizer.reduce, device, after=flush),
+            _seconds(optimizer.step, device, after=flush),
             _host_s(),
         ]
     )
+    devices = ranks.places.devices
+    sharing = devices.count(devices[ranks.rank])
     on_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
     bandwidth, latency = NOMINAL_LINK.get(device.type, NOMINAL_LINK["cpu"])
     return Machine(
         name=device_identity(device)["device"],
-        memory_bytes=float(
-            ranks.least(
-                _memory_bytes(device, ranks.places.devices.count(ranks.places.devices[ranks.rank]))
-            )
-        ),
+        memory_bytes=float(ranks.least(_memory_bytes(device, sharing))),
         link_bytes_per_s=bandwidth,
         link_latency_s=latency,
         flops_per_s=(4 * embed_dim + ELEMENTWISE_FLOPS) * rows * rows / loss_s,
@@ -200,7 +192,7 @@ BUCKET_BYTES = 2**24  # 4 M gradients in fp32, as in ds_configs/cpu_fp32.json
 SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 22
 
 
-def with_links(machine: Machine, device: torch.device, ranks: Together) -> Machine:
+def with_links(machine: Machine, device: torch.device, ranks: Ranks) -> Machine:
     """The machine with its links as they are while all ranks send at once.
 
     Every rank of the default group sends to its neighbour and hears from the other one: within its
@@ -223,9 +215,8 @@ def with_links(machine: Machine, device: torch.device, ranks: Together) -> Machi
         node_bytes_per_s=across[0],
         node_latency_s=across[1],
     )
-    passes_s = (
-        ranks.mean([_step_of_replicas_s(wire, world)])[0] / 3
-    )  # there and back, and there once more
+    # there and back, and there once more
+    passes_s = ranks.mean([_step_of_replicas_s(wire, world)])[0] / 3
     messages_s = linked.ring(range(world)).seconds(BUCKET_BYTES)
     return replace(linked, collective_s_per_byte=max(0.0, passes_s - messages_s) / BUCKET_BYTES)
 
@@ -243,7 +234,7 @@ def _step_of_replicas_s(wire: torch.device, world: int) -> float:
     return _seconds(step, wire)
 
 
-def _link(ring: Sequence[int], wire: torch.device, ranks: Together) -> tuple[float, float]:
+def _link(ring: Sequence[int], wire: torch.device, ranks: Ranks) -> tuple[float, float]:
     """Bytes/s and seconds, the mean over the ranks of the quickest exchange: what else the machine
     does only adds to it. `ring`: the ranks around which this one sends; one by itself, as on a node
     with fewer ranks than others, sends nothing and does not count."""
