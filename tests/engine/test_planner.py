@@ -117,6 +117,8 @@ REFUSALS = [
         "train_batch_size 7 is no multiple of 2 text replicas … use 6, or batch_sync",
     ),
     (5, FORK, {"train_batch_size": 2}, "cannot be dealt to 4 text replicas … at least 4"),
+    # (1, 1) stages would not fill the ranks, (2, 2) do
+    (10, block("fork", replicas=(3, 2)), {"train_batch_size": 2}, "dealt to 3 image replicas"),
     (2, block("fork", micro_batch_size=32), {}, "image: micro_batch_size 32 … use 24"),
     (2, block("fork", micro_batch_size=(16, 5)), {}, "text: micro_batch_size 5 … use 4"),
     (2, FORK, {"train_micro_batch_size_per_gpu": 10}, "image: micro_batch_size 10 … use 8"),
