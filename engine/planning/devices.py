@@ -127,8 +127,8 @@ def find_device(text: str) -> Device:
         if text.lower() in known:
             return DEVICES[known[text.lower()]]
         raise ValueError(
-            f"device {text!r} is not known{near(text, DEVICES) or '.'} Known: {', '.join(DEVICES)}. Or give its numbers: "
-            f"{_FORM}"
+            f"device {text!r} is not known{near(text, DEVICES) or '.'} Known: "
+            f"{', '.join(DEVICES)}. Or give its numbers: {_FORM}"
         )
     values = {**_OPTIONAL, **_numbers(text)}
     missing = [key for key in _REQUIRED if key not in values]

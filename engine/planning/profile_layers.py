@@ -173,7 +173,7 @@ class _Profiler:
     ranks: Ranks
     compiled: bool
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.weight_bytes = (
             sum(p.numel() for spec in self.specs for p in spec.template.parameters())
             * self.dtype.itemsize
@@ -268,7 +268,7 @@ class _Passes:
     device: torch.device
     flusher: CacheFlusher
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.clock = Clock(self.device)
         self.draws = bool(getattr(self.layer, "draws", True))
         self.parameters = [p for p in self.layer.parameters() if p.requires_grad]

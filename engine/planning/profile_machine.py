@@ -133,7 +133,7 @@ def _loss_like(rows: int, width: int, device: torch.device) -> Callable[[], Tens
 
 
 class _Step:
-    """Gradients of these sizes in `dtype` (under bf16 their fp32 sums), and AdamW over one flat fp32
+    """Gradients of these sizes in `dtype` (under bf16 their fp32 sums), and AdamW over a flat fp32
     copy of the weights, as DeepSpeed's ZeRO-1 and BF16_Optimizer keep them. One replica: without
     messages."""
 

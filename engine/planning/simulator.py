@@ -4,13 +4,15 @@ Plain Python.
 The replicas of a stage are alike, so one rank per stage is simulated: 1,024 ranks cost what 8 do.
 What is modelled:
 
-    any instruction    takes `instruction_s` of host time and what it works; a rank does one after the other
-    send               returns at once; the messages of one direction of an edge travel one after the other
+    any instruction    takes `instruction_s` of host time and what it works; a rank does one after
+                       the other
+    send               returns at once; the messages of one direction of an edge travel one after
+                       the other
     receive            waits for its message
     ComputeLoss        all tails wait for each other
     OptimizerStep      all stages wait for each other (overflow and norms concern all)
-    loading            where the rank does it, part of a forward; else a step lasts at least as long as the
-                       processes that load, and the cores that they share, need for it
+    loading            where the rank does it, part of a forward; else a step lasts at least as
+                       long as the processes that load, and the cores that they share, need for it
 
 What an instruction works is in `engine/planning/stage_costs.py`. A rank has its share of its node's
 network, whatever the others of the node do. Not modelled: a send that waits because too many are

@@ -2,7 +2,8 @@
 holds and sends. Plain Python.
 
     passes             the stage's layers; a rank that loads by itself does it before the forward
-    ComputeLoss        the exchange of embeddings, which is no work of this rank, then a block of the logits
+    ComputeLoss        the exchange of embeddings, which is no work of this rank, then its block of
+                       the logits
     ReduceGrads        a ring over the replicas of the stage (`engine/planning/costs.py`, `Ring`)
     OptimizerStep      owners step and hand back weights
 
