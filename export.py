@@ -14,7 +14,7 @@ from data.modules import add_trust_flags, import_named
 from launch.exporting.writing import CODE, FORMATS, refuse_to_overwrite, write_export
 from launch.inference.trained import open_run
 from launch.records import read_export
-from launch.tracking.artifacts import log_export
+from launch.tracking.wandb_run import log_export
 
 
 def make_parser() -> argparse.ArgumentParser:

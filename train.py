@@ -30,9 +30,11 @@ from launch.journal import Journal
 from launch.run.failures import Run, report_and_exit
 from launch.run.stopping import STOPPED, StopRequest
 from launch.setup.dry_run import dry_run
+from launch.setup.first_screen import first_screen
 from launch.setup.prepare import prepare_run, resume_run, write_record
 from launch.setup.ranks import LiveRanks
 from launch.terminal.bar import Progress
+from launch.tracking.tracker import Tracker
 
 
 def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> int:
@@ -52,17 +54,19 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     options, folder, batching = prepared.options, prepared.folder, prepared.batching
     loss_weights, total_steps = prepared.loss_weights, batching.total_steps
     journal = Journal(folder, options.trace_every)
-    journal.begin(prepared.screen)
+    journal.begin(first_screen(prepared, ranks))
 
     # DeepSpeed around this rank's stage, with the state of the run that goes on.
     engine = prepared.build_engine(ranks.processes, clock)
-    batching.follow(engine.place, engine.replica, ranks.loading.num_workers)
+    batching.follow(engine.stage, engine.comm.replica, ranks.loading.num_workers)
     notices = resume_run(prepared, engine)
     record = write_record(prepared)
     step = saved_step = prepared.step
     journal.say(*notices, batching.explain(step))
     shown = {**prepared.training, "batches": record["batches"]}
-    journal.track(options, prepared.monitors, shown, step, prepared.plan)
+    journal.track(
+        lambda: Tracker(options, prepared.monitors, folder.path, shown, step, prepared.plan)
+    )
 
     # What this rank's stage loads: only the modality that enters there.
     feeding = Feeding(
@@ -92,10 +96,8 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     with Progress(step, total_steps, ranks.first) as bar:
         while step < total_steps and not stopping:
             # Forward, exact loss over the global batch, backward, optimizer: the plan's schedule.
-            start, shape = clock(), batching.shape(step)
-            metrics = engine.train_batch(
-                batches, bool(stop), feeding.counts, **shape, loss_weights=loss_weights.weights()
-            )
+            start, spec = clock(), batching.step_spec(step, loss_weights.weights())
+            metrics = engine.train_batch(batches, spec, bool(stop), feeding.counts)
             step, stopping = engine.global_steps, metrics.stop_requested
 
             # A line per step, in metrics.jsonl and the trackers.

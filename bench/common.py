@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
     from engine.config.reading import BranchesBlock
     from engine.executor import ForkEngine
+    from engine.planning.batch import BranchBatch
     from engine.planning.costs import CostModel, LayerCost, Machine
-    from engine.planning.planner import BranchBatch, RunPlan
+    from engine.planning.planner import RunPlan
     from models.towers.layers import LayerSpec, Tower
 
 BRANCHES = ("image", "text")
@@ -259,10 +260,10 @@ def micro_batches(
 ) -> Iterator[dict[str, Tensor]] | None:
     """What the loader of this rank yields for one step: each micro-batch is made when it is asked
     for."""
-    branches = engine.place.loads
+    branches = engine.stage.loads
     if not branches:
         return None
-    places = [setup.dealt(b, step, engine.batches[b])[engine.replica] for b in branches]
+    places = [setup.dealt(b, step, engine.batches[b])[engine.comm.replica] for b in branches]
     return (
         {n: t for b, p in zip(branches, own) for n, t in samples(setup, b, step, p).items()}
         for own in zip(*places)

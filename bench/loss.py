@@ -25,7 +25,7 @@ from bench.compare import Column, Figures, Study, Way, main, on_ranks
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engine.loss.exchange import Side
+    from engine.loss_protocols import Side
 
 WIDTH = 512
 GIB = 2**30
@@ -36,7 +36,7 @@ def batch(rows: int, device: str) -> dict[str, Side]:
     import torch
     from torch.nn import functional as F
 
-    from engine.loss.exchange import Side
+    from engine.loss_protocols import Side
 
     generator = torch.Generator().manual_seed(0)
     return {

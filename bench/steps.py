@@ -69,7 +69,7 @@ class Training:
         self.engine = self.baseline = None
         if run.branches is not None:
             self.engine = make_engine(run.setup, run.branches, costs, run.deepspeed)
-            self.stage = self.engine.place.name
+            self.stage = self.engine.stage.name
         else:
             self.baseline, self.stage = self._make_baseline(), "ddp"
 

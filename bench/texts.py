@@ -43,7 +43,7 @@ from data.modalities.tokenizer import TENSOR_CORE_MULTIPLE
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engine.planning.planner import BranchBatch
+    from engine.planning.batch import BranchBatch
 
 NUMBER = 32  # of micro-batches of each replica; ours may also choose
 MAX_TEXT_TOKENS = 77

@@ -42,6 +42,7 @@ class Flag:
     decide.
     """
 
+    default: Any
     help: str
     metavar: str | None = None
     parse: Callable[[str], Any] | None = None
@@ -59,7 +60,7 @@ class Flag:
 
 def option(default: Any, help: str, metavar: str | None = None, parse: Any = None, **more: Any):
     """A field of a dataclass of options. `more`: of `Flag`."""
-    return field(default=default, metadata={_KEY: Flag(help, metavar, parse, **more)})
+    return field(default=default, metadata={_KEY: Flag(default, help, metavar, parse, **more)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,12 +94,12 @@ class OptionGroup:
         return found
 
 
-def flags_of(kind: type[OptionGroup]) -> Iterator[tuple[str, Any, Flag]]:
-    """Name, default and flag of each option that this class adds to those of its bases."""
+def flags_of(kind: type[OptionGroup]) -> Iterator[tuple[str, Flag]]:
+    """Name and flag of each option that this class adds to those of its bases."""
     inherited = {f.name for base in kind.__bases__ if is_dataclass(base) for f in fields(base)}
     for each in fields(kind):
         if each.name not in inherited:
-            yield each.name, each.default, _completed(kind, each.metadata[_KEY])
+            yield each.name, _completed(kind, each.metadata[_KEY])
 
 
 def _completed(kind: type[OptionGroup], flag: Flag) -> Flag:
@@ -114,15 +115,15 @@ def add_flags(parser: argparse.ArgumentParser, kinds: Sequence[type[OptionGroup]
     for kind in kinds:
         group = groups.get(kind.title) or parser.add_argument_group(kind.title)
         groups[kind.title] = group
-        for name, default, flag in flags_of(kind):
-            add_flag(group, name, default, flag)
+        for name, flag in flags_of(kind):
+            add_flag(group, name, flag)
 
 
-def add_flag(group: Any, name: str, default: Any, flag: Flag) -> None:
+def add_flag(group: Any, name: str, flag: Flag) -> None:
     written = f"--{flag.name or name.replace('_', '-')}"
-    help = f"{flag.help} (default: {_shown(default, flag)})".replace("%", "%%")
+    help = f"{flag.help} (default: {_shown(flag)})".replace("%", "%%")
     more: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": help}
-    if isinstance(default, bool):
+    if isinstance(flag.default, bool):
         group.add_argument(written, action="store_true", **more)
         return
     if flag.choices:
@@ -133,10 +134,10 @@ def add_flag(group: Any, name: str, default: Any, flag: Flag) -> None:
     group.add_argument(written, type=flag.parse, **more)
 
 
-def _shown(default: Any, flag: Flag) -> str:
+def _shown(flag: Flag) -> str:
     if flag.shown is not None:
         return flag.shown
-    words = "none" if default is None else str(default)
+    words = "none" if flag.default is None else str(flag.default)
     return words if flag.demo is SAME else f"{words}; demo: {flag.demo}"
 
 

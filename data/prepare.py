@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from data.batching.order import Parts
 from data.index.leaks import count_leaks, describe_leaks, find_leaks
 from data.index.roots import with_roots
 from data.index.sources import Source, open_source
-from data.index.splits import split_source
+from data.index.splits import Splits, split_source
 from data.modalities.tokenizer import load_tokenizer, refuse_unknown_words, train_tokenizer
 from data.options import DataOptions, compared
 
@@ -120,24 +120,24 @@ def prepare_data(
         refuse_too_many_bad(each, options.max_bad_fraction)
     source, validation = sources[0], sources[1] if options.val_data is not None else None
     samples, made_of = folder / "samples", _made_of(options, sources)
-    division = _read_division(samples, made_of)
-    if division is None:
+    splits = _read_splits(samples, made_of)
+    if splits is None:
         write_bad_samples(folder / "bad_samples.jsonl", sources)
-        _write_division(samples, made_of, _divide(options, source, validation))
-        division = _read_division(samples, made_of)
-        assert division is not None
-    held_out = {name: HeldOut(sources[-1], subset) for name, subset in division.held_out.items()}
+        _write_splits(samples, made_of, _divide(options, source, validation))
+        splits = _read_splits(samples, made_of)
+        assert splits is not None
+    held_out = {name: HeldOut(sources[-1], subset) for name, subset in splits.held_out.items()}
     parts: Parts = ()
     if isinstance(source, Mixture):
-        asked = source.parts(division.train, options.data_weights or (1.0,) * len(options.data))
+        asked = source.parts(splits.train, options.data_weights or (1.0,) * len(options.data))
         parts = mixed(asked, options.data_temperature, options.data_floors)
     return PreparedData(
         source=source,
-        train=division.train,
+        train=splits.train,
         held_out=held_out,
-        tokenizer=_tokenizer(options, tokenizer, folder / "tokenizer", source, division.train),
+        tokenizer=_tokenizer(options, tokenizer, folder / "tokenizer", source, splits.train),
         parts=parts,
-        leaks=division.leaks,
+        leaks=splits.leaks,
         length_multiple=length_multiple,
     )
 
@@ -157,37 +157,26 @@ def _tokenizer(
     return tokenizer
 
 
-@dataclass(frozen=True, eq=False)
-class Division:
-    """The samples that are trained on, those that are held out, and how many were left out of
-    training because they would be both."""
-
-    train: np.ndarray
-    held_out: Mapping[str, np.ndarray]
-    leaks: Mapping[str, int]
-
-
-def _divide(options: DataOptions, source: Source, validation: Source | None) -> Division:
-    leaks: Mapping[str, int] = {}
+def _divide(options: DataOptions, source: Source, validation: Source | None) -> Splits:
     if validation is None:
         splits = split_source(source, options.val_fraction, options.seed, progress=True)
-        train, held_out = splits.train, splits.held_out
     else:
-        train, held_out = source.usable(), {"validation": validation.usable()}
-        found = find_leaks(source, train, validation, held_out["validation"], options.leak_bits)
+        train, held_out = source.usable(), validation.usable()
+        found = find_leaks(source, train, validation, held_out, options.leak_bits)
         if found and options.on_leak == "refuse":
             raise ValueError(
                 f"{describe_leaks(source, validation, validation.spec, found)}\nmeasured on them, "
                 "retrieval would look better than it is: remove them, or leave them out with "
                 "--on-leak drop"
             )
-        leaks = count_leaks(found)
-        leaked = [leak.train for leak in found]
-        train = np.setdiff1d(train, np.concatenate(leaked), True) if leaked else train
-    if options.limit_samples is not None and options.limit_samples < len(train):
+        for leak in found:
+            train = np.setdiff1d(train, leak.train, True)
+        splits = Splits(train, {"validation": held_out}, count_leaks(found))
+    if options.limit_samples is not None and options.limit_samples < len(splits.train):
         generator = np.random.default_rng([options.seed, LIMIT])
-        train = np.sort(generator.choice(train, options.limit_samples, replace=False))
-    return Division(train, held_out, leaks)
+        chosen = generator.choice(splits.train, options.limit_samples, replace=False)
+        splits = replace(splits, train=np.sort(chosen))
+    return splits
 
 
 # -- bad samples
@@ -270,8 +259,8 @@ def _of_samples(options: Mapping[str, Any]) -> dict[str, Any]:
     return asked | {"pairs": compared(options["pairs"])}
 
 
-def _read_division(folder: Path, made_of: Mapping[str, Any]) -> Division | None:
-    """The division that `_write_division` kept, as arrays that every process maps; None where there
+def _read_splits(folder: Path, made_of: Mapping[str, Any]) -> Splits | None:
+    """The division that `_write_splits` kept, as arrays that every process maps; None where there
     is none. Raises ValueError for that of other options or data."""
     try:
         record = read_json(folder / "made_of.json")
@@ -292,12 +281,12 @@ def _read_division(folder: Path, made_of: Mapping[str, Any]) -> Division | None:
         )
     names = (TRAIN, *record["held_out"])
     train, *held_out = (np.load(folder / f"{name}.npy", mmap_mode="r") for name in names)
-    return Division(train, dict(zip(record["held_out"], held_out)), record["leaks"])
+    return Splits(train, dict(zip(record["held_out"], held_out)), record["leaks"])
 
 
-def _write_division(folder: Path, made_of: Mapping[str, Any], division: Division) -> None:
-    record = {**made_of, "held_out": list(division.held_out), "leaks": dict(division.leaks)}
+def _write_splits(folder: Path, made_of: Mapping[str, Any], splits: Splits) -> None:
+    record = {**made_of, "held_out": list(splits.held_out), "leaks": dict(splits.leaks)}
     with replacing_folder(folder) as beside:
-        for name, subset in {TRAIN: division.train, **division.held_out}.items():
+        for name, subset in {TRAIN: splits.train, **splits.held_out}.items():
             np.save(beside / f"{name}.npy", subset)
         write_text(beside / "made_of.json", json.dumps(record, ensure_ascii=False))

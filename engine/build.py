@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from engine.communication import Communicator
-from engine.executor import ForkEngine, FromBytes
+from engine.executor import ForkEngine
 from engine.module import DescribesLayer, StageModule, learned_parameters
 from engine.objective import Objective
 from engine.optimizer.classes import with_length
@@ -27,6 +27,7 @@ from engine.planning.costs import precision_of
 from engine.planning.planner import RunPlan
 from engine.processes.out_of_memory import BUILDING, RankSetup, Work, explained, message
 from engine.processes.start import as_local_rank
+from engine.stage_runner import FromBytes
 from engine.streams import runs_behind
 from engine.trace import HostClock
 
@@ -56,8 +57,8 @@ def build_engine(
     the samples, ascending, whose losses are reported separately; None: there is one. A pair of the
     `objective` may have a `matching` loss where the last layer of its second branch has a `fusion`.
     `clock`: what steps are measured by on a CPU. `from_bytes`: by the names of inputs, what makes
-    values of those that come as uint8, on this rank's device. Raises ValueError for a pattern (of clipping or decay) that matches no parameter, OutOfMemory
-    when the stage does not fit.
+    values of those that come as uint8, on this rank's device. Raises ValueError for a pattern (of
+    clipping or decay) that matches no parameter, OutOfMemory when the stage does not fit.
     """
     rank = dist.get_rank()
     device = torch.device(get_accelerator().current_device_name())
@@ -72,25 +73,15 @@ def build_engine(
         total_num_steps,
         max(stage.replicas for stage in plan.graph.stages),
     )
-    groups = {
-        b: [
-            {group_of(name, plan.clipping) for name in learned_parameters(spec) if learns}
-            for spec, learns in zip(specs, plan.trainable[b])
-        ]
-        for b, specs in layers.items()
-    }
-    sets_of_groups = rank_sets(
-        plan.graph, groups, sharded=resolved.get("zero_optimization", {}).get("stage", 0) > 0
-    )
-    settings = settings_of(plan.optimizer_groups, layers, config["optimizer"])
-    own_sets = [ranks for sets in sets_of_groups.values() for ranks in sets]
+    sharded = resolved.get("zero_optimization", {}).get("stage", 0) > 0
+    sets_of_groups = rank_sets(plan.graph, _clipping_groups(plan, layers), sharded)
     comm = Communicator(
         graph=plan.graph,
         objective=objective,
         rank=rank,
         device=device,
         timeout=timeout,
-        rank_sets=own_sets,
+        rank_sets=[ranks for sets in sets_of_groups.values() for ranks in sets],
         clock=clock,
     )
     setup = RankSetup(plan, config, plan.graph.stage_of(rank), runs_behind(device))
@@ -103,7 +94,7 @@ def build_engine(
             build_layer=build_layer,
             stage_group=comm.stage_group,
             seed=seed,
-            settings=settings,
+            settings=settings_of(plan.optimizer_groups, layers, config["optimizer"]),
             trainable=plan.trainable,
             batch_norm_locked=plan.batch_norm_locked,
             compiled=plan.compiled,
@@ -124,6 +115,19 @@ def build_engine(
             setup=setup,
             from_bytes=from_bytes,
         )
+
+
+def _clipping_groups(
+    plan: RunPlan, layers: Mapping[str, Sequence[DescribesLayer]]
+) -> dict[str, list[set[str]]]:
+    """branch -> of each layer the groups that what it learns is clipped in."""
+    return {
+        branch: [
+            {group_of(name, plan.clipping) for name in learned_parameters(spec) if learns}
+            for spec, learns in zip(specs, plan.trainable[branch])
+        ]
+        for branch, specs in layers.items()
+    }
 
 
 def deepspeed_config(

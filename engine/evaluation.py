@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.communication import Communicator
-from engine.loss.exchange import Meeting, Rows, Side, gather, meet
+from engine.loss.pair_batch import PairBatch, Rows, align_pair, gather
+from engine.loss_protocols import Side
 from engine.objective import Comparison, links_of
 
 Measure = Callable[[Mapping[str, Side], str, Tensor], Tensor]
@@ -33,10 +34,10 @@ def compare_held_out(
     """By the names of `Objective.comparisons`, on every rank; all of them call it together. `own`:
     the rows of this last stage; empty on other stages. `measure`: see `ForkEngine.evaluate`. Raises
     RuntimeError for rows that are missing or are of other samples."""
-    objective, arrived = comm.objective, None
+    objective, gathered = comm.objective, None
     if own:
         counts = {branch: comm.gather_counts(len(rows.position)) for branch, rows in own.items()}
-        arrived = gather(
+        gathered = gather(
             comm,
             objective,
             own,
@@ -48,30 +49,30 @@ def compare_held_out(
         )
     totals = {}
     for pair in objective.comparisons:
-        meeting = None
-        if arrived is not None and set(pair.branches) & set(arrived.own):
-            meeting = meet(arrived, pair, alone=len(objective.pairs) == 1)
+        batch = None
+        if gathered is not None and set(pair.branches) & set(gathered.own):
+            batch = align_pair(gathered, pair, alone=len(objective.pairs) == 1)
         directions = {}
         for branch, other in (pair.branches, pair.branches[::-1]):
-            if meeting is not None and branch in meeting.own:
-                sides, mine = meeting.everyone, meeting.own[branch].position
+            if batch is not None and branch in batch.own:
+                sides, mine = batch.everyone, batch.own[branch].position
             else:
                 mine = torch.zeros(0, dtype=torch.int64, device=comm.device)
                 blank = torch.zeros(0, embed_dim, device=comm.device)
                 sides = dict.fromkeys(pair.branches, Side(blank, mine, weight=None))
             directions[f"{branch}_to_{other}"] = comm.sum_over(measure(sides, branch, mine))
-        totals[pair.name] = PairTotals(directions, _compared(comm, pair, meeting, num_samples))
+        totals[pair.name] = PairTotals(directions, _compared(comm, pair, batch, num_samples))
     return totals
 
 
 def _compared(
-    comm: Communicator, pair: Comparison, meeting: Meeting | None, num_samples: int
+    comm: Communicator, pair: Comparison, batch: PairBatch | None, num_samples: int
 ) -> int:
     """How many samples have both halves of the pair. Raises RuntimeError where its branches brought
     other samples."""
     counted = [0.0, 0.0]
-    if meeting is not None and comm.rank == comm.graph.tail(pair.first).ranks[0]:
-        counted = [float(meeting.num_rows), float(meeting.num_misaligned)]
+    if batch is not None and comm.rank == comm.graph.tail(pair.first).ranks[0]:
+        counted = [float(batch.num_rows), float(batch.num_misaligned)]
     number, misaligned = comm.sum_over(torch.tensor(counted, device=comm.device)).tolist()
     if misaligned:
         raise RuntimeError(

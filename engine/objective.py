@@ -16,12 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from engine.loss.exchange import ContrastiveLoss  # which imports this module
-    from engine.loss.matching import MatchingLoss
-
+from engine.loss_protocols import ContrastiveLoss, MatchingLoss
 
 RESERVED = {"head", "batch_norm", "merged"}  # of clipping, of locking, of a layout's stages
 

@@ -127,7 +127,7 @@ class StageSchedule(PipeSchedule, ABC):
 
     def __init__(self, stage: Stage, num_micro_batches: int, num_kept: int = 0):
         super().__init__(micro_batches=num_micro_batches, stages=1, stage_id=stage.stage_id)
-        self.place, self.num_kept = stage, num_kept
+        self.own_stage, self.num_kept = stage, num_kept
 
     def forward(
         self,
@@ -136,7 +136,7 @@ class StageSchedule(PipeSchedule, ABC):
         load: Callable[[int], PipeInstruction] = LoadMicroBatch,
     ) -> list[PipeInstruction]:
         """Take in micro-batch m, run it, hand it on."""
-        stage = self.place
+        stage = self.own_stage
         return [
             *([RecvActivation(m)] if stage.previous is not None else []),
             *([load(m)] if stage.loads else []),
@@ -147,14 +147,16 @@ class StageSchedule(PipeSchedule, ABC):
     def embed(self, m: int) -> list[PipeInstruction]:
         """`forward` without gradient. Kept are a tail's output and, in host memory, what `again`
         needs."""
-        return self.forward(m, EmbedPass, lambda m: LoadMicroBatch(m, keep=self.place.has_backward))
+        return self.forward(
+            m, EmbedPass, lambda m: LoadMicroBatch(m, keep=self.own_stage.has_backward)
+        )
 
     def again(self, m: int) -> list[PipeInstruction]:
         """The second forward of micro-batch m, with gradient, after `embed`.
 
         A locked stage has none: the stage behind it has kept what it sent.
         """
-        stage = self.place
+        stage = self.own_stage
         if not stage.has_backward:
             return []
         return [
@@ -167,7 +169,7 @@ class StageSchedule(PipeSchedule, ABC):
     def backward(self, m: int) -> list[PipeInstruction]:
         """Take in the gradient of what was handed on, differentiate micro-batch m, hand its
         gradient back."""
-        stage = self.place
+        stage = self.own_stage
         if not stage.has_backward:
             return []
         return [
@@ -186,7 +188,7 @@ class StageSchedule(PipeSchedule, ABC):
         most d + 1 micro-batches. The first `num_done` micro-batches have had their forward: their
         places in the order stay empty.
         """
-        ahead = min(self.place.num_downstream, self.micro_batches)
+        ahead = min(self.own_stage.num_downstream, self.micro_batches)
         for m in range(num_done, ahead):
             yield forward(m)
         for m in range(self.micro_batches):
@@ -204,7 +206,7 @@ class BatchSync(StageSchedule):
     def steps(self) -> Iterator[list[PipeInstruction]]:
         for m in range(self.micro_batches):
             yield self.forward(m)
-        if self.place.is_tail:
+        if self.own_stage.is_tail:
             yield [ComputeLoss()]
         for m in range(self.micro_batches):
             yield self.backward(m)
@@ -226,9 +228,9 @@ class Replay(StageSchedule):
             yield self.forward(m)
         for m in range(self.num_kept, self.micro_batches):
             yield self.embed(m)
-        if self.place.is_tail:
+        if self.own_stage.is_tail:
             yield [ComputeLoss()]
-        if self.place.has_backward:
+        if self.own_stage.has_backward:
             yield from self.one_forward_one_backward(self.again, num_done=self.num_kept)
         yield [ReduceGrads(), OptimizerStep()]
 
@@ -241,7 +243,7 @@ class PerMicroBatch(StageSchedule):
     loss_per_micro_batch = True
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        tail = self.place.is_tail
+        tail = self.own_stage.is_tail
         yield from self.one_forward_one_backward(
             lambda m: [*self.forward(m), *([ComputeLoss(buffer_id=m)] if tail else [])]
         )

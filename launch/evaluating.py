@@ -100,7 +100,7 @@ class Evaluator:
         `alignment/image_text`. Two branches without a loss are compared too."""
         share, first_rank = self.feeding.batch, self.journal.folder.first_rank
         requests = evaluation_requests(
-            held_out.subset, self.engine.replica, share.replicas, share.micro_batch_size
+            held_out.subset, self.engine.comm.replica, share.replicas, share.micro_batch_size
         )
         batches = self.feeding.held_out(held_out.source, requests)
         with progress_bar(

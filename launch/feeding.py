@@ -55,10 +55,10 @@ class Feeding:
         self.data, self.engine, self.batching, self.folder = data, engine, batching, folder
         self.loading = loading
         self.pin_memory = engine.comm.device.type != "cpu"
-        self.branch = next(iter(engine.place.layers))
-        self.modalities = frozenset(engine.place.loads)
+        self.branch = next(iter(engine.stage.layers))
+        self.modalities = frozenset(engine.stage.loads)
         # the next stage must know all shapes of a step before its first micro-batch
-        self.meta_first = engine.place.next is not None
+        self.meta_first = engine.stage.next is not None
         self.batch = engine.batches[self.branch]
         self.inputs = Inputs(
             inputs,

@@ -12,7 +12,7 @@ from data.index.sources import Source
 from data.loader import MicroBatchDataset
 from data.modalities.preprocessing import Preprocessing
 from data.modalities.text import Languages
-from engine.executor import FromBytes
+from engine.stage_runner import FromBytes
 from launch.modalities import MODALITIES, Inputs
 from models.towers.layers import Tower
 

@@ -10,15 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from deepspeed.monitor.config import DeepSpeedMonitorConfig
-
 from common.output import only_shows
 from engine.checkpoint.layout import replace_text
 from engine.executor import ForkEngine
 from engine.optimizer.bad_steps import BadStep
-from engine.planning.planner import RunPlan
 from engine.step_metrics import StepMetrics
-from launch.config.groups import TrackingOptions
 from launch.loss_weights import HeldOutFigures, LossWeights
 from launch.run.folder import RunFolder
 from launch.run.queries import FILE as QUERIES
@@ -46,28 +42,12 @@ class Journal:
         # on the clock time.monotonic: the next page is not before, and the newest was begun
         self._page_due_s = self._page_begun_s = -math.inf
 
-    def track(
-        self,
-        options: TrackingOptions,
-        monitors: DeepSpeedMonitorConfig,
-        config: Mapping[str, Any],
-        step: int,
-        plan: RunPlan,
-    ) -> None:
-        """From here on in Weights & Biases and in the `monitors` of the JSON file too, where they
-        are asked for. `step`: at which the run begins or goes on."""
-        if not self.folder.first_rank:
-            return
-        with only_shows(UNTRACKED):
-            self.tracker = Tracker(
-                options=options,
-                monitors=monitors,
-                folder=self.folder.path,
-                config=config,
-                step=step,
-                plan=plan,
-            )
-            self.say(self.tracker.notice)
+    def track(self, start: Callable[[], Tracker]) -> None:
+        """From here on in the trackers that are asked for, too."""
+        if self.folder.first_rank:
+            with only_shows(UNTRACKED):
+                self.tracker = start()
+                self.say(self.tracker.notice)
 
     def _track(self, tell: Callable[[Tracker], None]) -> None:
         """`tell` the trackers something. A failure that they do not catch ends them, not the

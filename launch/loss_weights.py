@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any
 from engine.objective import Objective, loss_metric
 
 if TYPE_CHECKING:  # which imports this module
-    from launch.config.groups import LossWeightOptions
+    from launch.config.groups import ModelOptions
 
 MODES = ("fixed", "uncertainty", "measured", "alignment")
 SMOOTHING = 0.1  # weight of a step in the smoothed loss
@@ -74,7 +74,7 @@ class LossWeights:
 
     @classmethod
     def of(
-        cls, options: LossWeightOptions, objective: Objective, held_out: Collection[str]
+        cls, options: ModelOptions, objective: Objective, held_out: Collection[str]
     ) -> LossWeights:
         """`held_out`: the names of the held-out sets. Raises ValueError where `alignment` has
         none."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from data.options import read_pairs
-from engine.loss.exchange import ContrastiveLoss
-from engine.loss.matching import MatchingLoss
+from engine.loss_protocols import ContrastiveLoss, MatchingLoss
 from engine.objective import Branch, Objective, Pair
 from models.towers.layers import Tower
 

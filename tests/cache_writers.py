@@ -18,9 +18,11 @@ def items(numbers) -> list[tuple[bytes, np.ndarray]]:
 
 
 def write(cache: SampleCache, items: list[tuple[bytes, np.ndarray]], turn_s: float = 0.0) -> bool:
+    """Whether they are there now."""
     for key, value in items:
         cache.put(key, value)
-    return cache.store(turn_s)
+    cache.store(turn_s)
+    return all(cache.has(key) for key, _ in items)
 
 
 def write_items(cache: SampleCache, numbers) -> None:

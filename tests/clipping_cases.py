@@ -202,7 +202,7 @@ def train_with_bad_steps(
         },
         "buffers": {n: b.detach().clone() for n, b in engine.module.canonical_buffers.items()},
         "optimizer": type(engine.optimizer).__name__,
-        "stage": engine.place.name,
+        "stage": engine.stage.name,
         "record": metrics[-1].record(case.steps, 0.0, 1.0, 1.0),
     }
 

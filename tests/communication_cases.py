@@ -166,7 +166,7 @@ def steps_of_one_engine(case: Case, outlined: bool, steps: int) -> dict[str, lis
             found["tensors"].append(
                 sum(
                     torch.Size(shape).numel() * dtype.itemsize
-                    for signature in engine._sent
+                    for signature in engine.runner._sent
                     for _, dtype, shape in signature
                 )
             )

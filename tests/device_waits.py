@@ -146,13 +146,17 @@ def waits_of_steps(case: Any, num_steps: int = 2) -> Counter[str]:
     """On each rank: the waits of the last of some steps; the first makes what later ones have."""
     from split_training import make_engine, micro_batches_of_rank, num_micro_batches
 
+    from engine.executor import StepSpec
+
     engine, _, image_size = make_engine(case)
     for step in range(num_steps):
         batches = micro_batches_of_rank(case, engine, step, image_size)
         with DeviceWaits() as waits:
             engine.train_batch(
                 batches,
-                num_micro_batches=num_micro_batches(case, engine),
-                rows_per_sample={"text": case.texts_of(step)},
+                StepSpec(
+                    num_micro_batches=num_micro_batches(case, engine),
+                    rows_per_sample={"text": case.texts_of(step)},
+                ),
             )
     return waits.found

@@ -374,12 +374,12 @@ def recorded(case: Any, posts_ahead: bool) -> list[tuple[list[tuple], list[tuple
     whole = global_batch(case, 1, image_size)
     shares = [
         torch.arange(case.global_batch_size).split(plan.batches[b].micro_batch_size)
-        for b in engine.place.loads
+        for b in engine.stage.loads
     ]
     held_out = [
         {
             name: tensor
-            for branch, places in zip(engine.place.loads, share)
+            for branch, places in zip(engine.stage.loads, share)
             for name, tensor in micro_batch(case, whole, branch, places).items()
         }
         for share in zip(*shares)
@@ -391,7 +391,7 @@ def recorded(case: Any, posts_ahead: bool) -> list[tuple[list[tuple], list[tuple
     evaluation = programs(ForwardOnly, {of: (own,) for of, own in number.items()})
     with _noting(engine.comm) as in_evaluation:
         engine.evaluate(
-            iter(held_out if engine.replica == 0 else []),
+            iter(held_out if engine.comm.replica == 0 else []),
             number[rank],
             case.global_batch_size,
             lambda sides, branch, _: sides[branch].embeds.sum()[None],

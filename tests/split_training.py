@@ -462,13 +462,13 @@ def micro_batches_of_rank(case: Case, engine, step: int, image_size: int):
     """What the loader of this rank yields: every branch that enters here, micro-batch by
     micro-batch."""
     batch = global_batch(case, step, image_size)
-    branches = engine.place.loads
+    branches = engine.stage.loads
     if not branches:
         return None
     number = num_micro_batches(case, engine)
     shares = {
         b: dealt(case, b, engine.batches[b].micro_batch_size)[
-            engine.replica * number : (engine.replica + 1) * number
+            engine.comm.replica * number : (engine.comm.replica + 1) * number
         ]
         for b in branches
     }
@@ -489,7 +489,7 @@ def micro_batches_of_rank(case: Case, engine, step: int, image_size: int):
 
 def num_micro_batches(case: Case, engine) -> int:
     """Of each replica of this line: a deal may have another number than was planned."""
-    branch = next(iter(engine.place.layers))
+    branch = next(iter(engine.stage.layers))
     return (
         len(case.deals[branch][0])
         if branch in case.deals
@@ -507,6 +507,8 @@ def dealt(case: Case, branch: str, micro_batch_size: int) -> list[Tensor]:
 def train_split(case: Case) -> dict[str, Any]:
     """On each rank: losses, norms, the gradients of the first step as (name, offset, flat piece),
     the final parameters."""
+    from engine.executor import StepSpec
+
     engine, plan, image_size = make_engine(case)
     recording_matching().noted.clear()  # of a case before
     gradients: list[tuple[str, int, Tensor]] = []
@@ -523,10 +525,12 @@ def train_split(case: Case) -> dict[str, Any]:
     metrics = [
         engine.train_batch(
             micro_batches_of_rank(case, engine, step, image_size),
-            num_micro_batches=num_micro_batches(case, engine),
-            num_kept=case.kept_of_deals.get(next(iter(engine.place.layers))),
-            rows_per_sample={"text": case.texts_of(step)},
-            loss_weights=case.loss_weights,
+            StepSpec(
+                num_micro_batches=num_micro_batches(case, engine),
+                num_kept=case.kept_of_deals.get(next(iter(engine.stage.layers))),
+                rows_per_sample={"text": case.texts_of(step)},
+                loss_weights=case.loss_weights,
+            ),
         )
         for step in range(case.steps)
     ]
@@ -541,7 +545,7 @@ def train_split(case: Case) -> dict[str, Any]:
             n: b.detach().clone().cpu() for n, b in engine.module.canonical_buffers.items()
         },
         "drawn": list(recording_matching().noted) if case.fusion else [],
-        "stage": engine.place.name,
+        "stage": engine.stage.name,
         "optimizer": type(engine.optimizer).__name__,
         "forwards": dict(forwards),  # by layer, in all steps
         "gradient_bytes": engine.comm.gradients_out.sent_bytes
@@ -579,11 +583,13 @@ def disagreement(case: Case) -> str:
 
 def refusal(case: Case) -> str:
     """What each rank says when it is asked for the first step."""
+    from engine.executor import StepSpec
+
     engine, _, image_size = make_engine(case)
     try:
         engine.train_batch(
             micro_batches_of_rank(case, engine, 0, image_size),
-            rows_per_sample={"text": case.texts_of(1)},
+            StepSpec(rows_per_sample={"text": case.texts_of(1)}),
         )
     except (RuntimeError, ValueError) as error:
         return str(error)

@@ -348,4 +348,4 @@ def test_memory_that_runs_out_is_one_message_with_what_to_change(tmp_path):
     assert said[2].startswith("predicted for a training step of merged 0: at most ")
     assert '"schedule": "replay"' in result.stderr
     kept = (tmp_path / "run" / "error-rank0.txt").read_text()
-    assert "OutOfMemoryError: CUDA out of memory" in kept and "_exec_forward_pass" in kept
+    assert "OutOfMemoryError: CUDA out of memory" in kept and "_forward_pass" in kept

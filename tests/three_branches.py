@@ -241,6 +241,8 @@ def loaded(case: ThreeBranches, branch: str, places: Tensor, image_size: int) ->
 
 def train_three_split(case: ThreeBranches) -> dict[str, Any]:
     """On each rank: the metrics of one step, and the gradients as (name, offset, flat piece)."""
+    from engine.executor import StepSpec
+
     engine, image_size = engine_of(case)
     gradients: list[tuple[str, int, Tensor]] = []
     engine.basic_optimizer.register_step_pre_hook(
@@ -248,7 +250,8 @@ def train_three_split(case: ThreeBranches) -> dict[str, Any]:
     )
     num_rows = {name: len(case.rows(name)) for name in engine.objective.names if case.lacking}
     metrics = engine.train_batch(
-        _micro_batches(case, engine, image_size), num_rows=num_rows, loss_weights=case.loss_weights
+        _micro_batches(case, engine, image_size),
+        StepSpec(num_rows=num_rows, loss_weights=case.loss_weights),
     )
     return {"metrics": metrics, "gradients": gradients, "graph": engine.graph.describe()}
 
@@ -256,13 +259,14 @@ def train_three_split(case: ThreeBranches) -> dict[str, Any]:
 def train_with_alignment(case: ThreeBranches, steps: int) -> list[dict[str, Any]]:
     """On each rank, step by step: the weights that followed the evaluations so far, and the metrics
     of the step with them. The batch is the held-out set, too."""
+    from engine.executor import StepSpec
     from launch.loss_weights import LossWeights
     from models.metrics.alignment import alignment_figures, alignment_sums
 
     engine, image_size = engine_of(case)
     weights, records = LossWeights("alignment", engine.objective.losses, 50), []
     for step in range(steps):
-        loads = engine.place.loads
+        loads = engine.stage.loads
         number = engine.batches[loads[0]].num_micro_batches if loads else 0
         batches = _micro_batches(case, engine, image_size)
         measured = engine.evaluate(batches, number, case.global_batch_size, of_rows(alignment_sums))
@@ -276,7 +280,7 @@ def train_with_alignment(case: ThreeBranches, steps: int) -> list[dict[str, Any]
             figures |= {f"{name}/{pair.name}": value for name, value in of_pair.items()}
         reason = weights.after_evaluation(step, {"family": figures})
         batches = _micro_batches(case, engine, image_size)
-        metrics = engine.train_batch(batches, loss_weights=weights.weights())
+        metrics = engine.train_batch(batches, StepSpec(loss_weights=weights.weights()))
         records.append(
             {
                 "weights": weights.weights(),
@@ -291,7 +295,7 @@ def train_with_alignment(case: ThreeBranches, steps: int) -> list[dict[str, Any]
 def evaluate_three_split(case: ThreeBranches) -> dict[str, tuple[dict[str, list[float]], int]]:
     """On each rank: by comparison the sums of `alikeness` in both directions, and the samples."""
     engine, image_size = engine_of(case)
-    loads = engine.place.loads
+    loads = engine.stage.loads
     measured = engine.evaluate(
         _micro_batches(case, engine, image_size),
         engine.batches[loads[0]].num_micro_batches if loads else 0,
@@ -307,7 +311,7 @@ def evaluate_three_split(case: ThreeBranches) -> dict[str, tuple[dict[str, list[
 def refused_evaluation(case: ThreeBranches) -> str:
     """What each rank says of a held-out set of which the sounds have two other samples."""
     engine, image_size = engine_of(case)
-    loads, batches = engine.place.loads, _micro_batches(case, engine, image_size)
+    loads, batches = engine.stage.loads, _micro_batches(case, engine, image_size)
 
     def with_others():
         for batch in batches:
@@ -429,13 +433,13 @@ def engine_of(case: ThreeBranches) -> tuple[Any, int]:
 
 def _micro_batches(case: ThreeBranches, engine, image_size: int):
     """Every branch that enters at this rank, micro-batch by micro-batch."""
-    if not engine.place.loads:
+    if not engine.stage.loads:
         return None
     shares = {}
-    for branch in engine.place.loads:
+    for branch in engine.stage.loads:
         batch = engine.batches[branch]
         shares[branch] = case.shares(branch, batch.replicas, batch.num_micro_batches)[
-            engine.replica
+            engine.comm.replica
         ]
     return iter(
         [

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from data.batching.buckets import Buckets, pack_by_bucket
+from data.batching.buckets import Buckets
 from data.batching.order import GlobalOrder
 from data.batching.packing import Bounds, Packing, pack, padded_lengths
 from data.batching.requests import MicroBatchRequest, Size, TextRows, check_replica
@@ -67,7 +67,8 @@ class TextPacker:
         """As many micro-batches, of `numbers`, as take least time. Where the texts do not fit, the
         limit of tokens is exceeded by as little as goes."""
         lengths, bounds = self.lengths(batch), self.bounds
-        cost = batch.setting.costs["text"]
+        cost = batch.setting.text_cost
+        assert cost is not None
         while True:
             try:
                 return pack(lengths, cost, replicas, numbers, self.num_stages, bounds)
@@ -167,14 +168,15 @@ class Batches:
         self, batch: GlobalBatch, replicas: int, number: int
     ) -> list[tuple[np.ndarray, Size | None]]:
         """Positions of each micro-batch and the size of its images, R · M of them: as equal as the
-        global batch allows, and of one bucket each as far as that is possible."""
+        global batch allows, and in the order of their buckets, so that most have one alone. The
+        others have neighbouring shapes, and the size of most of their images."""
         parts = in_equal_parts(len(batch.visited), replicas, number)
         if self.buckets is None:
             return [(part, None) for part in parts]
-        sizes = [len(part) for part in parts]
-        positions, bucket = pack_by_bucket(self.buckets.number[batch.visited], sizes)
-        parts = np.split(positions, np.cumsum(sizes)[:-1])
-        return [(part, self.buckets.sizes[b]) for part, b in zip(parts, bucket)]
+        bucket, sizes = self.buckets.number[batch.visited], self.buckets.sizes  # [G]
+        by_bucket = np.argsort(bucket, kind="stable")
+        parts = [by_bucket[part] for part in parts]
+        return [(part, sizes[int(np.bincount(bucket[part]).argmax())]) for part in parts]
 
 
 def in_equal_parts(

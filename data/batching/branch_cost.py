@@ -52,7 +52,6 @@ def fit_branch_cost(
     num_samples: Sequence[int] | np.ndarray,
     lengths: Sequence[int] | np.ndarray,
     seconds: Sequence[float] | np.ndarray,
-    version: int = 0,
 ) -> BranchCost:
     """The cost that fits measured micro-batches, all values > 0: coefficients >= 0, errors relative
     to what is predicted, outliers held off.
@@ -74,7 +73,7 @@ def fit_branch_cost(
         sigma = max(MAD_TO_SIGMA * float(np.median(residuals)), 1e-9)
         weights = np.minimum(1.0, HUBER * sigma / np.maximum(residuals, 1e-12))
     per_sample, per_token, per_token_squared, fixed = (coefficients / scale).tolist()
-    return BranchCost(fixed, per_sample, per_token, per_token_squared, version)
+    return BranchCost(fixed, per_sample, per_token, per_token_squared)
 
 
 def smoothed(old: BranchCost, new: BranchCost, weight: float) -> BranchCost:

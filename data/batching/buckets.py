@@ -15,7 +15,8 @@ import numpy as np
 
 MAX_RATIO = 4.0  # no bucket is longer than four times its other side
 CONV_STRIDE = 32  # of ResNets and ConvNeXts, in pixels
-SHAPES = 512  # the data is summed up in so many classes of shape
+ROUNDS = 10  # of improvements, of which a few are enough
+SHAPES = 512  # quantiles, which stand for the shapes of all images
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,8 +58,8 @@ def choose_sizes(
             "multiple <= image_size and 1 <= max_buckets <= 127 are needed"
         )
     sizes = _candidates(image_size, multiple)
-    ratio, weight = _shapes(width / height)
-    chosen = sizes[_best(ratio, weight, sizes, min(max_buckets, len(sizes)))]
+    ratio = np.quantile(width / height, (np.arange(SHAPES) + 0.5) / SHAPES)
+    chosen = sizes[_best(kept_area(ratio, sizes), max_buckets)]
     used = np.unique(np.argmax(kept_area(ratio, chosen), axis=1))
     return tuple((int(h), int(w)) for h, w in chosen[used])
 
@@ -77,45 +78,6 @@ def kept_area(ratio: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     return np.minimum(ratio[:, None] / shape, shape / ratio[:, None])
 
 
-def pack_by_bucket(
-    bucket_of_position: np.ndarray, sizes: Sequence[int]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Orders a global batch so that its contiguous shares are as pure as possible.
-
-    `bucket_of_position` [G]; `sizes`: of the shares, which differ by at most one -> (positions [G]
-    int64 in their new order, bucket [number of shares] int8 of each share: the most common in it,
-    of equally common ones the lowest). Each bucket fills as many whole shares as it can; of what is
-    left over, the largest remainders lead a share each, and the others fill them up, in the order
-    of their numbers. Where all sizes are equal no other order has more positions in a share of
-    their own bucket. A pure function.
-    """
-    bucket_of_position = np.asarray(bucket_of_position)
-    left = sorted(sizes, reverse=True)  # of shares that are not filled yet
-    shares: list[np.ndarray] = []
-    rest: list[np.ndarray] = []
-    for bucket in np.unique(bucket_of_position):
-        positions = np.flatnonzero(bucket_of_position == bucket)
-        while left and len(positions) >= left[-1]:
-            size = left.pop(0 if len(positions) >= left[0] else -1)
-            shares.append(positions[:size])
-            positions = positions[size:]
-        rest.append(positions)
-    leading = sorted(sorted(range(len(rest)), key=lambda k: -len(rest[k]))[: len(left)])
-    filling = np.concatenate(
-        [positions for k, positions in enumerate(rest) if k not in leading]
-        or [np.empty(0, np.int64)]
-    )
-    for k, size in zip(leading, left):
-        missing = size - len(rest[k])
-        shares.append(np.concatenate([rest[k], filling[:missing]]))
-        filling = filling[missing:]
-    # a share stands where one of its size is asked for
-    of_size = {size: iter([own for own in shares if len(own) == size]) for size in set(sizes)}
-    shares = [next(of_size[size]) for size in sizes]
-    common = [np.argmax(np.bincount(bucket_of_position[share])) for share in shares]
-    return np.concatenate(shares).astype(np.int64), np.array(common, dtype=np.int8)
-
-
 def _candidates(image_size: int, multiple: int) -> np.ndarray:
     """[K, 2] (H, W), from the widest to the tallest."""
     sizes = set()
@@ -126,38 +88,14 @@ def _candidates(image_size: int, multiple: int) -> np.ndarray:
     return np.array(sorted(sizes, key=lambda size: (size[0] / size[1], size)))
 
 
-def _shapes(ratio: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The shapes of all images in at most SHAPES classes, evenly spaced in their logarithm:
-    (middle, number of images)."""
-    limit = np.log(2 * MAX_RATIO)
-    edges = np.linspace(-limit, limit, SHAPES)
-    nearest = np.rint(
-        (np.log(ratio).clip(-limit, limit) + limit) / (2 * limit) * (SHAPES - 1)
-    ).astype(np.int64)
-    number = np.bincount(nearest, minlength=SHAPES)
-    return np.exp(edges[number > 0]), number[number > 0].astype(np.float64)
-
-
-def _best(ratio: np.ndarray, weight: np.ndarray, sizes: np.ndarray, number: int) -> list[int]:
-    """The `number` of `sizes` [candidates, 2] that together keep most of images of shapes `ratio`
-    with `weight` [shapes], ascending. Dynamic programming: an image between two neighbours among
-    the chosen goes to one of them."""
-    kept = kept_area(ratio, sizes)  # [shapes, candidates]
-    # from the widest candidate to the tallest: the shapes at least as wide as each
-    wider = ratio[:, None] >= sizes[:, 1] / sizes[:, 0]
-    total, came_from = weight @ (kept * wider), []  # [candidates] the best that end with each one
-    for _ in range(number - 1):
-        reached = np.full((len(sizes), len(sizes)), -np.inf)
-        for column in range(len(sizes) - 1):
-            nearer = np.maximum(kept[:, column : column + 1], kept[:, column + 1 :])
-            between = wider[:, column + 1 :] & ~wider[:, column : column + 1]
-            reached[column, column + 1 :] = total[column] + weight @ (nearer * between)
-        came_from.append(reached.argmax(axis=0))
-        total = reached.max(axis=0)
-    chosen = [int(np.argmax(total + weight @ (kept * ~wider)))]
-    for before in reversed(came_from):
-        chosen.append(int(before[chosen[-1]]))
-    return chosen[::-1]
+def _best(kept: np.ndarray, number: int) -> list[int]:
+    """Up to `number` columns of `kept` [shapes, candidates], ascending, that together keep most:
+    begun evenly spaced, each in turn becomes the best one beside the others."""
+    chosen = np.linspace(0, kept.shape[1] - 1, number).astype(int).tolist()
+    for k in [*range(number)] * ROUNDS:
+        others = kept[:, chosen[:k] + chosen[k + 1 :]].max(axis=1, initial=0)
+        chosen[k] = int(np.argmax(np.maximum(others[:, None], kept).sum(axis=0)))
+    return sorted(set(chosen))
 
 
 def side_multiple(patch_size: int | None) -> int:

@@ -126,7 +126,9 @@ class LoadControl:
         busy, *_, idle = sorted(busy_s, key=busy_s.__getitem__, reverse=True)
         for branch, more in ((idle, True), (busy, False)):
             best, least = None, _waiting(busy_s) - self.dead_band / 2
-            for moved in self._neighbours(feed_rates, branch):
+            names = [name for name, of in BRANCH_OF.items() if of == branch]
+            for name, value in ((name, value) for name in names for value in getattr(self, name)):
+                moved = replace(feed_rates, **{name: value})
                 change = moved.load(branch) / feed_rates.load(branch)
                 if (change > 1) != more or max(change, 1 / change) > self.max_change:
                     continue
@@ -137,13 +139,6 @@ class LoadControl:
             if best is not None:
                 return best
         return None
-
-    def _neighbours(self, feed_rates: FeedRates, branch: str) -> Iterator[FeedRates]:
-        """All that one feed rate of a branch could become."""
-        for name, ladder in self.ladders():
-            for value in ladder if BRANCH_OF[name] == branch else ():
-                if value != getattr(feed_rates, name):
-                    yield replace(feed_rates, **{name: value})
 
 
 def _waiting(busy_s: Mapping[str, float]) -> float:

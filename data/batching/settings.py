@@ -19,26 +19,26 @@ from data.batching.load_control import FeedRates
 
 @dataclass(frozen=True)
 class Setting:
-    """Holds for the steps from `from_step` on, until the next. `costs`: of the branches that are
-    packed by cost."""
+    """Holds for the steps from `from_step` on, until the next. `text_cost`: by which texts are
+    packed; None: they are not."""
 
     from_step: int
     num_micro_batches: Mapping[str, int]  # by branch, of each replica
-    costs: Mapping[str, BranchCost] = field(default_factory=dict)
+    text_cost: BranchCost | None = None
     feed_rates: FeedRates = field(default_factory=FeedRates)
     reason: str = "as planned"
 
     def record(self) -> dict[str, Any]:
-        """For a checkpoint and balance.jsonl, where `feed_rates` has the key `knobs`."""
+        """For a checkpoint and balance.jsonl, by the names that these have."""
         values = asdict(self)
-        return values | {"knobs": values.pop("feed_rates")}
+        cost, feed_rates = values.pop("text_cost"), values.pop("feed_rates")
+        return values | {"costs": {"text": cost} if cost else {}, "knobs": feed_rates}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Setting:
         values = dict(record)
-        costs = {branch: BranchCost(**cost) for branch, cost in values.pop("costs").items()}
-        feed_rates = FeedRates(**values.pop("knobs"))
-        return cls(**values, costs=costs, feed_rates=feed_rates)
+        cost, feed_rates = values.pop("costs").get("text"), FeedRates(**values.pop("knobs"))
+        return cls(**values, text_cost=cost and BranchCost(**cost), feed_rates=feed_rates)
 
 
 def setting_at(settings: Sequence[Setting], step: int) -> Setting:

@@ -33,7 +33,7 @@ import xxhash
 from filelock import FileLock
 from torch import Tensor
 
-from common.files import make_folder, refuse_link, remove
+from common.files import make_folder, refuse_link
 from data.bad_samples import BadSample
 from data.formats.specs import cache_folder
 from data.index.sources import Source
@@ -44,7 +44,6 @@ from data.progress import progress_bar
 GIB = 1 << 30
 DEFAULT_LIMIT = 50 * GIB
 FILE = "samples-2.sqlite"
-EARLIER = "samples.sqlite"  # without checksums
 PAGE_BYTES = 16 << 10  # reads images of 150 KB at 3 GB/s, and wastes half a page of each
 READ_S = 10.0  # how long a reader waits for another process that repairs the file
 BATCH_BYTES = 4 << 20  # stored at a time
@@ -105,13 +104,12 @@ class SampleCache:
         if self._waiting_bytes >= BATCH_BYTES:
             self.store(turn_s)
 
-    def store(self, turn_s: float = 0.0) -> bool:
-        """Store what was put so far. Returns False if it could not be stored: the cache is full or
-        broken, or another process wrote for longer than `turn_s`. That is kept for the next time,
-        but dropped where it is too much, or where it has waited."""
+    def store(self, turn_s: float = 0.0) -> None:
+        """Store what was put so far, if there is room. Where another process writes for longer than
+        `turn_s` it is kept for the next time, but dropped if it is too much, or has waited."""
         connection = self._opened() if self._waiting else None
         if connection is None:
-            return not self.is_full and not self.is_broken
+            return
         rows = [_row(key, value) for key, value in self._waiting.items()]
         try:
             connection.execute(f"PRAGMA busy_timeout = {round(1000 * turn_s)}")
@@ -123,10 +121,9 @@ class SampleCache:
                         f"holds {used / GIB:.1f} GiB and would pass its limit of "
                         f"{self.limit_bytes / GIB:.1f} GiB"
                     )
-                    return False
+                    return
                 connection.executemany("INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?)", rows)
             self._forget_waiting()
-            return True
         except sqlite3.OperationalError as error:
             if "locked" not in str(error):  # a full disk, no permission
                 self._stop_writing(f"cannot be written ({error})")
@@ -136,7 +133,6 @@ class SampleCache:
             self._give_up(error)
         finally:
             connection.execute(f"PRAGMA busy_timeout = {round(1000 * READ_S)}")
-        return False
 
     def used_bytes(self) -> int:
         pages = self._run("PRAGMA page_count")
@@ -225,8 +221,6 @@ def _open(folder: Path) -> sqlite3.Connection:
     for name in (FILE, f"{FILE}-wal", f"{FILE}-shm", "lock"):
         refuse_link(folder / name)
     with FileLock(folder / "lock", timeout=READ_S):  # two that make the file at once would fail
-        for end in ("", "-wal", "-shm"):
-            remove(folder / (EARLIER + end), folder)
         connection = sqlite3.connect(
             folder / FILE, READ_S, isolation_level=None, check_same_thread=False
         )

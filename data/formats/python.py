@@ -18,14 +18,11 @@ from common.spelling import near
 from data.bad_samples import Absent, BadSample, check_sound, refusing
 from data.decoding.images import upright_8bit
 from data.formats.rows import (
-    Format,
+    EntriesFormat,
     Media,
-    Part,
     Roots,
-    Row,
     Stamp,
     attempt,
-    in_parts,
     stamp,
 )
 from data.formats.specs import local_path
@@ -40,7 +37,7 @@ ITEM = '{"image": ..., "text": ...} or (image, text)'
 ANYWHERE = Roots(("/",))
 
 
-class PythonFormat(Format):
+class PythonFormat(EntriesFormat):
     """The items of a Python object, by number. An item is a mapping, or a pair (image, text) as
     torchvision's data sets give it.
 
@@ -54,16 +51,14 @@ class PythonFormat(Format):
     length, or its attribute `fingerprint` if it has one.
     """
 
-    when_changed = (
-        "change the data set's `fingerprint` attribute, or touch its module, and start again"
-    )
     holds = None
 
     def __init__(self, where: str) -> None:
         """`where`: `MODULE:NAME`. Errors: ValueError."""
-        self.module, _, self.name = where.partition(":")
+        self.module, _, self.attribute = where.partition(":")
         self.spec = f"python:{where}"
-        if not self.module or not self.name:
+        self.files = [self.spec]
+        if not self.module or not self.attribute:
             raise ValueError(f"data spec '{self.spec}': write {USAGE}")
         if not hasattr(self._items, "__len__") or not hasattr(self._items, "__getitem__"):
             raise ValueError(
@@ -83,12 +78,12 @@ class PythonFormat(Format):
                 f"data spec '{self.spec}': cannot import {self.module}: {error}; give a module of "
                 "the current folder or of PYTHONPATH"
             ) from error
-        if not hasattr(module, self.name):
+        if not hasattr(module, self.attribute):
             raise ValueError(
                 f"data spec '{self.spec}': {self.module} has no "
-                f"'{self.name}'{near(self.name, dir(module))}"
+                f"'{self.attribute}'{near(self.attribute, dir(module))}"
             )
-        found = getattr(module, self.name)
+        found = getattr(module, self.attribute)
         makes_one = isinstance(found, type) or not hasattr(found, "__len__") and callable(found)
         return found() if makes_one else found
 
@@ -100,15 +95,11 @@ class PythonFormat(Format):
     def total(self) -> int:
         return len(self._items)
 
-    def parts(self) -> Iterator[Part]:
-        return in_parts(self.spec, ((number, 1) for number in range(len(self._items))))
+    def entries(self) -> Iterator[tuple[tuple[int, int], int]]:
+        return (((number, number), 1) for number in range(len(self._items)))
 
-    def rows(self, part: Part) -> Iterator[Row]:
-        for number in part.content:
-            yield Row(str(number), number, attempt(self._values, number))
-
-    def _values(self, number: int) -> dict[str, Any]:
-        item = self._item(number)
+    def values(self, content: int) -> dict[str, Any]:
+        item = self._item(content)
         values = {key: item.get(key) for key in ("id", "language", *self.modalities)}
         for modality in values.keys() & ENCODERS.keys():
             if values[modality] is not None:

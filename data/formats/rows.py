@@ -116,11 +116,6 @@ class Format:
     files: Sequence[str] = ()  # all that the rows follow from
     roots: "Roots"  # unused where no image or sound is a file of its own
     unit = "sample"  # of `total` and the weights of parts
-    # what to do about an image or a sound that is not what the index knows
-    when_changed = (
-        "start again, and it is checked anew; one of over 100,000 files, by open_source(SPEC, "
-        "refresh=True)"
-    )
     holds: tuple[str, ...] | None = ("image", "text")  # modalities; None: any, each sample some
     # of modalities that are compared: a sample is usable where it has both of some pair
     pairs: Pairs = DEFAULT_PAIRS
@@ -235,23 +230,19 @@ class Format:
 
 
 class EntriesFormat(Format):
-    """A data set that one file lists, entry by entry."""
+    """A data set that is listed entry by entry, by the first of its `files`."""
 
     @property
     def file(self) -> str:
         return self.files[0]
-
-    @file.setter
-    def file(self, file: str) -> None:
-        self.files = [file]
 
     def entries(self) -> Iterator[tuple[tuple[int, Any], int]]:
         """(number, content) of each, and its share of `total`."""
         raise NotImplementedError
 
     def values(self, content: Any) -> Mapping[str, Any]:
-        """The `values` of a row. Raises BadSample."""
-        raise NotImplementedError
+        """The `values` of a row, made of an entry that is not these yet. Raises BadSample."""
+        return content
 
     def name(self, number: int) -> str:
         return str(number)

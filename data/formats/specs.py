@@ -1,7 +1,9 @@
 """What stands after the kind in a data spec: a file or a folder, and options."""
 
+import importlib.util
 import os
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -14,6 +16,17 @@ ROOT = "root"  # the option that names a further folder in which images may lie
 def cache_folder() -> Path:
     """Where indexes and copies are kept: WYE_CACHE, or ~/.cache/wye."""
     return Path(os.environ.get("WYE_CACHE") or Path.home() / ".cache" / "wye").absolute()
+
+
+def installed(package: str, what_for: str, install: str) -> ModuleSpec:
+    """Where a package of the demo is, without importing it. Errors: FileNotFoundError."""
+    found = importlib.util.find_spec(package.replace("-", "_"))
+    if found is None:
+        raise FileNotFoundError(
+            f"demo data: the Python package '{package}' is not installed; it {what_for}; run: "
+            f"{install}"
+        )
+    return found
 
 
 def split_options(

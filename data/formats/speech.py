@@ -8,7 +8,6 @@ because breath is noise.
 
 import ctypes
 import hashlib
-import importlib.util
 import wave
 from collections.abc import Iterable
 from functools import lru_cache
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 from filelock import FileLock
 
 from common.files import make_folder, replacing_folder
-from data.formats.specs import cache_folder
+from data.formats.specs import cache_folder, installed
 from data.keys import hash64
 from data.progress import progress_bar
 
@@ -109,11 +108,7 @@ _Heard = ctypes.CFUNCTYPE(
 
 
 def _loader() -> Any:
-    if importlib.util.find_spec("espeakng_loader") is None:
-        raise FileNotFoundError(
-            "data spec 'demo:voices': the Python package 'espeakng-loader' is not installed; it "
-            f"speaks the names; run: {INSTALL}"
-        )
+    installed("espeakng-loader", "speaks the names", INSTALL)
     import espeakng_loader  # here, not above: nothing else needs it
 
     return espeakng_loader

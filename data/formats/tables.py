@@ -46,7 +46,7 @@ class JsonlFormat(EntriesFormat):
         """`where`: `FILE[?image=KEY&…&root=DIR]`. Errors: ValueError, FileNotFoundError."""
         name, options, more = split_options("jsonl", where, (*KEYS, ROOT))
         spec = f"data spec 'jsonl:{where}':"
-        self.file = existing(spec, name, "file", f"a file of {LINE}: {JSONL}")
+        self.files = [existing(spec, name, "file", f"a file of {LINE}: {JSONL}")]
         self.keys = names_of(KEYS, options)
         self.roots = Roots.of(os.path.dirname(self.file), more)
         self.spec = f"jsonl:{self.file}{options or ''}{self.roots.options()}"
@@ -119,7 +119,7 @@ class TableFormat(EntriesFormat):
         usage += "&language=COLUMN&separator=CHARACTER&root=DIR"
         spec = f"data spec '{kind}:{where}':"
         needed = f"a file of rows below a line of column names: {usage}"
-        self.file = existing(spec, name, "file", needed)
+        self.files = [existing(spec, name, "file", needed)]
         self.separator = options.pop("separator", "\t" if kind == "tsv" else ",")
         if len(self.separator) != 1:
             raise ValueError(

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,7 @@ def load_index(
             return index  # made by another process while this one waited
         for left in target.glob("build-*"):  # by a process that was killed
             remove_folder(left, target)
-        _build(format, target, check, max_audio_seconds, workers, progress)
+        _build(_Work(format, check, max_audio_seconds), target, workers, progress)
     index = kept_index(target)
     if index is None:
         raise OSError(
@@ -113,7 +113,7 @@ class _Work:
     format: Format
     check: str
     max_audio_seconds: float | None
-    known: frozenset[str]  # stamps of the parts that the index of before has
+    known: frozenset[str] = frozenset()  # stamps of the parts that the index of before has
 
 
 @dataclass
@@ -125,14 +125,8 @@ class _Indexed:
     unused: UnusedCounts = field(default_factory=dict)
 
 
-def _build(
-    format: Format,
-    target: Path,
-    check: str,
-    max_audio_seconds: float | None,
-    workers: int | None,
-    progress: bool,
-) -> None:
+def _build(work: _Work, target: Path, workers: int | None, progress: bool) -> None:
+    format = work.format
     old, made_of = kept_index(target), fingerprint(format.fingerprint())
     known: dict[str, tuple[range, UnusedCounts]] = {}  # the batches of each part
     first = 0
@@ -140,7 +134,7 @@ def _build(
         if stamp:
             known[stamp] = (range(first, first + len(batches)), unused)
         first += len(batches)
-    work = _Work(format, check, max_audio_seconds, frozenset(known))
+    work = replace(work, known=frozenset(known))
     build = make_folder(target / f"build-{os.getpid()}-{uuid.uuid4().hex[:8]}")
     try:
         with IndexWriter(build, format.modalities) as writer:
@@ -168,8 +162,7 @@ class IndexWriter(contextlib.ExitStack):
             name: self.enter_context(open(folder / name, "xb"))
             for name in numbers_of(modalities).names or ()
         }
-        self._containers: dict[str, int] = {}
-        self._parts: list[tuple[str, int, list[int], UnusedCounts]] = []
+        self._parts: list[tuple[str, str, list[int], UnusedCounts]] = []
         self.rows = 0
 
     def append(
@@ -188,8 +181,7 @@ class IndexWriter(contextlib.ExitStack):
                 column.write(numbers[name].tobytes())
         sizes = [len(numbers) for _, numbers in batches]
         self.rows += sum(sizes)
-        container = self._containers.setdefault(file, len(self._containers))
-        self._parts.append((stamp, container, sizes, unused))
+        self._parts.append((stamp, file, sizes, unused))
 
     def publish(self, target: Path, made_of: str) -> None:
         """Move the files into the folder of the index, and then name them: others find them whole,
@@ -202,7 +194,6 @@ class IndexWriter(contextlib.ExitStack):
             "columns": begins,
             "fingerprint": made_of,
             "parts": self._parts,
-            "containers": list(self._containers),
             "files": {file.name: (os.path.getsize(file), checksum(file)) for file in files},
         }
         write_text(self._folder / META, json.dumps(meta))
@@ -303,19 +294,16 @@ def _index_part(work: _Work, part: Part) -> _Indexed:
     stamp = fingerprint(part.stamp) if part.stamp else ""
     if not stamp and work.known:
         digest = hashlib.blake2b(digest_size=HASH_BYTES)
-        for sample in work.format.samples(part):
-            _update(digest, sample)
+        deque(_noted_in(digest, work.format.samples(part)), maxlen=0)
         stamp = digest.hexdigest()
     if stamp in work.known:
         return _Indexed(stamp)
     found, rows = _Indexed(stamp), []
     batches = found.batches = []
     digest = hashlib.blake2b(digest_size=HASH_BYTES)
-    may_pass = False
-    for sample in work.format.samples(part):
+    samples, may_pass = work.format.samples(part), False
+    for sample in samples if stamp else _noted_in(digest, samples):
         add_unused(found.unused, _unused_of(work.format, part, sample))
-        if not stamp:
-            _update(digest, sample)
         if isinstance(sample, Unused):
             continue
         row, passing = _row(work, part, sample)
@@ -330,21 +318,21 @@ def _index_part(work: _Work, part: Part) -> _Indexed:
     return found
 
 
-def _update(digest: Any, sample: Sample | Unused) -> None:
-    """Add a sample to the stamp of its part, with the files that it names."""
-    digest.update(repr(sample).encode(errors="backslashreplace"))
-    for media in sample.media.values() if isinstance(sample, Sample) else ():
-        digest.update(media.content or b"")
+def _noted_in(digest: Any, samples: Iterator[Sample | Unused]) -> Iterator[Sample | Unused]:
+    """The samples, each of which goes into the stamp of its part, with the files that it names."""
+    for sample in samples:
+        digest.update(repr(sample).encode(errors="backslashreplace"))
+        for media in sample.media.values() if isinstance(sample, Sample) else ():
+            digest.update(media.content or b"")
+        yield sample
 
 
 def _as_batch(format: Format, rows: list[dict[str, Any]]) -> tuple[pa.RecordBatch, np.ndarray]:
     texts, kinds = texts_of(format.modalities), numbers_of(format.modalities)
-    columns = [pa.array([row[field.name] for row in rows], field.type) for field in texts]
     numbers = np.zeros(len(rows), kinds)
     for name in kinds.names or ():
-        values = [row.get(name, 0) for row in rows]
-        numbers[name] = np.array(values, kinds[name])
-    return pa.record_batch(columns, schema=texts), numbers
+        numbers[name] = np.array([row.get(name, 0) for row in rows], kinds[name])
+    return pa.RecordBatch.from_pylist(rows, texts), numbers
 
 
 # -- one row

@@ -28,7 +28,7 @@ from data.formats.rows import DEFAULT_PAIRS, Format, size_and_time
 from data.formats.specs import cache_folder
 from data.index.media import MEDIA, PLACE, media_of
 
-VERSION = 5  # raised when an index of before would say other things of the same data
+VERSION = 6  # raised when an index of before would say other things of the same data
 NUMBERS, TEXTS, REPEATS, META = "numbers", "texts.arrow", "repeats.npy", "meta.json"
 # Images that are files: up to so many, each one's size and time are compared whenever the index is
 # opened.
@@ -86,9 +86,9 @@ class Index:
     `numbers` holds the columns of `numbers_of` one after the other, `texts.arrow` those of
     `texts_of` in several batches, `repeats.npy` [n, 2] the rows whose id is not the first of its
     kind, each with the first. meta.json names the first byte of each of the `columns`, and the
-    `parts` that the rows were read from, in order: [stamp, number of its file among the
-    `containers`, rows of each of its batches, what is unused in it]. Errors: ValueError where a
-    file is not what was written, OSError.
+    `parts` that the rows were read from, in order: [stamp, file or folder, rows of each of its
+    batches, what is unused in it]. Errors: ValueError where a file is not what was written,
+    OSError.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -149,7 +149,7 @@ class Index:
 
     def container(self, i: int) -> str:
         """The file or folder that the row stands in."""
-        return self.meta["containers"][self._files[self._batch_of(i)]]
+        return self._files[self._batch_of(i)]
 
     def unused(self) -> UnusedCounts:
         """What is no part of a sample, of all parts."""

@@ -130,7 +130,9 @@ class IndexedSource:
         if content_hash(content) != self.content_hash(modality, i):
             raise BadSample(
                 "unreadable",
-                f"the {modality} has changed since it was checked; {self.format.when_changed}",
+                f"the {modality} has changed since it was checked; start again, and it is checked "
+                "anew. Of a Python data set, change the attribute `fingerprint` first; of one with "
+                "over 100,000 files, call open_source(SPEC, refresh=True)",
             )
         return content
 

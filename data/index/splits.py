@@ -7,9 +7,12 @@ never divided.
 """
 
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from data.decoding.images import decode_bytes, pixel_key
 from data.index.sources import ConceptSource, Source
@@ -22,7 +25,9 @@ class Splits:
     """Samples of one source by side, int64, ascending; no sample is on two sides."""
 
     train: np.ndarray  # [N]
-    held_out: dict[str, np.ndarray] = field(default_factory=dict)  # name -> [n]
+    held_out: Mapping[str, np.ndarray] = field(default_factory=dict)  # name -> [n]
+    # kind of leak -> how many were left out of training because they would be on both sides
+    leaks: Mapping[str, int] = field(default_factory=dict)
 
 
 def split_source(
@@ -135,22 +140,12 @@ def _image_keys(source: Source, subset: np.ndarray) -> np.ndarray:
 
 
 def _connected(count: int, samples: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """[count]: the smallest number among all samples that a sample is joined with. `samples[k]` has
-    the key `keys[k]`."""
-    if not len(keys):  # neither images nor texts: nothing tells that two samples are alike
-        return np.arange(count)
-    _, key = np.unique(keys, return_inverse=True)
-    key = key.reshape(-1)
-    labels = np.arange(count)
-    while True:  # the smallest number goes one key further each time
-        smallest = np.full(key.max() + 1, count)
-        np.minimum.at(smallest, key, labels[samples])
-        spread = labels.copy()
-        np.minimum.at(spread, samples, smallest[key])
-        spread = spread[spread]  # and that of the sample with that number: halves the way
-        if np.array_equal(spread, labels):
-            return labels
-        labels = spread
+    """[count]: equal numbers for samples that are joined. `samples[k]` has the key `keys[k]`."""
+    different, key = np.unique(keys, return_inverse=True)
+    nodes = count + len(different)  # each sample, then each key
+    edges = (samples, count + key.reshape(-1))
+    joined = coo_array((np.ones(len(samples), bool), edges), shape=(nodes, nodes))
+    return connected_components(joined, directed=False)[1][:count].astype(np.int64)
 
 
 def _draw(

@@ -147,7 +147,7 @@ def snapshot(engine: ForkEngine) -> Snapshot:
     on_every_replica = [run for run in runs if run.held is parameters[run.name]]
     own = [run for run in runs if run.held is not parameters[run.name]]
     group_of = {id(tensor): group for group in optimizer.param_groups for tensor in group["params"]}
-    for run in [*own, *dealt(on_every_replica, engine.replica, engine.place.replicas)]:
+    for run in [*own, *dealt(on_every_replica, engine.comm.replica, engine.stage.replicas)]:
         if id(run.held) in group_of:
             options[run.name] = _options(group_of[id(run.held)])
         tensors[run.fragment(PARAMETER)] = run.of(run.held)
@@ -171,7 +171,7 @@ def snapshot(engine: ForkEngine) -> Snapshot:
                     tensors[whole] = value.detach().reshape(-1)
             else:
                 scalars.setdefault(run.name, {})[key] = _scalar_to_json(key, value)
-    if engine.replica == 0:  # the replicas' buffers are equal after every step
+    if engine.comm.replica == 0:  # the replicas' buffers are equal after every step
         for name, buffer in engine.module.canonical_buffers.items():
             tensors[Fragment(BUFFER, name, tuple(buffer.shape), 0, buffer.numel())] = (
                 buffer.detach().reshape(-1)

@@ -273,13 +273,6 @@ def _in_words(error: BaseException) -> str:
 # -- going on
 
 
-def newest_checkpoint(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest whole checkpoint in `folder`, and what is wrong with newer ones. All ranks call it
-    together and get the same."""
-    names = from_first_rank([checkpoint.name for checkpoint in checkpoints_in(folder)])
-    return newest_of([folder / name for name in names], verify_together)
-
-
 def verify_together(checkpoint: Path) -> None:
     """Raise BrokenCheckpoint on all ranks when one of them finds something wrong; each reads its
     part of the files."""

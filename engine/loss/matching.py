@@ -12,7 +12,7 @@ next one comes, so memory grows with a tail's own tokens and one block, not with
 Where a tail has both branches, the same goes on among its replicas.
 
 A text tail waits for its device once, to learn which pairs each block has, and how long their texts
-are. Of samples that the meeting left out the tokens travel, too, but are in no pair: so all sizes
+are. Of samples that are left out of the pair the tokens travel, too, but are in no pair: so all sizes
 are those of the outputs.
 """
 
@@ -21,37 +21,16 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engine.communication import Communicator
-from engine.loss.exchange import Meeting, Side, rows_of
+from engine.loss.pair_batch import PairBatch, rows_of
+from engine.loss_protocols import MatchingLoss
 from engine.objective import Pair
-
-
-class MatchingLoss(Protocol):
-    """What is asked of a loss of pairs; it knows nothing of processes."""
-
-    def negatives(
-        self,
-        sides: Mapping[str, Side],
-        branch: str,
-        mine: Tensor,
-        parameters: Mapping[str, Tensor],
-        seed: int,
-    ) -> Tensor:
-        """[b] int64: for each of the rows `mine` [b] one of the other side that does not belong to
-        it; −1: there is none."""
-
-    def weights(self, sides: Mapping[str, Side]) -> Mapping[str, Tensor]:
-        """branch -> [B], what a pair counts that was made for this row."""
-
-    def losses(self, scores: Tensor, belong: Tensor) -> Tensor:
-        """[P] of P pairs."""
-
 
 Inject = Callable[[list[tuple[Tensor, Tensor]]], None]
 """Runs a backward from (tensor, gradient) pairs."""
@@ -98,7 +77,7 @@ class _Block(NamedTuple):
 
 @dataclass(frozen=True)
 class _Texts:
-    """The m own texts, and which pairs they make: the meeting left in n of them, and M images of
+    """The m own texts, and which pairs they make: n of them are left in the pair, and M images of
     everyone's."""
 
     tokens: Tensor  # [m, L, F]
@@ -118,7 +97,7 @@ class _Texts:
 def match(
     comm: Communicator,
     pair: Pair,
-    meeting: Meeting,
+    batch: PairBatch,
     outputs: Sequence[Mapping[str, Tensor]],
     parameters: Mapping[str, Tensor],
     *,
@@ -131,17 +110,17 @@ def match(
     `sizes`: of each replica where the first branch ends, rows and tokens of a row of each
     micro-batch; `scale`: of a text tail's gradients, which parts of the loss are injected with."""
     image, text = (comm.graph.tail(branch) for branch in pair.branches)
-    own = outputs if pair.first in meeting.own else []
+    own = outputs if pair.first in batch.own else []
     blocks = [
         _Block(replica, *size)
         for replica, of_replica in enumerate(sizes)
         for size in of_replica
-        if pair.second in meeting.own or image.ranks[replica] == comm.rank
+        if pair.second in batch.own or image.ranks[replica] == comm.rank
     ]
-    places = _places(comm, pair, meeting, blocks)
+    places = _places(comm, pair, batch, blocks)
     texts, pairs_of = None, [list[_Pairs]() for _ in blocks]
-    if pair.second in meeting.own:
-        texts = _texts(comm, pair, meeting, outputs, parameters=parameters, scoring=scoring)
+    if pair.second in batch.own:
+        texts = _texts(comm, pair, batch, outputs, parameters=parameters, scoring=scoring)
         pairs_of = _pairs(texts, places, blocks, scoring.most_pairs)
     image_gradients, shares, right = [], [scale.new_zeros(())], [scale.new_zeros(())]
     like = outputs[0][f"{pair.first if own else pair.second}_tokens"]
@@ -219,7 +198,7 @@ def _add_gradient(total: Tensor, rows: Tensor, leaf: Tensor) -> None:
 def _texts(
     comm: Communicator,
     pair: Pair,
-    meeting: Meeting,
+    batch: PairBatch,
     outputs: Sequence[Mapping[str, Tensor]],
     parameters: Mapping[str, Tensor],
     scoring: Scoring,
@@ -228,7 +207,7 @@ def _texts(
     fusion, seed = scoring.fusion, scoring.seed
     if loss is None or fusion is None:
         raise ValueError(f"the pair {first}-{second} has no matching loss, or {second} no fusion")
-    sides, place = meeting.everyone, meeting.own[second].position
+    sides, place = batch.everyone, batch.own[second].position
     longest = max(output[f"{second}_tokens"].shape[1] for output in outputs)
     tokens, mask = (
         torch.cat([_padded(output[name].detach(), longest) for output in outputs])
@@ -240,7 +219,7 @@ def _texts(
     )
     drawn = loss.negatives(sides, first, shares[comm.replica], parameters, seed)
     drawn = comm.gather_replicas(drawn, [len(share) for share in shares])
-    row = rows_of(meeting.present[second], len(place))
+    row = rows_of(batch.present[second], len(place))
     row_here = torch.full_like(sides[second].label, -1).index_copy_(0, place, row)
     weights = loss.weights(sides)
     return _Texts(
@@ -267,14 +246,14 @@ def _padded(values: Tensor, longest: int) -> Tensor:
     )
 
 
-def _places(comm: Communicator, pair: Pair, meeting: Meeting, blocks: Sequence[_Block]) -> Tensor:
+def _places(comm: Communicator, pair: Pair, batch: PairBatch, blocks: Sequence[_Block]) -> Tensor:
     """[S] int64, places of the S rows of all blocks; −1: left out."""
     places = []
     for replica, rank in enumerate(comm.graph.tail(pair.first).ranks):
         rows = sum(block.rows for block in blocks if block.replica == replica)
         own = torch.empty(rows, dtype=torch.int64, device=comm.device)
         if rank == comm.rank:
-            own = meeting.places[pair.first].split(list(meeting.counts[pair.first]))[replica]
+            own = batch.places[pair.first].split(list(batch.counts[pair.first]))[replica]
         places.append(comm.from_first(pair, replica, own))
     return torch.cat(places)
 

@@ -1,7 +1,7 @@
 """What a last stage does when it comes to `ComputeLoss`: its rows into the losses of its pairs, the
 gradients of what its layers made.
 
-outputs of the waiting micro-batches ── gather ── for each pair: meet ── exchange_loss ─────┐
+outputs of the waiting micro-batches ── gather ── for each pair: align_pair ── exchange_loss ─────┐
                                                                      └── match, if asked ───┴── gradients by micro-batch, added up
 """
 
@@ -15,19 +15,9 @@ import torch
 from torch import Tensor
 
 from engine.communication import Communicator
-from engine.loss.exchange import (
-    NO_WEIGHT,
-    Arrived,
-    LossResult,
-    Meeting,
-    Rows,
-    by_source,
-    exchange_loss,
-    gather,
-    meet,
-    share_parameters,
-)
+from engine.loss.exchange import LossResult, by_source, exchange_loss, share_parameters
 from engine.loss.matching import Matched, Scoring, match
+from engine.loss.pair_batch import NO_WEIGHT, GatheredRows, PairBatch, Rows, align_pair, gather
 from engine.objective import Objective, Pair
 
 
@@ -131,7 +121,7 @@ class TailLoss:
         equal_shares: bool,
         source_starts: Sequence[int] | None,
     ):
-        self.comm, self.place, self.device, self.embed_dim = (
+        self.comm, self.stage, self.device, self.embed_dim = (
             comm,
             comm.stage,
             comm.device,
@@ -189,7 +179,7 @@ class TailLoss:
         """
         sizes = {
             branch: [len(output[f"{branch}_embeds"]) for output in outputs]
-            for branch in self.place.tail_of
+            for branch in self.stage.tail_of
         }
         told = self._told(outputs)
         counts = self._counts(told, num_samples)
@@ -198,7 +188,7 @@ class TailLoss:
         if batch is not None:
             own = self._numbered_from_0(own, counts)
         with torch.no_grad():
-            arrived = gather(
+            gathered = gather(
                 self.comm,
                 self.objective,
                 own,
@@ -209,20 +199,20 @@ class TailLoss:
             )
         made = _Gradients({branch: rows.embeds for branch, rows in own.items()}, sizes)
         for number, pair in enumerate(self.objective.pairs):
-            if not set(pair.branches) & set(self.place.tail_of):
+            if not set(pair.branches) & set(self.stage.tail_of):
                 continue
             scalars = {
                 name: outputs[0][tensor].detach()
                 for name, tensor in pair.scalars.items()
                 if tensor in outputs[0]
             }
-            meeting, shared, result = self._pair_loss(pair, arrived, scalars)
-            self._note(number, pair, meeting, result=result, scalars=scalars, weight=weight)
+            pair_batch, shared, result = self._pair_loss(pair, gathered, scalars)
+            self._note(number, pair, pair_batch, result=result, scalars=scalars, weight=weight)
             # ∂L/∂ of the own rows, L over the batch. The reduction over replicas averages what each
             # accumulated: times the number of replicas makes that the sum. fp16: times the loss
             # scale, which the optimizer takes out again.
             of_pair = self.weights[self.objective.loss_name("contrastive", pair)]
-            factor = self.place.replicas * loss_scale * weight * of_pair
+            factor = self.stage.replicas * loss_scale * weight * of_pair
             # a share that is not finite: not-a-number, so that the step is skipped
             scale = factor + (result.share - result.share)
             made.add_embeds({b: gradient * scale for b, gradient in result.embeds.items()})
@@ -236,7 +226,7 @@ class TailLoss:
                 matched = match(
                     self.comm,
                     pair,
-                    meeting,
+                    pair_batch,
                     outputs,
                     shared,
                     sizes=[
@@ -265,24 +255,24 @@ class TailLoss:
 
     @torch.no_grad()
     def _pair_loss(
-        self, pair: Pair, arrived: Arrived, scalars: Mapping[str, Tensor]
-    ) -> tuple[Meeting, dict[str, Tensor], LossResult]:
+        self, pair: Pair, gathered: GatheredRows, scalars: Mapping[str, Tensor]
+    ) -> tuple[PairBatch, dict[str, Tensor], LossResult]:
         """The exchange of one pair; the learned scalars as all of its last stages know them; the
         loss."""
-        meeting = meet(arrived, pair, alone=len(self.objective.pairs) == 1)
-        if len(self.objective.pairs) == 1 and not meeting.num_rows:
+        pair_batch = align_pair(gathered, pair, alone=len(self.objective.pairs) == 1)
+        if len(self.objective.pairs) == 1 and not pair_batch.num_rows:
             raise OSError(
                 "not one pair of this batch could be loaded; see bad_samples.jsonl in the folder "
                 "of the run"
             )
-        shared = share_parameters(self.comm, pair, meeting, scalars)
-        return meeting, shared, exchange_loss(self.comm, pair, meeting, shared)
+        shared = share_parameters(self.comm, pair, pair_batch, scalars)
+        return pair_batch, shared, exchange_loss(self.comm, pair, pair_batch, shared)
 
     def _note(
         self,
         number: int,
         pair: Pair,
-        meeting: Meeting,
+        pair_batch: PairBatch,
         result: LossResult,
         scalars: Mapping[str, Tensor],
         weight: float,
@@ -291,13 +281,13 @@ class TailLoss:
         self.sums.loss += share * self.weights[self.objective.loss_name("contrastive", pair)]
         self.sums.losses[number, 0] += share.double()
         if len(self._source_starts):
-            shares, samples = by_source(pair, meeting, result, self._source_starts)
+            shares, samples = by_source(pair, pair_batch, result, self._source_starts)
             self.sums.sources[:, number] += torch.stack([shares * weight, samples])
         # every last stage of the pair sees the same; one counts
         if self.comm.rank == self.comm.graph.tail(pair.first).ranks[0]:
-            self.sums.misaligned += meeting.num_misaligned
-            self.sums.left_out[number] += meeting.num_not_loaded
-            self.sums.duplicates[number] += meeting.num_duplicates
+            self.sums.misaligned += pair_batch.num_misaligned
+            self.sums.left_out[number] += pair_batch.num_not_loaded
+            self.sums.duplicates[number] += pair_batch.num_duplicates
         if scalars and self.comm.replica == 0:
             before = sum(len(earlier.scalars) for earlier in self.objective.pairs[:number])
             self.sums.scalars[before : before + len(scalars)] = torch.cat(
@@ -318,22 +308,22 @@ class TailLoss:
         (0: none). Of all last stages; of this one alone, as if its replicas were all alike, where
         that is enough."""
         own = {
-            branch: [_size(output, branch) for output in outputs] for branch in self.place.tail_of
+            branch: [_size(output, branch) for output in outputs] for branch in self.stage.tail_of
         }
-        return self.comm.told_by_tails(own) if self._tells else dict.fromkeys(self.place.ranks, own)
+        return self.comm.told_by_tails(own) if self._tells else dict.fromkeys(self.stage.ranks, own)
 
     def _counts(self, told: Mapping[int, Any], num_samples: int) -> dict[str, list[int]]:
         """Rows of each replica of this stage, for each branch that ends in it."""
         counts = {
-            branch: [sum(rows for rows, _ in told[rank][branch]) for rank in self.place.ranks]
-            for branch in self.place.tail_of
+            branch: [sum(rows for rows, _ in told[rank][branch]) for rank in self.stage.ranks]
+            for branch in self.stage.tail_of
         }
         for branch, each in counts.items():
             of_sample = self.rows_per_sample.get(branch, 1)
             expected = self.num_rows.get(branch, num_samples * of_sample)
             if sum(each) != expected:
                 raise RuntimeError(
-                    f"{self.place.name}: {sum(each)} rows of {branch} came for a batch of "
+                    f"{self.stage.name}: {sum(each)} rows of {branch} came for a batch of "
                     f"{num_samples} samples with {of_sample} of them per sample, which needs "
                     f"{expected}; load as many as train_batch was given"
                 )
@@ -344,7 +334,7 @@ class TailLoss:
         none = torch.zeros(0, dtype=torch.int64, device=self.device)
         blank = torch.zeros(0, self.embed_dim, device=self.device)
         rows = {}
-        for branch in self.place.tail_of:
+        for branch in self.stage.tail_of:
             embeds, position, index = (
                 [output[f"{branch}_{part}"].detach() for output in outputs]
                 for part in ("embeds", "position", "index")

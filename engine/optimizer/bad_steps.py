@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from engine.loss.exchange import Rows
+from engine.loss.pair_batch import Rows
 
 Seen = dict[
     str, list[tuple[int, int, bool]]

@@ -14,6 +14,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from data.batching.batches import Batches
 from data.batching.load_control import LoadControl, Observations, typical
 from data.batching.mixing import Trends
@@ -23,7 +25,7 @@ from data.batching.requests import MicroBatchRequest
 from data.batching.settings import Setting, setting_at
 from data.prepare import PreparedData
 from engine.config.reading import BranchesBlock
-from engine.executor import ForkEngine
+from engine.executor import ForkEngine, StepSpec
 from engine.json_messages import from_first_rank, to_first_rank
 from engine.planning.planner import RunPlan
 from engine.step_metrics import SourceLoss, StepMetrics
@@ -109,7 +111,7 @@ class Batching:
             )
             first = replace(
                 self.first,
-                costs={"text": text_cost(plan, length)},
+                text_cost=text_cost(plan, length),
                 feed_rates=self.control.start(),
             )
             self.first = with_numbers(
@@ -151,16 +153,16 @@ class Batching:
             meta_first=meta_first,
         )
 
-    def shape(self, step: int) -> dict[str, Any]:
-        """What `train_batch` must know of a step: the numbers of micro-batches, and rows per
-        sample."""
+    def step_spec(self, step: int, loss_weights: Mapping[str, float]) -> StepSpec:
+        """Numbers of micro-batches and rows per sample of a step."""
         setting = setting_at(self.batches.settings, step)
         captions = {"text": setting.feed_rates.captions_per_image}
-        return {
-            "num_micro_batches": setting.num_micro_batches[self._branch],
-            "num_kept": num_kept(self.plan, self._branch, setting),
-            "rows_per_sample": captions if "text" in self.plan.batches else {},
-        }
+        return StepSpec(
+            num_micro_batches=setting.num_micro_batches[self._branch],
+            num_kept=num_kept(self.plan, self._branch, setting),
+            rows_per_sample=captions if "text" in self.plan.batches else {},
+            loss_weights=loss_weights,
+        )
 
     def line(self, metrics: StepMetrics, step: int, step_s: float) -> dict[str, float]:
         """The step's line of metrics.jsonl, with the feed rates that may change."""
@@ -239,27 +241,24 @@ class Batching:
     def decide(self, step: int, reports: Sequence[Report]) -> Decision:
         """The first rank's decision after `step` steps, from what all ranks report: the next
         setting, if any, what is known of the load, the next mix, if any, and the line to log."""
-        now = self.batches.settings[-1]
+        newest = self.batches.settings[-1]
         first_step = step + max(report.ahead for report in reports)
         mix = self._next_mix(first_step)
         busy_s = {b: typical([one[b] for one in self._busy_s]) for b in self._busy_s[0]}
-        points = slowest_points(self.plan.graph, reports)
+        points = slowest_points(reports)
         seen_from = step - len(self._busy_s)
-        # where the newest setting does not hold yet, nothing is changed a second time
-        refits = self.balance.refits and now.from_step <= seen_from
-        costs = refitted(now.costs, points) if refits else now.costs
-        observations, feed_rates, reason = self._observations, now.feed_rates, None
-        if self.batches.texts is not None:
+        wanted, observations, reason = newest, self._observations, None
+        if newest.text_cost is not None:
             observations, feed_rates, reason = self.control.after(
-                observations, feed_rates, busy_s, seen_from
+                observations, newest.feed_rates, busy_s, seen_from
             )
-        setting = self._next_setting(
-            replace(now, costs=costs, feed_rates=feed_rates),
-            max(first_step, now.from_step + 1),
-            reason,
-            mix,
-        )
-        if setting is not None and feed_rates != now.feed_rates:
+            wanted = replace(newest, feed_rates=feed_rates)
+            # where the newest setting does not hold yet, nothing is changed a second time
+            if points and self.balance.refits and newest.from_step <= seen_from:
+                wanted = replace(wanted, text_cost=refitted(newest.text_cost, points))
+        from_step = max(first_step, newest.from_step + 1)
+        setting = self._next_setting(wanted, from_step, reason, mix)
+        if setting is not None and setting.feed_rates != newest.feed_rates:
             observations = replace(observations, from_step=setting.from_step)
         return {
             "setting": setting and setting.record(),
@@ -271,7 +270,7 @@ class Batching:
     def _next_setting(
         self, wanted: Setting, from_step: int, reason: str | None, mix: tuple[int, Parts] | None
     ) -> Setting | None:
-        """The setting from `from_step` on with the costs and feed rates that are wanted; None: the
+        """The setting from `from_step` on with the cost and feed rates that are wanted; None: the
         newest stays. `reason`: of the feed rates."""
         now = self.batches.settings[-1]
         order = self.order if mix is None else self.order.with_mix(*mix)
@@ -279,7 +278,7 @@ class Batching:
         remixed = self.batches.texts is not None and any(e in epochs for e, _ in order.mixes)
         reasons = {
             reason: wanted.feed_rates != now.feed_rates,
-            "costs refitted": wanted.costs != now.costs,
+            "costs refitted": wanted.text_cost != now.text_cost,
             "other weights of the data sets": remixed,
         }
         if not any(reasons.values()):
@@ -308,21 +307,23 @@ class Batching:
         self,
         step: int,
         busy_s: Mapping[str, float],
-        points: Mapping[str, list[Point]],
+        points: Sequence[Point],
         reason: str | None,
         setting: Setting | None,
         mix: tuple[int, Parts] | None,
     ) -> dict[str, Any]:
         """The line of balance.jsonl."""
         now = setting_at(self.batches.settings, step - 1)
+        measured_s, predicted_s = {}, {}
+        if points and now.text_cost is not None:
+            texts, lengths, seconds = map(np.array, zip(*points))
+            measured_s["text"] = float(seconds.sum())
+            predicted_s["text"] = float(now.text_cost.at(texts, lengths).sum())
         record = {
             "step": step,
             "busy_s": busy_s,
-            "measured_s": {b: sum(s for _, _, s in seen) for b, seen in points.items()},
-            "predicted_s": {
-                b: float(sum(now.costs[b].at(n, length) for n, length, _ in seen))
-                for b, seen in points.items()
-            },
+            "measured_s": measured_s,
+            "predicted_s": predicted_s,
             "knobs": asdict(now.feed_rates),
             "num_micro_batches": dict(now.num_micro_batches),
             "reason": reason,
@@ -377,14 +378,14 @@ class Batching:
             trends = Trends(**{name: tuple(values) for name, values in state["trends"].items()})
             ends = any(trends.samples) and self.order.ends_epoch(step)
             self._trends = self.adaptation.after_epoch(trends) if ends else trends
-        packed_alike = setting_at(before, step).costs.keys() == self.first.costs.keys()
+        now = setting_at(before, step)
+        packed_alike = (now.text_cost is None) == (self.first.text_cost is None)
         if state["split"] == self._split() and packed_alike:
             self.batches.settings = before
             self._observations = Observations(**state["looks"])
             self._busy_s = list(state["busy_s"])
             return
-        feed_rates = setting_at(before, step).feed_rates
-        anew = replace(self.first, from_step=step, feed_rates=feed_rates, reason="planned anew")
+        anew = replace(self.first, from_step=step, feed_rates=now.feed_rates, reason="planned anew")
         anew = with_numbers(anew, self.batches, self.plan, self.balance)
         self.batches.settings = [self.first, anew]
 

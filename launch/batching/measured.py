@@ -61,30 +61,21 @@ def points_of(
     ]
 
 
-def slowest_points(graph: StageGraph, reports: Sequence[Report]) -> dict[str, list[Point]]:
-    """The points of all replicas of each branch's slowest stage. A merged stage has no times of one
-    branch alone, so it reports none."""
+def slowest_points(reports: Sequence[Report]) -> list[Point]:
+    """The points of all replicas of the slowest stage with texts. A merged stage has no times of
+    texts alone, so it reports none."""
     by_stage: dict[str, list[Point]] = defaultdict(list)
     for report in reports:
         by_stage[report.stage] += report.points
-    found: dict[str, list[Point]] = {}
-    for stage in graph.stages:
-        branch, points = next(iter(stage.layers)), by_stage[stage.name]
-        if points and sum(s for _, _, s in points) > sum(s for _, _, s in found.get(branch, ())):
-            found[branch] = points
-    return found
+    return max(by_stage.values(), key=lambda points: sum(seconds for _, _, seconds in points))
 
 
-def refitted(
-    costs: Mapping[str, BranchCost], points: Mapping[str, Sequence[Point]]
-) -> dict[str, BranchCost]:
-    """Costs moved towards those that fit the points, where they predict them badly; else as they
-    are."""
-    new = dict(costs)
-    for branch in costs.keys() & points.keys():
-        texts, length, seconds = map(np.array, zip(*points[branch]))
-        found, old = fit_branch_cost(texts, length, seconds), costs[branch]
-        if np.abs(found.at(texts, length) / old.at(texts, length) - 1).max() > DRIFT:
-            # the mean of all fits, later of the last few; the profile was a guess
-            new[branch] = smoothed(old, found, max(SMOOTHING, 1 / (1 + old.version)))
-    return new
+def refitted(cost: BranchCost, points: Sequence[Point]) -> BranchCost:
+    """The cost moved towards one that fits the points, where it predicts them badly; else as it
+    is."""
+    texts, length, seconds = map(np.array, zip(*points))
+    found = fit_branch_cost(texts, length, seconds)
+    if np.abs(found.at(texts, length) / cost.at(texts, length) - 1).max() <= DRIFT:
+        return cost
+    # the mean of all fits, later of the last few; the profile was a guess
+    return smoothed(cost, found, max(SMOOTHING, 1 / (1 + cost.version)))

@@ -231,7 +231,8 @@ def explain_batches(batches: Batches, plan: RunPlan, steps: range) -> str:
         for step in steps:
             batch = batches.at(step)
             numbers = (batch.setting.num_micro_batches[branch],)
-            packing, cost = texts.pack(batch, own.replicas, numbers), batch.setting.costs[branch]
+            packing, cost = texts.pack(batch, own.replicas, numbers), batch.setting.text_cost
+            assert cost is not None
             table = explain(packing, texts.lengths(batch), cost, texts.num_stages)
             lines.append(f"{branch}, step {step + 1}: {table}")
     return "\n".join(lines)

@@ -14,13 +14,13 @@ from pathlib import Path
 from common.options import (
     OptionGroup,
     at_least,
+    flags_of,
     fraction,
     numbers,
     option,
     positive,
     words,
 )
-from data.modalities.audio.augmentations import AUGMENTATIONS
 from data.modalities.preprocessing import (
     INTERPOLATIONS,
     NORMALIZATIONS,
@@ -39,6 +39,8 @@ from data.options import (
 from engine.planning.devices import DEVICES, find_device
 from launch.loss_weights import MODES, check_mode
 
+# how pixels are prepared
+PIXELS = ("image_mean", "image_std", "image_interpolation", "image_resize", "image_resize_mode")
 OPEN_CLIP = "open_clip:"  # how the names of OpenCLIP's models begin
 WANDB_MODES = ("auto", "online", "offline", "disabled")
 
@@ -130,12 +132,6 @@ class RunOptions(ModuleOptions):
         "torch's deterministic algorithms: the same bits in every run on the same GPUs, more "
         "slowly; an operation that has none ends the run",
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DryRunOptions(OptionGroup):
-    title = "dry run"
-    free = True
     dry_run: bool = option(
         False,
         "do everything up to the first step in one process, print the first screen, and write no "
@@ -143,34 +139,24 @@ class DryRunOptions(OptionGroup):
     )
     ranks: int | None = option(
         None,
-        "to plan for",
+        "that --dry-run and --show-options plan for",
         "N",
         at_least(1),
         shown="the recipe's, else what the launcher started, else the GPUs here, else 1",
     )
     device: str | None = option(
         None,
-        f"to plan for: {', '.join(DEVICES)}, or numbers as in launch.tools.plan",
+        f"that they plan for: {', '.join(DEVICES)}, or numbers as in launch.tools.plan",
         "NAME",
         device,
         shown="the recipe's, else what is here",
     )
-
     show_options: bool = option(
         False,
         "print each option and key with its value and where it comes from, and end; as --dry-run "
         "does, it prepares the data and the plan",
         recorded=False,
     )
-
-    def check_dry_run(self) -> None:
-        for name in ("ranks", "device"):
-            planned = self.dry_run or self.show_options
-            if not planned and getattr(self, name) is not None:
-                raise ValueError(
-                    f"argument --{name}: {getattr(self, name)} is for --dry-run and "
-                    "--show-options; a run has what it is started on"
-                )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,7 +313,7 @@ class AudioOptions(OptionGroup):
         "of training sounds: a clip from anywhere in a longer sound; stripes of time and of "
         "frequency masked (SpecAugment); Gaussian noise, 5 to 30 dB quieter",
         "crop[+spec][+noise]|none",
-        words(AUGMENTATIONS),
+        words(("crop", "spec", "noise")),
         shown="crop+spec",
         kept=True,
     )
@@ -437,31 +423,7 @@ class TowerOptions(InputOptions, ModuleOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossWeightOptions(OptionGroup):
-    """What each loss counts."""
-
-    title = "objective"
-    in_recipe = True
-    matching_weight: float = option(
-        1.0, "of its loss, that of the contrastive one being 1", "W", positive
-    )
-    loss_weights: str = option(
-        "fixed",
-        "of all losses: as given, by a learned uncertainty of each, by how they fall and how far "
-        "the embeddings have come, or, with several pairs, after each evaluation by the alignment "
-        "and uniformity of their held-out embeddings",
-        choices=MODES,
-    )
-    loss_weights_every: int = option(
-        50,
-        "steps between changes of --loss-weights uncertainty or measured",
-        "N",
-        at_least(1),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelOptions(TowerOptions, LossWeightOptions):
+class ModelOptions(TowerOptions):
     """What is trained, and from which weights."""
 
     title = "objective"
@@ -505,6 +467,22 @@ class ModelOptions(TowerOptions, LossWeightOptions):
         at_least(1),
         shown="2, or 1 where there is one",
     )
+    matching_weight: float = option(
+        1.0, "of its loss, that of the contrastive one being 1", "W", positive
+    )
+    loss_weights: str = option(
+        "fixed",
+        "of all losses: as given, by a learned uncertainty of each, by how they fall and how far "
+        "the embeddings have come, or, with several pairs, after each evaluation by the alignment "
+        "and uniformity of their held-out embeddings",
+        choices=MODES,
+    )
+    loss_weights_every: int = option(
+        50,
+        "steps between changes of --loss-weights uncertainty or measured",
+        "N",
+        at_least(1),
+    )
 
     def check_objective(self) -> None:
         """Raise ValueError for options that do not go together, or would do nothing."""
@@ -518,27 +496,6 @@ class ModelOptions(TowerOptions, LossWeightOptions):
             check_mode(self.loss_weights, [*pairs, *(["matching"] if self.fusion else [])])
         except ValueError as error:
             raise ValueError(f"argument --loss-weights: {error}") from None
-        of_fusion = ["fusion_width", "fusion_heads", "fusion_scales", "matching_weight"]
-        of_several = ["loss_weights", "loss_weights_every"] if len(pairs) == 1 else []
-        for name in [] if self.fusion else [*of_fusion, *of_several]:
-            if getattr(self, name) != getattr(ModelOptions, name):
-                also = " or several --pairs" if name in of_several else ""
-                raise ValueError(
-                    f"argument --{name.replace('_', '-')}: {getattr(self, name)} is for a run with "
-                    f"--fusion{also}; add --fusion N, or leave it out"
-                )
-        every = self.loss_weights_every
-        follows = self.loss_weights not in ("fixed", "alignment")
-        if not follows and every != ModelOptions.loss_weights_every:
-            raise ValueError(
-                f"argument --loss-weights-every: {every} is for --loss-weights uncertainty or "
-                f"measured; {self.loss_weights} follows no losses, so leave it out"
-            )
-        if self.label_smoothing and self.loss != "infonce":
-            raise ValueError(
-                f"argument --label-smoothing: {self.label_smoothing} is for --loss infonce; "
-                f"{self.loss} has no targets to smooth, so leave it out"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -625,7 +582,6 @@ GROUPS: Sequence[type[OptionGroup]] = (
     RunOptions,
     ModuleOptions,
     SeedOptions,
-    DryRunOptions,
     DataOptions,
     BadSampleOptions,
     LoadingOptions,
@@ -635,9 +591,9 @@ GROUPS: Sequence[type[OptionGroup]] = (
     AudioOptions,
     PairsOptions,
     ModelOptions,
-    LossWeightOptions,
     LengthOptions,
     TrackingOptions,
     BatchingOptions,
 )
 """In the order of the help."""
+FLAGS = {name: flag for kind in GROUPS for name, flag in flags_of(kind)}

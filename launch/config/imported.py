@@ -13,16 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from common.files import read_json
-from common.options import flags_of
 from data.options import IMAGE_TEXT, branches_of
-from launch.config.groups import GROUPS
+from launch.config.groups import FLAGS, PIXELS
 from launch.records import RECORD, RUN_RECORD, read_export
 from models.towers.names import split_name
 
 OPEN_CLIP_CONFIG = "open_clip_config.json"
 FUSION_OPTIONS = ("fusion", "fusion_width", "fusion_heads", "fusion_scales")
-# of train.py: how pixels are prepared
-PIXELS = ("image_mean", "image_std", "image_interpolation", "image_resize", "image_resize_mode")
 HERE = "{folder}"  # in the options of an export: where it lies
 LIBRARIES = ("hf:", "open_clip:", "timm:")  # how names of towers and tokenizers begin, "" otherwise
 # those that need no file: all others lie in the export
@@ -152,13 +149,8 @@ def _note_others(file: Path, key: str, names: tuple[str, ...]) -> None:
 
 def _option_said(folder: Path, key: str, name: str, value: Any) -> Any:
     """The value as the command line would read it."""
-    default, flag = next(
-        (default, flag)
-        for group in GROUPS
-        for each, default, flag in flags_of(group)
-        if each == name
-    )
-    if value is None and default is None:
+    flag = FLAGS[name]
+    if value is None and flag.default is None:
         return None
     text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
     try:

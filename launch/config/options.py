@@ -12,29 +12,28 @@ import argparse
 import os
 import sys
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from common.options import SAME, add_flags, flags_of
+from common.options import SAME, add_flags
 from common.spelling import near
 from data.index.roots import from_anywhere
-from data.modalities.preprocessing import NORMALIZATIONS, Preprocessing
 from data.modules import import_modules
-from data.options import IMAGE_TEXT, DataOptions, LoadingOptions, branches_of
+from data.options import IMAGE_TEXT, DataOptions, LoadingOptions, branches_of, read_pairs
 from launch.config.groups import (
+    FLAGS,
     GROUPS,
     OPEN_CLIP,
+    PIXELS,
     AudioOptions,
     BatchingOptions,
-    DryRunOptions,
-    ImageOptions,
     ModelOptions,
     RunOptions,
     TrackingOptions,
 )
-from launch.config.imported import PIXELS, options_of_import, refuse_no_model
+from launch.config.imported import options_of_import, refuse_no_model
 from launch.config.recipe_files import RecipeFile, find_recipe
 from launch.config.settings import split_settings
 from launch.records import read_export, read_run
@@ -54,9 +53,7 @@ OF_BRANCH = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(
-    RunOptions, DryRunOptions, BatchingOptions, LoadingOptions, ModelOptions, TrackingOptions
-):
+class Options(RunOptions, BatchingOptions, LoadingOptions, ModelOptions, TrackingOptions):
     """Everything that the command line decides. `sources`: where each value comes from."""
 
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
@@ -73,16 +70,6 @@ class Options(
                 f'--fusion {self.fusion}: it would not learn; set "head" of "branches.locked" to '
                 "false, or leave --fusion out"
             )
-
-    def check(self) -> None:
-        """Raise ValueError, in the words of a command line, for options that do not go together."""
-        DataOptions.check(self)
-        self.check_dry_run()
-        self.check_objective()
-        _refuse_unknown(self)
-
-
-FLAGS = {name: flag for kind in GROUPS for name, _, flag in flags_of(kind)}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -161,8 +148,15 @@ def decide(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Options
     layers["default"] = defaults
     _refuse_two_lengths(layers)
     values = ChainMap(*map(dict, layers.values()))
-    _refuse_unused(given, values, held)
-    pixels, trained = _pixels(given, values, held, began)
+    for branch in held:
+        if given.get(f"{branch}_weights"):
+            raise ValueError(
+                f"argument --import: it holds the {branch} tower; leave out --{branch}-weights"
+            )
+    # imports torchvision, which --help can do without
+    from launch.config.pixels import settled_pixels
+
+    pixels, trained = settled_pixels(given, values, held, began)
     settled = {**values, **_paths(values), **pixels}
     if "audio" not in branches_of(values["pairs"]):
         settled |= {each.name: None for each in fields(AudioOptions)}
@@ -179,6 +173,9 @@ def decide(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Options
     }
     options = Options(**as_tuples, sources=sources)
     options.check()
+    options.check_objective()
+    _refuse_useless(options, given)
+    _refuse_unknown(options)
     return options
 
 
@@ -189,22 +186,19 @@ def free_options() -> list[str]:
 
 def default_of(name: str, is_demo: bool = False) -> Any:
     """Of an option; `is_demo`: where all data are embedded ones."""
-    demo = FLAGS[name].demo
-    return demo if is_demo and demo is not SAME else getattr(Options, name)
+    flag = FLAGS[name]
+    return flag.demo if is_demo and flag.demo is not SAME else flag.default
 
 
 def _refuse_two_lengths(layers: dict[str, Mapping[str, Any]]) -> None:
     """Epochs and steps are two words for one choice: the strongest layer that says one decides."""
-    decided = False
     for name, layer in layers.items():
         said = [word for word in EITHER if layer.get(word) is not None]
-        if decided:
-            layers[name] = {key: v for key, v in layer.items() if key not in EITHER}
-        elif len(said) > 1:
+        if len(said) > 1:
             raise ValueError("argument --steps: not allowed with argument --epochs")
-        elif said:
-            decided = True
+        if said:
             layers[name] = {**layer, **{word: layer.get(word) for word in EITHER}}
+            return
 
 
 def _values(parser: argparse.ArgumentParser, words: Sequence[str]) -> dict[str, Any]:
@@ -278,21 +272,32 @@ def _model_folder(where: str) -> str:
         raise ValueError(f"argument --import: {error}") from error
 
 
-def _refuse_unused(
-    given: Mapping[str, Any], values: Mapping[str, Any], held: Sequence[str]
-) -> None:
-    """Raise ValueError for flags of a branch that no pair has, or that --import brings."""
-    for branch in held:
-        if given.get(f"{branch}_weights"):
-            raise ValueError(
-                f"argument --import: it holds the {branch} tower; leave out --{branch}-weights"
-            )
+def _useless(options: Options) -> Iterator[tuple[Sequence[str], str]]:
+    """Options that would do nothing beside the others, with what they are for."""
+    if not (options.dry_run or options.show_options):
+        yield ("ranks", "device"), "--dry-run and --show-options; a run has what it is started on"
+    if not options.fusion:
+        of_fusion = ("fusion_width", "fusion_heads", "fusion_scales", "matching_weight")
+        yield of_fusion, "a run with --fusion"
+        if len(read_pairs(options.pairs)) == 1:
+            yield ("loss_weights", "loss_weights_every"), "--fusion or several --pairs"
+    if options.loss_weights not in ("uncertainty", "measured"):
+        yield ("loss_weights_every",), "--loss-weights uncertainty or measured"
+    if options.loss != "infonce":
+        yield ("label_smoothing",), f"--loss infonce; {options.loss} has no targets to smooth"
     for branch, names in OF_BRANCH.items():
-        for name in names if branch not in branches_of(values["pairs"]) else ():
-            if given.get(name) not in (None, getattr(Options, name)):
+        if branch not in options.branches:
+            lacks = f"no pair of --pairs {options.pairs} has '{branch}'"
+            yield names, f"the {branch} branch, and {lacks}"
+
+
+def _refuse_useless(options: Options, given: Mapping[str, Any]) -> None:
+    for names, purpose in _useless(options):
+        for name in names:
+            value = given.get(name)
+            if value and value != FLAGS[name].default:
                 raise ValueError(
-                    f"argument --{name.replace('_', '-')}: it is of the {branch} branch, and no "
-                    f"pair of --pairs {values['pairs']} has '{branch}'; leave it out"
+                    f"argument --{name.replace('_', '-')}: {value} is for {purpose}; leave it out"
                 )
 
 
@@ -318,38 +323,6 @@ def _paths(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _absolute(where: str) -> str:
     return str(Path(where).expanduser().absolute()) if Path(where).expanduser().exists() else where
-
-
-def _pixels(
-    given: Mapping[str, Any],
-    values: Mapping[str, Any],
-    held: Sequence[str],
-    began: Mapping[str, Any],
-) -> tuple[dict[str, Any], bool]:
-    """The image size and how pixels are prepared: as given, else as the run began, else as the
-    weights of the image tower were trained, else CLIP's. Also whether those weights say it."""
-    # imports torchvision, which --help can do without
-    from launch.config.pixels import trained_with
-
-    asked: dict[str, Any] = {name: given.get(name) for name in PIXELS}
-    ImageOptions(image_normalization=given.get("image_normalization"), **asked).check_pixels()
-    if given.get("image_normalization"):
-        asked["image_mean"], asked["image_std"] = NORMALIZATIONS[given["image_normalization"]]
-    weights = values["imported"] if "image" in held else values["image_weights"]
-    trained = None if weights is None or began else trained_with(weights, values["image_tower"])
-    preprocessing, size = trained or (Preprocessing.from_options(began), values["image_size"])
-    size = given.get("image_size") or size
-    found: dict[str, Any] = {
-        name: default if asked[name] is None else asked[name]
-        for name, default in preprocessing.options(size).items()
-    }
-    if found["image_resize"] < size:
-        raise ValueError(
-            f"argument --image-resize: {found['image_resize']} is below --image-size {size}; the "
-            "centre is cropped from it"
-        )
-    Preprocessing.from_options({**found, "image_size": size})
-    return {"image_size": size, **found}, trained is not None
 
 
 def _refuse_unknown(options: Options) -> None:

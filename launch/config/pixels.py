@@ -7,7 +7,7 @@ here it becomes a `Preprocessing`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from PIL import Image
 
 from common.files import read_json
 from data.modalities.preprocessing import CLIP, INTERPOLATIONS, NORMALIZATIONS, Preprocessing
+from launch.config.groups import PIXELS, ImageOptions
 from launch.config.imported import branches_held, options_of_export
 from models.towers.image import full_name
 from models.towers.libraries import open_clip, timm, transformers_image
@@ -39,6 +40,35 @@ ASSUMED = (
 )
 
 
+def settled_pixels(
+    given: Mapping[str, Any],
+    values: Mapping[str, Any],
+    held: Sequence[str],
+    began: Mapping[str, Any],
+) -> tuple[dict[str, Any], bool]:
+    """The image size and how pixels are prepared: as given, else as the run began, else as the
+    weights of the image tower were trained, else CLIP's. Also whether those weights say it."""
+    asked: dict[str, Any] = {name: given.get(name) for name in PIXELS}
+    ImageOptions(image_normalization=given.get("image_normalization"), **asked).check_pixels()
+    if given.get("image_normalization"):
+        asked["image_mean"], asked["image_std"] = NORMALIZATIONS[given["image_normalization"]]
+    weights = values["imported"] if "image" in held else values["image_weights"]
+    trained = None if weights is None or began else trained_with(weights, values["image_tower"])
+    preprocessing, size = trained or (Preprocessing.from_options(began), values["image_size"])
+    size = given.get("image_size") or size
+    found: dict[str, Any] = {
+        name: default if asked[name] is None else asked[name]
+        for name, default in preprocessing.options(size).items()
+    }
+    if found["image_resize"] < size:
+        raise ValueError(
+            f"argument --image-resize: {found['image_resize']} is below --image-size {size}; the "
+            "centre is cropped from it"
+        )
+    Preprocessing.from_options({**found, "image_size": size})
+    return {"image_size": size, **found}, trained is not None
+
+
 def trained_with(where: str, image_tower: str) -> tuple[Preprocessing, int] | None:
     """How the pixels were prepared that weights were trained on, and the tower's input in pixels;
     None: the weights do not say.
@@ -53,7 +83,7 @@ def trained_with(where: str, image_tower: str) -> tuple[Preprocessing, int] | No
         return _of_export(path) or _beside(path)
     if path.is_file():
         if folder := folder_of(path):  # beside which there may be the files of transformers
-            return _of_record(folder / open_clip.CONFIG, "preprocess_cfg")
+            return _described(folder / open_clip.CONFIG)
         return (
             _of_torchvision(path.name, split_name(image_tower)[0])
             or _beside(path.parent)
@@ -109,27 +139,17 @@ def _of_export(folder: Path) -> tuple[Preprocessing, int] | None:
 
 
 def _beside(folder: Path) -> tuple[Preprocessing, int] | None:
-    return (
-        _of_processor(folder / PROCESSORS[0])
-        or _of_processor(folder / PROCESSORS[1])
-        or _of_record(folder / "config.json", "pretrained_cfg")
-        or _of_record(folder / open_clip.CONFIG, "preprocess_cfg")
-    )
+    """As the first of the files says that there are."""
+    return next(filter(None, (_described(folder / name) for name in RECORDS)), None)
 
 
-def _of_record(file: Path, key: str) -> tuple[Preprocessing, int] | None:
-    """timm's `pretrained_cfg`, or OpenCLIP's `preprocess_cfg`, in a file of its folders."""
+def _described(file: Path) -> tuple[Preprocessing, int] | None:
+    """As a file of RECORDS says; None: it is not there, or says nothing."""
     if not file.is_file():
         return None
     try:
-        found = read_json(file)
-        if file.name == open_clip.CONFIG:
-            size = found["model_cfg"]["vision_cfg"].get("image_size", 224)
-            return _of_config({**OPEN_CLIP, **found.get(key, {})}, size)
-        if key not in found:  # another library's config.json
-            return None
-        return _of_config(found[key])
-    except (ValueError, KeyError, TypeError) as error:
+        return RECORDS[file.name](read_json(file))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{file}: does not describe how images are prepared ({type(error).__name__}: {error}); "
             "mend it, or remove it and give --image-normalization"
@@ -164,11 +184,11 @@ def _of_all_open_clip(tower: str) -> tuple[Preprocessing, int] | None:
     if not tower.startswith(open_clip.PREFIX):
         return None
     model = split_name(tower)[0].removeprefix(open_clip.PREFIX)
-    if (Path(model).expanduser() / open_clip.CONFIG).is_file():
-        return _of_record(Path(model).expanduser() / open_clip.CONFIG, "preprocess_cfg")
+    if found := _described(Path(model).expanduser() / open_clip.CONFIG):
+        return found
     tags = open_clip.library().list_pretrained_tags_by_model(model)
-    found = {_of_open_clip(tower, tag) for tag in tags}
-    return found.pop() if len(found) == 1 else None
+    published = {_of_open_clip(tower, tag) for tag in tags}
+    return published.pop() if len(published) == 1 else None
 
 
 def _of_config(config: Mapping[str, Any], size: int | None = None) -> tuple[Preprocessing, int]:
@@ -187,33 +207,17 @@ def _of_config(config: Mapping[str, Any], size: int | None = None) -> tuple[Prep
     ), size if isinstance(size, int) else min(size)
 
 
-def _of_processor(file: Path) -> tuple[Preprocessing, int] | None:
-    """transformers' configuration of an image processor, by itself or in that of a processor."""
-    if not file.is_file():
+def _of_processor(config: Mapping[str, Any]) -> tuple[Preprocessing, int] | None:
+    """transformers' configuration of an image processor."""
+    # of sounds, or of texts alone
+    if not config or "sampling_rate" in config:
         return None
-    try:
-        config = read_json(file)
-        config = config.get("image_processor", {} if file.name == PROCESSORS[1] else config)
-        # of sounds, or of texts alone
-        if not config or "sampling_rate" in config:
-            return None
-        resize = _side(config["size"])
-        crop = (
-            _side(config["crop_size"])
-            if config.get("do_center_crop", "crop_size" in config)
-            else resize
-        )
-        interpolation = Image.Resampling(
-            config.get("resample", Image.Resampling.BICUBIC)
-        ).name.lower()
-        return Preprocessing(
-            tuple(config["image_mean"]), tuple(config["image_std"]), interpolation, crop / resize
-        ), crop
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{file}: does not describe how images are prepared ({type(error).__name__}: {error}); "
-            "mend it, or remove it and give --image-normalization"
-        ) from error
+    resize = _side(config["size"])
+    cropped = config.get("do_center_crop", "crop_size" in config)
+    crop = _side(config["crop_size"]) if cropped else resize
+    resample = Image.Resampling(config.get("resample", Image.Resampling.BICUBIC))
+    mean, std = tuple(config["image_mean"]), tuple(config["image_std"])
+    return Preprocessing(mean, std, resample.name.lower(), crop / resize), crop
 
 
 def _side(size: Any) -> int:
@@ -243,3 +247,18 @@ def _of_torchvision(name: str, architecture: str) -> tuple[Preprocessing, int] |
     return Preprocessing(
         tuple(preset.mean), tuple(preset.std), preset.interpolation.value, crop / resize
     ), crop
+
+
+def _of_open_clip_folder(config: Mapping[str, Any]) -> tuple[Preprocessing, int]:
+    size = config["model_cfg"]["vision_cfg"].get("image_size", 224)
+    return _of_config({**OPEN_CLIP, **config.get("preprocess_cfg", {})}, size)
+
+
+RECORDS: Mapping[str, Callable[[Any], tuple[Preprocessing, int] | None]] = {
+    PROCESSORS[0]: lambda found: _of_processor(found.get("image_processor", found)),
+    PROCESSORS[1]: lambda found: _of_processor(found.get("image_processor", {})),
+    # timm's, where it is not another library's
+    "config.json": lambda found: _of_config(c) if (c := found.get("pretrained_cfg")) else None,
+    open_clip.CONFIG: _of_open_clip_folder,
+}
+"""Files beside weights, and what reads them."""

@@ -7,37 +7,46 @@ both. What the command line says itself takes precedence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.blocks import Count, block, read_block
 from common.files import read_json
-from common.options import flags_of
-from common.spelling import keys_of, near, nearest
-from launch.config.groups import GROUPS
+from common.spelling import near, nearest
+from launch.config.groups import FLAGS
 
 RECIPES = Path(__file__).resolve().parents[2] / "ds_configs" / "recipes"
 
 
-@dataclass(frozen=True)
+@block
 class RecipeFile:
-    """The block `recipe`. Checked when made.
+    """The block `recipe`, of `file`.
 
     `task`: what it is for; `arithmetic`: of its numbers, a line each; `needs`: data, weights,
     hardware; `ranks`, `device`: what it is planned for, the defaults of --ranks and --device; `plan`,
     `predicted`: what the planner says of that; `flags`: of train.py, without the leading dashes.
     """
 
+    file: Path
     task: str
-    arithmetic: tuple[str, ...]
+    arithmetic: list[str]
     needs: str
-    ranks: int
+    ranks: Count
     device: str
     plan: str
     predicted: str
-    flags: Mapping[str, Any]
-    file: Path
+    flags: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        allowed = [
+            flag.name or name.replace("_", "-") for name, flag in FLAGS.items() if flag.in_recipe
+        ]
+        for name in self.flags:
+            if name not in allowed:
+                raise ValueError(
+                    f"a recipe cannot set --{name}; give it on the command line"
+                    f"{nearest(name, allowed)}"
+                )
 
     @classmethod
     def read(cls, file: Path) -> RecipeFile:
@@ -46,33 +55,15 @@ class RecipeFile:
             written = read_json(file)
         except ValueError as error:
             raise ValueError(f"{file}: not valid JSON: {error}") from error
-        block = written.get("recipe") if isinstance(written, dict) else None
-        if not isinstance(block, dict):
+        recipe = written.get("recipe") if isinstance(written, dict) else None
+        if not isinstance(recipe, dict):
             raise ValueError(
                 f'{file}: holds no "recipe"; give it as --deepspeed_config, or a file of {RECIPES}'
             )
-        keys = [key for key in keys_of(cls) if key != "file"]
-        unknown = [key for key in block if key not in keys]
-        if unknown:
-            raise ValueError(
-                f"{file}: unknown key 'recipe.{unknown[0]}'{nearest(unknown[0], keys)}"
-            )
-        missing = [key for key in keys if key not in block]
-        if missing:
-            raise ValueError(f'{file}: "recipe" lacks {", ".join(missing)}')
-        allowed = [
-            flag.name or name.replace("_", "-")
-            for kind in GROUPS
-            for name, _, flag in flags_of(kind)
-            if flag.in_recipe
-        ]
-        refused = [name for name in block["flags"] if name not in allowed]
-        if refused:
-            raise ValueError(
-                f"{file}: recipe.flags: a recipe cannot set --{refused[0]}; give it on the command "
-                f"line{nearest(refused[0], allowed)}"
-            )
-        return cls(**{**block, "arithmetic": tuple(block["arithmetic"]), "file": file})
+        try:
+            return read_block(cls, {"file": file, **recipe}, "recipe")
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from None
 
     def arguments(self) -> list[str]:
         """`flags` as words of a command line."""

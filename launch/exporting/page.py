@@ -4,8 +4,7 @@ model is, how it is loaded, and what the run that trained it was."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from itertools import permutations
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from huggingface_hub import ModelCardData
@@ -18,16 +17,12 @@ from launch.inference.adapters import ADAPTERS, TOWER_IN
 from launch.inference.trained import Trained
 from launch.records import AVERAGED, OPEN_CLIP, STATE_DICT
 from launch.reporting.reading import RunData, read_folder
-from models.metrics.retrieval import RECALL_AT
+from launch.terminal.tables import Table, retrieval_rows
 from models.towers.layers import Tower
 from models.weights.names import AUDIO, FUSION, TEXT_FOLDER
 
 # the hub's words for what CLIP and SigLIP, and CLAP, are used for
 TASKS = {"image": "zero-shot-image-classification", "audio": "zero-shot-audio-classification"}
-DIRECTIONS = {
-    f"{one}_to_{other}": f"{one} → {other}"
-    for one, other in permutations(("image", "text", "audio"), 2)
-}
 
 LOAD = """`modeling_export.py` loads this folder with public libraries alone{libraries}:
 
@@ -246,7 +241,7 @@ def _training(trained: Trained, averaged: bool) -> list[str]:
     record, options = trained.record, trained.options
     run = read_folder(trained.checkpoint.parents[1], "")
     epochs = dict(zip(run.steps["step"], run.steps["epoch"])) if len(run.steps) else {}
-    results = _results(run, trained, averaged)
+    recalls = _recalls(run, trained, averaged)
     batch = BranchBatch(**next(iter(record["batches"].values())))
     weights = ("imported", "image_weights", "text_weights", "audio_weights")
     rows = {
@@ -268,35 +263,30 @@ def _training(trained: Trained, averaged: bool) -> list[str]:
         "\n".join(["| | |", "|---|---|", *lines]),
         fenced(record["command"]),
         "## Results",
-        _table(results) if results else "The run has not evaluated these weights.",
+        _in_markdown(recalls) if recalls else "The run has not evaluated these weights.",
     ]
 
 
-def _results(run: RunData, trained: Trained, averaged: bool) -> dict[str, Mapping[str, float]]:
-    """What is known of these very weights, by held-out set: by evaluate.py on the samples that the
-    run held out, else by the run itself."""
-    name = f"evaluation-{trained.checkpoint.name}{'-ema' if averaged else ''}.json"
-    by_hand = run.path / name
-    found: dict[str, Mapping[str, float]] = {}
-    for key, value in (read_json(by_hand) if by_hand.is_file() else {}).items():
-        part, slash, metric = key.partition("/")
-        if slash and isinstance(value, int | float):
-            found[part] = {**found.get(part, {}), metric: value}
-    return found or {
-        name.removeprefix(AVERAGED): line
-        for name, lines in run.held_out.items()
-        for line in lines
-        if name.startswith(AVERAGED) == averaged and line["step"] == trained.step
-    }
+def _recalls(run: RunData, trained: Trained, averaged: bool) -> list[dict[str, str]]:
+    """Rows of what is known of these very weights: by evaluate.py on the samples that the run held
+    out, else by the run itself."""
+    by_hand = run.path / f"evaluation-{trained.checkpoint.name}{'-ema' if averaged else ''}.json"
+    if by_hand.is_file():
+        values = read_json(by_hand)
+        return retrieval_rows([values], values["num_samples"])
+    known = trained.record.get("data", {}).get("held_out_samples") or {}
+    sizes: dict[str, int] = {}
+    values = {}
+    for name, lines in run.held_out.items():
+        of_set = name.removeprefix(AVERAGED)
+        for line in lines:
+            if name.startswith(AVERAGED) == averaged and line["step"] == trained.step:
+                sizes[of_set] = known.get(of_set, 0)
+                values |= {f"{of_set}/{key}": value for key, value in line.items()}
+    return retrieval_rows([values], sizes)
 
 
-def _table(results: Mapping[str, Mapping[str, float]]) -> str:
-    header = ["held-out set", "query → answer", *(f"R@{k} %" for k in RECALL_AT)]
-    rows = [
-        [words(part), said, *(f"{100 * values[f'{direction}_R@{k}']:.2f}" for k in RECALL_AT)]
-        for part, values in results.items()
-        for direction, said in DIRECTIONS.items()
-        if f"{direction}_R@{RECALL_AT[0]}" in values
-    ]
-    lines = [header, ["---"] * 2 + ["---:"] * len(RECALL_AT), *rows]
+def _in_markdown(rows: Sequence[Mapping[str, str]]) -> str:
+    table = Table.of("", rows)
+    lines = [table.header, ["---"] * len(table.header), *([*map(words, row)] for row in table.rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

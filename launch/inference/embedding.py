@@ -14,7 +14,7 @@ from torch import Tensor
 
 from data.batching.requests import evaluation_requests
 from data.index.sources import Source
-from data.keys import caption_key
+from data.keys import content_hash
 from data.loader import LoadReport, micro_batches
 from data.modalities.tokenizer import length_multiple
 from data.progress import progress_bar
@@ -75,28 +75,38 @@ class Embedded:
 
 
 @dataclass(frozen=True)
-class Texts:
-    """Not a whole Source, but all of one that texts are loaded by: a sample each. `languages`: of
-    each, None where it is not known."""
+class Values:
+    """Not a whole Source, but all of one that values of one modality are loaded by: a sample each,
+    which are texts, or what files hold. `languages`: of texts, None where it is not known."""
 
-    texts: Sequence[str]
-    languages: Sequence[Any]
-    spec = "texts"
+    values: Sequence[Any]
+    spec: str = "texts"
+    languages: Sequence[Any] | None = None
 
     def __len__(self) -> int:
-        return len(self.texts)
+        return len(self.values)
 
     def captions(self, i: int) -> Sequence[str]:
-        return (self.texts[i],)
+        return (self.values[i],)
 
-    def value(self, modality: str, i: int) -> str:
-        return self.texts[i]
+    def value(self, modality: str, i: int) -> Any:
+        return self.values[i]
+
+    def content_hash(self, modality: str, i: int) -> bytes:
+        return content_hash(self.values[i])
 
     def language(self, i: int) -> Any:
-        return self.languages[i]
+        return self.languages[i] if self.languages else None
 
     def where(self, i: int, modality: str | None = None) -> str:
-        return repr(self.texts[i])
+        return self.spec
+
+
+def as_source(
+    values: Sequence[Any], spec: str = "texts", languages: Sequence[Any] | None = None
+) -> Source:
+    """`Values`, for what loads them."""
+    return cast(Source, Values(values, spec, languages))
 
 
 class Embedder:
@@ -114,13 +124,12 @@ class Embedder:
         self.trained, self.device = trained, torch.device(device)
         self.batch_size, self.workers, self.precision = batch_size, workers, precision
         self.layers = {tower.branch: trained.layers_of(tower.branch) for tower in trained.towers}
-        self._languages = languages_of(trained.towers)
         # samples are read as in the evaluation of a run
         self._inputs = Inputs(
             InputOptions.from_record({**trained.options, "augmentation": ()}),
             trained.tokenizer,
             length_multiple(self.device.type),
-            languages=self._languages,
+            languages=languages_of(trained.towers),
         )
 
     @property
@@ -155,9 +164,16 @@ class Embedder:
             captions = [source.captions(i)[: None if all_captions else 1] for i in subset.tolist()]
             texts = [text for own in captions for text in own]
             whose = np.repeat(subset, [len(own) for own in captions])
-            languages = [source.language(i) for i in whose.tolist()] if self._languages else None
-            key = torch.tensor([caption_key(text) for text in texts], dtype=torch.int64)
-            return Rows(torch.from_numpy(whose), self.texts(texts, languages), key, texts)
+            languages = [source.language(i) for i in whose.tolist()]
+            own = self._rows("text", as_source(texts, languages=languages), np.arange(len(texts)))
+            return replace(own, sample=torch.from_numpy(whose), texts=texts)
+        return self._rows(branch, source, subset)
+
+    def texts(self, texts: Sequence[str]) -> Tensor:
+        """[m, D]"""
+        return self._rows("text", as_source(texts), np.arange(len(texts))).embeds
+
+    def _rows(self, branch: str, source: Source, subset: np.ndarray) -> Rows:
         nothing = torch.zeros(0, dtype=torch.int64)
         index, keys, embeds = [nothing], [nothing], []
         for batch, outputs in self.outputs(branch, source, subset):
@@ -165,23 +181,21 @@ class Embedder:
             index.append(batch[f"{branch}_index"][loaded])
             keys.append(batch[f"{branch}_key"][loaded])
             embeds.append(outputs[f"{branch}_embeds"].float().cpu()[loaded])
-        return Rows(torch.cat(index), _rows(embeds), torch.cat(keys))
-
-    def texts(self, texts: Sequence[str], languages: Sequence[Any] | None = None) -> Tensor:
-        """[m, D]. `languages`: of each text, None where it is not known; read if the tower tells
-        languages apart."""
-        outputs = self.outputs_of_texts(texts, languages)
-        return _rows([each["text_embeds"].float().cpu() for each in outputs])
+        return Rows(
+            torch.cat(index), torch.cat(embeds) if embeds else torch.zeros(0, 0), torch.cat(keys)
+        )
 
     def outputs(
         self, branch: str, source: Source, subset: np.ndarray
     ) -> Iterator[tuple[Tensors, Tensors]]:
-        """(what was loaded, what the tower makes of it) of one batch after the other, of any
-        modality but texts. Raises OSError where nothing can be read."""
+        """(what was loaded, what the tower makes of it) of one batch after the other. Raises
+        OSError where nothing can be read."""
         dataset = micro_batch_dataset(source, self._inputs, {branch})
         requests = evaluation_requests(subset, 0, 1, self.batch_size)
         reports: list[LoadReport] = []
-        batches = micro_batches(dataset, requests, self.workers, on_load=reports.append)
+        # texts are there already
+        workers = 0 if branch == "text" else self.workers
+        batches = micro_batches(dataset, requests, workers, on_load=reports.append)
         view = view_of(branch)
         values = view.several if view else f"values of {branch}"
         for batch in progress_bar(batches, values, "batch", len(requests)):
@@ -195,17 +209,6 @@ class Embedder:
             if len(bad) == len(subset):
                 raise OSError(message)
             show(f"{message}. They are left out.")
-
-    def outputs_of_texts(
-        self, texts: Sequence[str], languages: Sequence[Any] | None = None
-    ) -> Iterator[Tensors]:
-        """What the text tower makes of one batch after the other."""
-        source = cast(Source, Texts(texts, languages or [None] * len(texts)))
-        dataset = micro_batch_dataset(source, self._inputs, {"text"})
-        requests = evaluation_requests(np.arange(len(texts)), 0, 1, self.batch_size)
-        # here, a batch at a time, since their samples are not loaded for them
-        for request in progress_bar(requests, "texts", "batch"):
-            yield self._run("text", dataset[request])
 
     def autocast(self) -> torch.autocast:
         """The precision, for what runs inside of it."""
@@ -221,10 +224,6 @@ class Embedder:
             for layer in self.layers[branch]:
                 tensors = layer(tensors)
         return tensors
-
-
-def _rows(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(parts)) if parts else torch.zeros(0, 0)
 
 
 def chosen_device(given: str) -> torch.device:

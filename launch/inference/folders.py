@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,6 @@ from launch.inference.embedding import Rows
 from launch.modalities import view_of
 
 ABOUT = "about.json"
-KEYS = ("checkpoint", "checksum", "run", "data")  # of it, beside the modalities
 LINES = {"image": "images.jsonl", "text": "texts.jsonl"}  # others: `<modality>.jsonl`
 Line = dict[str, Any]
 
@@ -96,17 +96,18 @@ def read_embeddings(
     embeds: list[np.ndarray] = []
     lines: list[Line] = []
     specs: list[str] = []
+    needed = ("index", "id", "where", "text" if modality == "text" else "content")
     for part in _parts(folder) or [folder]:
         if not (part / ABOUT).is_file():
             raise FileNotFoundError(
                 f"{part}: holds no {ABOUT}; make it with evaluate.py RUN_DIR --embeddings {part}"
             )
-        about, there = _about(part, KEYS), _modalities_in(part)
-        if modality not in there:
+        about = _about(part)
+        if modality not in about["modalities"]:
             raise FileNotFoundError(
-                f"{part}: holds embeddings of {' and '.join(there)}, and none of {modality}; make "
-                f"them again with evaluate.py RUN_DIR --embeddings {part}, or search another "
-                "modality"
+                f"{part}: holds embeddings of {' and '.join(about['modalities'])}, and none of "
+                f"{modality}; make them again with evaluate.py RUN_DIR --embeddings {part}, or "
+                "search another modality"
             )
         if any(about[key] != model[key] for key in ("checkpoint", "checksum")):
             raise ValueError(
@@ -114,17 +115,13 @@ def read_embeddings(
                 f"the weights of {model['checkpoint']} in {model['run']}; give another folder, or "
                 "make them again without --query"
             )
-        try:
-            embeds.append(np.load(part / f"{modality}.npy", mmap_mode="r"))
-            text = (part / _lines_of(modality)).read_text(encoding="utf-8")
-            own = [json.loads(line) for line in text.splitlines()]
-            if embeds[-1].ndim != 2 or len(embeds[-1]) != len(own):
-                raise ValueError(f"{len(own)} lines for an array {embeds[-1].shape}")
-            columns = ("id", "where", "text" if modality == "text" else "content")
-            for line in own:
-                _refuse_lacking(line, ("index", *columns))
-        except (ValueError, OSError, EOFError) as error:
-            raise _other_format(part, error) from error
+        with _of_this_format(part), (part / _lines_of(modality)).open(encoding="utf-8") as file:
+            own = [json.loads(line) for line in file]
+            array = np.load(part / f"{modality}.npy", mmap_mode="r")
+            if array.ndim != 2 or len(array) != len(own):
+                raise ValueError(f"{len(own)} lines for an array {array.shape}")
+            _ = [[line[name] for name in needed] for line in own]
+        embeds.append(array)
         lines += own
         specs += about["data"]
     whole = embeds[0] if len(embeds) == 1 else np.concatenate(embeds)
@@ -144,7 +141,7 @@ def refuse_other_content(folder: Path) -> None:
 def forget_embeddings(folder: Path) -> None:
     """Of earlier, whatever sets they are of: none may be taken for those that come now."""
     for part in _parts(folder):
-        names = _modalities_in(part)
+        names = _about(part)["modalities"]
         files = [file for name in names for file in (f"{name}.npy", _lines_of(name))]
         for file in [*files, ABOUT]:
             remove(part / file, folder)
@@ -157,35 +154,27 @@ def _parts(folder: Path) -> list[Path]:
     return sorted(file.parent for file in folder.glob(f"*/{ABOUT}"))
 
 
-def _about(folder: Path, keys: Sequence[str]) -> dict[str, Any]:
-    """What about.json says, with these keys."""
+def _about(folder: Path) -> dict[str, Any]:
+    with _of_this_format(folder):
+        read = read_json(folder / ABOUT)
+        names = read["modalities"]
+        # they become names of files, which nobody may lead out of the folder
+        if not names or not all(isinstance(name, str) and name.isidentifier() for name in names):
+            raise ValueError(f"modalities {names!r}: names of modalities are needed")
+        return {key: read[key] for key in ("checkpoint", "checksum", "run", "data", "modalities")}
+
+
+@contextmanager
+def _of_this_format(folder: Path) -> Iterator[None]:
+    """Whatever fails in reading embeddings as one ValueError."""
     try:
-        about = read_json(folder / ABOUT)
-        _refuse_lacking(about, keys)
-    except ValueError as error:
-        raise _other_format(folder, error) from error
-    return about
-
-
-def _modalities_in(folder: Path) -> list[str]:
-    # they become names of files, which nobody may lead out of the folder
-    names = _about(folder, ["modalities"])["modalities"]
-    if not names or not all(isinstance(name, str) and name.isidentifier() for name in names):
-        raise _other_format(folder, f"modalities {names!r}: names of modalities are needed")
-    return list(names)
-
-
-def _refuse_lacking(record: Any, keys: Sequence[str]) -> None:
-    lacking = [key for key in keys if not isinstance(record, dict) or key not in record]
-    if lacking:
-        raise ValueError(f"{str(record)[:80]} has no {' and no '.join(lacking)}")
-
-
-def _other_format(folder: Path, why: object) -> ValueError:
-    return ValueError(
-        f"--embeddings {folder}: was written in another format, or is damaged ({why}); remove it, "
-        f"and make it again with evaluate.py RUN_DIR --embeddings {folder}"
-    )
+        yield
+    except (ValueError, LookupError, TypeError, OSError, EOFError) as error:
+        raise ValueError(
+            f"--embeddings {folder}: was written in another format, or is damaged "
+            f"({type(error).__name__}: {error}); remove it, and make it again with evaluate.py "
+            f"RUN_DIR --embeddings {folder}"
+        ) from error
 
 
 def _lines_of(modality: str) -> str:

@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +17,8 @@ from torch import Tensor
 from common.output import plain
 from data.batching.mixture import open_sources
 from data.index.sources import Source
-from data.keys import content_hash
 from data.modules import import_recorded, modules_of_specs
-from launch.inference.embedding import Embedder
+from launch.inference.embedding import Embedder, as_source
 from launch.inference.evaluation import caption_of
 from launch.inference.folders import lines_for, read_embeddings, refuse_other_data
 from launch.inference.gallery import Cell, draw_rows
@@ -40,25 +39,6 @@ class Query:
     modality: str
     words: str
     value: View | None = None
-
-
-class OneFile:
-    """A source of one sample, a file that holds a value of the modality that is loaded."""
-
-    def __init__(self, file: str, data: bytes) -> None:
-        self.spec, self._data = file, data
-
-    def __len__(self) -> int:
-        return 1
-
-    def where(self, i: int, modality: str | None = None) -> str:
-        return self.spec
-
-    def value(self, modality: str, i: int) -> bytes:
-        return self._data
-
-    def content_hash(self, modality: str, i: int) -> bytes:
-        return content_hash(self._data)
 
 
 def read_query(given: str, branches: Sequence[str]) -> Query:
@@ -99,8 +79,7 @@ def embedded_query(query: Query, embedder: Embedder) -> Tensor:
     """[1, D]"""
     if query.value is None:
         return embedder.texts([query.words])
-    # not a whole Source, but all of one that an image and a sound are loaded by
-    one = cast(Source, OneFile(query.words, query.value.data))
+    one = as_source([query.value.data], query.words)
     return embedder.rows(query.modality, one, np.zeros(1, np.int64)).embeds
 
 

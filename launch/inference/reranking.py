@@ -7,12 +7,13 @@ kept, those of images come in batches.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from data.index.sources import Source
-from launch.inference.embedding import Embedded, Embedder
+from launch.inference.embedding import Embedded, Embedder, as_source
 from launch.inference.evaluation import directions, rank_figures
 from models.metrics.retrieval import nearest, relevant_ranks, reranked
 from models.towers.fusion import Fusion
@@ -66,10 +67,11 @@ def _scores(
     """[P] float32 of pairs of rows of `embedded`, [P] each, in which those of `image` ascend."""
     images, of_texts = embedded.rows["image"].sample.numpy(), embedded.rows["text"]
     languages = [source.language(i) for i in of_texts.sample.tolist()]
+    texts = as_source(of_texts.texts, languages=languages)
     # kept of all texts, [L, F] each without its padding; those of images come in batches below
     text_tokens = [
         own[mask != 0]
-        for outputs in embedder.outputs_of_texts(of_texts.texts, languages)
+        for _, outputs in embedder.outputs("text", texts, np.arange(len(of_texts.texts)))
         for own, mask in zip(outputs["text_tokens"].cpu(), outputs["text_mask"].cpu())
     ]
     first, scores, device = 0, [torch.zeros(0)], embedder.device

@@ -78,8 +78,8 @@ def label_of(instruction: str) -> str:
 
 def busy_s(spans: Spans) -> float:
     """Seconds in which a rank computed; the same sum as `engine.trace.Recorder.busy_s`."""
-    waited = sum(span.seconds for span in spans if span.name == WAIT)
-    return sum(span.seconds for span in spans if span.name in COMPUTE) - waited
+    found = seconds_by_label(spans)
+    return sum(found[label] for label, _ in COMPUTING.values())
 
 
 def idle_fraction(spans: Spans, step_s: float) -> float:
@@ -87,7 +87,7 @@ def idle_fraction(spans: Spans, step_s: float) -> float:
     return max(0.0, 1 - busy_s(spans) / step_s) if step_s else 0.0
 
 
-def seconds_by_label(spans: Spans, step_s: float) -> dict[str, float]:
+def seconds_by_label(spans: Spans, step_s: float = 0.0) -> dict[str, float]:
     """Seconds of a step by label; they add up to `step_s`. What a rank waits within an instruction
     is taken from that instruction."""
     found = dict.fromkeys(COLOURS, 0.0)

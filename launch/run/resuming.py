@@ -3,48 +3,50 @@ to say about it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from data.batching.order import BatchSizes, GlobalOrder
-from engine.checkpoint.layout import BrokenCheckpoint, checkpoints_in, read_manifest
-from engine.checkpoint.together import load_checkpoint, newest_checkpoint, verify_together
+from engine.checkpoint.layout import BrokenCheckpoint, checkpoints_in, newest_of, read_manifest
+from engine.checkpoint.together import load_checkpoint, verify_together
 from engine.executor import ForkEngine
 from engine.json_messages import from_first_rank
 
 STATE = {"step", "batch_sizes", "balance", "loss_weights"}
 
 
-def find_checkpoint(asked: str, checkpoints: Path) -> tuple[Path | None, list[str]]:
-    """The checkpoint's folder, and a notice for each newer one that is broken."""
+def find_checkpoint(
+    asked: str,
+    checkpoints: Path,
+    verify: Callable[[Path], Any] = verify_together,
+    agreed: Callable[[list[str]], list[str]] = from_first_rank,
+) -> tuple[Path | None, list[str]]:
+    """The checkpoint's folder, and a notice for each newer one that is broken. `verify`, `agreed`:
+    how one is checked, and who says which there are; by default all ranks do it together."""
     if asked == "never":
         return None, []
+    there = agreed([checkpoint.name for checkpoint in checkpoints_in(checkpoints)])
+    checkpoint, notices = Path(asked), []
+    if asked != "auto" and there and checkpoint.resolve().parent != checkpoints.resolve():
+        notices = [f"--resume {asked} is where this run began; it has checkpoints of its own now"]
+        asked = "auto"
     if asked == "auto":
-        newest, broken = newest_checkpoint(checkpoints)
+        newest, broken = newest_of([checkpoints / name for name in there], verify)
         if newest is None and broken:
             listed = "\n".join(f"    {reason}" for reason in broken)
             raise ValueError(
                 "--resume auto: no checkpoint can be used; give a whole one with --resume PATH, or "
                 f"another --run-dir:\n{listed}"
             )
-        return newest, [f"passed over: {reason}" for reason in broken]
-    checkpoint = Path(asked)
-    if checkpoint.resolve().parent != checkpoints.resolve() and from_first_rank(
-        bool(checkpoints_in(checkpoints))
-    ):
-        newest, notices = find_checkpoint("auto", checkpoints)
-        return newest, [
-            f"--resume {checkpoint} is where this run began; it has checkpoints of its own now",
-            *notices,
-        ]
+        return newest, [*notices, *(f"passed over: {reason}" for reason in broken)]
     if not checkpoint.is_dir():
         raise FileNotFoundError(
             f"--resume {checkpoint}: no such folder; give auto, never, or a folder such as "
             "RUN_DIR/checkpoints/step-00000100"
         )
     try:
-        verify_together(checkpoint)
+        verify(checkpoint)
     except BrokenCheckpoint as error:
         raise ValueError(
             f"--resume {error}; give auto for the newest whole checkpoint, or another one"
@@ -87,20 +89,11 @@ def change_of_size(order: GlobalOrder, step: int, total_steps: int) -> str | Non
     not."""
     if not order.earlier or step != order.changed_at:
         return None
-    begun = order.epoch(step - 1)  # the epoch that the last steps were in
-    visited = order.samples_before(step) - order.samples_before(order.first_step(begun))
+    epoch = order.epoch(step)
+    visited = order.samples_before(step) - order.samples_before(order.first_step(epoch))
     left = order.epoch_samples - visited
-    if order.epoch(step) == begun:
-        where = (
-            f"{visited:,} samples of epoch {begun + 1} are behind it, the {left:,} that are left "
-            "follow in their order"
-        )
-    else:
-        where = f"epoch {begun + 2} begins" + (
-            f", the {left:,} samples left of the one before do not fill a batch" if left else ""
-        )
     return (
-        f"{order.global_batch_size:,} samples a step, and before {order.earlier[-1][1]:,}: "
-        f"{where}; the learning rate's schedule counts steps, {total_steps:,} in all, so it is not "
-        "what it would have been"
+        f"{order.global_batch_size:,} samples a step, and before {order.earlier[-1][1]:,}: the "
+        f"{left:,} samples left of epoch {epoch + 1} follow in their order; the learning "
+        f"rate's schedule counts steps, {total_steps:,} in all"
     )

@@ -127,7 +127,7 @@ def _kept(
     known = from_first_rank(known if usable else None)
     if known is None:
         return None
-    here = {"embed_dim": model.embed_dim, "compared": _compared(model), **configured(config)}
+    here = {"compared": _compared(model), **configured(config)}
     return replace(cost_model_from_json(known), **here)
 
 

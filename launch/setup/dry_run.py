@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from launch.config.options import Options
-from launch.setup.first_screen import print_screen
+from launch.setup.first_screen import first_screen, print_screen
 from launch.setup.options_table import options_table
 from launch.setup.prepare import prepare_run
 from launch.setup.ranks import PlannedRanks
@@ -21,10 +21,11 @@ def dry_run(options: Options) -> int:
     if int(os.environ.get("RANK", "0")) > 0:
         return 0
     with tempfile.TemporaryDirectory(prefix="wye-dry-run-") as temporary:
-        run = prepare_run(options, PlannedRanks(options, Path(temporary)))
+        ranks = PlannedRanks(options, Path(temporary))
+        run = prepare_run(options, ranks)
         if options.show_options:
             show(options_table(run))
         else:
-            print_screen(run.screen)
+            print_screen(first_screen(run, ranks))
     print("dry run: nothing was trained, and no folder was written")
     return 0

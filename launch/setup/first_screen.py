@@ -9,7 +9,7 @@ import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -24,12 +24,17 @@ from engine.planning.costs import precision_of
 from engine.planning.planner import GIB, RunPlan
 from launch.config.imported import branches_held
 from launch.config.options import Options, default_of
+from launch.config.pixels import describe_pixels
 from launch.modalities import OWN
 from launch.setup.costing import NOMINAL
 from launch.terminal.tables import REPORT, duration
 from models.losses import PlainLoss, build_loss
 from models.towers.layers import Tower
 from models.weights.reading import published_weights
+
+if TYPE_CHECKING:
+    from launch.setup.prepare import PreparedRun
+    from launch.setup.ranks import Ranks
 
 DESCRIPTION = "tokenizer_config.json"  # of the tokenizer beside it
 DUPLICATES = {
@@ -62,36 +67,32 @@ def describe_device(device: torch.device) -> str:
     return f"{device.type} ({cores} core{'s' * (cores > 1)})"
 
 
-def first_screen(
-    options: Options,
-    data: PreparedData,
-    towers: Sequence[Tower],
-    ranks: str,
-    config: Mapping[str, Any],
-    config_file: Path,
-    plan: RunPlan,
-    preset: str,
-    total_steps: int,
-    further: Sequence[str],
-    folder: str,
-) -> list[tuple[str, str]]:
-    """(label, text), a text may have several lines. `ranks`: in words; `preset`: its line, empty
-    where no number was left open; `further`: lines `label: text` that only some runs have."""
+def first_screen(run: PreparedRun, ranks: Ranks) -> list[tuple[str, str]]:
+    """(label, text), a text may have several lines."""
+    options, config, data, plan, model = run.options, run.config, run.data, run.plan, run.model
+    total_steps = run.batching.total_steps
     zero = config.get("zero_optimization", {}).get("stage", 0)
     length = f"{total_steps:,} steps of {config['train_batch_size']:,} samples"
+    further = [
+        describe_pixels(options),
+        *model.describe_cuts().splitlines(),
+        model.describe_patches(),
+        *model.describe_adapters().splitlines(),
+        run.batching.describe_shapes(),
+    ]
     screen = [
         ("data", "\n".join([_data(data), *_repeated(data, options)])),
-        ("towers", _towers(options, towers, plan)),
+        ("towers", _towers(options, model.towers, plan)),
         ("tokenizer", _tokenizer(options, data)),
-        ("ranks", f"{ranks}; {precision_of(config)}, ZeRO stage {zero}"),
-        ("plan", f"{plan.describe()}   {config_file.name}"),
-        ("why", _why(plan, config_file)),
-        ("preset", preset or f"{length}; no number was left open"),
+        ("ranks", f"{ranks.described}; {precision_of(config)}, ZeRO stage {zero}"),
+        ("plan", f"{plan.describe()}   {run.config_file.name}"),
+        ("why", _why(plan, run.config_file)),
+        ("preset", run.preset or f"{length}; no number was left open"),
         ("optimizer", preview(config, plan.optimizer_groups, total_steps)),
         *(_split(line) for line in further if line),
-        ("note", _published(options, towers)),
+        ("note", _published(options, model.towers)),
         ("predicted", _predicted(plan, total_steps)),
-        ("folder", folder),
+        ("folder", ranks.describe_folder(run.folder)),
     ]
     return [(label, text) for label, text in screen if text]
 

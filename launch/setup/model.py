@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from engine.objective import Objective
+from launch.config.blocks import BalanceBlock
 from launch.config.groups import ModelOptions
 from launch.config.imported import branches_held
 from launch.inference.trained import towers_of
@@ -120,12 +121,12 @@ class RunModel:
         """A line for each tower with adapters; empty where there is none."""
         return describe_adapters(self.towers)
 
-    def refuse_sizes(self, image_buckets: int, image_sizes: Sequence[int] | None) -> None:
+    def refuse_sizes(self, image_buckets: int, balance: BalanceBlock) -> None:
         """Raise ValueError where images of several sizes are asked for (--image-buckets, the bounds
         `branches.balance.image_size`) and the image tower takes one."""
         several = {
             "--image-buckets": image_buckets > 1,
-            "branches.balance.image_size": image_sizes is not None,
+            "branches.balance.image_size": balance.image_size is not None,
         }
         asked = [name for name, is_asked in several.items() if is_asked]
         images = [tower for tower in self.towers if tower.branch == "image"]

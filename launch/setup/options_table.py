@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from common.files import read_json
-from common.options import flags_of
 from common.secrets import redacted
 from engine.checks import AUTO
 from engine.config.auto import recorded
 from engine.config.reading import BranchesBlock
-from launch.config.groups import GROUPS
+from launch.config.groups import FLAGS
 from launch.config.settings import with_settings
 from launch.records import flat
 
@@ -34,7 +33,7 @@ def options_table(run: PreparedRun) -> Table:
     for name in ("option", "value", "from"):
         table.add_column(name, overflow="fold")
     record = redacted(run.options.record())
-    for name in (name for kind in GROUPS for name, _, _ in flags_of(kind) if name in record):
+    for name in filter(record.__contains__, FLAGS):
         source = run.options.sources.get(name, "default")
         if source == "default" and name in ("augmentation", "label_smoothing"):
             source = "the preset"

@@ -24,24 +24,18 @@ from engine.executor import ForkEngine
 from engine.optimizer.classes import optimizer_class
 from engine.planning.planner import RunPlan, plan_run
 from engine.processes.ops import compile_optimizer_op
-from engine.processes.start import (
-    Processes,
-)
+from engine.processes.start import Processes
 from engine.trace import HostClock
 from launch.batching.batching import Batching
 from launch.config.blocks import adapting, balancing
 from launch.config.configuration import read_configuration
 from launch.config.hyperparameters import as_begun, settle
 from launch.config.options import Options
-from launch.config.pixels import describe_pixels
 from launch.inference.trained import with_named_towers
 from launch.inputs import from_bytes
 from launch.loss_weights import LossWeights
 from launch.run.folder import RunFolder, training_identity
 from launch.run.resuming import resume, state_of
-from launch.setup.first_screen import (
-    first_screen,
-)
 from launch.setup.model import RunModel
 from launch.setup.ranks import Ranks
 from launch.tracking.tracker import where
@@ -51,8 +45,8 @@ from models.towers.layers import library_models_kept
 @dataclass(frozen=True, eq=False)
 class PreparedRun:
     """What was decided before the first step. `options` and `config` have nothing open; `training`:
-    the run's identity; `state`: of the checkpoint that it goes on from; `screen`: the first one;
-    `further`: notices below it."""
+    the run's identity; `state`: of the checkpoint that it goes on from; `preset`: its line, empty
+    where no number was left open; `notices`: below the first screen."""
 
     options: Options
     config_file: Path
@@ -68,7 +62,7 @@ class PreparedRun:
     loss_weights: LossWeights
     plan: RunPlan
     training: Mapping[str, Any]
-    screen: Sequence[tuple[str, str]]
+    preset: str
     notices: Sequence[str]
 
     @property
@@ -174,7 +168,7 @@ def prepare_run(options: Options, ranks: Ranks) -> PreparedRun:
 
     # What to train: towers as lists of layers, and the losses between their embeddings.
     model = RunModel.of(options, data.tokenizer, adapting(block))
-    model.refuse_sizes(options.image_buckets, balancing(block).image_size)
+    model.refuse_sizes(options.image_buckets, balancing(block))
     loss_weights = LossWeights.of(options, model.objective, data.held_out)
 
     # Which rank runs which layers: the fastest plan by what the layers cost, measured or estimated.
@@ -190,25 +184,6 @@ def prepare_run(options: Options, ranks: Ranks) -> PreparedRun:
     # Which samples of a global batch make which micro-batch.
     with ranks.first_first():
         batching.divide(plan, model.patch_size)
-    screen = first_screen(
-        options,
-        data,
-        model.towers,
-        ranks=ranks.described,
-        config=config,
-        config_file=config_file,
-        plan=plan,
-        preset=preset,
-        total_steps=batching.total_steps,
-        further=[
-            describe_pixels(options),
-            *model.describe_cuts().splitlines(),
-            model.describe_patches(),
-            *model.describe_adapters().splitlines(),
-            batching.describe_shapes(),
-        ],
-        folder=ranks.describe_folder(folder),
-    )
     return PreparedRun(
         options=options,
         config_file=config_file,
@@ -224,6 +199,6 @@ def prepare_run(options: Options, ranks: Ranks) -> PreparedRun:
         loss_weights=loss_weights,
         plan=plan,
         training=training,
-        screen=screen,
+        preset=preset,
         notices=notices,
     )

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -31,7 +31,6 @@ from engine.processes.watchdog import Watchdog
 from launch.config.configuration import Abilities, asked_communication
 from launch.config.options import Options
 from launch.feeding import share_cores
-from launch.inference.trained import find_checkpoint as newest_checkpoint
 from launch.run.failures import Run
 from launch.run.folder import RunFolder, choose_folder
 from launch.run.resuming import find_checkpoint
@@ -50,43 +49,17 @@ from launch.terminal.quiet import quiet_ranks
 KEPT = ("samples", "tokenizer", "token_counts")  # of a run's folder, which a dry run reads again
 
 
-class Ranks(Protocol):
-    """The ranks of a run, started or planned for. `described`: in words; `first`: is this one the
-    first?"""
-
-    number: int
-    abilities: Abilities
-    described: str
-    first: bool
-
-    @property
-    def costs(self) -> Callable[..., CostModel]:
-        """What the layers cost here: called as `run_costs` is."""
-
-    def first_first(self) -> AbstractContextManager[None]:
-        """In here the first rank is alone before the others, which find what it made."""
-
-    def compare(self, record: Mapping[str, Any]) -> None:
-        """Raise ValueError where another rank has another record."""
-
-    def open_folder(self, options: Options) -> RunFolder: ...
-
-    def find_checkpoint(self, resume: str, folder: RunFolder) -> tuple[Path | None, list[str]]: ...
-
-    def working_folder(self, folder: RunFolder) -> Path:
-        """Where samples, tokenizer and token counts are kept."""
-
-    def describe_folder(self, folder: RunFolder) -> str: ...
-
-
 class LiveRanks:
     """The processes of this run, started here, with a watchdog that ends them all when one is lost.
-    `run`: gets the watchdog and the folder, for the report of a failure."""
+    `run`: gets the watchdog and the folder, for the report of a failure.
+
+    `number` of ranks, `described` in words; `first`: is this one the first? `costs`: what the
+    layers cost here.
+    """
 
     def __init__(self, options: Options, run: Run, stop: StopRequest):
-        limit_s = max(
-            COLLECTIVE_LIMIT_S, 2 * 60 * options.stall_limit
-        )  # the watchdog speaks before
+        # the watchdog speaks before
+        limit_s = max(COLLECTIVE_LIMIT_S, 2 * 60 * options.stall_limit)
         self.processes = start_processes(limit_s, print, asked_communication(options))
         self.run, self.stop = run, stop
         self.watchdog = run.watchdog = Watchdog(
@@ -109,9 +82,11 @@ class LiveRanks:
         )
 
     def first_first(self) -> AbstractContextManager[None]:
+        """In here the first rank is alone before the others, which find what it made."""
         return first_rank_first(self.processes)
 
     def compare(self, record: Mapping[str, Any]) -> None:
+        """Raise ValueError where another rank has another record."""
         refuse_differences(redacted(record))
 
     def open_folder(self, options: Options) -> RunFolder:
@@ -127,6 +102,7 @@ class LiveRanks:
         return find_checkpoint(resume, folder.checkpoints)
 
     def working_folder(self, folder: RunFolder) -> Path:
+        """Where samples, tokenizer and token counts are kept."""
         return folder.path
 
     def describe_folder(self, folder: RunFolder) -> str:
@@ -177,17 +153,7 @@ class PlannedRanks:
         return RunFolder(choose_folder(options.run_dir, options.data), first_rank=False)
 
     def find_checkpoint(self, resume: str, folder: RunFolder) -> tuple[Path | None, list[str]]:
-        if resume == "never" or (resume == "auto" and not folder.checkpoints.is_dir()):
-            return None, []
-        if resume == "auto":
-            return newest_checkpoint(folder.checkpoints, None), []
-        if not Path(resume).is_dir():
-            raise FileNotFoundError(
-                f"--resume {resume}: no such folder; give auto, never, or a folder such as "
-                "RUN_DIR/checkpoints/step-00000100"
-            )
-        verify(Path(resume))
-        return Path(resume), []
+        return find_checkpoint(resume, folder.checkpoints, verify, list)
 
     def working_folder(self, folder: RunFolder) -> Path:
         for name in KEPT:
@@ -208,3 +174,6 @@ class PlannedRanks:
             self.memory_bytes,
             compared=[pair.branches for pair in model.objective.pairs],
         )
+
+
+Ranks: TypeAlias = LiveRanks | PlannedRanks  # of a run, started or planned for

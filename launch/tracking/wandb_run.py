@@ -1,5 +1,5 @@
-"""The W&B run of a training run. Without a login or a network it is recorded offline, with one
-line."""
+"""The W&B run of a training run, and an export as its artifact. Without a login or a network it is
+recorded offline, with one line."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ import os
 import re
 import shlex
 import sys
-import threading
-import urllib.error
-import urllib.request
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.files import make_folder, write_text
 from common.output import only_shows, plain
 from common.secrets import redact, redacted
 from launch.tracking.alerts import Alert
 from launch.tracking.backend import Backend
+from launch.tracking.login import choose_mode
+
+if TYPE_CHECKING:
+    from launch.inference.trained import Trained
 
 INIT_TIMEOUT_S = 30
 IDENTITY = "wandb_run_id"  # a file in the run's folder
@@ -116,15 +117,33 @@ class WandbRun(Backend):
         self._run.log_artifact(artifact, aliases=list(aliases))
 
 
+def log_export(trained: Trained, run_dir: Path, export: Path, averaged: bool) -> None:
+    """Adds all files of the export to the run, as a new version with the aliases `latest`,
+    `step-N` and, for the moving average of the weights, `ema`. A run that was not tracked gets its
+    W&B run now. Without a login or a network it is recorded offline; a failure is one warning."""
+    from deepspeed.monitor.config import WandbConfig  # which a W&B run does without
+
+    # asked for by name, so online unless W&B's own settings say otherwise
+    mode, notice = choose_mode("auto", WandbConfig(enabled=True))
+    if mode == "disabled":
+        reason = notice or "W&B: off, by WANDB_MODE, WANDB_DISABLED or the settings of its client"
+        logging.getLogger("wye").warning("the export is not in W&B; %s", reason)
+        return
+    with only_shows("the export is not in W&B"):
+        run = WandbRun(mode, run_dir, trained.record["tracking"], {}, job_type=None)
+        aliases = ["latest", f"step-{trained.step}", *(["ema"] if averaged else [])]
+        run.model(export, aliases, {"step": trained.step, "averaged": averaged})
+        run.finish(0)
+
+
 def _online(how: dict[str, Any]) -> Any:
     """wandb's run; None, with one line, without a login or where the server does not answer."""
     import wandb
 
     try:
         # unless it is quiet and verifies nothing, login asks the server, again and again
-        client = wandb.setup(how["settings"])
+        wandb.setup(how["settings"])
         if wandb.login(prompt=False, verify=False):
-            _reach(client.settings.base_url, INIT_TIMEOUT_S)
             return wandb.init(mode="online", **how)
         reason = "no W&B login was found (run `wandb login`)"
     except Exception as error:
@@ -135,28 +154,3 @@ def _online(how: dict[str, Any]) -> Any:
         "%s: tracking goes on offline; `wandb sync` uploads it later", plain(reason)
     )
     return None
-
-
-def _reach(url: str, timeout_s: float) -> None:
-    """Raise ConnectionError unless something answers at `url` within `timeout_s` seconds, whatever
-    it answers.
-
-    Asked before W&B's client, which tries again for minutes; in a thread, because looking up a name
-    has no time limit.
-    """
-    outcome = [f"within {timeout_s:g} s"]
-
-    def ask() -> None:
-        try:
-            urllib.request.urlopen(url, timeout=timeout_s).close()
-            outcome.clear()
-        except urllib.error.HTTPError:
-            outcome.clear()  # a refusal is an answer
-        except Exception as error:
-            outcome[0] = f"({error})"
-
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(timeout_s)
-    if outcome:
-        raise ConnectionError(f"no answer from {url} {outcome[0]}")

@@ -24,9 +24,8 @@ class Window:
 GOOD = {"kind": "hann", "size": 4}
 
 
-@pytest.mark.parametrize(
-    "written, said",
-    [
+def test_what_is_wrong_is_said_in_one_line():
+    for written, said in (
         ([], "a.b: got []; it is an object such as {}"),
         ({**GOOD, "szie": 1}, "unknown key 'a.b.szie'; did you mean 'size'?"),
         ({**GOOD, "xyzzy": 1}, "unknown key 'a.b.xyzzy'; valid keys: kind, size, step"),
@@ -39,12 +38,10 @@ GOOD = {"kind": "hann", "size": 4}
         ({**GOOD, "gain": float("nan")}, "a.b.gain: got nan; it is a number above 0"),
         ({**GOOD, "centred": 1}, "a.b.centred: got 1; it is true or false"),
         ({**GOOD, "step": 5}, "a.b: step 5 is above size 4; lower it"),
-    ],
-)
-def test_what_is_wrong_is_said_in_one_line(written, said):
-    with pytest.raises(ValueError) as error:
-        read_block(Window, written, "a.b")
-    assert str(error.value).startswith(said) and "\n" not in str(error.value)
+    ):
+        with pytest.raises(ValueError) as error:
+            read_block(Window, written, "a.b")
+        assert str(error.value).startswith(said) and "\n" not in str(error.value)
 
 
 def test_what_is_right_is_kept():

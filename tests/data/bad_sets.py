@@ -31,35 +31,26 @@ def encoded_image(number: int = 0, kind: str = "PNG", size: tuple[int, int] = (1
 
 
 def png_chunk(kind: bytes, content: bytes) -> bytes:
-    return (
-        struct.pack(">I", len(content))
-        + kind
-        + content
-        + struct.pack(">I", zlib.crc32(kind + content))
-    )
+    check = struct.pack(">I", zlib.crc32(kind + content))
+    return struct.pack(">I", len(content)) + kind + content + check
+
+
+def png(header: tuple[int, ...], *chunks: tuple[bytes, bytes]) -> bytes:
+    """`header`: width, height, bits of a channel, kind of colours."""
+    begin = (b"IHDR", struct.pack(">IIBBBBB", *header, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(*c) for c in (begin, *chunks, (b"IEND", b"")))
 
 
 def png_claiming(width: int, height: int) -> bytes:
     """A small file whose header tells of an image of any size."""
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + png_chunk(b"IHDR", header)
-        + png_chunk(b"IDAT", zlib.compress(bytes(1000)))
-        + png_chunk(b"IEND", b"")
-    )
+    return png((width, height, 8, 2), (b"IDAT", zlib.compress(bytes(1000))))
 
 
 def png_of_palette(transparent: int) -> bytes:
     """A PNG that decodes and cannot be converted where the transparent one is beyond its colours."""
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + png_chunk(b"IHDR", struct.pack(">IIBBBBB", 2, 2, 8, 3, 0, 0, 0))
-        + png_chunk(b"PLTE", bytes(6))
-        + png_chunk(b"tRNS", b"\xff" * transparent + b"\0")
-        + png_chunk(b"IDAT", zlib.compress(bytes(6)))
-        + png_chunk(b"IEND", b"")
-    )
+    opacities = b"\xff" * transparent + b"\0"
+    pixels = zlib.compress(bytes(6))
+    return png((2, 2, 8, 3), (b"PLTE", bytes(6)), (b"tRNS", opacities), (b"IDAT", pixels))
 
 
 def tiff_claiming(strips: int) -> bytes:
@@ -132,14 +123,10 @@ def jsonl(folder: Path):
     rows, expected, good = file_rows()
     lines = []
     for identity, path, text in rows:
-        line = json.dumps(
-            {
-                "id": identity,
-                "image_path": path,
-                "text": "TEXT" if isinstance(text, bytes) else text,
-            }
-        ).encode()
-        lines.append(line.replace(b"TEXT", text) if isinstance(text, bytes) else line)
+        of_bytes = isinstance(text, bytes)
+        row = {"id": identity, "image_path": path, "text": "TEXT" if of_bytes else text}
+        line = json.dumps(row).encode()
+        lines.append(line.replace(b"TEXT", text) if of_bytes else line)
     # of a line that cannot be read the id is not known: the line's number stands for it
     del expected["invalid-utf8"]
     expected[str(len(lines))] = "invalid-utf8"
@@ -156,126 +143,94 @@ def jsonl(folder: Path):
     lines.append(b'{"image_path": "images/good.png", "text": ["", "kept"], "id": "some"}')
     lines.append(b'{"image_path": "images/good.png", "text": "a second one", "id": "good"}')
     (root / "set.jsonl").write_bytes(b"\n".join(lines) + b"\n")
-    return (
-        f"jsonl:{root / 'set.jsonl'}",
-        [*expected.items(), ("good", "duplicate-id")],
-        [*good, "some"],
-    )
+    pairs = [*expected.items(), ("good", "duplicate-id")]
+    return f"jsonl:{root / 'set.jsonl'}", pairs, [*good, "some"]
 
 
-def csv(folder: Path, separator: str = ","):
+def csv(folder: Path, kind: str = "csv", separator: str = ","):
     root = folder_with_images(folder)
     rows, expected, good = file_rows()
-    out = [separator.join(["id", "filepath", "title"]).encode()]
+    lines = [("id", "filepath", "title")]
     for identity, path, text in rows:
-        content = text if isinstance(text, bytes) else (text or "").encode()
-        out.append(separator.join([identity, path, ""]).encode() + b'"' + content + b'"')
+        # bytes that are no UTF-8 pass through as surrogates
+        text = text.decode(errors="surrogateescape") if isinstance(text, bytes) else text
+        lines.append((identity, path, f'"{text or ""}"'))
     expected["no-caption"] = "empty-caption"  # a cell that is empty is a text that is empty
-    out.append(separator.join(["two lines", "images/good.png", '"first\nsecond"']).encode())
-    out.append(separator.join(["good", "images/good.png", "a second one"]).encode())
-    out.append(b"short")
-    line = b"\n".join(out).count(b"\n") + 1
-    expected[str(line)] = "invalid-row"
-    kind = "tsv" if separator == "\t" else "csv"
-    (root / f"set.{kind}").write_bytes(b"\n".join(out) + b"\n")
-    return (
-        f"{kind}:{root / f'set.{kind}'}",
-        [*expected.items(), ("good", "duplicate-id")],
-        [*good, "two lines"],
-    )
+    lines.append(("two lines", "images/good.png", '"first\nsecond"'))
+    lines += [("good", "images/good.png", "a second one"), ("short",)]
+    out = "\n".join(map(separator.join, lines))
+    expected[str(out.count("\n") + 1)] = "invalid-row"
+    (root / f"set.{kind}").write_bytes(out.encode(errors="surrogateescape") + b"\n")
+    pairs = [*expected.items(), ("good", "duplicate-id")]
+    return f"{kind}:{root / f'set.{kind}'}", pairs, [*good, "two lines"]
 
 
 def tsv(folder: Path):
-    spec, expected, good = csv(folder, "\t")
-    expected = [pair for pair in expected if pair[0] != "empty-caption"] + [
-        ("empty-caption", "empty-caption")
-    ]
-    return spec, expected, good
+    return csv(folder, "tsv", "\t")
 
 
 def coco(folder: Path):
     root = folder_with_images(folder)
     rows, expected, good = file_rows()
-    images, annotations = [], []
-    for identity, path, text in rows:
-        images.append({"id": identity, "file_name": path})
-        if text is not None:
-            annotations.append(
-                {
-                    "image_id": identity,
-                    "caption": text.decode(errors="surrogateescape")
-                    if isinstance(text, bytes)
-                    else text,
-                }
-            )
+    images = [{"id": identity, "file_name": path} for identity, path, _ in rows]
+    annotations: list = []
+    for identity, _, text in rows:
+        text = text.decode(errors="surrogateescape") if isinstance(text, bytes) else text
+        annotations += [] if text is None else [{"image_id": identity, "caption": text}]
     annotations.append({"image_id": "good", "caption": "and another"})
     images += [{"id": "good", "file_name": "images/good.png"}, {"id": "no file"}, 5]
     annotations += [{"image_id": "unknown", "caption": "of no image"}, "oops"]
-    count = len(images)
-    expected |= {
-        "no file": "invalid-row",
-        f"images[{count - 1}]": "invalid-row",
-        f"images[{count}]": "invalid-row",
-        "unknown": "invalid-row",
-    }
+    faulty = ("no file", f"images[{len(images) - 1}]", f"images[{len(images)}]", "unknown")
+    expected |= dict.fromkeys(faulty, "invalid-row")
     content = json.dumps({"images": images, "annotations": annotations}, ensure_ascii=False)
     (folder / "captions.json").write_bytes(content.encode(errors="surrogateescape"))
-    return (
-        f"coco:{root}:{folder / 'captions.json'}",
-        [*expected.items(), ("good", "duplicate-id")],
-        good,
-    )
+    pairs = [*expected.items(), ("good", "duplicate-id")]
+    return f"coco:{root}:{folder / 'captions.json'}", pairs, good
 
 
 def imagefolder(folder: Path):
     # its folder `images` is a class, `linked` is one that leads out
     root = folder_with_images(folder)
-    (root / "images" / "notes.txt").write_text("passed over")
-    (folder / "outside" / "names.txt").write_text("images secret\n")
-    (root / "classnames.txt").symlink_to(folder / "outside" / "names.txt")
-    (root / "images" / "gone.png").symlink_to("none.png")
-    (root / "images" / "deeper").mkdir()
-    (root / "images" / "deeper" / "more.JPEG").write_bytes(encoded_image(1, "JPEG"))
-    (root / "images" / "away").symlink_to(folder / "outside")
-    (root / "images" / "again").symlink_to(root / "images")
-    os.symlink(root / "images" / "good.png", os.fsencode(root / "images") + b"/caf\xe9.png")
+    images, outside = root / "images", folder / "outside"
+    (images / "notes.txt").write_text("passed over")
+    (outside / "names.txt").write_text("images secret\n")
+    (root / "classnames.txt").symlink_to(outside / "names.txt")
+    (images / "gone.png").symlink_to("none.png")
+    (images / "deeper").mkdir()
+    (images / "deeper" / "more.JPEG").write_bytes(encoded_image(1, "JPEG"))
+    (images / "away").symlink_to(outside)
+    (images / "again").symlink_to(images)
+    os.symlink(images / "good.png", os.fsencode(images) + b"/caf\xe9.png")
     expected = {f"images/{reason}.png": reason for reason in BAD_IMAGES}
-    expected |= {
-        "images/link.png": "outside-root",
-        "linked": "outside-root",
-        "images/away": "outside-root",
-    }
+    expected |= dict.fromkeys(("images/link.png", "linked", "images/away"), "outside-root")
     expected |= {"images/gone.png": "missing-file", r"images/caf\udce9.png": "invalid-utf8"}
-    return (
-        f"imagefolder:{root}",
-        list(expected.items()),
-        [f"images/{name}" for name in ("deeper/more.JPEG", "good.png", "inside.png")],
-    )
+    good = [f"images/{name}" for name in ("deeper/more.JPEG", "good.png", "inside.png")]
+    return f"imagefolder:{root}", list(expected.items()), good
+
+
+def texts_as_they_are(rows: list) -> pa.Array:
+    """Bytes that are no text too, as faulty writers leave them."""
+    texts = [text.encode() if isinstance(text, str) else text for *_, text in rows]
+    return pa.array(texts, pa.binary()).view(pa.string())
 
 
 def parquet(folder: Path, in_struct: bool = True):
     """As Hugging Face writes images, or as plain bytes; in two files of row groups of 5."""
     (folder / "outside").mkdir()
     good = encoded_image()
-    rows = [("good", good, b"a good one")]
-    rows += [(reason, content, b"its image is bad") for reason, content in BAD_IMAGES.items()]
-    rows += [("missing", None, b"no bytes")]
-    rows += [
-        (reason, good, text if isinstance(text, bytes) or text is None else text.encode())
-        for reason, text in BAD_TEXTS.items()
-    ]
-    rows += [("good", good, b"a second one"), ("last", encoded_image(1), b"the last")]
-    expected = {reason: reason for reason in [*BAD_IMAGES, *BAD_TEXTS]} | {
-        # without bytes it is read from its path, and that is a way out
-        "missing": "outside-root" if in_struct else "missing-file"
-    }
-    # bytes that are no text, as faulty writers leave them
-    texts = pa.array([text for *_, text in rows], pa.binary()).view(pa.string())
-    images = [
-        {"bytes": image, "path": "../outside/secret.png"} if in_struct else image
-        for _, image, _ in rows
-    ]
-    table = pa.table({"id": [row[0] for row in rows], "image": images, "text": texts})
+    rows = [("good", good, "a good one")]
+    rows += [(reason, content, "its image is bad") for reason, content in BAD_IMAGES.items()]
+    rows += [("missing", None, "no bytes")]
+    rows += [(reason, good, text) for reason, text in BAD_TEXTS.items()]
+    rows += [("good", good, "a second one"), ("last", encoded_image(1), "the last")]
+    expected = {reason: reason for reason in [*BAD_IMAGES, *BAD_TEXTS]}
+    # without bytes it is read from its path, and that is a way out
+    expected["missing"] = "outside-root" if in_struct else "missing-file"
+    images = [image for _, image, _ in rows]
+    if in_struct:
+        images = [{"bytes": image, "path": "../outside/secret.png"} for image in images]
+    columns = {"id": [row[0] for row in rows], "image": images, "text": texts_as_they_are(rows)}
+    table = pa.table(columns)
     for number, part in enumerate((table.slice(0, 7), table.slice(7))):
         pq.write_table(part, folder / f"{number}.parquet", row_group_size=5)
     (folder / "2.parquet").write_bytes((folder / "1.parquet").read_bytes()[:-100])
@@ -290,14 +245,9 @@ def parquet_bytes(folder: Path):
 def parquet_paths(folder: Path):
     root = folder_with_images(folder)
     rows, expected, good = file_rows()
-    texts = [
-        text if isinstance(text, bytes) or text is None else text.encode() for *_, text in rows
-    ]
     columns = {"id": [row[0] for row in rows], "image_path": [row[1] for row in rows]}
-    pq.write_table(
-        pa.table(columns | {"caption": pa.array(texts, pa.binary()).view(pa.string())}),
-        root / "set.parquet",
-    )
+    table = pa.table(columns | {"caption": texts_as_they_are(rows)})
+    pq.write_table(table, root / "set.parquet")
     return f"parquet:{root}/*.parquet", list(expected.items()), good
 
 
@@ -312,40 +262,30 @@ def webdataset(folder: Path):
     (folder / "outside" / "secret.png").write_bytes(encoded_image(9))
     good = encoded_image()
     first, second, third, fourth = (folder / f"{number:03}.tar" for number in range(4))
-    expected = {}
+    # name, image, text
+    pairs = [("a/good", good, "a good one\n"), ("../outside/secret", good, "a name, never a path")]
+    pairs += [(reason, content, "its image is bad") for reason, content in BAD_IMAGES.items()]
+    pairs += [(reason, good, text) for reason, text in BAD_TEXTS.items() if text is not None]
+    pairs += [("a/good", good, "a second one")]
     with tarfile.open(first, "w") as tar:
-        add(tar, "a/good.png", good)
-        add(tar, "a/good.txt", b"a good one\n")
-        add(tar, "../outside/secret.png", good)  # a name, never a path
-        add(tar, "../outside/secret.txt", b"a name with dots")
-        for reason, content in BAD_IMAGES.items():
-            add(tar, f"{reason}.PNG", content)
-            add(tar, f"{reason}.txt", b"its image is bad")
-            expected[f"000.tar/{reason}"] = reason
-        for reason, text in BAD_TEXTS.items():
-            add(tar, f"{reason}.png", good)
-            if text is None:
-                add(tar, f"{reason}.json", b'{"width": 3}')
-            else:
-                add(tar, f"{reason}.txt", text if isinstance(text, bytes) else text.encode())
-            expected[f"000.tar/{reason}"] = reason
-        add(tar, "no json.png", good)
-        add(tar, "no json.json", b"{")
+        for name, image, text in pairs:
+            add(tar, f"{name}.PNG", image)
+            add(tar, f"{name}.txt", text if isinstance(text, bytes) else text.encode())
+        for name, content in (("no-caption", b'{"width": 3}'), ("no json", b"{")):
+            add(tar, f"{name}.png", good)
+            add(tar, f"{name}.json", content)
         add(tar, "no words.jpg", good)
         add(tar, "no image.txt", b"words")
         link = tarfile.TarInfo("linked.png")
         link.type, link.linkname = tarfile.SYMTYPE, str(folder / "outside" / "secret.png")
         tar.addfile(link)
         add(tar, "linked.txt", b"a member that is a link is no image")
-        add(tar, "a/good.png", good)
-        add(tar, "a/good.txt", b"a second one")
         add(tar, "README", b"passed over")
         add(tar, "classes.cls", b"7")
         add(tar, "last.json", b'{"caption": ["in json", ""]}')
         add(tar, "last.webp", encoded_image(kind="WEBP"))
-    expected |= {"000.tar/no json": "invalid-row"}
-    orphans = ("no words", "no image", "linked", "classes")
-    expected |= {f"000.tar/{name}": "orphan-member" for name in orphans}
+    expected = {reason: reason for reason in [*BAD_IMAGES, *BAD_TEXTS]} | {"no json": "invalid-row"}
+    expected |= dict.fromkeys(("no words", "no image", "linked", "classes"), "orphan-member")
     for shard in (second, third):
         with tarfile.open(shard, "w") as tar:
             for key in ("a", "b"):
@@ -358,33 +298,15 @@ def webdataset(folder: Path):
     content[start : start + 512] = b"\x01" * 512  # the header of b
     third.write_bytes(content)
     fourth.write_bytes(b"")
-    ends = {
-        "001.tar/end of shard": "truncated-archive",
-        "002.tar/end of shard": "truncated-archive",
-        "003.tar": "empty-file",
-    }
-    good_ones = [
-        "000.tar/a/good",
-        "000.tar/../outside/secret",
-        "000.tar/last",
-        "001.tar/a",
-        "002.tar/a",
-    ]
-    pairs = [*expected.items(), *ends.items(), ("000.tar/a/good", "duplicate-id")]
-    return f"webdataset:{folder}/{{000..001}}.tar::{folder}/00[23].tar", pairs, good_ones
+    found = [*((f"000.tar/{name}", reason) for name, reason in expected.items())]
+    found += [(f"{shard}.tar/end of shard", "truncated-archive") for shard in ("001", "002")]
+    found += [("003.tar", "empty-file"), ("000.tar/a/good", "duplicate-id")]
+    good_ones = [f"000.tar/{name}" for name in ("a/good", "../outside/secret", "last")]
+    spec = f"webdataset:{folder}/{{000..001}}.tar::{folder}/00[23].tar"
+    return spec, found, [*good_ones, "001.tar/a", "002.tar/a"]
 
 
+MAKERS = (jsonl, csv, tsv, coco, imagefolder, parquet, parquet_bytes, parquet_paths, webdataset)
 SETS: dict[str, Callable[[Path], tuple[str, list[tuple[str, str]], list[str]]]] = {
-    function.__name__: function
-    for function in (
-        jsonl,
-        csv,
-        tsv,
-        coco,
-        imagefolder,
-        parquet,
-        parquet_bytes,
-        parquet_paths,
-        webdataset,
-    )
+    function.__name__: function for function in MAKERS
 }

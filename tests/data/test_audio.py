@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from plain_requests import request_of
 from transformers import ASTFeatureExtractor, ClapFeatureExtractor, WhisperFeatureExtractor
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -20,7 +21,6 @@ from bad_sets import encoded_image  # noqa: E402
 
 from data.bad_samples import BadSample
 from data.batching.mixture import open_sources
-from data.batching.requests import MicroBatchRequest
 from data.decoding import sounds as decoding
 from data.decoding.sounds import decode_audio, describe_audio, resampled
 from data.index.leaks import find_leaks
@@ -74,9 +74,12 @@ def fill_folder(folder, sounds):
     return root, rows, outside
 
 
-def jsonl(folder, sounds):
+def jsonl(folder, sounds, images=False):
     root, rows, more = fill_folder(folder, sounds)
     lines = [{"id": i, "audio_path": path, "text": f"words {i}"} for i, path in rows]
+    for n, line in enumerate(lines if images else ()):
+        (root / f"{n}.png").write_bytes(encoded_image(n))
+        line["image_path"] = f"{n}.png"
     (root / "set.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return f"jsonl:{root}/set.jsonl", more
 
@@ -96,18 +99,22 @@ def parquet_paths(folder, sounds):
     return f"parquet:{root}/set.parquet", more
 
 
-def parquet_of_hugging_face(folder, sounds):
+def parquet_of_hugging_face(folder, sounds, images=False):
     names = list(sounds)
     structs = [{"bytes": content, "path": f"{n}.wav"} for n, (_, content) in sounds.items()]
-    table = pa.table({"id": names, "audio": structs, "text": [f"words {n}" for n in names]})
-    pq.write_table(table, folder / "set.parquet", row_group_size=3)
+    columns = {"id": names, "audio": structs, "text": [f"words {n}" for n in names]}
+    if images:
+        columns["image"] = [encoded_image(n) for n in range(len(names))]
+    pq.write_table(pa.table(columns), folder / "set.parquet", row_group_size=3)
     return f"parquet:{folder}/set.parquet", {}
 
 
-def webdataset(folder, sounds):
+def webdataset(folder, sounds, images=False):
     with tarfile.open(folder / "set.tar", "w") as tar:
-        for name, (_, content) in sounds.items():
-            for ending, data in (("wav", content), ("txt", f"words {name}".encode())):
+        for n, (name, (_, content)) in enumerate(sounds.items()):
+            members = {"png": encoded_image(n)} if images else {}
+            members |= {"wav": content, "txt": f"words {name}".encode()}
+            for ending, data in members.items():
                 member = tarfile.TarInfo(f"{name}.{ending}")
                 member.size = len(data)
                 tar.addfile(member, io.BytesIO(data))
@@ -146,15 +153,14 @@ def test_each_bad_sound_gets_its_reason_in_every_format(make, tmp_path, sounds):
         assert source.captions(int(i))
 
 
-@pytest.mark.parametrize(
-    ("kind", "subtype"), [("WAV", "PCM_16"), ("FLAC", "PCM_16"), ("OGG", "VORBIS"), ("MP3", None)]
-)
-def test_a_sound_that_was_cut_off_is_not_taken_for_a_shorter_one(kind, subtype):
-    whole = encoded(tone(2), kind, subtype)
-    assert decode_audio(whole, strict=True).seconds == pytest.approx(2, abs=0.01)
-    with pytest.raises(BadSample) as error:
-        decode_audio(whole[: 2 * len(whole) // 3])
-    assert error.value.reason == "truncated-audio"
+def test_a_sound_that_was_cut_off_is_not_taken_for_a_shorter_one():
+    formats = {"WAV": "PCM_16", "FLAC": "PCM_16", "OGG": "VORBIS", "MP3": None}
+    for kind, subtype in formats.items():
+        whole = encoded(tone(2), kind, subtype)
+        assert decode_audio(whole, strict=True).seconds == pytest.approx(2, abs=0.01)
+        with pytest.raises(BadSample) as error:
+            decode_audio(whole[: 2 * len(whole) // 3])
+        assert error.value.reason == "truncated-audio", kind
 
 
 # soundfile shows what went wrong in its own callbacks, and goes on
@@ -206,47 +212,33 @@ def test_channels_are_averaged_and_the_rate_is_brought_to_the_towers():
     assert np.abs(low[800:-800]).max() < 2e-3
 
 
-@pytest.mark.parametrize(
-    ("features", "theirs"),
-    [
-        (
-            AudioFeatures("ClapFeatureExtractor", {**CLAP, "max_length_s": 1}, 16_000),
-            ClapFeatureExtractor(**CLAP, max_length_s=1),
-        ),
-        (
-            AudioFeatures("ASTFeatureExtractor", {"num_mel_bins": 16, "max_length": 98}, 16_000),
-            ASTFeatureExtractor(num_mel_bins=16, max_length=98),
-        ),
-        (
-            AudioFeatures(
-                "WhisperFeatureExtractor", {"feature_size": 16, "chunk_length": 1}, 16_000
-            ),
-            WhisperFeatureExtractor(feature_size=16, chunk_length=1),
-        ),
-    ],
-    ids=["clap", "ast", "whisper"],
-)
-def test_evaluation_is_the_librarys_own_extractor(features, theirs):
+def test_evaluation_is_the_librarys_own_extractor():
     """A short sound as it pads it; of a long one the middle."""
-    short, long = tone(0.4, rate=16_000), tone(1.5, rate=16_000)
-    for samples, seen in ((short, short), (long, long[4_000:20_000])):
-        expected = theirs(seen, sampling_rate=16_000, return_tensors="pt")
-        expected = expected[theirs.model_input_names[0]][0].float()
-        assert torch.equal(features(samples, None), expected)
-    blip = features(tone(0.005, rate=16_000), None)  # shorter than a frame
-    assert blip.shape == expected.shape and torch.isfinite(blip).all()
+    long = np.random.default_rng(0).standard_normal(24_000, np.float32)  # no part like another
+    short = tone(0.4, rate=16_000)
+    for extractor, values in (
+        (ClapFeatureExtractor, {**CLAP, "max_length_s": 1}),
+        (ASTFeatureExtractor, {"num_mel_bins": 16, "max_length": 98}),
+        (WhisperFeatureExtractor, {"feature_size": 16, "chunk_length": 1}),
+    ):
+        features, theirs = AudioFeatures(extractor.__name__, values, 16_000), extractor(**values)
+        for samples, seen in ((short, short), (long, long[4_000:20_000])):
+            expected = theirs(seen, sampling_rate=16_000, return_tensors="pt")
+            expected = expected[theirs.model_input_names[0]][0].float()
+            assert torch.equal(features(samples, None), expected), extractor
+        blip = features(tone(0.005, rate=16_000), None)  # shorter than a frame
+        assert blip.shape == expected.shape and torch.isfinite(blip).all()
 
 
 def test_training_augments_by_the_seed_alone(tmp_path):
     spec, _ = jsonl(tmp_path, {"a": (None, wav(tone(3))), "b": (None, wav(tone(1, 300)))})
-    source = open_source(spec.replace("set.jsonl", "set.jsonl"), AUDIO_TEXT)
+    source = open_source(spec, AUDIO_TEXT)
     index = source.usable()
 
     def load(augmentation, training=True, epoch=0, rows=slice(None)):
         features = AudioFeatures("ClapFeatureExtractor", CLAP, 16_000, augmentation)
         dataset = MicroBatchDataset(source, [AudioModality(features)], seed=5)
-        place = np.arange(len(index))
-        request = MicroBatchRequest(0, epoch, index[rows], place[rows], training=training)
+        request = request_of(index[rows], epoch, training)
         meta = dataset.meta_batch(request)["input_features"]
         made = dataset[request]["input_features"]
         assert meta.shape == made.shape and meta.dtype == made.dtype == torch.float32
@@ -290,54 +282,18 @@ def test_a_mixed_run_of_two_sets_and_samples_that_lack_a_modality(tmp_path):
     assert source.lacking("image")[source.usable()].tolist() == [False, True, False, False, False]
     features = AudioFeatures("ClapFeatureExtractor", CLAP, 16_000)
     dataset = MicroBatchDataset(source, [AudioModality(features)])
-    index = source.usable()
-    loaded, report = dataset.load(MicroBatchRequest(0, 0, index, np.arange(5), training=False))
+    loaded, report = dataset.load(request_of(source.usable(), training=False))
     assert loaded["audio_index"].tolist() == [-1, 1, 2, -4, -7] and not report.bad
     # images and texts alone are what they were, whatever sounds lie beside them
     assert open_source(f"jsonl:{tmp_path}/set.jsonl").usable().tolist() == [0, 2, 3]
 
 
-def three_in_jsonl(folder, sounds):
-    root, rows, more = fill_folder(folder, sounds)
-    lines = []
-    for n, (i, path) in enumerate(rows):
-        (root / f"{n}.png").write_bytes(encoded_image(n))
-        lines.append({"id": i, "audio_path": path, "image_path": f"{n}.png", "text": f"words {i}"})
-    (root / "set.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return f"jsonl:{root}/set.jsonl", more
-
-
-def three_in_parquet(folder, sounds):
-    names = list(sounds)
-    table = pa.table(
-        {
-            "id": names,
-            "audio": [{"bytes": content, "path": None} for _, content in sounds.values()],
-            "image": [encoded_image(n) for n in range(len(names))],
-            "text": [f"words {name}" for name in names],
-        }
-    )
-    pq.write_table(table, folder / "set.parquet", row_group_size=3)
-    return f"parquet:{folder}/set.parquet", {}
-
-
-def three_in_webdataset(folder, sounds):
-    with tarfile.open(folder / "set.tar", "w") as tar:
-        for n, (name, (_, content)) in enumerate(sounds.items()):
-            members = (("png", encoded_image(n)), ("wav", content), ("txt", name.encode()))
-            for ending, data in members:
-                member = tarfile.TarInfo(f"{name}.{ending}")
-                member.size = len(data)
-                tar.addfile(member, io.BytesIO(data))
-    return f"webdataset:{folder}/set.tar", {}
-
-
 @pytest.mark.parametrize(
-    "make", (three_in_jsonl, three_in_parquet, three_in_webdataset), ids=lambda make: make.__name__
+    "make", (jsonl, parquet_of_hugging_face, webdataset), ids=lambda make: make.__name__
 )
 def test_a_bad_sound_beside_a_good_image_is_listed_and_counted(make, tmp_path, sounds):
     """The sample is used without its sound, and that is not silent."""
-    spec, more = make(tmp_path, sounds)
+    spec, more = make(tmp_path, sounds, images=True)
     source = open_source(spec, THREE)
     assert len(source.usable()) == len(source) and not list(source.bad_samples())
     found = {
@@ -348,7 +304,7 @@ def test_a_bad_sound_beside_a_good_image_is_listed_and_counted(make, tmp_path, s
     assert found.pop("frame")[1] in ("truncated-audio", "unreadable")
     del expected["frame"]
     assert {name: reason for name, (_, reason) in found.items()} == expected
-    if make is three_in_webdataset:  # the sound's member, not the image's
+    if make is webdataset:  # the sound's member, not the image's
         assert found["page"][0].endswith("set.tar#page.wav")
         assert source.where(0).endswith(".png") and source.where(0, "audio").endswith(".wav")
     assert sum(count_bad(source).values()) == len(expected) + 1
@@ -378,7 +334,8 @@ def test_a_limit_of_length_is_one_that_can_be_given(tmp_path):
 
 def test_a_sound_that_comes_later_is_heard(tmp_path, monkeypatch):
     """Or what decodes it."""
-    spec, _ = three_in_jsonl(tmp_path, {"a": (None, wav(tone())), "b": (None, wav(tone(0.3)))})
+    two = {"a": (None, wav(tone())), "b": (None, wav(tone(0.3)))}
+    spec, _ = jsonl(tmp_path, two, images=True)
     (tmp_path / "set/b.wav").rename(tmp_path / "b.wav")
     source = open_source(spec, THREE)
     assert source.lacking("audio").tolist()[:2] == [False, True]

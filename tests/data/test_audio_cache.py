@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import transformers
+from plain_requests import request_of
 from scipy.signal import resample_poly
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bad_audio import RATE, tone, wav  # noqa: E402
 
-from data.batching.requests import MicroBatchRequest
 from data.cache import SampleCache
 from data.decoding.sounds import decode_audio, resampled
 from data.index.sources import open_source
@@ -100,7 +100,7 @@ def test_the_cache_changes_no_value_and_each_sound_is_decoded_once(
     decoded = count_decoded(monkeypatch)
     counted = []
     for training, epoch in ((True, 0), (True, 1), (False, 0), (True, 2), (False, 0)):
-        request = MicroBatchRequest(0, epoch, index, np.arange(len(index)), training=training)
+        request = request_of(index, epoch, training)
         expected = plain[request]["input_features"]
         decoded.clear()
         assert cached[request]["input_features"].equal(expected)
@@ -114,7 +114,7 @@ def test_what_fills_up_short_sounds_is_counted(spoken):
     source = open_source(f"jsonl:{spoken}/set.jsonl", AUDIO_TEXT)
     dataset, _ = datasets(source, None, ())
     index = np.arange(len(source))  # clips of a second; of the page nothing is counted
-    request = MicroBatchRequest(0, 0, index, index, training=True)
+    request = request_of(index)
     counts = dataset.load(request)[1].counts
     assert counts["audio_seconds"] == pytest.approx(0.4 + 0.6 + 1 + 1)
     assert counts["padded_audio_seconds"] == pytest.approx(4)
@@ -127,7 +127,7 @@ def test_a_file_that_changed_is_decoded_again(spoken, tmp_path):
         source = open_source(f"jsonl:{spoken}/set.jsonl", AUDIO_TEXT)
         plain, cached = datasets(source, cache, ("crop",))
         index = source.usable()
-        request = MicroBatchRequest(0, 0, index, np.arange(len(index)), training=True)
+        request = request_of(index)
         made = cached[request]["input_features"]
         assert made.equal(plain[request]["input_features"])
         cache.close(60)
@@ -141,7 +141,7 @@ def test_a_file_that_changed_is_decoded_again(spoken, tmp_path):
 def test_settings_of_the_tower_have_their_own_values(spoken, tmp_path):
     source = open_source(f"jsonl:{spoken}/set.jsonl", AUDIO_TEXT)
     cache = SampleCache(tmp_path / "cache")
-    request = MicroBatchRequest(0, 0, source.usable()[:2], np.arange(2), training=False)
+    request = request_of(source.usable()[:2], training=False)
     for values, samples in (
         (CLAP, 16_000),
         ({**CLAP, "hop_length": 320}, 16_000),
@@ -163,7 +163,7 @@ def test_a_full_cache_and_a_bad_sound_are_what_they_are_without(spoken, tmp_path
     cache = SampleCache(tmp_path / "cache", limit_bytes=20_000)
     plain, cached = datasets(source, cache, ("crop",))
     index = source.usable()
-    request = MicroBatchRequest(0, 0, index, np.arange(len(index)), training=True)
+    request = request_of(index)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is full
         for _ in range(2):
@@ -174,9 +174,11 @@ def test_a_full_cache_and_a_bad_sound_are_what_they_are_without(spoken, tmp_path
     plain, cached = datasets(source, roomy, ())
     features = plain.modalities[0].features
     blank = plain.modalities[0].blank()["input_features"].numpy()
-    roomy.put(source.content_hash("audio", bad) + f"{features.name}:0".encode(), blank)
-    assert roomy.store()
-    request = MicroBatchRequest(0, 0, np.array([0, bad]), np.arange(2), training=False)
+    key = source.content_hash("audio", bad) + f"{features.name}:0".encode()
+    roomy.put(key, blank)
+    roomy.store()
+    assert roomy.has(key)
+    request = request_of([0, bad], training=False)
     for dataset in (plain, cached):
         loaded, _ = dataset.load(request)
         assert loaded["audio_index"].tolist() == [0, -1 - bad]

@@ -11,12 +11,32 @@ GOOD = {"image_path": "images of emoji/0.png", "text": "again"}
 OTHER_KEY = '{"image_path": "images of emoji/0.png", "txt": "a"}'
 
 
+FAULTY = [
+    ('{"image_path": ', "invalid-row", "invalid JSON"),
+    ("[1, 2]", "invalid-row", "a list is given, an object"),
+    ("{}", "invalid-row", "no key 'image_path'; given: none"),
+    (OTHER_KEY, "invalid-row", "no key 'text'; given: image_path, txt; did you mean 'txt'"),
+    ('{"image": ""}', "invalid-row", "no key 'image_path'; given: image; did you mean 'image'"),
+    # instead of what a good line has
+    ({"text": 5}, "invalid-row", "the text is 5; a text or a list of texts is needed"),
+    ({"text": [None, 5]}, "no-caption", "no text is given"),
+    ({"text": "  "}, "empty-caption", "the text is empty"),
+    ({"text": []}, "no-caption", "no text is given"),
+    ({"text": "x" * 10_001}, "huge-caption", "has 10,001 characters; at most 10,000 are read"),
+    ({"image_path": 3}, "invalid-row", "the image's path is 3; a path as text is needed"),
+    ({"image_path": "none.png"}, "missing-file", "'none.png' does not exist; paths count from"),
+    ({"image_path": "/etc/hostname"}, "outside-root", "by paths without '..'"),
+    ({"image_path": "images of emoji/../../x.png"}, "outside-root", "by paths without '..'"),
+    ({"id": "1"}, "duplicate-id", "id '1' is already that of "),
+    ({"id": True}, "invalid-row", "the id is True; a text or a whole number is needed"),
+    ({"id": ""}, "invalid-row", "a text or a whole number is needed"),
+    ({"id": "x" * 1001}, "invalid-row", "the id has 1,001 characters"),
+]
+
+
 def problems(file) -> list[tuple[str, str, str]]:
     """(where, reason, detail) of the faulty lines."""
-    return [
-        (where, reason, detail)
-        for _, where, reason, detail in open_source(f"jsonl:{file}").bad_samples()
-    ]
+    return [tuple(found) for _, *found in open_source(f"jsonl:{file}").bad_samples()]
 
 
 def test_reads_in_file_order_from_paths_with_spaces(emoji_set, demo):
@@ -27,69 +47,30 @@ def test_reads_in_file_order_from_paths_with_spaces(emoji_set, demo):
     assert [source.identity(i) for i in range(4)] == ["1", "2", "3", "x"]
     assert source.captions(1) == demo.captions(1) and source.captions(3) == ["one", "two"]
     assert source.value("image", 2) == demo.value("image", 2)
-    assert (
-        source.content_hash("image", 3)
-        == source.content_hash("image", 0)
-        != source.content_hash("image", 1)
-    )
-    assert source.where(3) == f"{file}:5"
+    first, second, last = (source.content_hash("image", i) for i in (0, 1, 3))
+    assert first == last != second and source.where(3) == f"{file}:5"
 
 
-@pytest.mark.parametrize(
-    ("line", "reason", "words"),
-    [
-        ('{"image_path": ', "invalid-row", "invalid JSON"),
-        ("[1, 2]", "invalid-row", "a list is given, an object"),
-        ("{}", "invalid-row", "no key 'image_path'; given: none"),
-        (OTHER_KEY, "invalid-row", "no key 'text'; given: image_path, txt; did you mean 'txt'"),
-        ('{"image": ""}', "invalid-row", "no key 'image_path'; given: image; did you mean 'image'"),
-        # instead of what a good line has
-        ({"text": 5}, "invalid-row", "the text is 5; a text or a list of texts is needed"),
-        ({"text": [None, 5]}, "no-caption", "no text is given"),
-        ({"text": "  "}, "empty-caption", "the text is empty"),
-        ({"text": []}, "no-caption", "no text is given"),
-        ({"text": "x" * 10_001}, "huge-caption", "has 10,001 characters; at most 10,000 are read"),
-        ({"image_path": 3}, "invalid-row", "the image's path is 3; a path as text is needed"),
-        ({"image_path": "none.png"}, "missing-file", "'none.png' does not exist; paths count from"),
-        ({"image_path": "/etc/hostname"}, "outside-root", "by paths without '..'"),
-        ({"image_path": "images of emoji/../../x.png"}, "outside-root", "by paths without '..'"),
-        ({"id": "1"}, "duplicate-id", "id '1' is already that of "),
-        ({"id": True}, "invalid-row", "the id is True; a text or a whole number is needed"),
-        ({"id": ""}, "invalid-row", "a text or a whole number is needed"),
-        ({"id": "x" * 1001}, "invalid-row", "the id has 1,001 characters"),
-    ],
-)
-def test_faulty_line_is_named(emoji_set, line, reason, words):
-    file = emoji_set(1, "", line if isinstance(line, str) else GOOD | line)
-    ((where, found, detail),) = problems(file)
-    assert where == f"{file}:3" and found == reason and words in detail
+def test_faulty_lines_are_named(emoji_set):
+    for line, reason, words in FAULTY:
+        file = emoji_set(1, "", line if isinstance(line, str) else GOOD | line)
+        ((where, found, detail),) = problems(file)
+        assert where == f"{file}:3" and found == reason and words in detail, line
 
 
 def test_an_id_that_two_lines_have_names_the_first(emoji_set):
+    """A line that cannot be read takes nobody's id."""
     file = emoji_set(2, {**GOOD, "id": "2"}, "oops", {**GOOD, "id": "4"}, {**GOOD, "id": "2"})
-    found = problems(file)
-    assert found[0] == (
-        f"{file}:3",
-        "duplicate-id",
-        f"id '2' is already that of {file}:2; ids must differ",
-    )
-    assert found[-1][2] == found[0][2]
-    # a line that cannot be read takes nobody's id
-    assert [where for where, *_ in found] == [
-        f"{file}:3",
-        f"{file}:4",
-        f"{file}:6",
-    ]
+    twice = ("duplicate-id", f"id '2' is already that of {file}:2; ids must differ")
+    first, (where, *_), last = problems(file)
+    assert (first, where, last) == ((f"{file}:3", *twice), f"{file}:4", (f"{file}:6", *twice))
 
 
 def test_some_good_captions_are_kept(emoji_set):
     """Of the others, those that are broken are listed and count as bad; those without a text are
     counted."""
-    file = emoji_set(
-        1,
-        {**GOOD, "text": ["", "kept", "x" * 20_000, None, "kept too", 5]},
-        {**GOOD, "text": [None, "alone"]},
-    )
+    texts = ["", "kept", "x" * 20_000, None, "kept too", 5], [None, "alone"]
+    file = emoji_set(1, *({**GOOD, "text": each} for each in texts))
     source = open_source(f"jsonl:{file}")
     assert [source.captions(i) for i in (1, 2)] == [["kept", "kept too"], ["alone"]]
     assert source.column("num_captions").tolist() == [1, 2, 1]
@@ -130,9 +111,8 @@ def test_keys_of_other_names(emoji_set):
 
 def test_not_utf8(emoji_set):
     file = emoji_set(1)
-    file.write_bytes(
-        file.read_bytes() + b'{"image_path": "images of emoji/0.png", "text": "\xe9t\xe9"}\n'
-    )
+    line = b'{"image_path": "images of emoji/0.png", "text": "\xe9t\xe9"}\n'
+    file.write_bytes(file.read_bytes() + line)
     ((where, reason, detail),) = problems(file)
     assert (where, reason) == (f"{file}:2", "invalid-utf8") and "not UTF-8: byte 0xe9" in detail
 
@@ -145,10 +125,10 @@ def test_a_line_without_end_is_one_faulty_line(emoji_set, monkeypatch):
     assert open_source(f"jsonl:{file}").identity(2) == "3"
 
 
-@pytest.mark.parametrize("content", ["", "\n\n"])
-def test_empty_file(write_jsonl, content):
-    with pytest.raises(ValueError, match="holds no sample"):
-        open_source(f"jsonl:{write_jsonl(content)}")
+def test_empty_file(write_jsonl):
+    for content in ("", "\n\n"):
+        with pytest.raises(ValueError, match="holds no sample"):
+            open_source(f"jsonl:{write_jsonl(content)}")
 
 
 def test_many_lines_keep_their_order(emoji_set):

@@ -53,26 +53,20 @@ def test_an_image_of_no_split_is_bad_whatever_is_asked_for(split_file, tmp_path)
     assert len(source) == 3 and len(source.usable()) == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ("", r"no split is given; .* the file has train \(1\), test \(3\), restval \(1\)"),
+def test_refusals(split_file, tmp_path):
+    counted = r"no split is given; .* the file has train \(1\), test \(3\), restval \(1\)"
+    for options, words in (
+        ("", counted),
         ("?split=tset", r"no split 'tset'; it has .*did you mean 'test'"),
         ("?splits=test", "unknown option 'splits'"),
-    ],
-)
-def test_refusals(split_file, options, words):
-    with pytest.raises(ValueError, match=words):
-        open_source(f"karpathy:{split_file}{options}")
-
-
-def test_a_file_without_an_image_of_a_split_is_refused(tmp_path):
-    """Of another JSON, test_formats.py has more."""
+    ):
+        with pytest.raises(ValueError, match=words):
+            open_source(f"karpathy:{split_file}{options}")
     images = [{"split": "test"}, {"split": "test", "filename": "a.png", "sentences": []}]
     for content, words in (
         ({"annotations": []}, "no file of Karpathy's splits"),
         ({"images": images}, "an image has a filename"),
     ):
-        (tmp_path / "dataset.json").write_text(json.dumps(content))
+        split_file.write_text(json.dumps(content))
         with pytest.raises(ValueError, match=words):
-            open_source(f"karpathy:{tmp_path / 'dataset.json'}?split=test")
+            open_source(f"karpathy:{split_file}?split=test")

@@ -1,12 +1,14 @@
 """Samples on both sides are found: by bytes, by id, by looks."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from data.index.leaks import count_leaks, describe_leaks, find_leaks
+from data.index import leaks
+from data.index.leaks import find_leaks
 from data.index.sources import open_source
 from data.options import DataOptions
 from data.prepare import prepare_data
@@ -41,8 +43,8 @@ def both(emoji_set):
 
 
 def found(train, held_out, bits=None):
-    leaks = find_leaks(train, train.usable(), held_out, held_out.usable(), bits)
-    return {leak.kind: dict(zip(leak.train.tolist(), leak.held_out.tolist())) for leak in leaks}
+    every = find_leaks(train, train.usable(), held_out, held_out.usable(), bits)
+    return {leak.kind: dict(zip(leak.train.tolist(), leak.held_out.tolist())) for leak in every}
 
 
 def test_equal_bytes_and_equal_ids_with_an_equal_caption(both):
@@ -50,85 +52,45 @@ def test_equal_bytes_and_equal_ids_with_an_equal_caption(both):
 
 
 def test_nearly_equal_images_when_asked_for(both):
-    train, held_out = both
-    near = found(train, held_out, bits=2)["near"]
-    hashes = [source.column("perceptual_hash").tolist() for source in both]
-    expected = {
-        i: min(j for j in range(12) if bin(hashes[0][i] ^ hashes[1][j]).count("1") <= 2)
-        for i in range(30)
-        if i not in (4, 9) and any(bin(hashes[0][i] ^ hash).count("1") <= 2 for hash in hashes[1])
-    }
-    assert near == expected and near[20] == 11
+    """Each once, as the strongest kind."""
+    kinds = found(*both, bits=2)
+    assert kinds["content"] == {4: 9} and kinds["id"] == {9: 10} and kinds["near"][20] == 11
+    assert not {4, 9} & {*kinds["near"]}
 
 
-@pytest.mark.parametrize("bits", [0, 1, 3, 7])
-def test_near_is_what_comparing_all_pairs_gives(bits):
-    class Hashes:
-        def __init__(self, values):
-            self.values = values
-
-        def column(self, name):
-            return self.values
-
-        def keys(self, kind):
-            return np.zeros(len(self.values), np.uint64)
-
-    rng = np.random.default_rng(bits)
+def test_near_is_what_comparing_all_pairs_gives():
+    rng = np.random.default_rng(0)
     some = rng.integers(1, 1 << 63, 60, np.uint64)
-    flips = np.array(
-        [
-            sum(1 << int(bit) for bit in rng.choice(64, rng.integers(0, 9), replace=False))
-            for _ in range(200)
-        ],
-        np.uint64,
-    )
-    train, held_out = Hashes(rng.choice(some, 200) ^ flips), Hashes(some)
-    expected = {}
-    for i, own in enumerate(train.values.tolist()):
-        close = [j for j, other in enumerate(some.tolist()) if bin(own ^ other).count("1") <= bits]
-        if close:
-            expected[i] = close[0]
-    leaks = find_leaks(train, np.arange(200), held_out, np.arange(60), bits)
-    assert {
-        leak.kind: dict(zip(leak.train.tolist(), leak.held_out.tolist())) for leak in leaks
-    } == {"near": expected}
-    assert len(expected) > 10
+    # up to eight bits apart
+    flips = [sum(1 << int(bit) for bit in rng.choice(64, n % 9, replace=False)) for n in range(200)]
+    own = rng.choice(some, 200) ^ np.array(flips, np.uint64)
+    for bits in (0, 1, 3, 7):
+        expected = {}
+        for i, hash in enumerate(own.tolist()):
+            close = [j for j, o in enumerate(some.tolist()) if (hash ^ o).bit_count() <= bits]
+            expected |= {i: close[0]} if close else {}
+        places, partners = leaks._near(own, some, bits)
+        assert dict(zip(places.tolist(), partners.tolist())) == expected
+        assert len(expected) > 10
 
 
 def test_a_part_of_the_samples_only(both):
     train, held_out = both
-    leaks = find_leaks(train, np.array([0, 4, 5]), held_out, np.array([0, 1, 9]))
-    assert (
-        count_leaks(leaks) == {"content": 1}
-        and leaks[0].train.tolist() == [4]
-        and leaks[0].held_out.tolist() == [9]
-    )
+    (leak,) = find_leaks(train, np.array([0, 4, 5]), held_out, np.array([0, 1, 9]))
+    assert (leak.kind, leak.train.tolist(), leak.held_out.tolist()) == ("content", [4], [9])
     assert find_leaks(train, np.array([0, 5]), held_out, held_out.usable()) == []
-
-
-def test_the_message_names_them(both):
-    train, held_out = both
-    text = describe_leaks(
-        train, held_out, "held out", find_leaks(train, train.usable(), held_out, held_out.usable())
-    )
-    assert (
-        text.splitlines()[0]
-        == "2 training samples are also in the held-out set 'held out' (1 by content, 1 by id):"
-    )
-    assert "train.jsonl:5 is " in text and "held.jsonl:10 (content)" in text
 
 
 def test_a_run_refuses_or_drops_them(both, tmp_path):
     train, held_out = both
-    options = {"data": (train.spec,), "val_data": held_out.spec}
     for name in ("refused", "dropped"):
         (tmp_path / name).mkdir()
-    with pytest.raises(ValueError, match="(?s)2 training samples are also in .*--on-leak drop"):
-        prepare_data(DataOptions(**options), None, tmp_path / "refused")
-    prepared = prepare_data(DataOptions(**options, on_leak="drop"), None, tmp_path / "dropped")
-    assert prepared.train.tolist() == [i for i in range(30) if i not in (4, 9)]
-    assert len(prepared.held_out["validation"].subset) == 12 and prepared.summary()[
-        "dropped_leaks"
-    ] == {"content": 1, "id": 1}
-    again = prepare_data(DataOptions(**options, on_leak="drop"), None, tmp_path / "dropped")
-    assert again.train.tolist() == prepared.train.tolist() and again.summary() == prepared.summary()
+    options = DataOptions(data=(train.spec,), val_data=held_out.spec)
+    words = r"(?s)2 training samples are also in .*\(1 by content, 1 by id\).*train.jsonl:5 is "
+    with pytest.raises(ValueError, match=words + r".*held.jsonl:10 \(content\).*--on-leak drop"):
+        prepare_data(options, None, tmp_path / "refused")
+    for _ in range(2):
+        prepared = prepare_data(replace(options, on_leak="drop"), None, tmp_path / "dropped")
+        assert prepared.train.tolist() == [i for i in range(30) if i not in (4, 9)]
+        assert len(prepared.held_out["validation"].subset) == 12
+        assert prepared.summary()["dropped_leaks"] == {"content": 1, "id": 1}

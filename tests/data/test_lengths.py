@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from plain_requests import request_of
 
-from data.batching.requests import MicroBatchRequest
 from data.index.sources import open_source
 from data.loader import MicroBatchDataset
 from data.modalities import lengths
@@ -21,9 +21,7 @@ def test_counts_are_the_lengths_of_what_is_loaded(emoji_set, tokenizer, tmp_path
     dataset = MicroBatchDataset(source, [TextModality(tokenizer, 9)], seed=5)
     for epoch in range(4):
         visited = np.random.default_rng(epoch).permutation(27)
-        expected = dataset[MicroBatchRequest(0, epoch, subset[visited], visited, training=True)][
-            "attention_mask"
-        ].sum(1)
+        expected = dataset[request_of(subset[visited], epoch)]["attention_mask"].sum(1)
         assert counts.of(visited, subset[visited], 5, epoch)[:, 0].tolist() == expected.tolist()
     assert counts.counts.max() == 9  # cut
 

@@ -53,22 +53,16 @@ def steady(image, text):
     return lambda step: {"image": image, "text": text}
 
 
-@pytest.mark.parametrize(
-    "image, text, expected",
-    [
+def test_the_first_move():
+    for image, text, expected in (
         (1.0, 0.5, FeedRates(2, 1.0, 224)),  # who waits gets more to do
         (1.0, 0.33, FeedRates(2, 1.0, 224)),  # at most twice as much at once
-        (
-            1.0,
-            0.7,
-            FeedRates(1, 0.6875, 224),
-        ),  # twice as much would be too much: the other one is relieved
+        # twice as much would be too much: the other one is relieved
+        (1.0, 0.7, FeedRates(1, 0.6875, 224)),
         (1.0, 0.96, None),
-    ],
-)
-def test_the_first_move(image, text, expected):
-    said, _ = run(steady(image, text), steps=100)
-    assert (said[0][1] if said else None) == expected
+    ):
+        said, _ = run(steady(image, text), steps=100)
+        assert (said[0][1] if said else None) == expected, (image, text)
 
 
 def test_a_reason_says_what_was_seen_and_done():
@@ -128,22 +122,14 @@ def test_bounds_hold_whatever_is_measured():
             noise=0.2,
             seed=seed,
         )
-        before, moves = (
-            control.start(),
-            [
-                (step, feed_rates)
-                for step, feed_rates, reason in said
-                if not reason.startswith("bound")
-            ],
-        )
+        before = control.start()
+        moves = [(step, rates) for step, rates, reason in said if not reason.startswith("bound")]
         for (step, feed_rates), earlier in zip(moves, [0, *(step for step, _ in moves)]):
             for name, ladder in control.ladders():
                 assert getattr(feed_rates, name) in ladder
             changes = [feed_rates.load(b) / before.load(b) for b in BRANCHES]
-            assert (
-                all(0.5 - 1e-9 <= change <= 2 + 1e-9 for change in changes)
-                and sum(change != 1 for change in changes) <= 1
-            )
+            assert all(0.5 - 1e-9 <= change <= 2 + 1e-9 for change in changes)
+            assert sum(change != 1 for change in changes) <= 1
             assert step - earlier >= 3 * INTERVAL
             before = feed_rates
 

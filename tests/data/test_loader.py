@@ -12,7 +12,7 @@ import pytest
 import torch
 from dying_source import NamesItsReaders
 from number_modality import Long, Made, Numbers, calculated, parts, whole
-from plain_requests import plain_requests
+from plain_requests import plain_requests, request_of, square_images
 
 from data.batching.load_control import FeedRates
 from data.batching.order import GlobalOrder
@@ -21,10 +21,10 @@ from data.cache import SampleCache
 from data.index.sources import open_source
 from data.loader import MicroBatchDataset, _lost, micro_batches, resolve_workers
 from data.modalities import memory
-from data.modalities.image import GREY, ImageModality
+from data.modalities.image import GREY
 from data.modalities.modality import ValueModality
 from data.modalities.text import TextModality
-from data.modalities.transforms import EvalTransform, TrainTransform
+from data.modalities.transforms import TrainTransform
 from data.processes import start_method
 
 AT_ONCE = 5  # blocks of a worker: two ready, one being made, one handed out, one on its way
@@ -36,14 +36,14 @@ SUBSET = np.arange(300, 340)
 def make(source, modalities=BOTH, tokenizer=None, seed=0):
     made = []
     if "image" in modalities:
-        made.append(ImageModality(TrainTransform((16, 16)), EvalTransform((16, 16))))
+        made.append(square_images(16))
     if "text" in modalities:
         made.append(TextModality(tokenizer, 32))
     return MicroBatchDataset(source, made, seed)
 
 
-def request(*indices, epoch=0, training=True):
-    return MicroBatchRequest(0, epoch, np.array(indices), np.arange(len(indices)), training)
+def request(*samples, **more):
+    return request_of(samples, **more)
 
 
 def assert_equal(a, b):
@@ -68,21 +68,6 @@ class Without:
         if name == self.what:
             raise RuntimeError(f"asked for {name}")
         return getattr(self.source, name)
-
-
-class StillCaption:
-    """A single sample with a single text."""
-
-    spec = "still"
-
-    def __init__(self, text):
-        self.text = text
-
-    def __len__(self):
-        return 1
-
-    def captions(self, i):
-        return [self.text]
 
 
 def test_both_modalities(demo, tokenizer):
@@ -175,31 +160,8 @@ def test_caption_is_drawn_in_training_and_the_first_in_evaluation(tokenizer):
         tokenizer.decode(dataset[request(3, epoch=e)]["input_ids"][0], skip_special_tokens=True)
         for e in range(40)
     }
-    alone = [
-        make(StillCaption(text), {"text"}, tokenizer)[request(0)]["input_ids"][0]
-        for text in source.captions(3)
-    ]
-    assert choices == {tokenizer.decode(tokens, skip_special_tokens=True) for tokens in alone}
-
-
-def test_unequal_replicas_see_the_same_samples_at_the_same_positions(demo, tokenizer):
-    def run(modality, replicas, num_micro_batches):
-        dataset, seen = make(demo, {modality}, tokenizer), {}
-        for replica in range(replicas):
-            requests = list(
-                plain_requests(ORDER, SUBSET, replica, replicas, num_micro_batches, 2, 5)
-            )
-            for asked, batch in zip(requests, micro_batches(dataset, requests)):
-                for position, index in zip(
-                    batch[f"{modality}_position"].tolist(), batch[f"{modality}_index"].tolist()
-                ):
-                    assert (asked.step, position) not in seen
-                    seen[asked.step, position] = index
-        return seen
-
-    image, text = run("image", 3, 2), run("text", 2, 3)
-    assert image == text and len(image) == 3 * 12
-    assert [image[2, p] for p in range(12)] == SUBSET[ORDER.batch(2)].tolist()
+    captions = [tokenizer(text)["input_ids"] for text in source.captions(3)]
+    assert choices == {tokenizer.decode(tokens, skip_special_tokens=True) for tokens in captions}
 
 
 def test_workers_change_nothing(demo, tokenizer):
@@ -289,9 +251,7 @@ def test_truncated_texts_are_counted(demo, tokenizer):
 
 def large_images(demo, *more):
     """Micro-batches that travel in shared memory."""
-    return MicroBatchDataset(
-        demo, [ImageModality(TrainTransform((96, 96)), EvalTransform((96, 96))), *more]
-    )
+    return MicroBatchDataset(demo, [square_images(96), *more])
 
 
 def shared_blocks(process="self"):
@@ -399,15 +359,8 @@ def test_a_file_that_has_changed_is_not_cached_under_its_old_hash(emoji_set, tmp
     cache.close()
 
 
-def test_evaluation_without_a_share(demo):
-    assert (
-        list(micro_batches(make(demo, {"image"}), evaluation_requests(SUBSET[:1], 1, 2, 4))) == []
-    )
-
-
-@pytest.mark.parametrize(
-    ("asked", "ranks", "cores", "gpu", "workers"),
-    [
+def test_resolve_workers():
+    for asked, ranks, cores, gpu, workers in (
         ("auto", 2, 2, False, 0),
         ("auto", 4, 2, False, 0),
         ("auto", 2, 4, False, 1),
@@ -417,18 +370,20 @@ def test_evaluation_without_a_share(demo):
         ("auto", 1, 64, True, 16),
         (0, 8, 64, True, 0),
         (5, 8, 2, False, 5),
-    ],
-)
-def test_resolve_workers(asked, ranks, cores, gpu, workers):
-    assert resolve_workers(asked, ranks, cores, gpu) == workers
+    ):
+        assert resolve_workers(asked, ranks, cores, gpu) == workers, (asked, ranks, cores, gpu)
 
 
 def test_the_size_of_a_request_is_that_of_its_images(demo, tokenizer):
+    """A bucket shrinks with the image size."""
     dataset = make(demo, BOTH, tokenizer)
-    plain, wide = request(3, 8), replace(request(3, 8), size=(32, 64))
+    plain, wide = request(3, 8), request(3, 8, size=(32, 64))
     assert dataset[wide]["pixel_values"].shape == (2, 3, 32, 64)
-    assert dataset[plain]["pixel_values"].shape[2] == dataset[plain]["pixel_values"].shape[3]
+    assert dataset[plain]["pixel_values"].shape == (2, 3, 16, 16)
     assert torch.equal(dataset[wide]["input_ids"], dataset[plain]["input_ids"])
+    images = MicroBatchDataset(demo, [square_images(64, side_multiple=16)])
+    asked = request(3, 8, size=(48, 96), feed_rates=FeedRates(image_size=32))
+    assert images[asked]["pixel_values"].shape == (2, 3, 32, 48)
 
 
 # -- feed rates
@@ -439,73 +394,38 @@ def test_several_captions_of_a_sample_are_different_ones_while_it_has_them(token
     dataset = make(source, {"text"}, tokenizer)
 
     def shown(c, of_texts=False):
-        index, position = np.array([7, 9]), np.arange(2)
-        dealt = TextRows(index[np.arange(2 * c) // c], np.arange(2 * c), None) if of_texts else None
-        own = (index[:0], position[:0]) if of_texts else (index, position)
-        asked = MicroBatchRequest(
-            0, 3, *own, True, feed_rates=FeedRates(captions_per_image=c), packed_texts=dealt
-        )
-        loaded = dataset[asked]
-        assert (
-            loaded["text_position"].tolist() == list(range(2 * c))
-            and loaded["text_index"].tolist() == [7] * c + [9] * c
-        )
+        rows = TextRows(np.repeat([7, 9], c), np.arange(2 * c), None)
+        packed = rows if of_texts else None
+        own, rates = () if of_texts else (7, 9), FeedRates(captions_per_image=c)
+        loaded = dataset[request_of(own, 3, feed_rates=rates, packed_texts=packed)]
+        assert loaded["text_position"].tolist() == list(range(2 * c))
+        assert loaded["text_index"].tolist() == [7] * c + [9] * c
         return [tuple(row[row != 0].tolist()) for row in loaded["input_ids"]]
 
     first, four, six = shown(1), shown(4), shown(6)
-    assert (
-        four[0] == first[0]
-        and four[4] == first[1]
-        and len(set(four[:4])) == len(set(four[4:])) == 4
-    )
+    assert (four[0], four[4]) == (first[0], first[1])
+    assert len(set(four[:4])) == len(set(four[4:])) == 4
     assert six[:6] == [*four[:4], *four[:2]]  # then from the beginning
     assert shown(4, of_texts=True) == four
 
 
 def test_kept_patches_are_a_share_of_the_grid_drawn_for_each_sample_and_epoch(demo):
-    dataset = MicroBatchDataset(
-        demo,
-        [
-            ImageModality(
-                TrainTransform((32, 32)), EvalTransform((32, 32)), side_multiple=8, patch_size=8
-            )
-        ],
-    )
+    dataset = MicroBatchDataset(demo, [square_images(32, side_multiple=8, patch_size=8)])
 
     def kept(share, epoch, size=0, training=True):
-        feed_rates = FeedRates(kept_patches=share, image_size=size)
-        return dataset[
-            MicroBatchRequest(0, epoch, np.arange(5), np.arange(5), training, feed_rates=feed_rates)
-        ]
+        rates = FeedRates(kept_patches=share, image_size=size)
+        return dataset[request_of(range(5), epoch, training, feed_rates=rates)]
 
     drawn = kept(0.5, 1)["kept_patches"]
-    assert (
-        drawn.shape == (5, 8)
-        and (drawn.diff(dim=1) > 0).all()
-        and drawn.min() >= 0
-        and drawn.max() <= 15
-    )
-    assert torch.equal(drawn, kept(0.5, 1)["kept_patches"]) and not torch.equal(
-        drawn, kept(0.5, 2)["kept_patches"]
-    )
-    assert not torch.equal(drawn[0], drawn[1]) and "kept_patches" not in kept(1.0, 1)
-    smaller = kept(0.5, 1, size=24)
-    # of 9
-    assert smaller["pixel_values"].shape == (5, 3, 24, 24) and smaller["kept_patches"].shape == (
-        5,
-        4,
-    )
+    assert drawn.shape == (5, 8) and drawn.min() >= 0 and drawn.max() <= 15
+    assert (drawn.diff(dim=1) > 0).all() and not torch.equal(drawn[0], drawn[1])
+    assert torch.equal(drawn, kept(0.5, 1)["kept_patches"])
+    assert not torch.equal(drawn, kept(0.5, 2)["kept_patches"])
+    assert "kept_patches" not in kept(1.0, 1)
+    smaller = kept(0.5, 1, size=24)  # of 9
+    assert smaller["pixel_values"].shape == (5, 3, 24, 24)
+    assert smaller["kept_patches"].shape == (5, 4)
     assert kept(0.5, 1, size=24, training=False)["pixel_values"].shape == (5, 3, 32, 32)
-
-
-def test_buckets_shrink_with_the_image_size(demo):
-    dataset = MicroBatchDataset(
-        demo, [ImageModality(TrainTransform((64, 64)), EvalTransform((64, 64)), side_multiple=16)]
-    )
-    asked = MicroBatchRequest(
-        0, 0, np.arange(2), np.arange(2), True, size=(48, 96), feed_rates=FeedRates(image_size=32)
-    )
-    assert dataset[asked]["pixel_values"].shape == (2, 3, 32, 48)
 
 
 # -- meta batches
@@ -524,34 +444,30 @@ class Tones(ValueModality):
 
 
 ASKED = request(3, 8, 5)
-OUTLINED = {
-    "plain": ASKED,
-    "evaluation": replace(ASKED, training=False),
-    "bucket": replace(ASKED, size=(32, 64)),
-    "smaller bucket": replace(ASKED, size=(32, 64), feed_rates=FeedRates(image_size=24)),
-    "patches": replace(ASKED, feed_rates=FeedRates(kept_patches=0.5)),
-    "captions": replace(ASKED, feed_rates=FeedRates(captions_per_image=3)),
-    "weights": replace(ASKED, weight=np.array([1, 2, 3])),
-    "dealt texts": replace(
-        ASKED, packed_texts=TextRows(np.array([8, 9]), np.array([1, 2]), np.array([4, 5]))
-    ),
-    "captions with weights": replace(
-        ASKED, feed_rates=FeedRates(captions_per_image=2), weight=np.array([1, 2, 3])
-    ),
+THREE = np.array([1, 2, 3])
+ASKED_FOR = {
+    "plain": {},
+    "evaluation": {"training": False},
+    "bucket": {"size": (32, 64)},
+    "smaller bucket": {"size": (32, 64), "feed_rates": FeedRates(image_size=24)},
+    "patches": {"feed_rates": FeedRates(kept_patches=0.5)},
+    "captions": {"feed_rates": FeedRates(captions_per_image=3)},
+    "weights": {"weight": THREE},
+    "packed texts": {"packed_texts": TextRows(np.array([8, 9]), THREE[:2], THREE[1:])},
+    "captions with weights": {"feed_rates": FeedRates(captions_per_image=2), "weight": THREE},
 }
 
 
-@pytest.mark.parametrize("asked", OUTLINED.values(), ids=OUTLINED)
 def test_a_meta_batch_has_the_shapes_of_the_micro_batch_and_no_image_is_read_for_it(
-    demo, tokenizer, asked
+    demo, tokenizer
 ):
-    images = ImageModality(
-        TrainTransform((32, 32)), EvalTransform((32, 32)), side_multiple=8, patch_size=8
-    )
+    images = square_images(32, side_multiple=8, patch_size=8)
     modalities = [images, TextModality(tokenizer, 32, length_multiple=4)]
-    meta = MicroBatchDataset(Without(demo, "value"), modalities).meta_batch(asked)
-    assert shapes(meta) == shapes(MicroBatchDataset(demo, modalities)[asked])
-    assert {tensor.device.type for tensor in meta.values()} == {"meta"}
+    for name, more in ASKED_FOR.items():
+        asked = replace(ASKED, **more)
+        meta = MicroBatchDataset(Without(demo, "value"), modalities).meta_batch(asked)
+        assert shapes(meta) == shapes(MicroBatchDataset(demo, modalities)[asked]), name
+        assert {tensor.device.type for tensor in meta.values()} == {"meta"}, name
 
 
 def test_the_meta_batch_of_values_is_that_of_a_blank_one(demo):

@@ -1,5 +1,6 @@
 """The order of samples: which samples a step has, whatever came before it."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -96,15 +97,6 @@ def test_another_size_goes_on_with_the_samples_that_the_epoch_has_left():
     assert order.batch(26).tolist() == shuffled(2)[:7]
 
 
-def test_a_change_at_an_epochs_end_is_an_order_of_the_new_size_with_its_own_steps():
-    """Seven samples were left of the epoch, which the earlier size did not fill: they stay out."""
-    order, alone = (
-        replace(ORDER, global_batch_size=7, earlier=((8, 12),)),
-        replace(ORDER, global_batch_size=7),
-    )
-    assert batches(order, range(8, 60)) == batches(alone, range(14, 66))
-
-
 def test_an_epoch_ends_where_a_larger_batch_does_not_fit_any_more():
     order = replace(ORDER, global_batch_size=50, earlier=((5, 12),))
     assert order.epoch(4) == 0 and order.epoch(5) == 1 and order.ends_epoch(5)
@@ -124,52 +116,48 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("parts", [(), ((60, 1.0), (18, 2.0), (25, 0.2))])
-@pytest.mark.parametrize("earlier, size", CHANGES)
-def test_over_all_changes_an_epoch_has_each_sample_once_and_all_but_what_does_not_fill_a_batch(
-    earlier, size, parts
-):
-    order = GlobalOrder(103, size, 5, parts, earlier)
-    sizes = [each for number, each in earlier for _ in range(number)]
-    last = len(sizes)
-    found, step = {}, 0
-    while (epoch := order.epoch(step)) < order.epoch(last) + 3:
-        batch = order.batch(step).tolist()
-        assert len(batch) == (sizes[step] if step < last else size)
-        found.setdefault(epoch, []).append(batch)
-        step += 1
-    assert list(found) == list(range(len(found)))
-    for epoch, of_epoch in found.items():
-        counts = np.bincount(sum(of_epoch, []), minlength=103)
-        most = np.repeat([1, 2, 1], [60, 18, 25]) if parts else np.ones(103)
-        assert (counts <= most).all()
-        next_size = len(found[epoch + 1][0]) if epoch + 1 in found else size
-        assert 0 <= order.epoch_samples - counts.sum() < max(len(of_epoch[-1]), next_size)
-    for any_step in (last, 0, step - 1, max(0, last - 1)):  # in any order
-        assert order.batch(any_step).tolist() in found[order.epoch(any_step)]
+def test_over_all_changes_an_epoch_has_each_sample_once_and_all_but_what_does_not_fill_a_batch():
+    weighted = ((60, 1.0), (18, 2.0), (25, 0.2))
+    for (earlier, size), parts in itertools.product(CHANGES, ((), weighted)):
+        order = GlobalOrder(103, size, 5, parts, earlier)
+        sizes = [each for number, each in earlier for _ in range(number)]
+        last = len(sizes)
+        found, step = {}, 0
+        while (epoch := order.epoch(step)) < order.epoch(last) + 3:
+            batch = order.batch(step).tolist()
+            assert len(batch) == (sizes[step] if step < last else size)
+            found.setdefault(epoch, []).append(batch)
+            step += 1
+        assert list(found) == list(range(len(found)))
+        for epoch, of_epoch in found.items():
+            counts = np.bincount(sum(of_epoch, []), minlength=103)
+            most = np.repeat([1, 2, 1], [60, 18, 25]) if parts else np.ones(103)
+            assert (counts <= most).all(), (earlier, size, parts)
+            next_size = len(found[epoch + 1][0]) if epoch + 1 in found else size
+            assert 0 <= order.epoch_samples - counts.sum() < max(len(of_epoch[-1]), next_size)
+        for any_step in (last, 0, step - 1, max(0, last - 1)):  # in any order
+            assert order.batch(any_step).tolist() in found[order.epoch(any_step)]
 
 
-@pytest.mark.parametrize("earlier, size", CHANGES)
-def test_where_a_step_is_in_the_data_is_counted_in_samples(earlier, size):
+def test_where_a_step_is_in_the_data_is_counted_in_samples():
     parts = ((60, 1.0), (18, 2.0), (25, 0.2))
-    order = GlobalOrder(103, size, 5, parts, earlier)
-    order = order.with_mix(2, ((60, 1.2), (18, 4 / 3), (25, 0.2)))
-    of_epoch, samples, before = [], 0, -1.0  # samples that each epoch had
-    for step in range(order.first_step(order.epoch(order.changed_at) + 4)):
-        assert order.samples_before(step) == samples and order.epochs_before(step) > before
-        before, samples = order.epochs_before(step), samples + len(order.batch(step))
-        first = order.first_step(order.epoch(step))
-        assert before == pytest.approx(
-            order.epoch(step) + (order.samples_before(step) - order.samples_before(first)) / 101
-        )
-        assert order.ends_epoch(step) == (step == first > 0)
-        of_epoch += [0] * (step == first)
-        early, late = sum(of_epoch[:2]) / 101, sum(of_epoch[2:]) / 101
-        assert order.visits(step) == pytest.approx(
-            [early + 1.2 * late, 2 * early + 4 / 3 * late, 0.2 * (early + late)]
-        )
-        of_epoch[-1] += len(order.batch(step))
-    assert [order.epoch(order.first_step(epoch)) for epoch in range(12)] == list(range(12))
+    for earlier, size in CHANGES:
+        order = GlobalOrder(103, size, 5, parts, earlier)
+        order = order.with_mix(2, ((60, 1.2), (18, 4 / 3), (25, 0.2)))
+        of_epoch, samples, before = [], 0, -1.0  # samples that each epoch had
+        for step in range(order.first_step(order.epoch(order.changed_at) + 4)):
+            assert order.samples_before(step) == samples and order.epochs_before(step) > before
+            before, samples = order.epochs_before(step), samples + len(order.batch(step))
+            epoch, first = order.epoch(step), order.first_step(order.epoch(step))
+            of_this = order.samples_before(step) - order.samples_before(first)
+            assert before == pytest.approx(epoch + of_this / 101)
+            assert order.ends_epoch(step) == (step == first > 0)
+            of_epoch += [0] * (step == first)
+            early, late = sum(of_epoch[:2]) / 101, sum(of_epoch[2:]) / 101
+            visits = [early + 1.2 * late, 2 * early + 4 / 3 * late, 0.2 * (early + late)]
+            assert order.visits(step) == pytest.approx(visits), (earlier, size, step)
+            of_epoch[-1] += len(order.batch(step))
+        assert [order.epoch(order.first_step(epoch)) for epoch in range(12)] == list(range(12))
 
 
 def test_an_order_goes_on_from_the_sizes_so_far():

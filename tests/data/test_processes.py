@@ -1,12 +1,10 @@
 """No worker outlives the process that asked for it, even one that is killed and cannot clean up."""
 
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
-import pytest
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 120  # ends what hangs
@@ -80,39 +78,33 @@ def test_workers_that_load_on_are_seen_to_live():
     assert result.stdout == "ready\n2 True\n", result.stdout + result.stderr
 
 
-def after_signal(number: signal.Signals, grace_s: float, then: str) -> subprocess.CompletedProcess:
-    """A process that outlasts signals for `grace_s`, sends itself one, and does `then`."""
-    script = f"""
-import os, threading, time
+OUTLASTS = """
+import os, signal, threading, time
 from data import processes
-processes.GRACE_S = {grace_s}
+
+def timers():
+    return sum(isinstance(each, threading.Timer) for each in threading.enumerate())
+
+processes.GRACE_S = 3600
 processes.outlast_signals()
-os.kill(os.getpid(), {int(number)})
-{then}
+for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGTERM):
+    os.kill(os.getpid(), number)
+    print("loads on", timers(), flush=True)
+processes.GRACE_S = 0.05
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(LIMIT)
 """
-    return subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S
+
+
+def test_what_asks_a_run_to_end_lets_a_worker_load_on_for_a_while():
+    """Only SIGTERM, after which its rank may be killed, makes it end some time later, if nobody
+    has ended it: its rank waits for it."""
+    result = subprocess.run(
+        [sys.executable, "-c", OUTLASTS.replace("LIMIT", str(2 * LIMIT_S))],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
     )
-
-
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name
-)
-def test_what_asks_a_run_to_end_lets_a_worker_load_on(number):
-    """Only SIGTERM, after which its rank may be killed, makes it end some time later."""
-    result = after_signal(
-        number,
-        3600,
-        "print('loads on', sum(isinstance(each, threading.Timer) for each in "
-        "threading.enumerate()))",
-    )
-    assert (result.returncode, result.stdout) == (
-        0,
-        f"loads on {int(number == signal.SIGTERM)}\n",
-    ), result.stderr
-
-
-def test_after_a_while_a_worker_that_was_asked_to_end_ends_if_nobody_has_ended_it():
-    """Its rank waits for it."""
-    result = after_signal(signal.SIGTERM, 0.05, f"time.sleep({2 * LIMIT_S})")
+    assert result.stdout == "loads on 0\nloads on 0\nloads on 1\n", result.stderr
     assert result.returncode == 1 and result.stderr == ""

@@ -4,6 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from plain_requests import square_images
 
 from data.batching.batches import Batches, GlobalBatch, TextPacker
 from data.batching.branch_cost import BranchCost
@@ -13,10 +14,8 @@ from data.batching.order import GlobalOrder
 from data.batching.settings import Setting
 from data.batching.weights import LARGEST, loss_weights, sample_weights
 from data.loader import MicroBatchDataset, micro_batches
-from data.modalities.image import ImageModality
 from data.modalities.lengths import TokenCounts
 from data.modalities.text import TextModality
-from data.modalities.transforms import EvalTransform, TrainTransform
 
 RNG = np.random.default_rng(0)
 COMPLEXITY, CHARACTERS = (
@@ -74,9 +73,8 @@ def test_a_sample_without_an_image_or_a_text_counts_as_the_mean_of_the_others():
 
 
 def test_the_weights_of_a_global_batch_are_whole_millionths_of_the_indexs_columns(emoji_set):
-    source = open_sources(
-        [f"jsonl:{emoji_set(12, texts=lambda caption: caption * (1 + len(caption) % 5))}"]
-    )
+    file = emoji_set(12, texts=lambda caption: caption * (1 + len(caption) % 5))
+    source = open_sources([f"jsonl:{file}"])
     visited, indices = np.array([1, 4, 0, 3]), np.array([3, 11, 0, 7])
     lengths = np.array([9, 4, 100, 6, 2])
     found = loss_weights(source, lengths, 0.3, 0.7, 0.0, batch_of(visited, indices))
@@ -106,12 +104,7 @@ def test_every_row_of_a_batch_has_the_weight_of_its_sample_in_the_whole_batch(
     micro-batch."""
     lengths = np.random.default_rng(0).integers(3, 30, 40)
     texts = TextPacker(TokenCounts(lengths, np.arange(41)), 32, 0) if packed else None
-    setting = Setting(
-        0,
-        {"image": 3, "text": 2},
-        {"text": BranchCost(1, 1)},
-        FeedRates(captions_per_image=captions),
-    )
+    setting = Setting(0, {"image": 3, "text": 2}, BranchCost(1, 1), FeedRates(captions))
     batches = Batches(
         GlobalOrder(40, 12, seed=1),
         np.arange(300, 340),
@@ -121,9 +114,7 @@ def test_every_row_of_a_batch_has_the_weight_of_its_sample_in_the_whole_batch(
     )
     expected = batches.weights_of(batches.at(2))
     dataset = {
-        "image": MicroBatchDataset(
-            demo, [ImageModality(TrainTransform((16, 16)), EvalTransform((16, 16)))]
-        ),
+        "image": MicroBatchDataset(demo, [square_images(16)]),
         "text": MicroBatchDataset(demo, [TextModality(tokenizer, 16)]),
     }
     for branch, per_sample in (("image", 1), ("text", captions)):

@@ -22,8 +22,8 @@ from split_training import (
 
 from engine.config.reading import check_config
 from engine.optimizer.locking import LockedBlock, lock_graph, locked_block
+from engine.planning.batch import BranchBatch
 from engine.planning.costs import StateBytes, with_trainable
-from engine.planning.planner import BranchBatch
 from engine.planning.simulator import simulate
 from engine.schedule import SCHEDULES, BatchSync, PerMicroBatch, Replay
 from engine.topology import StageGraph, chain, fork, merged

@@ -563,7 +563,7 @@ class BackToFront(BatchSync):
     def steps(self) -> Iterator[list[PipeInstruction]]:
         groups = list(super().steps())
         forwards = groups[: self.micro_batches]
-        yield from reversed(forwards) if self.place.is_tail else forwards
+        yield from reversed(forwards) if self.own_stage.is_tail else forwards
         yield from groups[self.micro_batches :]
 
 
@@ -572,7 +572,7 @@ class SendsTwice(BatchSync):
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         yield from super().steps()
-        if self.place.previous is None:
+        if self.own_stage.previous is None:
             yield [SendActivation(2)]
 
 
@@ -580,7 +580,7 @@ class ReceivesFromNobody(BatchSync):
     """Wrong on purpose: the first stage waits for activations."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        if self.place.previous is None:
+        if self.own_stage.previous is None:
             yield [RecvActivation(0)]
         yield from super().steps()
 
@@ -591,7 +591,7 @@ class GradientsFirst(BatchSync):
     def steps(self) -> Iterator[list[PipeInstruction]]:
         for m in range(self.micro_batches):
             own = [self.forward(m), self.backward(m)]
-            yield from own if self.place.is_tail else reversed(own)
+            yield from own if self.own_stage.is_tail else reversed(own)
 
 
 def test_what_waits_for_ever_is_named(monkeypatch):
@@ -608,7 +608,7 @@ def test_what_waits_for_ever_is_named(monkeypatch):
 
 class NothingBetween(BatchSync):
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        yield [*([ComputeLoss(), ComputeLoss()] if self.place.is_tail else []), OptimizerStep()]
+        yield [*([ComputeLoss(), ComputeLoss()] if self.own_stage.is_tail else []), OptimizerStep()]
 
 
 def test_collectives_may_follow_each_other(monkeypatch):

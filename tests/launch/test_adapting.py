@@ -101,8 +101,7 @@ def test_a_mix_is_for_epochs_that_no_loader_has_begun_with(data, tmp_path):
         assert [start for _, start in mixed] == [epoch * steps for epoch in epochs]
 
 
-@pytest.mark.parametrize("balance", [None, PACKED], ids=["off", "deal"])
-@pytest.mark.parametrize("killed", [3, 61, 64])
+@pytest.mark.parametrize(("killed", "balance"), [(3, None), (61, PACKED), (64, PACKED)])
 def test_a_run_that_goes_on_mixes_as_one_that_never_stopped(data, tmp_path, killed, balance):
     """From the middle of an epoch, before a mix that is known already."""
     whole, stopped, again = (world(data, tmp_path, balance=balance) for _ in range(3))

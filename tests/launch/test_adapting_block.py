@@ -28,9 +28,8 @@ def test_the_defaults_are_those_of_peft():
         assert getattr(ours, key) == getattr(theirs, key), key
 
 
-@pytest.mark.parametrize(
-    ("train", "words"),
-    [
+def test_what_is_wrong_is_refused_with_its_key():
+    for train, words in (
         ([], ["branches.train", "it is an object such as"]),
         ({"imgae": {"lora": {}}}, ["imgae", "did you mean 'image'?"]),
         ({"image": {}}, ["branches.train.image", "lora"]),
@@ -46,12 +45,10 @@ def test_the_defaults_are_those_of_peft():
         ({"text": {"lora": {"target": "atention"}}}, ["target", "did you mean 'attention'?"]),
         ({"text": {"lora": {"target": []}}}, ["lora.target: got []"]),
         ({"text": {"lora": {"target": [3]}}}, ["lora.target: got [3]"]),
-    ],
-)
-def test_what_is_wrong_is_refused_with_its_key(train, words):
-    with pytest.raises(ValueError) as error:
-        read(train)
-    assert all(word in str(error.value) for word in words), error.value
+    ):
+        with pytest.raises(ValueError) as error:
+            read(train)
+        assert all(word in str(error.value) for word in words), error.value
 
 
 def test_a_tower_is_locked_or_has_adapters():

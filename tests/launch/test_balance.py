@@ -15,9 +15,8 @@ from launch.reporting.reading import read_folder
 from launch.reporting.sections import build_sections, charts_of
 from launch.tools.balance import run
 
-FIRST = Setting(
-    0, {"image": 4, "text": 4}, {"text": BranchCost(0.1, 0.0, 1e-4)}, FeedRates(image_size=64)
-)
+NUMBERS = {"image": 4, "text": 4}
+FIRST = Setting(0, NUMBERS, BranchCost(0.1, 0.0, 1e-4), FeedRates(image_size=64))
 REFITTED = replace(FIRST, from_step=14, reason="costs refitted")
 MOVED = replace(
     FIRST,
@@ -58,7 +57,7 @@ def measurement(
         "measured_s": {"text": 0.6},
         "predicted_s": {"text": predicted_s},
         "knobs": {"captions_per_image": 1, "kept_patches": 1.0, "image_size": 64},
-        "num_micro_batches": {"image": 4, "text": 4},
+        "num_micro_batches": NUMBERS,
         "reason": reason,
         "next": following and following.record(),
     }
@@ -165,25 +164,18 @@ def test_a_line_that_is_broken_is_left_out_and_said(run_dir, capsys, text, said)
     assert capsys.readouterr().out.count("metrics.jsonl: 1 lines cannot be read") == said
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("config.json", None, "holds no config.json; give the folder of a run of train.py"),
+def test_what_is_missing_is_named_in_one_line(run_dir, capsys):
+    for name, content, message in (
+        ("metrics.jsonl", '{"step": 0, "held_out": "validation"}\n', "has no step yet; train on"),
         ("metrics.jsonl", None, "metrics.jsonl: has no step yet; train on"),
-        (
-            "metrics.jsonl",
-            '{"step": 0, "held_out": "validation"}\n',
-            "metrics.jsonl: has no step yet; train on",
-        ),
-    ],
-)
-def test_what_is_missing_is_named_in_one_line(run_dir, capsys, name, content, message):
-    (run_dir / name).unlink()
-    if content is not None:
-        (run_dir / name).write_text(content)
-    assert run([str(run_dir)]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and message in err and err.count("\n") == 1
+        ("config.json", None, "holds no config.json; give the folder of a run of train.py"),
+    ):
+        (run_dir / name).unlink()
+        if content is not None:
+            (run_dir / name).write_text(content)
+        assert run([str(run_dir)]) == 2
+        out, err = capsys.readouterr()
+        assert out == "" and message in err and err.count("\n") == 1, name
 
 
 def test_a_figure_of_its_own_is_refused_with_where_it_is_drawn(run_dir, capsys):

@@ -10,7 +10,7 @@ from PIL import Image
 
 from data.index.sources import open_source
 from data.prepare import HeldOut
-from launch.inference.classes import benchmark_metrics, class_embeddings, classification
+from launch.inference.classes import benchmark_metrics, classification
 
 open_clip = pytest.importorskip("open_clip", reason="class names and prompts are taken from it")
 
@@ -56,18 +56,6 @@ class _AsOpenClip:
         return self.embedder.texts(texts)
 
 
-def test_class_embeddings_are_those_of_open_clip(embedder):
-    names = ["tench", "great white shark", "toilet paper", "missile"]
-    templates = open_clip.OPENAI_IMAGENET_TEMPLATES
-    theirs = open_clip.build_zero_shot_classifier(
-        _AsOpenClip(embedder), _Texts, names, templates, num_classes_per_batch=3
-    )
-    ours, same = class_embeddings(embedder, [tuple(t(n) for t in templates) for n in names])
-    assert ours.shape == theirs.T.shape and same.tolist() == [0, 1, 2, 3]
-    torch.testing.assert_close(ours, theirs.T, rtol=0, atol=1e-6)
-    assert (ours @ ours.T).fill_diagonal_(0).max() < 0.9999  # so that the classes differ
-
-
 def test_imagenet_by_name(imagenet, embedder):
     """Folders get OpenAI's names and prompts; classes of the same name stay two."""
     source = open_source(f"imagefolder:{imagenet}?templates=openai")
@@ -96,28 +84,23 @@ def test_imagenet_by_name(imagenet, embedder):
     assert metrics["acc5"] == values["zero_shot_top_5"] < 1
 
 
-@pytest.mark.parametrize(
-    ("options", "caption", "number"),
-    [
+def test_names_and_templates_in_a_spec(imagenet, tmp_path):
+    names = {folder.name: f"fish {i}" for i, folder in enumerate(sorted(imagenet.iterdir()))}
+    (tmp_path / "names.json").write_text(json.dumps(names))
+    for options, caption, number in (
         ("templates=simple", "itap of a tench.", 7),
         ("names=imagenet", "a photo of a tench", 5),
         ("classnames=imagenet&templates=a {} in the wild", "a tench in the wild", 1),
-        ("classnames={file}&templates=openai", "a bad photo of a fish 0.", 80),
-    ],
-)
-def test_names_and_templates_in_a_spec(imagenet, tmp_path, options, caption, number):
-    names = {folder.name: f"fish {i}" for i, folder in enumerate(sorted(imagenet.iterdir()))}
-    (tmp_path / "names.json").write_text(json.dumps(names))
-    options = options.replace("{file}", str(tmp_path / "names.json"))
-    source = open_source(f"imagefolder:{imagenet}?{options}")
-    assert source.captions(0)[0] == caption and len(source.captions(0)) == number
-
-
-def test_other_folders_have_no_imagenet_names(imagenet):
+        (f"classnames={tmp_path}/names.json&templates=openai", "a bad photo of a fish 0.", 80),
+    ):
+        captions = open_source(f"imagefolder:{imagenet}?{options}").captions(0)
+        assert captions[0] == caption and len(captions) == number
     (imagenet / "n00000001").mkdir()
-    with pytest.raises(ValueError, match="1 of 7 folders are none of ImageNet's 1,000 .*n00000001"):
-        open_source(f"imagefolder:{imagenet}?names=imagenet")
-    with pytest.raises(ValueError, match="names and classnames are the same"):
-        open_source(f"imagefolder:{imagenet}?names=imagenet&classnames=imagenet")
-    with pytest.raises(FileNotFoundError, match="sentences with {}; or openai, simple"):
-        open_source(f"imagefolder:{imagenet}?templates=opneai")
+    none = "1 of 7 folders are none of ImageNet's 1,000 .*n00000001"
+    for options, error, message in (
+        ("names=imagenet", ValueError, none),
+        ("names=imagenet&classnames=imagenet", ValueError, "names and classnames are the same"),
+        ("templates=opneai", FileNotFoundError, "sentences with {}; or openai, simple"),
+    ):
+        with pytest.raises(error, match=message):
+            open_source(f"imagefolder:{imagenet}?{options}")

@@ -21,14 +21,12 @@ def test_costs_that_another_start_left_behind_are_not_taken():
     small = towers("resnet18:layers=1-1-1-1")
     device = torch.device("cpu")
     estimate = estimated_costs(small, {}, 16, find_device("A100"))
-    costs = replace(
-        estimate, machine=replace(estimate.machine, name=device_identity(device)["device"])
-    )
+    here = replace(estimate.machine, name=device_identity(device)["device"])
+    costs = replace(estimate, machine=here)
     assert are_of(costs, small, {}, device) and not estimate.machine.measured
     assert not are_of(costs, towers("resnet18"), {}, device)  # other layers
-    assert not are_of(
-        costs, towers("resnet18:layers=1-1-1-1", embed_dim=32), {}, device
-    )  # the same layers, other sizes
+    larger = towers("resnet18:layers=1-1-1-1", embed_dim=32)
+    assert not are_of(costs, larger, {}, device)  # the same layers, other sizes
     assert not are_of(estimate, small, {}, device)  # another machine
     assert not are_of(costs, small, {"bf16": {"enabled": True}}, device)  # another precision
 

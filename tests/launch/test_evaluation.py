@@ -5,7 +5,6 @@ import argparse
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,13 +16,14 @@ from PIL import Image
 from torch.nn import functional as F
 
 from data.index.sources import open_source
+from data.keys import caption_key
 from data.modalities.fonts import fonts_for, installed_families
 from data.modalities.text import Languages, TextModality
 from data.modalities.tokenizer import batch_tokens
 from data.prepare import HeldOut
 from launch.exporting.writing import write_export
 from launch.inference.classes import classification
-from launch.inference.embedding import Embedder, Texts
+from launch.inference.embedding import Embedder, as_source
 from launch.inference.evaluation import examples, retrieval, write_numbers
 from launch.inference.folders import (
     forget_embeddings,
@@ -57,25 +57,26 @@ SUBSET = np.arange(0, 400, 20)
 SPLITS = ("train", "test")
 
 
-@pytest.mark.parametrize("all_captions", [False, True])
-def test_embeddings_are_those_of_the_towers(source, embedder, all_captions):
-    embedded = embedder.embedded(source, SUBSET, all_captions)
-    image, text = embedded.rows["image"], embedded.rows["text"]
-    assert image.sample.tolist() == SUBSET.tolist()
-    assert torch.equal(text.sample, image.sample) == (not all_captions)
-    most = None if all_captions else 1
-    expected = [text for i in SUBSET for text in source.captions(i)[:most]]
-    assert list(text.texts) == expected and len(expected) > len(SUBSET) * all_captions
-    row = len(expected) // 2
-    tokens = batch_tokens(embedder.trained.tokenizer, [expected[row]], TOKENS)[0]
-    for layer in embedder.trained.layers[len(embedder.trained.towers[0].specs) :]:
-        tokens = layer(tokens)
-    torch.testing.assert_close(
-        text.embeds[row], tokens["text_embeds"][0].detach(), rtol=0, atol=1e-5
-    )
+def test_embeddings_are_those_of_the_towers(source, embedder):
+    """With the first caption of each sample, and with all."""
+    for all_captions in (False, True):
+        embedded = embedder.embedded(source, SUBSET, all_captions)
+        image, text = embedded.rows["image"], embedded.rows["text"]
+        assert image.sample.tolist() == SUBSET.tolist()
+        assert torch.equal(text.sample, image.sample) == (not all_captions)
+        most = None if all_captions else 1
+        expected = [text for i in SUBSET for text in source.captions(i)[:most]]
+        assert list(text.texts) == expected and len(expected) > len(SUBSET) * all_captions
+        assert text.key.tolist() == [caption_key(each) for each in expected]
+        row = len(expected) // 2
+        tokens = batch_tokens(embedder.trained.tokenizer, [expected[row]], TOKENS)[0]
+        for layer in embedder.trained.layers_of("text"):
+            tokens = layer(tokens)
+        own = tokens["text_embeds"][0].detach()
+        torch.testing.assert_close(text.embeds[row], own, rtol=0, atol=1e-5)
     torch.testing.assert_close(image.embeds.norm(dim=1), torch.ones(len(SUBSET)))
-    alone = embedder.rows("image", source, SUBSET[row % len(SUBSET) :][:1]).embeds
-    torch.testing.assert_close(image.embeds[row % len(SUBSET)], alone[0], rtol=0, atol=1e-5)
+    alone = embedder.rows("image", source, SUBSET[3:4]).embeds
+    torch.testing.assert_close(image.embeds[3], alone[0], rtol=0, atol=1e-5)
 
 
 def test_texts_are_read_by_the_modality_that_a_module_registers(source, embedder, registries):
@@ -85,7 +86,7 @@ def test_texts_are_read_by_the_modality_that_a_module_registers(source, embedder
     class Backwards(TextModality):
         def load(self, source, request, seed):
             turned = [source.captions(i)[0][::-1] for i in range(len(source))]
-            return super().load(Texts(turned, [None] * len(turned)), request, seed)
+            return super().load(as_source(turned), request, seed)
 
     def load(inputs):
         given.append(inputs)
@@ -101,20 +102,6 @@ def test_texts_are_read_by_the_modality_that_a_module_registers(source, embedder
     towers = (embedder.trained.towers[0], spoken)
     Embedder(replace(embedder.trained, towers=towers), "cpu", 7, 0).texts(texts)
     assert given[-1].languages == Languages(**LANGUAGES)
-
-
-def test_retrieval_of_all_captions_as_counted_by_hand(source, embedder):
-    embedded = embedder.embedded(source, SUBSET, True)
-    values = retrieval(embedded)
-    image, text = embedded.rows["image"], embedded.rows["text"]
-    similarity = image.embeds @ text.embeds.T
-    right = text.sample == image.sample[:, None]
-    best = similarity.masked_fill(~right, -2).amax(1)
-    ranks = ((similarity >= best[:, None]) & ~right).sum(1)
-    assert values["image_to_text_R@5"] == pytest.approx(float((ranks < 5).double().mean()))
-    assert values["image_to_text_median_rank"] == pytest.approx(float(np.median(ranks)) + 1)
-    back = (similarity >= (similarity * right).sum(0)).sum(0) - 1  # one image for each text
-    assert values["text_to_image_R@10"] == pytest.approx(float((back < 10).double().mean()))
 
 
 @pytest.fixture(scope="module")
@@ -152,52 +139,59 @@ def test_a_line_per_caption_scores_as_the_same_data_grouped(by_line, embedder):
     assert found["image_to_text_R@1"] == found["text_to_image_R@1"] == 1.0
 
 
-@pytest.mark.parametrize(("all_captions", "number"), [(False, 5), (True, 5), (True, 1000)])
-def test_reranking_equals_every_pair_by_itself(source, all_captions, number):
+def test_reranking_equals_every_pair_by_itself(source):
     """Batches of 7 cut images, texts and pairs; texts have other lengths. Each pair's score is
     computed alone, and ranks are counted by hand."""
     embedder = make_embedder(source, FusionSizes(1, 16, 2))
-    embedded = embedder.embedded(source, SUBSET, all_captions)
-    values = reranked_retrieval(embedder, embedded, source, number)
-    image, text = embedded.rows["image"], embedded.rows["text"]
-    n = len(image.sample)
-    # [n, m]
-    scores = torch.stack([matching_scores(embedder, source, embedded, i) for i in range(n)])
-    similarity, right = image.embeds @ text.embeds.T, text.sample == image.sample[:, None]
-    assert scores.std() > 1e-3
-    for direction, by_pair, alike, is_right in (
-        ("image_to_text", scores, similarity, right),
-        ("text_to_image", scores.T, similarity.T, right.T),
-    ):
-        ranks = []
-        for query in range(len(alike)):
-            first = alike[query].argsort(descending=True)[:number]
-            chosen = first if is_right[query, first].any() else torch.arange(alike.shape[1])
-            values_of = (by_pair if chosen is first else alike)[query, chosen]
-            best = values_of[is_right[query, chosen]].max()
-            ranks.append(int((values_of[~is_right[query, chosen]] >= best).sum()))
-        for k in (1, 10):
-            assert values[f"{direction}_R@{k}"] == pytest.approx(np.mean(np.array(ranks) < k))
-        assert values[f"{direction}_median_rank"] == pytest.approx(float(np.median(ranks)) + 1)
-    assert number < 1000 or values != {key: retrieval(embedded)[key] for key in values}
+    for all_captions, numbers in ((False, (5,)), (True, (5, 1000))):
+        embedded = embedder.embedded(source, SUBSET, all_captions)
+        image, text = embedded.rows["image"], embedded.rows["text"]
+        # [n, m]
+        scores = torch.stack(
+            [matching_scores(embedder, source, embedded, i) for i in range(len(image.sample))]
+        )
+        similarity, right = image.embeds @ text.embeds.T, text.sample == image.sample[:, None]
+        assert scores.std() > 1e-3
+        for number in numbers:
+            values = reranked_retrieval(embedder, embedded, source, number)
+            for direction, *three in (
+                ("image_to_text", scores, similarity, right),
+                ("text_to_image", scores.T, similarity.T, right.T),
+            ):
+                ranks = ranks_by_hand(*three, number)
+                for k in (1, 10):
+                    expected = pytest.approx(np.mean(np.array(ranks) < k))
+                    assert values[f"{direction}_R@{k}"] == expected, (direction, number)
+                median = pytest.approx(float(np.median(ranks)) + 1)
+                assert values[f"{direction}_median_rank"] == median, (direction, number)
+        assert values != {key: retrieval(embedded)[key] for key in values}
+
+
+def ranks_by_hand(by_pair, alike, is_right, number):
+    """Of each query, after its first `number` candidates were scored; where none of these is right,
+    by similarity."""
+    ranks = []
+    for query in range(len(alike)):
+        first = alike[query].argsort(descending=True)[:number]
+        chosen = first if is_right[query, first].any() else torch.arange(alike.shape[1])
+        values_of = (by_pair if chosen is first else alike)[query, chosen]
+        best = values_of[is_right[query, chosen]].max()
+        ranks.append(int((values_of[~is_right[query, chosen]] >= best).sum()))
+    return ranks
 
 
 @torch.no_grad()
 def matching_scores(embedder, source, embedded, i):
     """[m] of one image with each text, alone and without padding."""
-    number = len(embedder.trained.towers[0].specs)
     one = embedded.rows["image"].sample[i : i + 1].numpy()
     ((_, outputs),) = embedder.outputs("image", source, one)
     scores = []
     for text in embedded.rows["text"].texts:
         tensors = batch_tokens(embedder.trained.tokenizer, [text], TOKENS)[0]
-        for layer in embedder.trained.layers[number:]:
+        for layer in embedder.trained.layers_of("text"):
             tensors = layer(tensors)
-        scores.append(
-            embedder.trained.layers[-1].fusion(
-                outputs["image_tokens"], tensors["text_tokens"], tensors["text_mask"]
-            )
-        )
+        given = outputs["image_tokens"], tensors["text_tokens"], tensors["text_mask"]
+        scores.append(embedder.trained.layers[-1].fusion(*given))
     return torch.cat(scores)
 
 
@@ -211,10 +205,13 @@ def test_a_folder_of_embeddings_is_mapped_and_searched(source, embedder, tmp_pat
     found = search(image[3:4], embeds, lines, 4)
     assert len(found) == 4 and found[0]["id"] == source.identity(SUBSET[3])
     assert found[0]["similarity"] == pytest.approx(1.0, abs=1e-3)
-    texts = [*map(json.loads, (tmp_path / "out" / "texts.jsonl").read_text().splitlines())]
+    texts = [*map(json.loads, (tmp_path / "out" / "texts.jsonl").open())]
     i = int(SUBSET[5])
     of_sample = {"index": i, "id": source.identity(i), "where": source.where(i)}
     assert texts[5] == {**of_sample, "image": 5, "text": source.captions(i)[0]}
+    odd = replace(embedded.rows["text"], texts=["a\u2028line\x85 of\u2029 its own"] * len(texts))
+    write_embeddings(tmp_path / "out", {"text": odd}, source, MODEL)
+    assert read_embeddings(tmp_path / "out", MODEL, "text")[1][5]["text"] == odd.texts[5]
     refuse_other_content(tmp_path / "out")
     # again, of a checkpoint of the same name
     write_embeddings(tmp_path / "out", embedded.rows, source, MODEL | {"checksum": "b"})
@@ -228,9 +225,10 @@ def test_a_folder_of_embeddings_is_mapped_and_searched(source, embedder, tmp_pat
         refuse_other_content(tmp_path / "other")
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
+def test_embeddings_in_another_format_are_refused(source, embedder, tmp_path):
+    """As an earlier version may have left them: with one message, whatever differs."""
+    rows = embedder.embedded(source, SUBSET[:3]).rows
+    for name, change in (
         ("about.json", lambda text: "[]"),
         ("about.json", lambda text: text.replace('"checksum"', '"weights"')),
         ("about.json", lambda text: text.replace('"modalities"', '"branches"')),
@@ -240,18 +238,15 @@ def test_a_folder_of_embeddings_is_mapped_and_searched(source, embedder, tmp_pat
         ("images.jsonl", lambda text: text.partition("\n")[2]),
         ("image.npy", lambda text: ""),
         ("image.npy", None),
-    ],
-)
-def test_embeddings_in_another_format_are_refused(source, embedder, tmp_path, name, change):
-    """As an earlier version may have left them: with one message, whatever differs."""
-    write_embeddings(tmp_path, embedder.embedded(source, SUBSET[:3]).rows, source, MODEL)
-    if change is None:
-        (tmp_path / name).unlink()
-    else:
-        text = (tmp_path / name).read_text(encoding="latin-1")
-        (tmp_path / name).write_text(change(text), encoding="latin-1")
-    with pytest.raises(ValueError, match="another format"):
-        read_embeddings(tmp_path, MODEL)
+    ):
+        write_embeddings(tmp_path, rows, source, MODEL)
+        if change is None:
+            (tmp_path / name).unlink()
+        else:
+            text = (tmp_path / name).read_text(encoding="latin-1")
+            (tmp_path / name).write_text(change(text), encoding="latin-1")
+        with pytest.raises(ValueError, match="another format"):
+            read_embeddings(tmp_path, MODEL)
 
 
 def test_embeddings_of_several_sets_are_searched_together(source, embedder, tmp_path):
@@ -284,7 +279,9 @@ def test_embeddings_know_the_images_they_are_of(embedder, emoji_files, tmp_path)
         refuse_other_data(tmp_path / "out", lines[3:], open_source(specs[0]), "image")
 
 
-def test_samples_that_cannot_be_used_are_reported(embedder, emoji_files, tmp_path, capsys):
+def test_what_cannot_be_used_or_read_is_reported_and_left_out(
+    embedder, emoji_files, tmp_path, capsys
+):
     source, files = emoji_files
     lines = (tmp_path / "train.jsonl").read_text()
     (tmp_path / "half.jsonl").write_text(lines + '{"image_path": "none.png", "text": "no"}\n')
@@ -294,10 +291,6 @@ def test_samples_that_cannot_be_used_are_reported(embedder, emoji_files, tmp_pat
     said = capsys.readouterr().out
     assert left_out(part) == 1 and len(part.subset) == 9
     assert "1 of 10 samples of" in said and "missing-file" in said
-
-
-def test_images_that_cannot_be_read_are_reported_and_left_out(embedder, emoji_files, capsys):
-    source, files = emoji_files
     whole = embedder.rows("image", source, np.arange(9))
     assert whole.sample.tolist() == list(range(9))
     for i in (2, 5):
@@ -314,14 +307,14 @@ def test_images_that_cannot_be_read_are_reported_and_left_out(embedder, emoji_fi
 
 
 @pytest.fixture
-def emoji_files(tmp_path, monkeypatch):
+def emoji_files(source, tmp_path, monkeypatch):
     """(a JSON-lines set of nine images, their files)."""
     monkeypatch.setenv("WYE_CACHE", str(tmp_path / "cache"))
-    demo, lines, files = open_source("demo"), [], []
+    lines, files = [], []
     for i in range(9):
         files.append(tmp_path / f"{i}.png")
-        files[-1].write_bytes(demo.value("image", i))
-        lines.append(json.dumps({"image_path": files[-1].name, "text": demo.captions(i)[0]}))
+        files[-1].write_bytes(source.value("image", i))
+        lines.append(json.dumps({"image_path": files[-1].name, "text": source.captions(i)[0]}))
     (tmp_path / "train.jsonl").write_text("\n".join(lines) + "\n")
     return open_source(f"jsonl:{tmp_path / 'train.jsonl'}"), files
 
@@ -373,7 +366,7 @@ def test_classes_by_prompts_neighbours_and_a_probe(source, embedder, tmp_path):
         classification(embedder, fewer, HeldOut(fewer.source, fewer.subset[4:8]))
 
 
-def test_examples_are_marked_right_where_they_are(source, embedder, tmp_path):
+def test_examples_are_marked_right_where_they_are(source, embedder, tmp_path, capsys):
     embedded = embedder.embedded(source, SUBSET, True)
     rows = examples(embedded, source, 5, seed=3)
     assert [row[0].value is None for row in rows] == [True, True, True, False, False]
@@ -391,6 +384,9 @@ def test_examples_are_marked_right_where_they_are(source, embedder, tmp_path):
     ]
     draw_rows([priced, *rows[1:]], "a title of $1", tmp_path / "a folder" / "rows.png")
     assert (tmp_path / "a folder" / "rows.png").stat().st_size > 20_000
+    capsys.readouterr()
+    draw_rows([], "nothing", tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists() and "no queries" in capsys.readouterr().out
 
 
 def test_numbers_are_there_whatever_a_picture_does(emoji_files, tmp_path, monkeypatch, capsys):
@@ -410,76 +406,55 @@ def test_numbers_are_there_whatever_a_picture_does(emoji_files, tmp_path, monkey
     assert "R@10" in capsys.readouterr().out
 
 
-def test_nothing_is_drawn_of_no_queries(tmp_path, capsys):
-    draw_rows([], "nothing", tmp_path / "rows.png")
-    assert not (tmp_path / "rows.png").exists() and "no queries" in capsys.readouterr().out
-
-
-def figure_of(text: str, path: Path) -> np.ndarray:
-    """Of a query without answers but one, as pixels."""
-    draw_rows([[Cell(None, f"a {text}"), Cell(None, text, 0.5)]], text, path)
-    return imread(path)
-
-
 @pytest.mark.filterwarnings("error")
-def test_queries_that_no_font_has_are_reported_in_one_line(tmp_path, monkeypatch, capsys):
-    """Not in a warning for each character."""
+def test_captions_that_no_font_has_are_reported_in_one_line(tmp_path, monkeypatch, capsys):
+    """Not in a warning for each character; those that one has are drawn."""
+    path, drawn = tmp_path / "rows.png", {}
     # matplotlib's have no Chinese
     shipped = tuple(name for name in installed_families() if name.startswith(("DejaVu", "STIX")))
-    monkeypatch.setattr("data.modalities.fonts.installed_families", lambda: shipped)
-    dog, cat = (figure_of(text, tmp_path / "rows.png") for text in ("犬", "猫"))
-    assert np.array_equal(dog, cat)
-    notice, path, *same = capsys.readouterr().out.splitlines()
-    assert "fonts-noto-cjk" in notice and same == [notice, path]
-    assert not np.array_equal(figure_of("x", tmp_path / "rows.png"), dog)
-    assert capsys.readouterr().out == f"{tmp_path / 'rows.png'}\n"
-
-
-@pytest.mark.skipif(
-    bool(fonts_for(["犬猫"]).missing), reason="no font of this machine has Chinese characters"
-)
-@pytest.mark.filterwarnings("error")
-def test_queries_in_chinese_beside_latin_are_drawn(tmp_path, capsys):
-    """Boxes, or the block of Unicode, would be the same for both."""
-    dog, cat = (figure_of(text, tmp_path / "rows.png") for text in ("犬", "猫"))
-    assert not np.array_equal(dog, cat)
-    row = [Cell(None, "a 犬"), Cell(None, "猫", 0.5)]
+    for families in (installed_families(), shipped):
+        monkeypatch.setattr("data.modalities.fonts.installed_families", lambda: families)
+        missing = bool(fonts_for(["犬猫"]).missing)
+        for text in ("犬", "猫", "x"):
+            draw_rows([[Cell(None, f"a {text}"), Cell(None, text, 0.5)]], text, path)
+            drawn[text] = imread(path)
+            *notice, last = capsys.readouterr().out.splitlines()
+            assert last == str(path) and len(notice) == (missing and text != "x")
+            assert all("fonts-noto-cjk" in line for line in notice)
+        # boxes would be the same for both
+        assert np.array_equal(drawn["犬"], drawn["猫"]) == missing
+        assert not np.array_equal(drawn["犬"], drawn["x"])
     for kind in ("svg", "pdf"):
-        draw_rows([row], "犬", tmp_path / f"rows.{kind}")
-    assert capsys.readouterr().out.count("\n") == 4
+        draw_rows([[Cell(None, "a 犬"), Cell(None, "猫", 0.5)]], "犬", tmp_path / f"rows.{kind}")
+        assert (tmp_path / f"rows.{kind}").is_file()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--classify-train", "imagefolder:x"], "--classify-train trains on what"),
-        (["--classify", "imagefolder:x", "--query", "an apple"], "--classify tells classes"),
-        (["--query", " "], "--query is empty"),
-        (["--number", "0", "--query", "an apple"], "--number: 0 is below 1"),
-        (["--number", "4"], "--number is of --query"),
-        (["--query", "an apple", "--json", "out.json"], "--query searches; --json is of retrieval"),
-        (["--query", "an apple", "--captions", "all"], "--query searches; --captions is"),
-        (["--classify", "imagefolder:x", "--val-data", "demo"], "--val-data is of pairs"),
-        (["--workers", "-1"], "--workers: -1 is below 0"),
-        (["--json", f"{__file__}/out.json"], "nothing can be written in "),
-        (["--batch-size", "-3"], "--batch-size: -3 is below 1"),
-        (["--rerank", "0"], "--rerank: 0 is below 1"),
-        (["--rerank", "5", "--query", "an apple"], "--query searches; --rerank is of retrieval"),
-        (["--val-data", "demo", "--val-data", "demo:de"], "--val-data is given twice, demo and"),
-        (["--json", "."], "--json .: is a folder"),
-        (["--picture", f"{__file__}/a.png"], "nothing can be written in "),
-        (["--picture", "queries.jpeg"], "a name that ends in .png, .svg or .pdf"),
-    ],
-)
-def test_what_does_not_go_together_is_refused_before_anything_is_loaded(
-    arguments, words, monkeypatch, capsys
-):
+def test_what_does_not_go_together_is_refused_before_anything_is_loaded(monkeypatch, capsys):
     import evaluate
 
-    monkeypatch.setattr("sys.argv", ["evaluate.py", "nowhere", *arguments])
-    with pytest.raises(SystemExit) as exit:
-        evaluate.parse()
-    assert exit.value.code == 2 and words in capsys.readouterr().err
+    for arguments, words in (
+        ("--classify-train imagefolder:x", "--classify-train trains on what"),
+        ("--classify imagefolder:x --query apple", "--classify tells classes"),
+        ("--query ", "--query is empty"),
+        ("--number 0 --query apple", "--number: 0 is below 1"),
+        ("--number 4", "--number is of --query"),
+        ("--query apple --json out.json", "--query searches; --json is of retrieval"),
+        ("--query apple --captions all", "--query searches; --captions is"),
+        ("--classify imagefolder:x --val-data demo", "--val-data is of pairs"),
+        ("--workers -1", "--workers: -1 is below 0"),
+        (f"--json {__file__}/out.json", "nothing can be written in "),
+        ("--batch-size -3", "--batch-size: -3 is below 1"),
+        ("--rerank 0", "--rerank: 0 is below 1"),
+        ("--rerank 5 --query apple", "--query searches; --rerank is of retrieval"),
+        ("--val-data demo --val-data demo:de", "--val-data is given twice, demo and"),
+        ("--json .", "--json .: is a folder"),
+        (f"--picture {__file__}/a.png", "nothing can be written in "),
+        ("--picture queries.jpeg", "a name that ends in .png, .svg or .pdf"),
+    ):
+        monkeypatch.setattr("sys.argv", ["evaluate.py", "nowhere", *arguments.split(" ")])
+        with pytest.raises(SystemExit) as exit:
+            evaluate.parse()
+        assert exit.value.code == 2 and words in capsys.readouterr().err, arguments
 
 
 def test_each_question_has_a_file_of_its_own(monkeypatch):
@@ -489,18 +464,21 @@ def test_each_question_has_a_file_of_its_own(monkeypatch):
         monkeypatch.setattr("sys.argv", ["evaluate.py", "nowhere", *arguments])
         return evaluate.output_name(evaluate.parse(), "step-00000008")
 
-    asked = [[], ["--val-data", "jsonl:my data/a.jsonl"], ["--captions", "all"]]
-    asked += [["--classify", "imagefolder:x"], ["--val-data", "demo"]]
     assert name() == "evaluation-step-00000008.json"
-    assert name(*asked[1]) == "evaluation-step-00000008-jsonl-my-data-a-jsonl.json"
-    long = "jsonl:" + "a/" * 120
-    asked += [
-        ["--val-data", long + end, *captions]
-        for end in ("b.jsonl", "c.jsonl")
-        for captions in ([], ["--captions", "all"])
+    spec = ["--val-data", "jsonl:my data/a.jsonl"]
+    assert name(*spec) == "evaluation-step-00000008-jsonl-my-data-a-jsonl.json"
+    long = f"jsonl:{'a/' * 120}"
+    asked = [
+        [],
+        spec,
+        ["--captions", "all"],
+        ["--classify", "imagefolder:x"],
+        ["--val-data", "demo"],
     ]
+    for end in ("b.jsonl", "c.jsonl"):
+        asked += [["--val-data", long + end], ["--val-data", long + end, "--captions", "all"]]
     names = {name(*arguments) for arguments in asked}
-    assert len(names) == 9 and max(map(len, names)) <= 205
+    assert len(names) == len(asked) and max(map(len, names)) <= 205
 
 
 def test_numbers_that_json_does_not_have_are_null(tmp_path):

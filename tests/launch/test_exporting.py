@@ -30,13 +30,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, AutoProcessor
 
 from common import __version__
-from data.modalities.preprocessing import CLIP as CLIP_PIXELS
 from data.modalities.tokenizer import batch_tokens, load_tokenizer
 from data.modalities.transforms import EvalTransform, normalise, stacked
 from launch.config.imported import options_of_export
 from launch.config.options import parse_options
 from launch.exporting import modeling_export
-from launch.exporting.page import _results
+from launch.exporting.page import _recalls
 from launch.exporting.writing import canonical_state, write_export
 from launch.inference.trained import (
     Trained,
@@ -46,13 +45,11 @@ from launch.inference.trained import (
 )
 from launch.reporting.reading import read_folder
 from launch.setup.model import RunModel
-from models.losses import build_loss
-from models.towers.building import build_towers
 from models.towers.fusion import FusionSizes
 from models.towers.head import FUSION_NAMES
 from models.weights.reading import open_model
 
-RESNET = "resnet18:layers=1-1-1-1"
+RESNET, RESNET50 = "resnet18:layers=1-1-1-1", "resnet50:layers=1-1-1-1,width_per_group=8"
 VIT = "vit_b_16:patch_size=16,num_layers=2,num_heads=4,hidden_dim=48,mlp_dim=96"
 CONVNEXT = "convnext_tiny:dims=16-24-32-40,depths=1-1-2-1"
 BERT = "bert-tiny:hidden_size=48,num_attention_heads=4"
@@ -78,94 +75,52 @@ T5 = "t5-small:d_model=48,d_kv=16,d_ff=64,num_layers=2,num_heads=3"
 XLM = "xlm-mlm-en-2048:emb_dim=48,n_layers=2,n_heads=4,n_langs=2"
 TIMM_VIT = "timm:vit_tiny_patch16_224:depth=2,embed_dim=48,num_heads=3"
 OPEN_CLIP = "open_clip:ViT-B-32:layers=2,width=64"
-# image tower, text tower, a word of why it is a state dict (none: it is the dual encoder)
+CLIP_TEXT, CLIP_RN50 = f"{OPEN_CLIP},heads=2", "open_clip:RN50:layers=1-1-1-1,width=16"
+SIGLIP_TEXT = "open_clip:ViT-B-16-SigLIP:layers=2,width=64,heads=2,context_length=16"
+POOLS = ("attention", "avg", "cls", "eos", "first", "last", "max", "mean")
+ATTENTION, AVG, CLS, EOS, FIRST, LAST, MAX, MEAN = (f",pool={name}" for name in POOLS)
+# name: image tower, text tower, a word of why it is a state dict (none: it is the dual encoder),
+# and whether it learned by sigmoid
 MODELS = {
     "vit+bert": (VIT, BERT, None),
     "convnext+clip": (CONVNEXT, CLIP, None),
     "vit+roberta": (VIT, ROBERTA, None),
     "resnet+distilbert": (RESNET, DISTILBERT, "ResNet has shape"),
-    "resnet50+bert+sigmoid": ("resnet50:layers=1-1-1-1,width_per_group=8", BERT, "no logit_bias"),
+    "resnet50+bert+sigmoid": (RESNET50, BERT, "no logit_bias", "sigmoid"),
     "vit+bert, two layers": (VIT, f"{BERT},mlp_proj=24", "no mlp_proj behind BertModel"),
     "convnext+distilbert": (CONVNEXT, DISTILBERT, "no pooled output"),
-    "resnet, attention+bert, mean": (f"{RESNET},pool=attention", f"{BERT},pool=mean", "not mean"),
-    "resnet, max+clip, last": (f"{RESNET},pool=max", f"{CLIP},pool=last", "not last"),
-    "vit, avg+bert, attention": (f"{VIT},pool=avg", f"{BERT},pool=attention", "not avg"),
-    "vit, attention+roberta, max": (
-        f"{VIT},pool=attention",
-        f"{ROBERTA},pool=max",
-        "not attention",
-    ),
-    "vit, max+bert, first": (f"{VIT},pool=max", f"{BERT},pool=first", "not max"),
-    "convnext, attention+bert, last": (
-        f"{CONVNEXT},pool=attention",
-        f"{BERT},pool=last",
-        "not attention",
-    ),
-    "convnext, max+distilbert, mean": (
-        f"{CONVNEXT},pool=max",
-        f"{DISTILBERT},pool=mean",
-        "not max",
-    ),
-    "vit+bert, eos": (VIT, f"{BERT},pool=eos", "not eos"),
+    "resnet, attention+bert, mean": (RESNET + ATTENTION, BERT + MEAN, "not mean"),
+    "resnet, max+clip, last": (RESNET + MAX, CLIP + LAST, "not last"),
+    "vit, avg+bert, attention": (VIT + AVG, BERT + ATTENTION, "not avg"),
+    "vit, attention+roberta, max": (VIT + ATTENTION, ROBERTA + MAX, "not attention"),
+    "vit, max+bert, first": (VIT + MAX, BERT + FIRST, "not max"),
+    "convnext, attention+bert, last": (CONVNEXT + ATTENTION, BERT + LAST, "not last"),
+    "convnext, max+distilbert, mean": (CONVNEXT + MAX, DISTILBERT + MEAN, "not max"),
+    "vit+bert, eos": (VIT, BERT + EOS, "not eos"),
     "hf clip+mpnet": (HF_CLIP, MPNET, None),
     "hf siglip+xlm-roberta": (HF_SIGLIP, XLM_ROBERTA, None),
     "hf vit+roberta": (HF_VIT, ROBERTA, None),
     "hf dinov2+clip": (HF_DINO, CLIP, None),
     "hf convnext+bert": (HF_CONVNEXT, BERT, None),
     "hf swin+bert": (HF_SWIN, BERT, None),
-    "hf siglip, avg+siglip": (f"{HF_SIGLIP},pool=avg", SIGLIP, "the padding"),
+    "hf siglip, avg+siglip": (HF_SIGLIP + AVG, SIGLIP, "the padding", "sigmoid"),
     "hf siglip2+t5": (HF_SIGLIP2, T5, "takes images in patches"),
-    "hf clip, avg+modernbert": (f"{HF_CLIP},pool=avg", MODERN, "not avg"),
-    "hf vit, cls+xlm, mean": (f"{HF_VIT},pool=cls", f"{XLM},pool=mean", "not cls"),
-    "hf dinov2 with registers, max+mt5, last": (
-        f"{HF_REGISTERS},pool=max",
-        f"m{T5},pool=last",
-        "not max",
-    ),
-    "hf convnext, max+chinese clip": (
-        f"{HF_CONVNEXT},pool=max",
-        CHINESE,
-        "ChineseCLIPTextModel in its ChineseCLIPModel only",
-    ),
-    "hf swin, attention+mpnet, attention": (
-        f"{HF_SWIN},pool=attention",
-        f"{MPNET},pool=attention",
-        "not attention",
-    ),
-    "odd vit+clip": (
-        VIT.replace("mlp_dim=96", "mlp_dim=100"),
-        CLIP,
-        "whole multiples of 48, not 100",
-    ),
-    "timm+bert": (f"{TIMM_VIT},pool=avg", BERT, "vit_tiny_patch16_224 of timm"),
-    "timm, attention+open_clip": (
-        f"{TIMM_VIT},pool=attention",
-        f"{OPEN_CLIP},heads=2",
-        "TextTransformer of open_clip",
-    ),
+    "hf clip, avg+modernbert": (HF_CLIP + AVG, MODERN, "not avg"),
+    "hf vit, cls+xlm, mean": (HF_VIT + CLS, XLM + MEAN, "not cls"),
+    "hf registers, max+mt5, last": (HF_REGISTERS + MAX, "m" + T5 + LAST, "not max"),
+    "hf convnext, max+chinese clip": (HF_CONVNEXT + MAX, CHINESE, "its ChineseCLIPModel only"),
+    "hf swin+mpnet, attention": (HF_SWIN + ATTENTION, MPNET + ATTENTION, "not attention"),
+    "odd vit+clip": (VIT.replace("=96", "=100"), CLIP, "whole multiples of 48, not 100"),
+    "timm+bert": (TIMM_VIT + AVG, BERT, "vit_tiny_patch16_224 of timm"),
+    "timm+open_clip": (TIMM_VIT + ATTENTION, CLIP_TEXT, "TextTransformer of open_clip", "sigmoid"),
     "torchvision, max+bert": ("squeezenet1_1:pool=max", BERT, "squeezenet1_1 of torchvision"),
-    "open_clip": (OPEN_CLIP, f"{OPEN_CLIP},heads=2", "VisionTransformer of open_clip"),
-    "open_clip, SigLIP's texts+RN50": (
-        "open_clip:RN50:layers=1-1-1-1,width=16",
-        "open_clip:ViT-B-16-SigLIP:layers=2,width=64,heads=2,context_length=16",
-        "ModifiedResNet of open_clip",
-    ),
-}
-SIGMOID = {
-    "resnet50+bert+sigmoid",
-    "hf siglip, avg+siglip",
-    "timm, attention+open_clip",
-    "open_clip, SigLIP's texts+RN50",
-}
-
-
-def model_of(name, **more):
-    image_tower, text_tower, _ = MODELS[name]
-    return trained_model(image_tower, text_tower, loss_of(name), **more)
+    "open_clip": (OPEN_CLIP, CLIP_TEXT, "VisionTransformer of open_clip"),
+    "open_clip, SigLIP's texts": (CLIP_RN50, SIGLIP_TEXT, "ModifiedResNet of open_clip", "sigmoid"),
+}  # fmt: skip
 
 
 def loss_of(name):
-    return "sigmoid" if name in SIGMOID else "infonce"
+    return next(iter(MODELS[name][3:]), "infonce")
 
 
 @pytest.fixture(scope="module")
@@ -174,96 +129,98 @@ def exports(module_folder):
     folder's page)."""
     root = module_folder("exports")
     made = []
-    for number, name in enumerate(MODELS):
-        trained, folder = model_of(name), root / f"model {number}"
+    for number, (name, (image_tower, text_tower, *_)) in enumerate(MODELS.items()):
+        trained = trained_model(image_tower, text_tower, loss_of(name))
+        folder = root / f"model {number}"
         made.append((trained, folder, write_export(trained, folder)))
     found = embed_by_pages(root, [folder for _, folder, _ in made])
     return {name: (*own, by_page) for name, own, by_page in zip(MODELS, made, found)}
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_fresh_process_gets_the_embeddings_of_the_training_stages(exports, name):
+def test_a_fresh_process_gets_the_embeddings_of_the_training_stages(exports, subtests):
     """By the code on the page of the folder, with public libraries alone, from images and texts
     as they are."""
-    (trained, folder, differences, found), reason = exports[name], MODELS[name][-1]
-    assert (differences == []) == (reason is None) and (reason or "") in "; ".join(differences)
-    assert (folder / "config.json").is_file() == (reason is None)
     ours = torch.stack([evaluated(data) for data in files()])
-    # fp32 at values of about 2
-    torch.testing.assert_close(found["pixel_values"], ours, rtol=0, atol=1e-5)
-    assert_same(trained, found | {"pixel_values": ours})
-    for embeds in (found["image_embeds"], found["text_embeds"]):
-        assert (embeds[0] - embeds[1]).abs().max() > 1e-4  # it tells them apart
+    for name, (trained, folder, differences, found) in exports.items():
+        reason = MODELS[name][2]
+        with subtests.test(name):
+            assert (differences == []) == (reason is None)
+            assert (reason or "") in "; ".join(differences)
+            assert (folder / "config.json").is_file() == (reason is None)
+            # fp32 at values of about 2
+            torch.testing.assert_close(found["pixel_values"], ours, rtol=0, atol=1e-5)
+            assert_same(trained, found | {"pixel_values": ours})
+            for embeds in (found["image_embeds"], found["text_embeds"]):
+                assert (embeds[0] - embeds[1]).abs().max() > 1e-4  # it tells them apart
 
 
-@pytest.mark.parametrize(
-    ("name", "form"),
-    [("vit+bert", "auto"), ("resnet+distilbert", "auto"), ("open_clip", "open_clip")],
-)
-def test_what_scores_pairs_is_in_a_file_of_its_own(tmp_path, name, form):
+def test_what_scores_pairs_is_in_a_file_of_its_own(tmp_path, subtests):
     """The model is that of an export without it; `--fusion` goes on with its weights, and
     evaluate.py scores with them."""
-    image_tower, text_tower, _ = MODELS[name]
-    if form == "open_clip":  # which keeps no more positions than texts have tokens
-        text_tower += f",context_length={TOKENS}"
+    cases = {"vit+bert": "auto", "resnet+distilbert": "auto", "open_clip": "open_clip"}
     sizes = FusionSizes(1, 16, 2)
-    trained = trained_model(image_tower, text_tower, "infonce", fusion=sizes)
-    write_export(trained, tmp_path / "out", form=form)
-    held = load_file(tmp_path / "out" / "fusion.safetensors")
-    before = canonical_state(trained.layers)
-    fusion = {name for name in before if name.startswith(FUSION_NAMES)}
-    assert held.keys() == fusion and all(torch.equal(held[n], before[n]) for n in fusion)
-    again = open_model_folder(tmp_path / "out")
-    after = canonical_state(again.layers)
-    assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
-    page = (tmp_path / "out" / "README.md").read_text()
-    assert "--fusion 1 --fusion-width 16 --fusion-heads 2" in page and "--rerank" in page
-    options = options_of_export(tmp_path / "out")
-    fused = towers_for(options["image_tower"], options["text_tower"], again.tokenizer, fusion=sizes)
-    begun = fused[1].specs[-1].build(3, open_model(str(tmp_path / "out"), *fused))
-    assert torch.equal(begun.fusion.score.weight, trained.layers[-1].fusion.score.weight)
-    plain = towers_for(options["image_tower"], options["text_tower"], again.tokenizer)
-    assert plain[1].specs[-1].build(3, open_model(str(tmp_path / "out"), *plain)).fusion is None
+    for name, form in cases.items():
+        image_tower, text_tower, *_ = MODELS[name]
+        if form == "open_clip":  # which keeps no more positions than texts have tokens
+            text_tower += f",context_length={TOKENS}"
+        trained = trained_model(image_tower, text_tower, "infonce", fusion=sizes)
+        out = tmp_path / name
+        with subtests.test(name):
+            write_export(trained, out, form=form)
+            held = load_file(out / "fusion.safetensors")
+            before, again = canonical_state(trained.layers), open_model_folder(out)
+            assert_equal(held, {n: t for n, t in before.items() if n.startswith(FUSION_NAMES)})
+            assert_equal(canonical_state(again.layers), before)
+            page = (out / "README.md").read_text()
+            assert "--fusion 1 --fusion-width 16 --fusion-heads 2" in page and "--rerank" in page
+            options = options_of_export(out)
+            names = options["image_tower"], options["text_tower"], again.tokenizer
+            for of_fusion in (sizes, None):
+                towers = towers_for(*names, fusion=of_fusion)
+                begun = towers[1].specs[-1].build(3, open_model(str(out), *towers)).fusion
+                assert (begun is None) == (of_fusion is None)
+                if begun:
+                    theirs = trained.layers[-1].fusion.score.weight
+                    assert torch.equal(begun.score.weight, theirs)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_an_export_is_started_from_without_a_change(exports, name):
-    """What the folder says about towers, sizes and tokenizer is enough, and every tensor comes back
-    to the last bit."""
-    trained, folder, *_ = exports[name]
-    written = json.loads((folder / "wye.json").read_text())["options"]
-    assert options_of_export(folder).keys() == written.keys()  # each may be said by an export
-    options = parse_options(["--import", str(folder), "--loss", loss_of(name)])
-    assert options.tokenizer_source() == str(folder)
-    image_tower = MODELS[name][0]
-    if image_tower.startswith("hf:"):  # its configuration lies in the folder
-        image_tower = f"hf:{folder}/image:pool={trained.towers[0].config['pool']}"
-    assert options.image_tower == image_tower
-    tokenizer = load_tokenizer(options.tokenizer_source())
-    assert batch_tokens(tokenizer, CAPTIONS, TOKENS)[0]["input_ids"].equal(
-        batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)[0]["input_ids"]
-    )
-    sizes = (
-        options.embed_dim,
-        options.image_size,
-        len(tokenizer),
-        options.max_text_tokens,
-        tokenizer.pad_token_id,
-        tokenizer.eos_token_id,
-    )
-    towers = build_towers(
-        options.image_tower, options.text_tower, *sizes, build_loss(options.loss).parameters
-    )
-    weights = open_model(options.imported, *towers)
-    layers = [spec.build(9, weights).eval() for tower in towers for spec in tower.specs]
-    before, after = canonical_state(trained.layers), canonical_state(layers)
-    assert before.keys() == after.keys()
-    assert not [name for name in before if not torch.equal(before[name], after[name])]
-    given = {"pixel_values": torch.randn(2, 3, SIZE, SIZE)}
-    given |= batch_tokens(tokenizer, CAPTIONS[:2], TOKENS)[0]
-    expected, found = (embeddings(side, given) for side in (trained.layers, layers))
-    for key in ("image_embeds", "text_embeds"):
-        assert torch.equal(expected[key], found[key])
+def assert_equal(found, expected):
+    """Tensors by name, to the last bit."""
+    assert found.keys() == expected.keys()
+    assert not [name for name in expected if not torch.equal(found[name], expected[name])]
+
+
+def test_an_export_is_gone_on_with_without_a_change(exports, subtests):
+    """By a run, for which it is enough what the folder says about towers, sizes and tokenizer, and
+    by evaluate.py."""
+    for name, (trained, folder, *_) in exports.items():
+        with subtests.test(name):
+            written = json.loads((folder / "wye.json").read_text())["options"]
+            assert options_of_export(folder).keys() == written.keys()  # each may be said
+            options = parse_options(["--import", str(folder), "--loss", loss_of(name)])
+            options = replace(options, label_smoothing=0.0)
+            assert options.tokenizer_source() == str(folder)
+            image_tower = MODELS[name][0]
+            if image_tower.startswith("hf:"):  # its configuration lies in the folder
+                image_tower = f"hf:{folder}/image:pool={trained.towers[0].config['pool']}"
+            assert options.image_tower == image_tower
+            tokenizer = load_tokenizer(options.tokenizer_source())
+            tokens = batch_tokens(tokenizer, CAPTIONS, TOKENS)[0]
+            assert tokens["input_ids"].equal(
+                batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)[0]["input_ids"]
+            )
+            model = RunModel.of(options, tokenizer)
+            specs = [spec for own in model.layers.values() for spec in own]
+            layers = [model.build_layer(spec).eval() for spec in specs]
+            assert_equal(canonical_state(layers), canonical_state(trained.layers))
+            if name in ("vit+bert", "resnet50+bert+sigmoid"):
+                again = open_model_folder(folder)
+                assert_equal(canonical_state(again.layers), canonical_state(trained.layers))
+                assert again.step == 7 and not any(layer.training for layer in again.layers)
+            given = {"pixel_values": torch.randn(4, 3, SIZE, SIZE), **tokens}
+            expected, found = (embeddings(side, given) for side in (trained.layers, layers))
+            for key in ("image_embeds", "text_embeds"):
+                assert torch.equal(expected[key], found[key])
 
 
 @pytest.mark.parametrize("pairs", ["image:text,image:palette", "palette:text,image:text"])
@@ -290,16 +247,16 @@ def test_an_export_is_started_from_beside_another_pair(exports, pairs, registrie
                 assert torch.equal(built[branch][name], value), name
 
 
-@pytest.mark.parametrize("name", ["hf vit+roberta", "hf clip, avg+modernbert"])
-def test_a_model_that_lacks_a_tensor_is_not_loaded(exports, tmp_path, name):
+def test_a_model_that_lacks_a_tensor_is_not_loaded(exports, tmp_path):
     """By the folder's own code, as a whole model and as towers; transformers would draw it."""
-    copy = shutil.copytree(exports[name][1], tmp_path / "copy")
-    state = load_file(copy / "model.safetensors")
-    lost = next(key for key in state if "layers.1." in key or "layer.1." in key)
-    del state[lost]
-    save_file(state, copy / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=f"lack .*{lost[-12:]}"):
-        modeling_export.load(copy)
+    for name in ("hf vit+roberta", "hf clip, avg+modernbert"):
+        copy = shutil.copytree(exports[name][1], tmp_path / name)
+        state = load_file(copy / "model.safetensors")
+        lost = next(key for key in state if "layers.1." in key or "layer.1." in key)
+        del state[lost]
+        save_file(state, copy / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=f"lack .*{lost[-12:]}"):
+            modeling_export.load(copy)
 
 
 def test_what_is_given_beside_an_export_counts_and_must_fit_its_weights(exports, capsys):
@@ -308,43 +265,25 @@ def test_what_is_given_beside_an_export_counts_and_must_fit_its_weights(exports,
     with pytest.raises(SystemExit):
         parse_options(["--import", folder, "--text-weights", "bert-tiny"])
     assert "it holds the text tower; leave out --text-weights" in capsys.readouterr().err
-    tokenizer = tokenizer_for(BERT)
-    with pytest.raises(
-        ValueError, match=r"conv_proj.weight has shape \(48, 3, 16, 16\) there but \(48, 3, 8, 8\)"
+    for where, image_tower, error, message in (
+        (folder, VIT.replace("size=16", "size=8"), ValueError, "conv_proj.weight has shape"),
+        (folder, RESNET, ValueError, "dual encoder, which the towers asked for cannot be .*ResNet"),
+        (folder + "s", VIT, FileNotFoundError, "there is no such file or folder"),
     ):
-        open_model(
-            folder, *towers_for(VIT.replace("patch_size=16", "patch_size=8"), BERT, tokenizer)
-        )
-    with pytest.raises(
-        ValueError, match="dual encoder, which the towers asked for cannot be .*ResNet"
-    ):
-        open_model(folder, *towers_for(RESNET, BERT, tokenizer))
-    with pytest.raises(FileNotFoundError, match="there is no such file or folder"):
-        open_model(folder + "s", *towers_for(VIT, BERT, tokenizer))
+        with pytest.raises(error, match=message):
+            open_model(where, *towers_for(image_tower, BERT, tokenizer_for(BERT)))
 
 
-@pytest.mark.parametrize("name", ["vit+bert", "resnet+distilbert"])
-def test_a_model_of_infonce_goes_on_with_sigmoid(exports, name, caplog):
+def test_a_model_of_infonce_goes_on_with_sigmoid(exports, caplog):
     """The scale is the trained one; the bias, which it has not, begins where it always does."""
-    trained, folder, *_ = exports[name]
-    towers = towers_for(*MODELS[name][:2], trained.tokenizer, "sigmoid")
-    head = towers[0].specs[-1].build(0, open_model(str(folder), *towers))
-    assert (
-        torch.equal(head.logit_scale, trained.layers[len(towers[0].specs) - 1].logit_scale)
-        and head.logit_bias.item() == -10
-    )
-    assert "has no head.logit_bias: trained from scratch" in caplog.text
-
-
-def test_transformers_processor_gives_the_pixels_of_evaluation_where_the_page_says_so(exports):
-    folder = exports["vit+bert"][1]
-    processor = AutoImageProcessor.from_pretrained(folder)
-    one_level = 1 / 255 / min(CLIP_PIXELS.std)  # torch rounds in another way than Pillow
-    for size in ((SIZE, SIZE), (SIZE + 1, 75), (70, 70), (333, 217)):
-        theirs = processor(sample_image(size), return_tensors="pt")["pixel_values"][0]
-        ours = evaluated(encoded(sample_image(size)))
-        assert (theirs - ours).abs().max().item() < 1.01 * one_level
-    assert type(AutoProcessor.from_pretrained(folder)).__name__ == "VisionTextDualEncoderProcessor"
+    for name in ("vit+bert", "resnet+distilbert"):
+        trained, folder, *_ = exports[name]
+        towers = towers_for(*MODELS[name][:2], trained.tokenizer, "sigmoid")
+        head = towers[0].specs[-1].build(0, open_model(str(folder), *towers))
+        assert head.logit_scale == trained.layers[len(towers[0].specs) - 1].logit_scale
+        assert head.logit_bias.item() == -10
+        assert "has no head.logit_bias: trained from scratch" in caplog.text
+        caplog.clear()
 
 
 def grey_files():
@@ -371,29 +310,31 @@ def test_the_pixels_of_the_weights_go_with_an_export(tmp_path):
     trained.options.update(values)
     write_export(trained, tmp_path)
     transform = EvalTransform((SIZE, SIZE), trained.preprocessing)
-    data = encoded(sample_image((87, 80)))
-    pixels = stacked([transform(transform.stored(data))])
-    expected = normalise(pixels, preprocessing=trained.preprocessing)[0]
     model = modeling_export.load(tmp_path)
-    found = model.pixel_values(io.BytesIO(data))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    for data in grey_files():
-        pixels = stacked([transform(transform.stored(data))])
-        expected_of_grey = normalise(pixels, preprocessing=trained.preprocessing)[0]
-        found = model.pixel_values(io.BytesIO(data))
-        torch.testing.assert_close(found, expected_of_grey, rtol=0, atol=1e-5)
-    by_pillow, theirs = (
-        AutoImageProcessor.from_pretrained(tmp_path, **how)(
-            sample_image((87, 80)), return_tensors="pt"
-        )["pixel_values"][0]
-        for how in ({"backend": "pil"}, {})
-    )
-    torch.testing.assert_close(by_pillow, expected, rtol=0, atol=1e-5)
-    # by default theirs are resized by torchvision, which rounds to another of 255 levels
-    level = 1 / 255 / min(values["image_std"])
-    torch.testing.assert_close(theirs, expected, rtol=0, atol=level + 1e-5)
-    assert (theirs - expected).abs().gt(1e-5).float().mean() < 0.03
+    data = encoded(sample_image((87, 80)))
+    for file in (*grey_files(), data):
+        pixels = stacked([transform(transform.stored(file))])
+        expected = normalise(pixels, preprocessing=trained.preprocessing)[0]
+        found = model.pixel_values(io.BytesIO(file))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     assert (expected - evaluated(data)).abs().max() > 0.1  # CLIP's are others
+    processors = [
+        AutoImageProcessor.from_pretrained(tmp_path, **how) for how in ({"backend": "pil"}, {})
+    ]
+    for size in ((SIZE, SIZE), (70, 70), (87, 80), (333, 217)):
+        image = sample_image(size)
+        expected = model.pixel_values(io.BytesIO(encoded(image)))
+        by_pillow, theirs = (
+            processor(image, return_tensors="pt")["pixel_values"][0] for processor in processors
+        )
+        torch.testing.assert_close(by_pillow, expected, rtol=0, atol=1e-5)
+        # by default theirs are resized by torchvision, which rounds to another of 255 levels
+        level = 1 / 255 / min(values["image_std"])
+        torch.testing.assert_close(theirs, expected, rtol=0, atol=level + 1e-5)
+        assert (theirs - expected).abs().gt(1e-5).float().mean() < 0.05
+    assert (
+        type(AutoProcessor.from_pretrained(tmp_path)).__name__ == "VisionTextDualEncoderProcessor"
+    )
     options = parse_options(["--import", str(tmp_path)])
     assert {
         key: list(value) if isinstance(value, tuple) else value
@@ -410,22 +351,19 @@ def test_the_pixels_of_the_weights_go_with_an_export(tmp_path):
 def test_a_page_shows_the_results_of_its_very_weights(tmp_path):
     """Of a run that evaluated both: those of the average are of that alone."""
     lines = [
-        {"step": step, "held_out": name, "image_to_text_R@1": value}
-        for step, name, value in [
-            (6, "a", 0.1),
-            (7, "a", 0.2),
-            (6, "ema/a", 0.3),
-            (7, "ema/a", 0.4),
-        ]
+        {"step": step, "held_out": name, **{f"image_to_text_R@{k}": value for k in (1, 5, 10)}}
+        for name, values in (("a", (0.1, 0.2)), ("ema/a", (0.3, 0.4)))
+        for step, value in zip((6, 7), values)
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     record = {"version": __version__, "options": {"eval_ema": True}}
+    record["data"] = {"held_out_samples": {"a": 9}}
     (tmp_path / "config.json").write_text(json.dumps(record))
     checkpoint = tmp_path / "checkpoints" / "step-00000007"
     trained = Trained(record, checkpoint, 7, None, (), [])
-    for averaged, expected in ((False, 0.2), (True, 0.4)):
-        found = _results(read_folder(tmp_path, ""), trained, averaged)
-        assert {name: line["image_to_text_R@1"] for name, line in found.items()} == {"a": expected}
+    for averaged, expected in ((False, "20.0"), (True, "40.0")):
+        (row,) = _recalls(read_folder(tmp_path, ""), trained, averaged)
+        assert (row["held-out set"], row["R@1 %"]) == ("a (9)", expected)
 
 
 def test_a_scale_beyond_its_limit_is_exported_as_the_loss_read_it(tmp_path):
@@ -441,42 +379,20 @@ def test_a_scale_beyond_its_limit_is_exported_as_the_loss_read_it(tmp_path):
 def test_half_precision_weights_are_exported_as_they_are(tmp_path):
     trained = trained_model(VIT, BERT, "infonce", torch.bfloat16)
     write_export(trained, tmp_path / "out")
-    towers = towers_for(VIT, BERT, trained.tokenizer)
-    weights = open_model(str(tmp_path / "out"), *towers)
-    for spec, layer in zip((spec for tower in towers for spec in tower.specs), trained.layers):
-        for name, tensor in spec.build(0, weights).state_dict().items():
-            assert tensor.dtype == torch.float32 and torch.equal(
-                tensor, layer.state_dict()[name].float()
-            ), name
+    state = load_file(tmp_path / "out" / "model.safetensors")
+    assert not [name for name, tensor in state.items() if tensor.dtype == torch.bfloat16]
+    again = open_model_folder(tmp_path / "out")
+    assert_equal(canonical_state(again.layers), canonical_state(trained.layers))
     assert json.loads((tmp_path / "out" / "wye.json").read_text())["trained_in"] == "bfloat16"
 
 
-@pytest.mark.parametrize("name", ["vit+bert", "resnet50+bert+sigmoid"])
-def test_an_exported_folder_is_evaluated_like_a_run(name, tmp_path):
-    trained = model_of(name)
-    write_export(trained, tmp_path / "out")
-    again = open_model_folder(tmp_path / "out")
-    sizes = again.step, again.options["image_size"], again.options["max_text_tokens"]
-    assert sizes == (7, SIZE, TOKENS)
-    ids = [
-        batch_tokens(each.tokenizer, CAPTIONS, TOKENS)[0]["input_ids"] for each in (again, trained)
-    ]
-    assert torch.equal(*ids) and not any(layer.training for layer in again.layers)
-    before, after = canonical_state(trained.layers), canonical_state(again.layers)
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    with pytest.raises(ValueError, match="--checkpoint and --ema are of a run's folder"):
-        open_model_folder(tmp_path / "out", "step-00000007")
-
-
-def test_an_image_tower_of_ones_own_is_refused_by_its_name(tmp_path):
-    trained = trained_model(RESNET, BERT, "infonce")
+def test_what_cannot_be_exported_or_opened_is_refused(exports, tmp_path):
+    trained, folder, *_ = exports["resnet+distilbert"]
     own = replace(trained.towers[0], name="mine", config={})
     with pytest.raises(ValueError, match="tower mine is in no library"):
         write_export(replace(trained, towers=(own, trained.towers[1])), tmp_path / "out")
-
-
-def test_a_checkpoint_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="--checkpoint and --ema are of a run's folder"):
+        open_model_folder(folder, "step-00000007")
     with pytest.raises(FileNotFoundError, match="holds no config.json; give the folder of a run"):
         open_run(tmp_path)
     (tmp_path / "step-00000002").mkdir()

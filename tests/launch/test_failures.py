@@ -5,7 +5,6 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-import pytest
 from launched import ROOT, environment
 
 from data.inspect import main as inspect
@@ -26,9 +25,11 @@ def caused(error, cause):
     return error
 
 
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
+def test_a_wrong_input_is_status_2_and_what_may_pass_is_status_1(tmp_path):
+    new, trained = (RunFolder(tmp_path / name, True) for name in ("new", "trained"))
+    trained.checkpoints.mkdir()
+    (trained.checkpoints / "latest").write_text("step-00000001")
+    for error, status in (
         (ValueError("optimizer.params.lr"), 2),
         (FileNotFoundError("jsonl:nowhere.jsonl: no such file"), 2),
         (PermissionError(errno.EACCES, "not allowed"), 2),
@@ -40,34 +41,22 @@ def caused(error, cause):
         (OSError(errno.ENOSPC, "full"), 1),
         (OSError(errno.ESTALE, "storage"), 1),
         (KeyError("a fault of ours"), 1),
-    ],
-    ids=str,
-)
-def test_a_wrong_input_is_status_2_and_what_may_pass_is_status_1(tmp_path, error, status):
-    new, trained = (RunFolder(tmp_path / name, True) for name in ("new", "trained"))
-    assert _status(error, None) == _status(error, new) == status
-    trained.checkpoints.mkdir()
-    (trained.checkpoints / "latest").write_text("step-00000001")
-    is_value = isinstance(error, ValueError)
-    # the names were right before: a file system that is gone may come back
-    assert _status(error, trained) == (2 if is_value else 1)
+    ):
+        assert _status(error, None) == _status(error, new) == status, error
+        # the names were right before: a file system that is gone may come back
+        assert _status(error, trained) == (2 if isinstance(error, ValueError) else 1), error
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
+def test_a_program_ends_with_status_2_where_a_file_is_not_there():
+    for words in (
         ["evaluate.py", "nowhere"],
         ["export.py", "nowhere", "out"],
         ["-m", "data.cache", "jsonl:nowhere.jsonl", "--image-size", "32"],
-    ],
-    ids=lambda words: words[words[0] == "-m"],
-)
-def test_a_program_ends_with_status_2_where_a_file_is_not_there(words):
-    ended = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, env=environment(), capture_output=True, text=True
-    )
-    assert ended.returncode == 2, ended.stderr
-    assert "nowhere" in ended.stderr and "Traceback" not in ended.stderr
+    ):
+        call, env = [sys.executable, *words], environment()
+        ended = subprocess.run(call, cwd=ROOT, env=env, capture_output=True, text=True)
+        assert ended.returncode == 2, ended.stderr
+        assert "nowhere" in ended.stderr and "Traceback" not in ended.stderr
 
 
 def test_a_tool_ends_with_status_2_where_a_file_is_not_there(capsys):

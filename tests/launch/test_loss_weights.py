@@ -8,122 +8,108 @@ import pytest
 
 from engine.objective import Branch, Objective, Pair
 from launch.config.options import parse_options
-from launch.loss_weights import KEPT, MODES, MOST, RATE, LossWeights, score
+from launch.loss_weights import KEPT, MOST, RATE, LossWeights, score
 from models.losses import InfoNCE, Matching
 
 ASKED = {"contrastive": 1.0, "matching": 0.5}
-PAIRS = {
-    "contrastive/image_text": 1.0,
-    "contrastive/sound_text": 0.5,
-    "contrastive/image_sound": 2.0,
-}
 BRANCHES = {
     "image_text": ("image", "text"),
     "sound_text": ("sound", "text"),
     "image_sound": ("image", "sound"),
 }
+PAIRS = dict(zip((f"contrastive/{pair}" for pair in BRANCHES), (1.0, 0.5, 2.0)))
+MODES = ("uncertainty", "measured")  # which follow the losses
 
 
-def metrics_of(contrastive, matching):
-    return {"contrastive_loss": contrastive, "matching_loss": matching}
+def metrics_of(*losses, names=ASKED):
+    """The metrics of a step with these losses."""
+    named = (
+        f"{first}_loss{slash}{rest}" for first, slash, rest in (n.partition("/") for n in names)
+    )
+    return dict(zip(named, losses))
 
 
 def after(mode, losses, interval=10, asked=ASKED):
     """The weights of a run whose steps had these losses."""
     weights = LossWeights(mode, asked, interval)
-    for step, pair in enumerate(losses, 1):
-        weights.after_step(step, metrics_of(*pair))
+    for step, each in enumerate(losses, 1):
+        weights.after_step(step, metrics_of(*each, names=asked))
     return weights.weights()
 
 
-@pytest.mark.parametrize("mode", ["uncertainty", "measured"])
-def test_weights_change_at_updates_only_with_a_reason_and_add_up_to_what_was_asked_for(mode):
-    weights = LossWeights(mode, ASKED, interval=10)
-    before = weights.weights()
-    for step in range(1, 31):
-        reason = weights.after_step(step, metrics_of(4 - 0.1 * step, 0.7 - 0.001 * step))
-        assert (reason is not None) == (weights.weights() != before)
-        assert (
-            reason is None if step % 10 or step == 10 and mode == "measured" else reason is not None
-        )  # one update has nothing to compare with
-        assert reason is None or (mode in reason and "matching" in reason)
+def ratio(weights, first="matching", second="contrastive"):
+    return weights[first] / weights[second]
+
+
+def test_weights_change_at_updates_only_with_a_reason_and_add_up_to_what_was_asked_for():
+    for mode in MODES:
+        weights = LossWeights(mode, ASKED, interval=10)
         before = weights.weights()
-        assert sum(before.values()) == pytest.approx(1.5)
-
-
-def test_fixed_weights_are_those_that_were_asked_for():
+        for step in range(1, 31):
+            reason = weights.after_step(step, metrics_of(4 - 0.1 * step, 0.7 - 0.001 * step))
+            # one update has nothing to compare with
+            compared = step % 10 == 0 and not (step == 10 and mode == "measured")
+            assert (reason is not None) == (weights.weights() != before) == compared, (mode, step)
+            assert reason is None or (mode in reason and "matching" in reason)
+            before = weights.weights()
+            assert sum(before.values()) == pytest.approx(1.5)
     assert after("fixed", [(3.0, 0.7)] * 50) == ASKED
+    alone = LossWeights("fixed", {"contrastive": 1.0}, 5)
+    assert alone.after_step(5, {}) is None and alone.weights() == {"contrastive": 1.0}
 
 
 def test_uncertainty_gives_each_loss_the_weight_at_which_its_objective_is_least():
     """The gradient of exp(-s) L + s is zero where exp(-s) = 1 / L."""
-    found = after("uncertainty", [(2.0, 0.5)] * 2000)
-    assert found["matching"] / found["contrastive"] == pytest.approx(0.5 * 2.0 / 0.5, rel=1e-3)
+    found = ratio(after("uncertainty", [(2.0, 0.5)] * 2000))
+    assert found == pytest.approx(0.5 * 2.0 / 0.5, rel=1e-3)
 
 
 def test_a_loss_that_falls_more_slowly_gets_more():
     slow = after("measured", [(1.0 * 0.99**step, 0.7) for step in range(200)])
     even = after("measured", [(1.0 * 0.99**step, 0.7 * 0.99**step) for step in range(200)])
-    assert slow["matching"] / slow["contrastive"] > even["matching"] / even["contrastive"]
+    assert ratio(slow) > ratio(even)
 
 
 def test_matching_waits_for_the_embeddings():
-    start, later = (
-        after("measured", [(5.0, 0.7)] * 20 + [(loss, 0.7)] * 20) for loss in (5.0, 1.0)
+    first = [(5.0, 0.7)] * 20
+    start, later = (after("measured", first + [(loss, 0.7)] * 20) for loss in (5.0, 1.0))
+    assert ratio(start) == pytest.approx(0.5 / MOST) and later["matching"] > 2 * start["matching"]
+    # of its own pair
+    asked = dict.fromkeys(["contrastive/a_b", "matching/a_b", "contrastive/c_b"], 1.0)
+    own, other = (
+        after("measured", [(5.0, 0.7, 5.0)] * 20 + [losses] * 20, asked=asked)["matching/a_b"]
+        for losses in ((1.0, 0.7, 5.0), (5.0, 0.7, 1.0))
     )
-    assert (
-        start["matching"] / start["contrastive"] == pytest.approx(0.5 / MOST)
-        and later["matching"] > 2 * start["matching"]
-    )
+    assert own > 2 * other
 
 
-@pytest.mark.parametrize("mode", ["uncertainty", "measured"])
-def test_weights_stay_within_bounds_whatever_the_losses(mode):
-    for losses in (
-        [(1e-9, 1e3)] * 500,
-        [(1e3, 1e-9)] * 500,
-        [(0.0, 0.0)] * 50,
-        [(10.0**-step, 1.0) for step in range(200)],
-    ):
-        found = after(mode, losses, interval=1)
-        ratio = found["matching"] / found["contrastive"] / 0.5
-        assert MOST**-3 <= ratio <= MOST**2 and all(
-            math.isfinite(weight) for weight in found.values()
-        )
+def test_weights_stay_within_bounds_whatever_the_losses():
+    falling = [(10.0**-step, 1.0) for step in range(200)]
+    for mode in MODES:
+        for losses in ([(1e-9, 1e3)] * 500, [(1e3, 1e-9)] * 500, [(0.0, 0.0)] * 50, falling):
+            found = after(mode, losses, interval=1)
+            assert MOST**-3 <= ratio(found) / 0.5 <= MOST**2, (mode, losses[0])
+            assert all(math.isfinite(weight) for weight in found.values())
 
 
 def test_losses_that_are_not_finite_do_not_count():
     fine = [(3.0, 0.7)] * 30
-    assert after("uncertainty", [(math.nan, 0.7), (3.0, math.inf), *fine], interval=1) == after(
-        "uncertainty", fine, interval=1
-    )
+    found = after("uncertainty", [(math.nan, 0.7), (3.0, math.inf), *fine], interval=1)
+    assert found == after("uncertainty", fine, interval=1)
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "alignment"])
-def test_a_run_that_goes_on_weighs_as_one_that_never_stopped(mode):
+def test_a_run_that_goes_on_weighs_as_one_that_never_stopped():
     losses = [(4 - 0.05 * step, 0.7 - 0.003 * step) for step in range(47)]
-    first = LossWeights(mode, ASKED, 5)
-    for step, pair in enumerate(losses[:23], 1):
-        first.after_step(step, metrics_of(*pair))
-    second = LossWeights(mode, ASKED, 5)
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    for step, pair in enumerate(losses[23:], 24):
-        second.after_step(step, metrics_of(*pair))
-    assert second.weights() == after(mode, losses, 5)
-
-
-def test_one_loss_has_nothing_to_share():
-    weights = LossWeights("fixed", {"contrastive": 1.0}, 5)
-    assert weights.after_step(5, {}) is None and weights.weights() == {"contrastive": 1.0}
+    for mode in ("fixed", *MODES):
+        first, second = (LossWeights(mode, ASKED, 5) for _ in range(2))
+        for step, pair in enumerate(losses, 1):
+            if step == 24:
+                second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+            (first if step < 24 else second).after_step(step, metrics_of(*pair))
+        assert second.weights() == after(mode, losses, 5), mode
 
 
 # -- several pairs ---------------------------------------------------------------------------------
-
-
-def of_pairs(*losses):
-    return {
-        name.replace("contrastive", "contrastive_loss"): loss for name, loss in zip(PAIRS, losses)
-    }
 
 
 def test_losses_and_weights_have_their_names_from_the_objective():
@@ -135,62 +121,31 @@ def test_losses_and_weights_have_their_names_from_the_objective():
     assert LossWeights.of(parse_options([]), plain, ()).weights() == {"contrastive": 1.0}
     other = Pair("sound", "text", InfoNCE(), weight=0.25, prefix="sound_text_")
     several = LossWeights.of(options, Objective((image, text, sound), (one, other)), ())
-    assert several.weights() == {
-        "contrastive/image_text": 1.0,
-        "matching/image_text": 0.5,
-        "contrastive/sound_text": 0.25,
-    }
+    expected = {"contrastive/image_text": 1.0, "matching/image_text": 0.5}
+    assert several.weights() == expected | {"contrastive/sound_text": 0.25}
 
 
-@pytest.mark.parametrize("mode", ["uncertainty", "measured"])
-def test_any_number_of_losses_share_what_was_asked_for(mode):
-    weights = LossWeights(mode, PAIRS, 10)
-    for step in range(1, 101):
-        weights.after_step(step, of_pairs(4.0 * 0.99**step, 4.0, 4.0 * 0.98**step))
-    found = weights.weights()
-    assert found != PAIRS and sum(found.values()) == pytest.approx(3.5)
-    factors = [found[name] / asked for name, asked in PAIRS.items()]
-    if mode == "measured":
-        assert factors[1] > factors[0] > factors[2], (
-            "the more slowly a loss falls, the more it gets"
-        )
-    else:
-        assert factors[2] > factors[0] > factors[1], "the larger a loss stays, the less it gets"
-
-
-def test_matching_waits_for_the_embeddings_of_its_own_pair():
-    asked = {
-        "contrastive/image_text": 1.0,
-        "matching/image_text": 1.0,
-        "contrastive/sound_text": 1.0,
-    }
-    found = {}
-    for falls in ("image_text", "sound_text"):
-        weights = LossWeights("measured", asked, 10)
-        for step in range(1, 41):
-            later = 1.0 if step > 20 else 5.0
-            losses = {
-                f"contrastive_loss/{pair}": later if pair == falls else 5.0
-                for pair in ("image_text", "sound_text")
-            }
-            weights.after_step(step, losses | {"matching_loss/image_text": 0.7})
-        found[falls] = weights.weights()["matching/image_text"]
-    assert found["image_text"] > 2 * found["sound_text"]
+def test_any_number_of_losses_share_what_was_asked_for():
+    losses = [(4.0 * 0.99**step, 4.0, 4.0 * 0.98**step) for step in range(1, 101)]
+    for mode in MODES:
+        found = after(mode, losses, asked=PAIRS)
+        assert found != PAIRS and sum(found.values()) == pytest.approx(3.5)
+        factors = [found[name] / asked for name, asked in PAIRS.items()]
+        # the more slowly a loss falls, the more it gets; the larger a loss stays, the less it gets
+        order = (1, 0, 2) if mode == "measured" else (2, 0, 1)
+        assert sorted(range(3), key=lambda i: -factors[i]) == list(order), mode
 
 
 # -- alignment -------------------------------------------------------------------------------------
 
 
-def held_out(*scores, sets=("family",)):
+def held_out(*scores):
     """Figures that make these scores of the pairs, in the order of PAIRS."""
-    figures = {}
+    figures = {"image_to_text_R@1": 0.5}
     for (pair, branches), value in zip(BRANCHES.items(), scores):
-        figures |= {
-            f"alignment/{pair}": value + 2.5,
-            f"uniformity/{branches[0]}/{pair}": -2.0,
-            f"uniformity/{branches[1]}/{pair}": -3.0,
-        }
-    return {name: {"image_to_text_R@1": 0.5, **figures} for name in sets}
+        figures[f"alignment/{pair}"] = value + 2.5
+        figures |= {f"uniformity/{b}/{pair}": v for b, v in zip(branches, (-2.0, -3.0))}
+    return {"family": figures}
 
 
 def followed(evaluations, asked=PAIRS):
@@ -202,80 +157,62 @@ def followed(evaluations, asked=PAIRS):
     return weights, reasons
 
 
+THREE = [(0.0, 0.5, -0.5), (-1.0, 0.2, -1.1), (-2.0, 0.0, -1.5)]
+
+
 def test_the_score_of_a_pair_is_alignment_plus_the_mean_uniformity_over_all_sets_that_have_it():
     figures = held_out(0.25, 0.5, 1.0)["family"]
     assert [score(pair, {"family": figures}) for pair in BRANCHES] == [0.25, 0.5, 1.0]
-    other = {
-        key: value - 0.5 if key.startswith("alignment") else value for key, value in figures.items()
-    }
+    lower = held_out(-0.25, 0.0, 0.5)["family"]
     without = {key: value for key, value in figures.items() if "sound" not in key}
-    assert score("image_text", {"a": figures, "b": other, "c": without}) == pytest.approx(
-        (0.25 - 0.25 + 0.25) / 3
-    )
-    assert score("sound_text", {"a": figures, "b": other, "c": without}) == pytest.approx(
-        (0.5 + 0.0) / 2
-    )
+    sets = {"a": figures, "b": lower, "c": without}
+    assert score("image_text", sets) == pytest.approx((0.25 - 0.25 + 0.25) / 3)
+    assert score("sound_text", sets) == pytest.approx((0.5 + 0.0) / 2)
 
 
 def test_the_pair_that_improves_least_gets_more_by_the_documented_formula():
-    weights, reasons = followed([(0.0, 0.5, -0.5), (-1.0, 0.2, -1.1), (-2.0, 0.0, -1.5)])
+    weights, reasons = followed(THREE)
     logarithms = [0.0, 0.0, 0.0]
     for risen in ((-1.0, -0.3, -0.6), (-2.0, -0.5, -1.0)):
-        logarithms = [
-            KEPT * log + RATE * (own - sum(risen) / 3) for log, own in zip(logarithms, risen)
-        ]
+        mean = sum(risen) / 3
+        logarithms = [KEPT * log + RATE * (r - mean) for log, r in zip(logarithms, risen)]
     shares = [asked * math.exp(log) for asked, log in zip(PAIRS.values(), logarithms)]
-    assert list(weights.weights().values()) == pytest.approx(
-        [3.5 * share / sum(shares) for share in shares]
-    )
+    expected = [3.5 * share / sum(shares) for share in shares]
+    assert list(weights.weights().values()) == pytest.approx(expected)
     assert reasons[0] is None, "one evaluation has nothing to compare with"
-    assert (
-        reasons[1].startswith("loss weights, alignment: contrastive/image_text 1 -> 0.9")
-        and "(alignment + uniformity -1)" in reasons[1]
-    )
-    assert weights.after_step(50, of_pairs(1.0, 2.0, 3.0)) is None, "it does not follow losses"
+    assert reasons[1].startswith("loss weights, alignment: contrastive/image_text 1 -> 0.9")
+    assert "(alignment + uniformity -1)" in reasons[1]
+    losses = metrics_of(1.0, 2.0, 3.0, names=PAIRS)
+    assert weights.after_step(50, losses) is None, "it does not follow losses"
 
 
 def test_pairs_that_improve_alike_keep_what_was_asked_for_wherever_they_began():
-    weights, reasons = followed([(0.0, 2.0, -1.0), (-0.5, 1.5, -1.5), (-1.0, 1.0, -2.0)])
+    weights, _ = followed([(0.0, 2.0, -1.0), (-0.5, 1.5, -1.5), (-1.0, 1.0, -2.0)])
     assert weights.weights() == pytest.approx(PAIRS)
 
 
-@pytest.mark.parametrize("scores", [(4.0, -4.0, -4.0), (-4.0, 4.0, -4.0), (-1e9, 0.0, 1e9)])
-def test_factors_of_alignment_stay_within_bounds_and_add_up(scores):
-    weights, _ = followed([(0.0, 0.0, 0.0), *[scores] * 100])
-    factors = [weight / PAIRS[name] for name, weight in weights.weights().items()]
-    assert sum(weights.weights().values()) == pytest.approx(3.5)
-    assert max(factors) / min(factors) == pytest.approx(MOST**2) and all(
-        math.isfinite(factor) for factor in factors
-    )
-
-
-def test_one_evaluation_moves_a_factor_by_a_part_of_what_is_behind():
-    weights, _ = followed([(0.0, 0.0, 0.0), (0.3, 0.0, 0.0)])
-    found = weights.weights()
-    ratio = found["contrastive/image_text"] / found["contrastive/sound_text"] / 2
-    assert math.log(ratio) == pytest.approx(RATE * 0.3)
+def test_factors_of_alignment_stay_within_bounds_and_add_up():
+    for scores in ((4.0, -4.0, -4.0), (-4.0, 4.0, -4.0), (-1e9, 0.0, 1e9)):
+        found = followed([(0.0, 0.0, 0.0), *[scores] * 100])[0].weights()
+        factors = [weight / PAIRS[name] for name, weight in found.items()]
+        assert sum(found.values()) == pytest.approx(3.5)
+        assert max(factors) / min(factors) == pytest.approx(MOST**2), scores
 
 
 def test_matching_keeps_its_weight_under_alignment():
-    weights, _ = followed(
-        [(0.0, 0.0, 0.0), (0.0, -1.0, -2.0)], asked=PAIRS | {"matching/image_text": 0.7}
-    )
-    found = weights.weights()
+    asked = PAIRS | {"matching/image_text": 0.7}
+    found = followed([(0.0, 0.0, 0.0), (0.0, -1.0, -2.0)], asked)[0].weights()
     assert found["matching/image_text"] == 0.7 and found["contrastive/image_text"] > 1.0
     assert sum(found.values()) == pytest.approx(4.2)
 
 
 def test_an_evaluation_that_is_not_finite_or_repeated_does_not_count():
-    evaluations = [(0.0, 0.5, -0.5), (-1.0, 0.2, -1.1), (-2.0, 0.0, -1.5)]
-    weights, _ = followed(evaluations)
     again = LossWeights("alignment", PAIRS, 50)
-    for number, scores in enumerate(evaluations):
+    for number, scores in enumerate(THREE):
         assert again.after_evaluation(10 * number, held_out(math.nan, 0.0, 0.0)) is None
         again.after_evaluation(10 * number, held_out(*scores))
         assert again.after_evaluation(10 * number, held_out(*scores)) is None
-    assert again.weights() == weights.weights()
+    assert again.weights() == followed(THREE)[0].weights()
 
 
 def test_a_run_that_goes_on_follows_alignment_as_one_that_never_stopped():
@@ -292,46 +229,21 @@ def test_a_run_that_goes_on_follows_alignment_as_one_that_never_stopped():
     assert second.weights() == whole.weights() and second.state_dict() == whole.state_dict()
 
 
-def test_the_state_of_an_earlier_version_is_taken():
-    weights = LossWeights("measured", ASKED, 5)
-    known = {
-        "logarithms": {"contrastive": 0.1, "matching": -0.1},
-        "smoothed": {"contrastive": 3.0, "matching": 0.6},
-    }
-    weights.load_state_dict(
-        {**known, "before": known["smoothed"], "first": {"contrastive": 4.0, "matching": 0.7}}
-    )
-    factors = [math.exp(0.1), math.exp(-0.1) * 0.25]
-    total = 1.5 / (factors[0] + 0.5 * factors[1])
-    assert list(weights.weights().values()) == pytest.approx(
-        [factors[0] * total, 0.5 * factors[1] * total]
-    )
-
-
-@pytest.mark.parametrize(
-    ("asked", "words"),
-    [({"contrastive": 1.0}, "; give fixed, or"), (ASKED, "beside matching, of which no alignment")],
-)
-def test_alignment_needs_two_pairs(asked, words):
-    with pytest.raises(ValueError, match=f"need two pairs, and this run has one.*{words}"):
-        LossWeights("alignment", asked, 5)
-
-
-def test_alignment_needs_held_out_samples_of_every_pair():
+def test_alignment_needs_two_pairs_and_held_out_samples_of_each():
+    for asked, words in (
+        ({"contrastive": 1.0}, "; give fixed, or"),
+        (ASKED, "beside matching, of"),
+    ):
+        with pytest.raises(ValueError, match=f"need two pairs, and this run has one.*{words}"):
+            LossWeights("alignment", asked, 5)
     weights = LossWeights("alignment", PAIRS, 5)
     with pytest.raises(ValueError, match="nothing was measured of the pair image_sound"):
         weights.after_evaluation(0, held_out(0.1, 0.2))
     options = replace(parse_options([]), loss_weights="alignment")
-    pairs = (
-        Pair("image", "text", InfoNCE()),
-        Pair("sound", "text", InfoNCE(), prefix="sound_text_"),
-    )
-    objective = Objective(tuple(map(Branch, ("image", "text", "sound"))), pairs)
-    with pytest.raises(
-        ValueError, match="--loss-weights alignment goes by held-out samples, and none are held out"
-    ):
+    other = Pair("sound", "text", InfoNCE(), prefix="sound_text_")
+    branches = tuple(map(Branch, ("image", "text", "sound")))
+    objective = Objective(branches, (Pair("image", "text", InfoNCE()), other))
+    with pytest.raises(ValueError, match="goes by held-out samples, and none are held out"):
         LossWeights.of(options, objective, ())
-    assert LossWeights.of(options, objective, ["family"]).weights() == {
-        "contrastive/image_text": 1.0,
-        "contrastive/sound_text": 1.0,
-    }
+    expected = {"contrastive/image_text": 1.0, "contrastive/sound_text": 1.0}
+    assert LossWeights.of(options, objective, ["family"]).weights() == expected

@@ -82,7 +82,7 @@ def test_stages_that_hold_both_branches_have_no_times_of_one_alone(data, tmp_pat
     """So what texts cost stays as it was planned."""
     ranks = world(data, tmp_path, {"strategy": "deal", "interval": 5}, layout="merged")
     ranks.run(0, 80)
-    assert ranks.first.batches.settings[-1].costs == ranks.first.first.costs
+    assert ranks.first.batches.settings[-1].text_cost == ranks.first.first.text_cost
     assert len(ranks.records) == 16
     assert all(record["measured_s"] == {} for record in ranks.records)
 
@@ -188,7 +188,7 @@ def test_a_run_that_was_not_packed_by_cost_goes_on_packed(data, tmp_path):
     after = world(data, tmp_path, None)
     after.load(saved(before), 6)
     setting = setting_at(after.first.batches.settings, 6)
-    assert setting.reason == "planned anew" and set(setting.costs) == {"text"}
+    assert setting.reason == "planned anew" and setting.text_cost is not None
     loaded = after.loaded("text", 7)
     assert sorted(p for _, places, _ in loaded for p in places) == list(range(48))
     back = world(data, tmp_path, {"strategy": "off"})
@@ -199,13 +199,13 @@ def test_a_run_that_was_not_packed_by_cost_goes_on_packed(data, tmp_path):
 
 def test_points_are_those_of_the_slowest_stage_and_waiting_is_not_in_them(data, tmp_path):
     ranks = world(data, tmp_path, {"strategy": "deal"})
-    reports = [
-        replace(rank.report(), points=[(4, 8, s)]) for rank, s in zip(ranks.ranks, (1.0, 2.0))
-    ]
-    assert slowest_points(ranks.first.plan.graph, [*reports, reports[1]]) == {
-        "image": [(4, 8, 1.0)],
-        "text": [(4, 8, 2.0)] * 2,
-    }
+    of_images, of_texts = (rank.report() for rank in ranks.ranks)
+    first, second = (
+        replace(of_texts, stage=name, points=[(4, 8, s)]) for name, s in (("a", 3.0), ("b", 2.0))
+    )
+    assert slowest_points([of_images, first, second, second]) == [(4, 8, 2.0)] * 2
+    assert slowest_points([of_images, first, second]) == [(4, 8, 3.0)]
+    assert slowest_points([of_images]) == []
     spans = [
         Span("EmbedPass", 0, 0.0, 1.0),
         Span("ReplayPass", 0, 4.0, 5.5),
@@ -223,13 +223,10 @@ def test_costs_that_predict_well_stay_as_they_are():
         (int(n), int(length), float(TRUE.at(n, length)) * factor)
         for n, length, factor in zip(sizes, lengths, (1.01, 0.99, 1.02, 1.0))
     ]
-    assert refitted({"text": TRUE}, {"text": seen}) == {"text": TRUE}
+    assert refitted(TRUE, seen) == TRUE
     slower = [(n, length, 2 * s) for n, length, s in seen]
-    moved = refitted({"text": TRUE}, {"text": slower, "image": slower})
-    assert (
-        set(moved) == {"text"}
-        and moved["text"].version == 1
-        and moved["text"].at(16, 8) == pytest.approx(2 * TRUE.at(16, 8), rel=0.05)
-    )
-    again = refitted(moved, {"text": seen})  # half way back
-    assert again["text"].at(16, 8) == pytest.approx(1.5 * TRUE.at(16, 8), rel=0.05)
+    moved = refitted(TRUE, slower)
+    assert moved.version == 1
+    assert moved.at(16, 8) == pytest.approx(2 * TRUE.at(16, 8), rel=0.05)
+    again = refitted(moved, seen)  # half way back
+    assert again.at(16, 8) == pytest.approx(1.5 * TRUE.at(16, 8), rel=0.05)

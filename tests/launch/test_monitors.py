@@ -21,15 +21,12 @@ def test_deepspeeds_engine_gets_no_block_of_a_monitor():
     assert not split_monitors(CONFIG)[1].enabled
 
 
-@pytest.mark.parametrize(
-    "block, command", [("tensorboard", "pip install tensorboard"), ("comet", 'pip install "comet')]
-)
-def test_a_package_that_is_missing_is_named_with_what_installs_it(monkeypatch, block, command):
+def test_a_package_that_is_missing_is_named_with_what_installs_it(monkeypatch):
     monkeypatch.setattr(configuration, "find_spec", lambda name: None)
-    with pytest.raises(ValueError) as error:
-        split_monitors({**CONFIG, block: {"enabled": True}})
-    assert str(error.value).startswith(f"{block}.enabled: ") and command in str(error.value)
-    split_monitors({**CONFIG, block: {"enabled": False}})
+    for block, command in (("tensorboard", "pip install ten"), ("comet", 'pip install "comet')):
+        with pytest.raises(ValueError, match=f"^{block}.enabled: .*{command}"):
+            split_monitors({**CONFIG, block: {"enabled": True}})
+        split_monitors({**CONFIG, block: {"enabled": False}})
 
 
 def test_a_monitor_that_fails_ends_alone(tmp_path, caplog):

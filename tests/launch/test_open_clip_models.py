@@ -67,6 +67,19 @@ MODELS = {
         "text_cfg": {**TEXT, "no_causal_mask": True},
         "custom_text": True,
     },
+    # as `xlm-roberta-base-ViT-B-32`: texts go through transformers' XLM-R and, which is OpenCLIP's
+    # default, two layers
+    "two layers": {
+        "vision_cfg": VIT,
+        "text_cfg": {
+            "hf_model_name": "xlm",
+            "hf_model_pretrained": False,
+            "hf_tokenizer_name": "own",
+            "hf_pooler_type": "mean_pooler",
+            "context_length": TOKENS,
+        },
+        "custom_text": True,
+    },
 }
 
 
@@ -74,11 +87,19 @@ def published(config, folder, torch_file=False):
     """A folder as OpenCLIP's `save_for_hf` writes it; no parameter is zero."""
     torch.manual_seed(3)
     config = json.loads(json.dumps({"embed_dim": 32, **config}))
+    texts = config["text_cfg"]
     folder.mkdir()
-    if "hf_tokenizer_name" in config["text_cfg"]:
+    if "hf_tokenizer_name" in texts:
         tokenizer = train_tokenizer(CAPTIONS)
         tokenizer.save_pretrained(folder)
-        config["text_cfg"] |= {"vocab_size": len(tokenizer) + 5}
+    if "hf_model_name" in texts:
+        texts["hf_model_name"] = str(folder / "xlm")
+        sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        sizes |= {"intermediate_size": 64, "vocab_size": len(tokenizer), "pad_token_id": 0}
+        own = XLMRobertaConfig(**sizes, max_position_embeddings=40)
+        own.save_pretrained(texts["hf_model_name"])
+    elif "hf_tokenizer_name" in texts:
+        texts |= {"vocab_size": len(tokenizer) + 5}
     kind = open_clip.CustomTextCLIP if config.get("custom_text") else open_clip.CLIP
     model = kind(**{key: value for key, value in config.items() if key != "custom_text"})
     for parameter in model.parameters():
@@ -112,21 +133,23 @@ def opened(folder):
     return open_model_folder(folder)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_a_model_comes_out_as_it_went_in(models, name):
-    config, state, _, out = models[name]
-    after = load_file(out / "open_clip_model.safetensors")
-    assert state.keys() == after.keys()
-    assert not [key for key in state if not torch.equal(state[key], after[key])]
-    written = json.loads((out / "open_clip_config.json").read_text())
-    assert {key: written["model_cfg"].get(key) for key in config if key != "text_cfg"} == {
-        key: value for key, value in config.items() if key != "text_cfg"
-    } | {"vision_cfg": written["model_cfg"]["vision_cfg"]}
-    texts = written["model_cfg"]["text_cfg"]
-    assert {key: texts[key] for key in config["text_cfg"]} == config["text_cfg"]
-    assert written["preprocess_cfg"]["resize_mode"] == (
-        "squash" if name == "SigLIP" else "shortest"
-    )
+def test_a_model_comes_out_as_it_went_in(models, subtests):
+    for name, (config, state, _, out) in models.items():
+        with subtests.test(name):
+            after = load_file(out / "open_clip_model.safetensors")
+            assert state.keys() == after.keys()
+            assert not [key for key in state if not torch.equal(state[key], after[key])]
+            written = json.loads((out / "open_clip_config.json").read_text())
+            resized = "squash" if name == "SigLIP" else "shortest"
+            assert written["preprocess_cfg"]["resize_mode"] == resized
+            found, texts = written["model_cfg"], config["text_cfg"]
+            kept = [key for key in config if key not in ("text_cfg", "vision_cfg")]
+            assert {key: found.get(key) for key in kept} == {key: config[key] for key in kept}
+            if name == "two layers":
+                moved = {"hf_model_name": str(out / "text"), "hf_proj_type": "mlp"}
+                texts = {**texts, **moved}
+                del texts["hf_model_pretrained"]  # its weights are in the folder
+            assert {key: found["text_cfg"][key] for key in texts} == texts
 
 
 def changed(trained):
@@ -143,10 +166,20 @@ def test_open_clip_alone_has_our_embeddings(models, tmp_path):
     """Of models that have learned; heads behind OpenCLIP's own projections are multiplied into
     them."""
     ours = [changed(opened(folder)) for _, _, folder, _ in models.values()]
-    outs = [tmp_path / name for name in models]
+    ours += [opened(models["two layers"][2])]  # as published
+    assert ours[-1].towers[1].specs[-2].canonical_parameters == {
+        "text.proj.0.weight": (40, 48),
+        "text.proj.2.weight": (32, 40),
+    }
+    same_by_pages(ours, tmp_path)
+
+
+def same_by_pages(ours, folder):
+    """Exported, by the code of their pages alone, and opened again."""
+    outs = [folder / str(i) for i in range(len(ours))]
     for trained, out in zip(ours, outs):
         write_export(trained, out, form="open_clip")
-    for trained, out, found in zip(ours, outs, embed_by_pages(tmp_path, outs)):
+    for trained, out, found in zip(ours, outs, embed_by_pages(folder, outs)):
         assert_same(trained, found)
         assert_same(opened(out), found)
 
@@ -181,44 +214,6 @@ def test_a_run_takes_from_the_model_what_is_not_given(models, name):
         assert heads[0].logit_scale == state["logit_scale"]
 
 
-@pytest.fixture(scope="module")
-def two_layers(module_folder):
-    """(a folder of OpenCLIP whose texts go through transformers' XLM-R and two layers, its
-    tensors), as `xlm-roberta-base-ViT-B-32` is."""
-    root = module_folder("two layers")
-    folder, tokenizer = root / "model", train_tokenizer(CAPTIONS)
-    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"intermediate_size": 64, "vocab_size": len(tokenizer), "pad_token_id": 0}
-    XLMRobertaConfig(**sizes, max_position_embeddings=40).save_pretrained(root / "xlm")
-    text = {"hf_model_name": str(root / "xlm"), "hf_model_pretrained": False}
-    text |= {"hf_tokenizer_name": "own", "hf_pooler_type": "mean_pooler", "context_length": TOKENS}
-    assert "hf_proj_type" not in text  # two layers are OpenCLIP's default
-    config = {"vision_cfg": VIT, "text_cfg": text, "custom_text": True}
-    return folder, published(config, folder)[1]
-
-
-def test_texts_through_two_layers_come_out_as_they_went_in(two_layers, tmp_path):
-    folder, state = two_layers
-    trained = opened(folder)
-    assert trained.towers[1].specs[-2].canonical_parameters == {
-        "text.proj.0.weight": (40, 48),
-        "text.proj.2.weight": (32, 40),
-    }
-    assert write_export(trained, tmp_path / "out", form="open_clip") == []
-    after = load_file(tmp_path / "out" / "open_clip_model.safetensors")
-    assert state.keys() == after.keys()
-    assert not [key for key in state if not torch.equal(state[key], after[key])]
-
-
-@pytest.mark.parametrize("train", [False, True], ids=["as published", "learned"])
-def test_open_clip_alone_has_our_embeddings_of_two_layers(two_layers, tmp_path, train):
-    trained = changed(opened(two_layers[0])) if train else opened(two_layers[0])
-    write_export(trained, tmp_path / "out", form="open_clip")
-    (found,) = embed_by_pages(tmp_path, [tmp_path / "out"])
-    for model in (trained, opened(tmp_path / "out")):
-        assert_same(model, found)
-
-
 def test_a_file_of_weights_with_the_name_of_its_model(models, tmp_path):
     """What the model's configuration says need not be given again."""
     config, state, folder, _ = models["ViT, quick-gelu"]
@@ -244,58 +239,50 @@ def test_towers_of_timm_and_transformers_that_open_clip_has(tmp_path):
         ("timm:test_resnet", "mt5-small:d_model=48,d_kv=16,d_ff=64,num_layers=2,num_heads=3", "infonce"),
         ("timm:test_resnet", "open_clip:ViT-B-32:layers=2,width=64,heads=2", "infonce"),
     ]  # fmt: skip
-    models = [trained_model(*case) for case in cases]
-    outs = [tmp_path / str(i) for i in range(len(cases))]
-    for trained, out in zip(models, outs):
-        write_export(trained, out, form="open_clip")
-    for trained, out, found in zip(models, outs, embed_by_pages(tmp_path, outs)):
-        assert_same(trained, found)
-        assert_same(opened(out), found)
+    same_by_pages([trained_model(*case) for case in cases], tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("image", "text", "message"),
-    [
-        ("resnet18:layers=1-1-1-1", "bert-tiny:pool=mean", "no image tower that is resnet18 of torchvision"),
-        ("timm:test_resnet:pool=attention", "bert-tiny:pool=mean", "no pool=attention behind"),
+def test_what_open_clip_has_not_is_refused(tmp_path):
+    sizes, mean = "dim=48,n_layers=2,n_heads=4,hidden_dim=64", "bert-tiny:pool=mean"
+    vit = "timm:vit_tiny_patch16_224"
+    for image, text, message in (
+        ("resnet18:layers=1-1-1-1", mean, "no image tower that is resnet18 of torchvision"),
+        ("timm:test_resnet:pool=attention", mean, "no pool=attention behind"),
         ("timm:test_resnet", "bert-tiny:pool=max", "not by max"),
-        ("timm:test_resnet", "distilbert-base-uncased:dim=48,n_layers=2,n_heads=4,hidden_dim=64", "no DistilBertModel"),
-        ("timm:vit_tiny_patch16_224:depth=2,embed_dim=48,num_heads=3", "bert-tiny:pool=mean", "without depth, embed_dim, num_heads"),
-        ("timm:vit_tiny_patch16_224", "bert-tiny:pool=mean", "has other tensors: visual.trunk.pos_embed"),
-    ],
-)  # fmt: skip
-def test_what_open_clip_has_not_is_refused(tmp_path, image, text, message):
-    with pytest.raises(ValueError, match=message):
-        write_export(trained_model(image, text, "infonce"), tmp_path / "out", form="open_clip")
+        ("timm:test_resnet", f"distilbert-base-uncased:{sizes}", "no DistilBertModel"),
+        (f"{vit}:depth=2,embed_dim=48,num_heads=3", mean, "without depth, embed_dim, num_heads"),
+        (vit, mean, "has other tensors: visual.trunk.pos_embed"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            write_export(trained_model(image, text, "infonce"), tmp_path / "out", form="open_clip")
 
 
-def test_a_model_with_a_decoder_is_refused(models, tmp_path, capsys):
+def test_what_cannot_be_started_from_is_refused(models, tmp_path, capsys, monkeypatch):
+    """A model with a decoder, and without a network one of the hub."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     _, _, folder, _ = models["ViT, quick-gelu"]
     config = json.loads((folder / "open_clip_config.json").read_text())
     config["model_cfg"]["multimodal_cfg"] = {}
     (tmp_path / "open_clip_config.json").write_text(json.dumps(config))
-    with pytest.raises(SystemExit):
-        parse_options(["--data", "demo", "--import", str(tmp_path)])
-    assert "CoCa model has a decoder" in capsys.readouterr().err
+    for where, message in (
+        (tmp_path, "CoCa model has a decoder"),
+        ("hf-hub:nobody/nothing", "give local-dir:FOLDER"),
+    ):
+        with pytest.raises(SystemExit):
+            parse_options(["--data", "demo", "--import", str(where)])
+        assert message in capsys.readouterr().err
 
 
-def test_without_a_network_a_folder_may_be_given(capsys, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(SystemExit):
-        parse_options(["--data", "demo", "--import", "hf-hub:nobody/nothing"])
-    assert "give local-dir:FOLDER" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("text", CAPTIONS + ["It's a  CAT_dog! (no. 12)", "naïve café — ½"])
-def test_the_tokenizers_are_open_clips(models, text):
-    theirs = open_clip.SimpleTokenizer()([text])[0].tolist()
-    assert clip_tokenizer()(text)["input_ids"] == theirs[: theirs.index(49407) + 1]
+def test_the_tokenizers_are_open_clips(models):
     _, _, folder, _ = models["SigLIP"]
-    ids = load_tokenizer(f"open_clip:{folder}")(text, truncation=True, max_length=TOKENS)[
-        "input_ids"
-    ]
-    theirs = open_clip.get_tokenizer(f"local-dir:{folder}")([text])[0].tolist()
-    assert theirs[: len(ids)] == ids and not any(theirs[len(ids) :])
+    own, siglip = open_clip.SimpleTokenizer(), open_clip.get_tokenizer(f"local-dir:{folder}")
+    for text in CAPTIONS + ["It's a  CAT_dog! (no. 12)", "naïve café — ½"]:
+        theirs = own([text])[0].tolist()
+        assert clip_tokenizer()(text)["input_ids"] == theirs[: theirs.index(49407) + 1], text
+        tokenizer = load_tokenizer(f"open_clip:{folder}")
+        ids = tokenizer(text, truncation=True, max_length=TOKENS)["input_ids"]
+        theirs = siglip([text])[0].tolist()
+        assert theirs[: len(ids)] == ids and not any(theirs[len(ids) :]), text
 
 
 @pytest.mark.slow
@@ -317,4 +304,4 @@ def test_a_model_is_trained_in_a_fork_and_loaded_by_open_clip(models, tmp_path):
     assert "library_name: open_clip" in header and "pipeline_tag: zero-shot" in header
     assert "license" not in header and "| steps | 2 of 2 |" in page
     assert "| samples per step | " in page and "| epochs | " in page
-    assert "train.py --data" in page and "| validation | image → text |" in page
+    assert "train.py --data" in page and "| validation (24) | image → text |" in page

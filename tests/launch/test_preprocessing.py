@@ -86,14 +86,8 @@ def test_a_pretrained_tower_embeds_as_torchvision_s_own_model(
     layers on the other."""
     torch.save(resnet18.state_dict(), tmp_path / FILE)
     spec, made = images(tmp_path, sizes)
-    arguments = [
-        "--data",
-        spec,
-        "--image-tower",
-        "resnet18",
-        "--image-weights",
-        str(tmp_path / FILE),
-    ]
+    weights = ["--image-tower", "resnet18", "--image-weights", str(tmp_path / FILE)]
+    arguments = ["--data", spec, *weights]
     preset = torchvision.models.ResNet18_Weights.IMAGENET1K_V1.transforms()
     library = nn.Sequential(*list(resnet18.children())[:-1], nn.Flatten())
     library_pixels = torch.stack([preset(image) for image in made])
@@ -112,41 +106,30 @@ def test_a_pretrained_tower_embeds_as_torchvision_s_own_model(
     for wrong in (["--image-normalization", "clip"], ["--image-resize", "224"]):
         others = parse_options([*arguments, *wrong])
         features = run_s_features(others, run_s_pixels(others, spec, len(made)))
-        assert torch.linalg.norm(features - expected) > 10 * feature_limit * torch.linalg.norm(
-            expected
-        )
+        error, whole = torch.linalg.norm(features - expected), torch.linalg.norm(expected)
+        assert error > 10 * feature_limit * whole
 
 
-@pytest.mark.parametrize("architecture", ["resnet50", "vit_b_16", "vit_l_16", "convnext_tiny"])
-def test_every_weight_of_torchvision_brings_its_preset(architecture):
-    for weights in torchvision.models.get_model_weights(architecture):
-        preset = weights.transforms()
-        options = parse_options(
-            ["--data", "jsonl:x", "--image-tower", architecture, "--image-weights", weights.name]
-        )
-        assert [options.image_size, options.image_resize] == preset.crop_size + preset.resize_size
-        assert (list(options.image_mean), list(options.image_std)) == (preset.mean, preset.std)
-        assert options.image_interpolation == preset.interpolation.value
-        assert trained_with(weights.name, architecture) == trained_with(
-            f"/x/{weights.url.rpartition('/')[2]}", architecture
-        )
+def test_every_weight_of_torchvision_brings_its_preset():
+    for architecture in ("resnet50", "vit_b_16", "vit_l_16", "convnext_tiny"):
+        tower = ["--data", "jsonl:x", "--image-tower", architecture]
+        for weights in torchvision.models.get_model_weights(architecture):
+            preset = weights.transforms()
+            options = parse_options([*tower, "--image-weights", weights.name])
+            sizes = preset.crop_size + preset.resize_size
+            assert [options.image_size, options.image_resize] == sizes, weights
+            assert (list(options.image_mean), list(options.image_std)) == (preset.mean, preset.std)
+            assert options.image_interpolation == preset.interpolation.value
+            file = f"/x/{weights.url.rpartition('/')[2]}"
+            assert trained_with(weights.name, architecture) == trained_with(file, architecture)
 
 
 def test_what_is_given_goes_before_the_weights():
     weights = ["--data", "jsonl:x", "--image-weights", "DEFAULT"]  # resnet50's: 232, then 224
     options = parse_options([*weights, "--image-size", "112"])
     assert (options.image_size, options.image_resize) == (112, 116)
-    options = parse_options(
-        [
-            *weights,
-            "--image-normalization",
-            "half",
-            "--image-interpolation",
-            "bicubic",
-            "--image-resize",
-            "224",
-        ]
-    )
+    given = "--image-normalization half --image-interpolation bicubic --image-resize 224"
+    options = parse_options([*weights, *given.split()])
     assert (options.image_mean, options.image_std) == NORMALIZATIONS["half"]
     assert (options.image_interpolation, options.image_resize) == ("bicubic", 224)
     options = parse_options(["--image-mean", "0.1,0.2,0.3", "--image-std", "0.4,0.5,0.6"])
@@ -154,41 +137,32 @@ def test_what_is_given_goes_before_the_weights():
     assert Preprocessing.from_options(vars(parse_options([]))) == CLIP  # from scratch
 
 
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (["--image-mean", "0.1,0.2,0.3"], "it goes together with --image-std"),
-        (["--image-mean", "0.1,0.2"], "is not three numbers"),
-        (["--image-mean", "a,b,c"], "invalid list of numbers value"),
-        (["--image-mean", "0,0,0", "--image-std", "0,1,1"], "must be above 0"),
+def test_what_makes_no_sense_is_refused(capsys):
+    for arguments, words in (
+        ("--image-mean 0.1,0.2,0.3", "it goes together with --image-std"),
+        ("--image-mean 0.1,0.2", "is not three numbers"),
+        ("--image-mean a,b,c", "invalid list of numbers value"),
+        ("--image-mean 0,0,0 --image-std 0,1,1", "must be above 0"),
         (
-            ["--image-normalization", "half", "--image-mean", "0,0,0", "--image-std", "1,1,1"],
+            "--image-normalization half --image-mean 0,0,0 --image-std 1,1,1",
             "give one of them",
         ),
-        (["--image-resize", "60"], "--image-resize: 60 is below --image-size 64"),
-        (["--image-normalization", "imagnet"], "invalid choice: 'imagnet'"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(capsys, arguments, words):
-    with pytest.raises(SystemExit):
-        parse_options(arguments)
-    assert words in capsys.readouterr().err
+        ("--image-resize 60", "--image-resize: 60 is below --image-size 64"),
+        ("--image-normalization imagnet", "invalid choice: 'imagnet'"),
+    ):
+        with pytest.raises(SystemExit):
+            parse_options(arguments.split())
+        assert words in capsys.readouterr().err
 
 
 def test_transformers_files_are_read(tmp_path):
+    cropped = {"size": {"shortest_edge": 256}, "crop_size": 224, "resample": 2}
+    cropped |= {"image_mean": [0.485, 0.456, 0.406]}
+    imagenet = Preprocessing(NORMALIZATIONS["imagenet"][0], CLIP.std, "bilinear", 224 / 256)
     for name, processor, expected in (
         ("clip", CLIPImageProcessor(), (CLIP, 224)),
         ("vit", ViTImageProcessor(), (Preprocessing(*NORMALIZATIONS["half"], "bilinear"), 224)),
-        (
-            "cropped",
-            CLIPImageProcessor(
-                size={"shortest_edge": 256},
-                crop_size=224,
-                resample=2,
-                image_mean=[0.485, 0.456, 0.406],
-            ),
-            (Preprocessing(NORMALIZATIONS["imagenet"][0], CLIP.std, "bilinear", 224 / 256), 224),
-        ),
+        ("cropped", CLIPImageProcessor(**cropped), (imagenet, 224)),
     ):
         processor.save_pretrained(tmp_path / name)
         assert trained_with(str(tmp_path / name), "resnet50") == expected
@@ -202,72 +176,46 @@ def test_transformers_files_are_read(tmp_path):
     )
     assert trained_with(str(half), "resnet50") == trained_with(str(tmp_path / "vit"), "resnet50")
     assert trained_with(str(half), "resnet50") == trained_with(str(tmp_path / "clip"), "resnet50")
-    (tmp_path / "vit" / "weights.pth").touch()
-    assert (
-        trained_with(str(tmp_path / "vit" / "weights.pth"), "resnet50")[0].mean
-        == NORMALIZATIONS["half"][0]
-    )  # beside it
+    (tmp_path / "vit" / "weights.pth").touch()  # beside it
+    found, _ = trained_with(str(tmp_path / "vit" / "weights.pth"), "resnet50")
+    assert found.mean == NORMALIZATIONS["half"][0]
     (tmp_path / "clip" / "preprocessor_config.json").write_text('{"size": 224}')
-    with pytest.raises(
-        ValueError, match="does not describe how images are prepared .* give --image-normalization"
-    ):
+    with pytest.raises(ValueError, match="does not describe .* give --image-normalization"):
         trained_with(str(tmp_path / "clip"), "resnet50")
 
 
 def test_the_first_lines_say_which_pixels_are_used(tmp_path):
-    options = parse_options(["--data", "jsonl:x", "--image-weights", "DEFAULT"])
-    assert "mean 0.485, 0.456, 0.406; std 0.229" in describe_pixels(options)
-    assert (
-        "bilinear; shorter side 232, centre 224 (as --image-weights DEFAULT was trained)"
-        in describe_pixels(options)
-    )
-    options = parse_options(
-        ["--data", "jsonl:x", "--image-weights", "DEFAULT", "--image-normalization", "clip"]
-    )
-    assert "not as --image-weights DEFAULT was trained" in describe_pixels(options)
+    def said(*words):
+        return describe_pixels(parse_options(["--data", "jsonl:x", "--image-weights", *words]))
+
+    assert "mean 0.485, 0.456, 0.406; std 0.229" in said("DEFAULT")
+    trained = "bilinear; shorter side 232, centre 224 (as --image-weights DEFAULT was trained)"
+    assert trained in said("DEFAULT")
+    assert "not as --image-weights" in said("DEFAULT", "--image-normalization", "clip")
     (tmp_path / "mine.pth").touch()
-    unknown = describe_pixels(
-        parse_options(["--data", "jsonl:x", "--image-weights", str(tmp_path / "mine.pth")])
-    )
-    assert "so CLIP's values are assumed; give --image-normalization imagenet" in unknown
+    assert "so CLIP's values are assumed" in said(str(tmp_path / "mine.pth"))
 
 
 def test_the_pixels_of_timms_weights(tmp_path):
     """By tag, as timm's own transform would prepare them; by the hub's name; of a folder."""
     import timm
 
-    for name, where in (
-        ("timm:vit_tiny_patch16_224", "DEFAULT"),
-        ("vit_tiny_patch16_224.augreg_in21k", "DEFAULT"),
-        ("timm:vit_tiny_patch16_224", "augreg_in21k"),
-        ("timm:convnext_atto", "timm/convnext_atto.d2_in1k"),
+    for name, where, known in (
+        ("timm:vit_tiny_patch16_224", "DEFAULT", "vit_tiny_patch16_224"),
+        ("vit_tiny_patch16_224.augreg_in21k", "DEFAULT", "vit_tiny_patch16_224.augreg_in21k"),
+        ("timm:vit_tiny_patch16_224", "augreg_in21k", "vit_tiny_patch16_224.augreg_in21k"),
+        ("timm:convnext_atto", "timm/convnext_atto.d2_in1k", "convnext_atto.d2_in1k"),
     ):
-        known = where.removeprefix("timm/") if "/" in where else name.removeprefix("timm:")
-        known = f"{known}.{where}" if where.startswith("aug") else known
-        config = timm.data.resolve_data_config(
-            pretrained_cfg=timm.get_pretrained_cfg(known).to_dict()
-        )
+        config = timm.get_pretrained_cfg(known).to_dict()
+        config = timm.data.resolve_data_config(pretrained_cfg=config)
         found, size = trained_with(where, name)
-        assert (found.mean, found.std) == (config["mean"], config["std"])
-        assert (found.interpolation, found.crop_pct) == (
-            config["interpolation"],
-            config["crop_pct"],
-        )
+        for key in ("mean", "std", "interpolation", "crop_pct"):
+            assert getattr(found, key) == config[key], (name, where, key)
         assert size == config["input_size"][-1]
-    (tmp_path / "config.json").write_text(
-        json.dumps(
-            {
-                "architecture": "test_vit",
-                "pretrained_cfg": {
-                    "input_size": [3, 160, 160],
-                    "mean": [0.5, 0.4, 0.3],
-                    "std": [0.2, 0.2, 0.2],
-                    "interpolation": "bilinear",
-                    "crop_pct": 0.95,
-                },
-            }
-        )
-    )
+    own = {"input_size": [3, 160, 160], "mean": [0.5, 0.4, 0.3], "std": [0.2, 0.2, 0.2]}
+    own |= {"interpolation": "bilinear", "crop_pct": 0.95}
+    config = {"architecture": "test_vit", "pretrained_cfg": own}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     expected = Preprocessing((0.5, 0.4, 0.3), (0.2, 0.2, 0.2), "bilinear", 0.95), 160
     assert trained_with(str(tmp_path), "timm:test_vit") == expected
     (tmp_path / "model.safetensors").write_bytes(b"")

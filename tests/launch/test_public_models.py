@@ -155,9 +155,8 @@ def test_karpathys_split_counts_any_caption_of_an_image(place, monkeypatch):
         assert values["metrics"][f"image_retrieval_recall@{k}"] == pytest.approx(by_text)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_refusals(monkeypatch, capsys):
+    for arguments, words in (
         ([], "give one model: RUN_DIR"),
         (["a run", "--import", MODEL], "give one model: RUN_DIR"),
         (["--import", MODEL], "a public model has no samples of its own"),
@@ -165,13 +164,11 @@ def test_karpathys_split_counts_any_caption_of_an_image(place, monkeypatch):
         (["a run", "--device", "gpu"], "'gpu'; give cpu, cuda, cuda:N or auto"),
         (["a run", "--device", "cuda:99"], "cuda:99; this machine has"),
         (["a run", "--precision", "int8"], "invalid choice: 'int8'"),
-    ],
-)
-def test_refusals(arguments, words, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["evaluate.py", *arguments])
-    with pytest.raises(SystemExit) as exit:
-        evaluate.parse()
-    assert exit.value.code == 2 and words in capsys.readouterr().err
+    ):
+        monkeypatch.setattr(sys, "argv", ["evaluate.py", *arguments])
+        with pytest.raises(SystemExit) as exit:
+            evaluate.parse()
+        assert exit.value.code == 2 and words in capsys.readouterr().err, arguments
 
 
 def test_a_file_of_weights_is_no_public_model(place, monkeypatch):

@@ -1,12 +1,10 @@
 """The recipe files: the planner says of each what it says itself, and each is dry-run on a small
 stand-in for its data and weights."""
 
-import csv
-import io
+import itertools
 import json
 import re
 import sys
-import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +16,6 @@ from transformers import CLIPConfig, CLIPModel
 sys.path.insert(0, str(ROOT / "tests/data"))
 from bad_audio import tone, wav  # noqa: E402
 
-from data.index.sources import open_source
 from data.modalities.tokenizer import train_tokenizer
 from engine.objective import scalars_of
 from engine.planning.devices import find_device
@@ -35,7 +32,8 @@ from launch.terminal.tables import duration
 from models.losses import build_loss
 
 FILES = sorted(RECIPES.glob("*.json"))
-PAGE = (RECIPES / "README.md").read_text(encoding="utf-8")
+PAGE = (RECIPES / "README.md").read_text(encoding="utf-8").splitlines()
+ROWS = [row for row in PAGE if row.startswith("| `")]
 NUMBER = 120  # samples of a stand-in
 BATCH, MOST_RANKS = 64, 8  # of a dry run
 
@@ -73,30 +71,16 @@ def vit(module_folder):
 
 @pytest.fixture(scope="module")
 def data(module_folder):
-    """By kind: the same emoji in each format."""
+    """Emoji with a sound each."""
     folder = module_folder("data")
-    jsonl = write_pairs(folder, NUMBER)
-    source = open_source(jsonl)
-    with (folder / "pairs.csv").open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["filepath", "title"])
-        for line in map(json.loads, (folder / "pairs.jsonl").read_text().splitlines()):
-            writer.writerow([line["image_path"], line["text"][0]])
-    with tarfile.open(folder / "000.tar", "w") as tar:
-        for i in range(len(source)):
-            for name, content in (
-                ("png", source.value("image", i)),
-                ("txt", source.captions(i)[0].encode()),
-                ("wav", wav(tone(0.3, 200 + i))),
-            ):
-                member = tarfile.TarInfo(f"{i:04d}.{name}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
-    return {
-        "jsonl": jsonl,
-        "csv": f"csv:{folder / 'pairs.csv'}",
-        "webdataset": f"webdataset:{folder / '000.tar'}",
-    }
+    write_pairs(folder, NUMBER)
+    file = folder / "pairs.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    for i, row in enumerate(rows):
+        row["audio_path"] = f"{i}.wav"
+        (folder / row["audio_path"]).write_bytes(wav(tone(0.3, 200 + i)))
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"jsonl:{file}"
 
 
 @pytest.fixture
@@ -104,21 +88,12 @@ def stand_ins(request):
     """The flags in place of what a recipe downloads."""
 
     def of(recipe):
-        words = []
-        if "import" in recipe.flags:
-            words += ["--import", str(request.getfixturevalue("clip"))]
-        if "image-weights" in recipe.flags:
-            words += ["--image-weights", str(request.getfixturevalue("vit"))]
-        return words
+        own = {"import": "clip", "image-weights": "vit"}
+        used = [flag for flag in own if flag in recipe.flags]
+        words = [(f"--{flag}", str(request.getfixturevalue(own[flag]))) for flag in used]
+        return list(itertools.chain(*words))
 
     return of
-
-
-def test_the_sizes_in_place_of_openais_are_its():
-    """A published figure: 151.3 million parameters."""
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in CLIPModel(CLIPConfig()).parameters())
-    assert round(parameters / 1e6, 1) == 151.3
 
 
 def planned(file, recipe, flags):
@@ -159,8 +134,7 @@ def test_a_recipe_is_dry_run(file, data, stand_ins, tmp_path, monkeypatch, capsy
     recipe = RecipeFile.read(file)
     if "audio" in recipe.flags.get("pairs", ""):
         pytest.importorskip("soundfile", reason="pip install -r requirements-audio.txt")
-    kind = next((kind for kind in ("csv", "webdataset") if f"{kind}:" in recipe.needs), "jsonl")
-    words = ["--recipe", tmp_path / file.name, "--data", data[kind], "--val-fraction", 0.2]
+    words = ["--recipe", tmp_path / file.name, "--data", data, "--val-fraction", 0.2]
     words += ["--dry-run", "--ranks", min(recipe.ranks, MOST_RANKS), *stand_ins(recipe)]
     assert dry_run(parse_options(list(map(str, words)))) == 0
     said = capsys.readouterr().out
@@ -168,38 +142,28 @@ def test_a_recipe_is_dry_run(file, data, stand_ins, tmp_path, monkeypatch, capsy
     assert [path.name for path in tmp_path.iterdir()] == [file.name]
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_the_arithmetic_of_a_recipe_adds_up(file):
+def test_the_arithmetic_of_a_recipe_adds_up_and_the_page_has_what_is_predicted():
     """Each `a ÷ b a step = c` and `a × b = c` in it."""
-    recipe = RecipeFile.read(file)
-    text = " ".join(recipe.arithmetic).replace(",", "")
-    batch = json.loads(file.read_text())["train_batch_size"]
-    steps = re.findall(r"(\d+)(?: training samples)? ÷ (\d+) a step = (\d+) steps an epoch", text)
-    for samples, size, number in steps:
-        assert int(size) == batch and int(samples) // batch == int(number)
-    epochs = re.findall(r"× (\d+) epochs = (\d+) steps", text)
-    for (_, _, number), (times, total) in zip(steps, epochs, strict=True):
-        assert int(times) == recipe.flags["epochs"] and int(number) * int(times) == int(total)
-    assert len(epochs) <= 1
-    for ranks, share in re.findall(r"÷ (\d+) ranks = (\d+) a rank", text):
-        assert int(ranks) == recipe.ranks and batch // recipe.ranks == int(share)
-
-
-def test_the_page_has_every_recipe_and_what_is_predicted():
-    rows = {
-        cells[0]: cells[1:]
-        for cells in (
-            [cell.strip().strip("`") for cell in line.strip("|").split("|")]
-            for line in PAGE.splitlines()
-            if line.startswith("| `")
-        )
-        if len(cells) == 4
-    }
-    assert list(rows) == [file.stem for file in FILES]
+    cells = [[cell.strip().strip("`") for cell in row.strip("|").split("|")] for row in ROWS]
+    page = {name: rest for name, *rest in (row for row in cells if len(row) == 4)}
+    assert list(page) == [file.stem for file in FILES]
     for file in FILES:
         recipe = RecipeFile.read(file)
-        task, _, predicted = rows[file.stem]
+        task, _, predicted = page[file.stem]
         assert (task, predicted) == (recipe.task, recipe.predicted)
+        text = " ".join(recipe.arithmetic).replace(",", "")
+        batch = json.loads(file.read_text())["train_batch_size"]
+        step = r"(\d+)(?: training samples)? ÷ (\d+) a step = (\d+) steps an epoch"
+        steps = re.findall(step, text)
+        for samples, size, number in steps:
+            assert int(size) == batch and int(samples) // batch == int(number), file
+        epochs = re.findall(r"× (\d+) epochs = (\d+) steps", text)
+        for (_, _, number), (times, total) in zip(steps, epochs, strict=True):
+            assert int(times) == recipe.flags["epochs"], file
+            assert int(number) * int(times) == int(total), file
+        assert len(epochs) <= 1
+        for ranks, share in re.findall(r"÷ (\d+) ranks = (\d+) a rank", text):
+            assert int(ranks) == recipe.ranks and batch // recipe.ranks == int(share), file
 
 
 def test_flags_on_the_command_line_take_precedence():
@@ -209,20 +173,6 @@ def test_flags_on_the_command_line_take_precedence():
     assert options == replace(options, ranks=None, device=None)
     options = parse_options(["--recipe=clip_vit_b32", "--epochs", "2", "--dry-run"])
     assert (options.epochs, options.ranks, options.device) == (2, 8, "A100")
-
-
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        (["--recipe", "clip_vit_b23"], "did you mean 'clip_vit_b32'"),
-        (["--recipe", "clip_vit_b32", "--deepspeed_config", "x.json"], "is one too"),
-        (["--recipe", str(RECIPES.parent / "zero1_bf16.json")], 'holds no "recipe"'),
-    ],
-)
-def test_a_wrong_recipe_is_answered(flags, words, capsys):
-    with pytest.raises(SystemExit) as end:
-        parse_options(flags)
-    assert end.value.code == 2 and words in capsys.readouterr().err
 
 
 def test_a_misspelt_key_of_a_recipe_is_answered_with_the_nearest(tmp_path):

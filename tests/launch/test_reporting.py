@@ -8,7 +8,6 @@ import sys
 import time
 
 import numpy as np
-import pytest
 import torch
 from torch.nn import functional as F
 
@@ -117,18 +116,13 @@ def test_first_answers_of_all_ranks_add_up_to_those_of_one():
 
 
 def test_a_run_that_has_just_begun_has_a_page(tmp_path):
-    folder = make_run(tmp_path / "a", 0)
+    """What is no part of a sample is in the table of what is left out."""
+    data = RECORD["data"] | {"unused": {"members .cls": [1200, "a.tar#1.cls"]}}
+    folder = make_run(tmp_path / "a", 0, data=data)
     (folder / "metrics.jsonl").unlink()
     page = render_page(read_runs([folder]))
-    assert (
-        "trace.json: no such file; the run has traced no step yet" in page
-        and "at step 0 of 10" in page
-    )
-
-
-def test_what_is_no_part_of_a_sample_is_in_the_table_of_what_is_left_out(tmp_path):
-    data = RECORD["data"] | {"unused": {"members .cls": [1200, "a.tar#1.cls"]}}
-    page = render_page(read_runs([make_run(tmp_path / "a", data=data)]))
+    assert "trace.json: no such file; the run has traced no step yet" in page
+    assert "at step 0 of 10" in page
     assert "members .cls" in page and "1,200, for example a.tar#1.cls" in page
 
 
@@ -151,40 +145,39 @@ SAMPLES = {"1": {"id": "a", "text": "a"}, "2": {"id": "b", "text": "b"}}
 RECALLS = {f"image_to_text_R@{k}": None for k in (1, 5, 10)}
 
 
-@pytest.mark.parametrize(
-    "name, record, said",
-    [
+def test_a_record_that_lacks_something_costs_no_other_part_of_the_page(tmp_path, subtests):
+    damaged = (
+        {"image_to_text": ASKED, "samples": {"1": SAMPLES["1"]}},
+        {"image_to_text": ASKED, "samples": {**SAMPLES, "2": {"id": "b"}}},
+        {
+            "image_to_text": [{**ASKED[0], "answers": [{**ANSWER, "similarity": None}]}],
+            "samples": SAMPLES,
+        },
+        {"image_to_text": ASKED},
+    )
+    cases = [
         ("balance.jsonl", {"step": 5}, "balance.jsonl: 1 lines cannot .*, first line 1 "),
         ("loss_weights.jsonl", {"step": "5", "reason": ""}, "loss_weights.jsonl: 1 lines .*line 1"),
         ("bad_steps.jsonl", {"step": 5, "samples": 5}, "bad_steps.jsonl is damaged or lacks"),
         ("metrics.jsonl", {"step": 5, "held_out": "validation", **RECALLS}, "<td>nan</td>"),
         ("metrics.jsonl", {"held_out": "validation"}, "metrics.jsonl: 1 lines .*first line 11 "),
         ("config.json", RECORD | {"towers": {"image": {}}}, "config.json or .* lacks .*parameters"),
-        *(
-            ("queries.json", {"step": 5, "sets": {"validation": found}}, "queries.json is damaged ")
-            for found in (
-                {"image_to_text": ASKED, "samples": {"1": SAMPLES["1"]}},
-                {"image_to_text": ASKED, "samples": {**SAMPLES, "2": {"id": "b"}}},
-                {"image_to_text": [{**ASKED[0], "answers": [{**ANSWER, "similarity": None}]}]}
-                | {"samples": SAMPLES},
-                {"image_to_text": ASKED},
-            )
-        ),
-    ],
-)
-def test_a_record_that_lacks_something_costs_no_other_part_of_the_page(
-    tmp_path, name, record, said
-):
-    folder = make_run(tmp_path / "a")
-    (folder / "queries.json").write_text(
-        json.dumps({"step": 5, "sets": {"x": {"image_to_text": ASKED, "samples": SAMPLES}}})
-    )
-    with (folder / name).open("a" if name.endswith("l") else "w") as lines:
-        lines.write(json.dumps(record) + "\n")
-    page = render_page(read_runs([folder]))
-    assert re.search(said, page)
-    assert "chart-loss" in page and "All options" in page and 'id="queries"' in page
-    assert ("right answer at rank 1" in page) == (name != "queries.json")
+    ]
+    whole = {"step": 5, "sets": {"x": {"image_to_text": ASKED, "samples": SAMPLES}}}
+    cases += [
+        ("queries.json", {"step": 5, "sets": {"validation": found}}, "queries.json is damaged ")
+        for found in damaged
+    ]
+    for number, (name, record, said) in enumerate(cases):
+        folder = make_run(tmp_path / str(number))
+        (folder / "queries.json").write_text(json.dumps(whole))
+        with (folder / name).open("a" if name.endswith("l") else "w") as lines:
+            lines.write(json.dumps(record) + "\n")
+        with subtests.test(said):
+            page = render_page(read_runs([folder]))
+            assert re.search(said, page)
+            assert "chart-loss" in page and "All options" in page and 'id="queries"' in page
+            assert ("right answer at rank 1" in page) == (name != "queries.json")
 
 
 def test_a_chart_is_left_out_only_at_the_one_value_that_says_nothing(tmp_path):
@@ -198,47 +191,38 @@ def test_a_page_of_many_long_runs_is_below_the_limit_and_keeps_the_peaks(tmp_pat
     folder = make_run(tmp_path / "a", 1000)
     page = render_page([read_folder(folder, f"run {i}") for i in range(8)])
     assert 2_000_000 < len(page.encode()) < 5_000_000
+    # it asks no other place for anything
+    markup = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
+    assert not re.search(r"""(?:src|href)=["'](?!#|data:)""", markup)
+    assert "url(" not in markup and "@import" not in markup
     figures = json.loads(re.search(r'id="figures"[^>]*>(.*?)</script>', page).group(1))
     values = base64.b64decode(figures["loss"]["data"][0]["y"]["bdata"])
     drawn = np.frombuffer(values, np.float32)
     assert len(drawn) < 800 and drawn.max() == 5.0 and drawn.min() == np.float32(5 / 1000)
 
 
-def test_the_page_asks_no_other_place_for_anything(tmp_path):
-    page = render_page(read_runs([make_run(tmp_path / "a")]))
-    markup = re.sub(r"<script.*?</script>", "", page, flags=re.DOTALL)
-    assert not re.search(r"""(?:src|href)=["'](?!#|data:)""", markup)
-    assert "url(" not in markup and "@import" not in markup
-
-
-def test_the_tool_writes_beside_the_run_or_where_it_is_told(tmp_path, capsys):
-    folders = [make_run(tmp_path / name) for name in "ab"]
-    assert run([str(folders[0])]) == 0 and (folders[0] / "report.html").stat().st_size > 10**6
-    assert run(list(map(str, folders))) == 0 and (folders[0] / "comparison.html").is_file()
-    assert run([str(folders[0]), "--out", str(tmp_path / "own.html")]) == 0
-    assert capsys.readouterr().out.split() == [
-        str(folders[0] / "report.html"),
-        str(folders[0] / "comparison.html"),
-        str(tmp_path / "own.html"),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["nowhere"], "nowhere: no such folder"),
-        (["."], "holds no config.json; give the folder of a run of train.py"),
-        (["a", "a"], "a run is given twice"),
-        (["a", "--out", "no/where.html"], "--out no/where.html: give the name of a file"),
-        (["a", "--live", "8000"], "--live: reports are not served any more; open RUN_DIR/report"),
-    ],
-)
-def test_what_cannot_be_shown_is_one_line(tmp_path, monkeypatch, capsys, words, message):
-    make_run(tmp_path / "a")
+def test_the_tool_writes_beside_the_run_or_where_it_is_told(tmp_path, monkeypatch, capsys):
+    """What cannot be shown is one line."""
+    for name in "ab":
+        make_run(tmp_path / name)
     monkeypatch.chdir(tmp_path)
-    assert run(words) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and message in err and err.count("\n") == 1
+    for words, written in (
+        ("a", "a/report.html"),
+        ("a b", "a/comparison.html"),
+        ("a --out own.html", "own.html"),
+    ):
+        assert run(words.split()) == 0 and capsys.readouterr().out == f"{written}\n"
+        assert (tmp_path / written).stat().st_size > 10**6
+    for words, message in (
+        ("nowhere", "nowhere: no such folder"),
+        (".", "holds no config.json; give the folder of a run of train.py"),
+        ("a a", "a run is given twice"),
+        ("a --out no/where.html", "--out no/where.html: give the name of a file"),
+        ("a --live 8000", "--live: reports are not served any more; open RUN_DIR/report"),
+    ):
+        assert run(words.split()) == 2, words
+        out, err = capsys.readouterr()
+        assert out == "" and message in err and err.count("\n") == 1, words
 
 
 def test_a_page_that_cannot_be_written_is_one_warning_and_the_run_goes_on(tmp_path, caplog):

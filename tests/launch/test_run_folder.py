@@ -36,20 +36,18 @@ CONFIG = {"train_batch_size": 48, "optimizer": {"type": "AdamW", "params": {"lr"
 BLOCK = {"layout": "auto", "gradient_clipping": {"image": 1.0}, "max_bad_steps": 10}
 
 
-def identity(*arguments, config=CONFIG, block=BLOCK, plan=None):
+def identity(words="", config=CONFIG, block=BLOCK, plan=None):
     """What refuse_other_run compares."""
-    options = parse_options(list(arguments))
+    options = parse_options(words.split())
     return training_identity(options.record(), config, block, plan), options.resume
 
 
-def record_of(*arguments, **how):
-    """What write_config keeps of the flags."""
-    options = parse_options(list(arguments)).record()
-    return identity(*arguments, **how)[0], {"options": options, "tokenizer": None}
+def lines_in(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def steps_in(file):
-    return [json.loads(line)["step"] for line in file.read_text().splitlines()]
+    return [line["step"] for line in lines_in(file)]
 
 
 def plan_for(world_size, block=BLOCK, config=CONFIG):
@@ -62,15 +60,7 @@ def plan_for(world_size, block=BLOCK, config=CONFIG):
 
 @pytest.fixture(scope="module")
 def towers():
-    return build_towers(
-        "resnet18:layers=1-1-1-1",
-        "bert-tiny",
-        embed_dim=8,
-        image_size=32,
-        vocab_size=50,
-        max_text_tokens=8,
-        pad_token_id=0,
-    )
+    return build_towers("resnet18:layers=1-1-1-1", "bert-tiny", 8, 32, 50, 8, 0)
 
 
 @pytest.fixture
@@ -81,17 +71,39 @@ def decided(towers):
 
 
 @pytest.fixture
-def folder(tmp_path, decided):
+def begin(tmp_path, decided):
+    """`begin(words, …)`: a folder that holds a run with these flags."""
+
+    def begin(words="", name="a run", **how):
+        folder = RunFolder(tmp_path / name, first_rank=True)
+        flags = {"options": parse_options(words.split()).record(), "tokenizer": None}
+        folder.write_config(identity(words, **how)[0], flags, *decided)
+        return folder
+
+    return begin
+
+
+@pytest.fixture
+def folder(begin):
     """A folder that already holds a run with all defaults."""
-    folder = RunFolder(tmp_path / "a run", first_rank=True)
-    folder.write_config(*record_of(), *decided)
-    return folder
+    return begin()
+
+
+def refuses(folder, said, *given, **how):
+    """It takes no run with these flags, configuration or plan."""
+    with pytest.raises(ValueError, match=said):
+        folder.refuse_other_run(*identity(*given, **how))
 
 
 def test_a_new_folder_holds_no_run(tmp_path):
     folder = RunFolder(tmp_path / "runs" / "new", first_rank=True)
     assert folder.path.is_dir() and folder.previous() is None
-    folder.refuse_other_run(*identity("--resume", "never"))
+    folder.refuse_other_run(*identity("--resume never"))
+    folder.forget_after(0)
+    assert not folder.metrics.exists()
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(ValueError, match="--run-dir .*taken: a file of this name exists"):
+        RunFolder(tmp_path / "taken", first_rank=True)
 
 
 def test_config_json_is_json_and_holds_what_was_decided(folder):
@@ -111,11 +123,9 @@ def test_config_json_is_json_and_holds_what_was_decided(folder):
     assert [file.name for file in folder.path.iterdir()] == ["config.json"]
 
 
-def test_no_record_of_a_run_holds_the_credentials_of_an_address(tmp_path, decided):
+def test_no_record_of_a_run_holds_the_credentials_of_an_address(begin):
     data = "webdataset:https://user:pa55word@host/a.tar?Signature=s1gnature"
-    plan, _, *others = decided
-    folder = RunFolder(tmp_path / "a run", first_rank=True)
-    folder.write_config(*record_of("--data", data), plan, {"source": data}, *others)
+    folder = begin(f"--data {data}")
     folder.note_bad_sample(data, "0", f"{data}#0", "unreadable", f"{data}: broken")
     for file in ("config.json", "bad_samples.jsonl"):
         kept = (folder.path / file).read_text()
@@ -123,21 +133,15 @@ def test_no_record_of_a_run_holds_the_credentials_of_an_address(tmp_path, decide
         assert "pa55word" not in kept and "s1gnature" not in kept, file
 
 
-def test_the_same_run_goes_on(folder):
-    folder.refuse_other_run(*identity())
-    free = "--resume auto --save-every 5 --workers 1 --wandb offline --eval-every 3"
-    folder.refuse_other_run(*identity(*free.split()))
-    # --set is compared in the configuration, where it has been put
-    free = "--run-dir elsewhere --deepspeed_config renamed.json --keep-checkpoints 1"
-    folder.refuse_other_run(*identity(*free.split(), "--set", "steps_per_print=5"))
-
-
-def test_what_is_free_to_change_exists():
-    assert set(DEEPSPEED_FREE_TO_CHANGE) <= set(DEEPSPEED_KEYS)
-    assert {*BRANCHES_FREE_TO_CHANGE, *BRANCHES_SPLIT} <= set(BranchesBlock.__dataclass_fields__)
+# -- the same run, and another one
 
 
 def test_the_same_run_goes_on_split_and_computed_in_another_way(folder):
+    free = "--resume auto --save-every 5 --workers 1 --wandb offline --eval-every 3 --run-dir x"
+    # --set is compared in the configuration, where it has been put
+    free += " --deepspeed_config renamed.json --keep-checkpoints 1 --set steps_per_print=5"
+    for words in ("", free):
+        folder.refuse_other_run(*identity(words))
     config = {
         **CONFIG,
         "train_batch_size": 96,
@@ -147,14 +151,38 @@ def test_the_same_run_goes_on_split_and_computed_in_another_way(folder):
         "train_micro_batch_size_per_gpu": 4,
         "pipeline": {"activation_checkpoint_interval": 1},
     }
-    block = {
-        **BLOCK,
-        "layout": "chain",
-        "stages": {"image": 2, "text": 1},
-        "replicas": 3,
-        "schedule": "replay",
-    }
+    split = {"layout": "chain", "stages": {"image": 2, "text": 1}, "replicas": 3}
+    block = {**BLOCK, **split, "schedule": "replay", "max_bad_steps": 50}
     folder.refuse_other_run(*identity(config=config, block=block, plan=plan_for(8)))
+    for balance in (None, {"strategy": "off"}, {"strategy": "deal", "min_size": 4}):
+        folder.refuse_other_run(*identity(block={**BLOCK, "balance": balance}))
+    assert set(DEEPSPEED_FREE_TO_CHANGE) <= set(DEEPSPEED_KEYS)
+    assert {*BRANCHES_FREE_TO_CHANGE, *BRANCHES_SPLIT} <= set(BranchesBlock.__dataclass_fields__)
+
+
+def test_another_run_is_refused_with_every_difference(folder):
+    optimizer = {"type": "AdamW", "params": {"lr": 0.002}}
+    config = {**CONFIG, "optimizer": optimizer, "scheduler": {"type": "WarmupLR"}}
+    with pytest.raises(ValueError) as refusal:
+        folder.refuse_other_run(*identity("--seed 3 --image-size 32", config=config))
+    message, *lines = str(refusal.value).splitlines()
+    assert str(folder.path) in message and "with another configuration" in message
+    assert [line.strip() for line in lines] == [
+        "deepspeed_config.optimizer.params.lr: there 0.001, here 0.002",
+        'deepspeed_config.scheduler.type: there null, here "WarmupLR"',
+        "options.image_resize: there 64, here 32",
+        "options.image_size: there 64, here 32",
+        "options.seed: there 0, here 3",
+    ]
+    other = "--data jsonl:a.jsonl --seed 1 --val-fraction 0.2 --text-weights x --tokenizer y"
+    with pytest.raises(ValueError) as refusal:  # a long list is cut
+        folder.refuse_other_run(*identity(other))
+    assert len(str(refusal.value).splitlines()) == 1 + 8 + 1 and str(refusal.value).endswith("…")
+    clipped = {"layout": "auto", "gradient_clipping": {"image": 2.0}}
+    refuses(folder, "branches.gradient_clipping.image: there 1.0, here 2.0", block=clipped)
+    feed = {"strategy": "feed", "captions_per_image": [1, 2]}
+    refuses(folder, "branches.balance", block={**BLOCK, "balance": feed})
+    refuses(folder, "already holds a run, and --resume is never; give", "--resume never")
 
 
 def test_when_it_is_evaluated_belongs_to_a_run_whose_loss_weights_follow_that(tmp_path, decided):
@@ -169,6 +197,59 @@ def test_when_it_is_evaluated_belongs_to_a_run_whose_loss_weights_follow_that(tm
         folder.refuse_other_run(*at("4"))
 
 
+def test_a_loss_per_micro_batch_is_another_objective_and_belongs_to_its_split(folder, begin):
+    block = {**BLOCK, "schedule": "per_micro_batch", "micro_batch_size": 8}
+    refuses(folder, 'branches.schedule: there null, here "per_micro_batch"', block=block)
+    other = begin(name="another run", block=block, plan=plan_for(2, block))
+    other.refuse_other_run(*identity(block=block))  # before the plan is known
+    other.refuse_other_run(*identity(block={**block, "max_bad_steps": 50}, plan=plan_for(2, block)))
+    refuses(other, "stages: there .*, here ", block=block, plan=plan_for(4, block))
+    larger = {**CONFIG, "train_batch_size": 96}
+    split = {"config": larger, "block": block, "plan": plan_for(2, block, larger)}
+    refuses(other, 'stages: there .* 8.u00d76", here .* 8.u00d712"', **split)
+    smaller = {**block, "micro_batch_size": 4}
+    refuses(other, "branches.micro_batch_size: there 8, here 4", block=smaller)
+    refuses(other, 'branches.schedule: there "per_micro_batch", here null')
+
+
+def test_weights_of_samples_are_compared_with_their_defaults(begin):
+    weights = {"use": "loss", "image": 0.3, "text": 0.7}
+    folder = begin(block={**BLOCK, "sample_weights": weights})
+    folder.refuse_other_run(*identity(block={**BLOCK, "sample_weights": {**weights, "audio": 0.0}}))
+    other = {**BLOCK, "sample_weights": {**weights, "audio": 1.0}}
+    refuses(folder, "branches.sample_weights.audio: there 0.0, here 1.0", block=other)
+
+
+def test_other_roots_make_another_run(begin, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    data, a, b = "--data jsonl:x", f"--data-root {tmp_path}/a", f"--data-root {tmp_path}/b"
+    folder = begin(f"{data} {a}")
+    folder.refuse_other_run(*identity(f"{data} {a}"))
+    for other in (f"{data} {b}", data, f"{data} {a} {b}"):
+        refuses(folder, "options.data_root: there .*a.*, here ", other)
+
+
+def test_a_run_of_another_program_or_version_is_named_as_such_and_refused(folder, tmp_path):
+    file = folder.path / "config.json"
+    record = json.loads(file.read_text())
+    assert record["version"] == __version__ and folder.previous() == record
+    file.write_text(json.dumps({**record, "version": "0.1.7"}))  # its runs are read
+    assert folder.previous()["version"] == "0.1.7"
+    for version in (None, "0.2.0", "1.0.0"):
+        record.pop("version", None)
+        file.write_text(json.dumps(record | ({"version": version} if version else {})))
+        said = f"made by version {version or 'before 0.1.0'}, and this"
+        with pytest.raises(ValueError, match=said):
+            folder.previous()
+    file.write_text('{"model_type": "bert"}')
+    with pytest.raises(ValueError, match="its config.json is of another program; give .*--run-dir"):
+        folder.previous()
+
+
+# -- files that grow
+
+
 def test_what_was_evaluated_after_a_step_comes_back(tmp_path):
     folder = RunFolder(tmp_path / "a run", first_rank=True)
     assert folder.evaluated(0) == {}
@@ -177,153 +258,43 @@ def test_what_was_evaluated_after_a_step_comes_back(tmp_path):
         figures = {"alignment": step + 0.1 + 0.2, "effective_rank/image": math.nan}
         folder.append(folder.metrics, {"step": step, "held_out": "family", **figures})
         folder.append(folder.metrics, {"step": step, "held_out": "ema/family", "alignment": 7.0})
+    for line in folder.metrics.read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)  # which others can read
     found = folder.evaluated(5)
     assert list(found) == ["family", "ema/family"] and found["family"]["alignment"] == 5 + 0.1 + 0.2
     assert math.isnan(found["family"]["effective_rank/image"])
+    assert folder.lacks(5, {"family", "another"})  # and its first half is dropped
+    assert steps_in(folder.metrics) == [0, 0, 0, 5] and folder.lacks(4, {"family"})
+    assert not folder.lacks(0, {"family"}) and steps_in(folder.metrics) == [0, 0, 0, 5]
 
 
 def test_a_change_of_loss_weights_that_is_decided_once_more_is_listed_once(tmp_path):
     folder = RunFolder(tmp_path / "a run", first_rank=True)
-    lines = [{"step": step, "contrastive": 0.1 * step, "reason": "why"} for step in (1, 2, 2, 3, 2)]
-    for line in lines:
-        folder.append_loss_weights(line)
+    for step in (1, 2, 2, 3, 2):
+        folder.append_loss_weights({"step": step, "contrastive": 0.1 * step, "reason": "why"})
     assert steps_in(folder.loss_weights) == [1, 2, 3, 2]
 
 
-def test_a_loss_per_micro_batch_is_another_objective_and_belongs_to_its_split(
-    folder, tmp_path, decided
-):
-    block = {**BLOCK, "schedule": "per_micro_batch", "micro_batch_size": 8}
-    with pytest.raises(ValueError, match='branches.schedule: there null, here "per_micro_batch"'):
-        folder.refuse_other_run(*identity(block=block))
-    other = RunFolder(tmp_path / "another run", first_rank=True)
-    other.write_config(*record_of(block=block, plan=plan_for(2, block)), *decided)
-    other.refuse_other_run(*identity(block=block))  # before the plan is known
-    other.refuse_other_run(*identity(block={**block, "max_bad_steps": 50}, plan=plan_for(2, block)))
-    with pytest.raises(ValueError, match="stages: there .*, here "):
-        other.refuse_other_run(*identity(block=block, plan=plan_for(4, block)))
-    with pytest.raises(ValueError, match='stages: there .* 8.u00d76", here .* 8.u00d712"'):
-        larger = {**CONFIG, "train_batch_size": 96}
-        other.refuse_other_run(
-            *identity(config=larger, block=block, plan=plan_for(2, block, larger))
-        )
-    with pytest.raises(ValueError, match="branches.micro_batch_size: there 8, here 4"):
-        other.refuse_other_run(*identity(block={**block, "micro_batch_size": 4}))
-    with pytest.raises(ValueError, match='branches.schedule: there "per_micro_batch", here null'):
-        other.refuse_other_run(*identity())
-
-
-def test_another_run_is_refused_with_every_difference(folder):
-    config = {
-        **CONFIG,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.002}},
-        "scheduler": {"type": "WarmupLR"},
-    }
-    with pytest.raises(ValueError) as refusal:
-        folder.refuse_other_run(*identity("--seed", "3", "--image-size", "32", config=config))
-    message, *lines = str(refusal.value).splitlines()
-    assert str(folder.path) in message and "with another configuration" in message
-    assert [line.strip() for line in lines] == [
-        "deepspeed_config.optimizer.params.lr: there 0.001, here 0.002",
-        'deepspeed_config.scheduler.type: there null, here "WarmupLR"',
-        "options.image_resize: there 64, here 32",
-        "options.image_size: there 64, here 32",
-        "options.seed: there 0, here 3",
-    ]
-
-
-def test_a_difference_in_the_branches_block_counts(folder):
-    with pytest.raises(ValueError, match="branches.gradient_clipping.image: there 1.0, here 2.0"):
-        folder.refuse_other_run(
-            *identity(block={"layout": "auto", "gradient_clipping": {"image": 2.0}})
-        )
-
-
-def test_how_a_global_batch_is_dealt_may_change_and_what_it_takes_in_may_not(folder):
-    feed = {"strategy": "feed", "captions_per_image": [1, 2]}
-    for balance in (None, {"strategy": "off"}, {"strategy": "deal", "min_size": 4}):
-        folder.refuse_other_run(*identity(block={**BLOCK, "balance": balance}))
-    with pytest.raises(ValueError, match="branches.balance"):
-        folder.refuse_other_run(*identity(block={**BLOCK, "balance": feed}))
-
-
-def test_weights_of_samples_are_compared_with_their_defaults(tmp_path, decided):
-    weighed = {**BLOCK, "sample_weights": {"use": "loss", "image": 0.3, "text": 0.7}}
-    folder = RunFolder(tmp_path / "a run", first_rank=True)
-    folder.write_config(*record_of(block=weighed), *decided)
-    weighed["sample_weights"]["audio"] = 0.0
-    folder.refuse_other_run(*identity(block=weighed))
-    weighed["sample_weights"]["audio"] = 1.0
-    with pytest.raises(ValueError, match="branches.sample_weights.audio: there 0.0, here 1.0"):
-        folder.refuse_other_run(*identity(block=weighed))
-
-
-def test_how_many_bad_steps_may_follow_each_other_is_free_to_change(folder):
-    folder.refuse_other_run(*identity(block={**BLOCK, "max_bad_steps": 50}))
-
-
-def test_other_roots_make_another_run(tmp_path, decided):
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-    roots = [
-        ["--data", "jsonl:pairs.jsonl", "--data-root", str(tmp_path / name)] for name in ("a", "b")
-    ]
-    folder = RunFolder(tmp_path / "a run", first_rank=True)
-    folder.write_config(*record_of(*roots[0]), *decided)
-    folder.refuse_other_run(*identity(*roots[0]))
-    for other in (roots[1], roots[0][:2], [*roots[0], *roots[1][2:]]):
-        with pytest.raises(ValueError, match="options.data_root: there .*a.*, here "):
-            folder.refuse_other_run(*identity(*other))
-
-
-def test_the_record_of_another_program_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(ValueError, match="its config.json is of another program; give .*--run-dir"):
-        RunFolder(tmp_path, True).previous()
-
-
-@pytest.mark.parametrize("version", [None, "0.2.0", "1.0.0"])
-def test_a_run_of_another_version_is_named_as_such_and_refused(folder, version):
-    file = folder.path / "config.json"
-    record = json.loads(file.read_text())
-    assert record["version"] == __version__ and folder.previous() == record
-    file.write_text(json.dumps({**record, "version": "0.1.7"}))  # its runs are read
-    assert folder.previous()["version"] == "0.1.7"
-    record.pop("version")
-    file.write_text(json.dumps(record | ({"version": version} if version else {})))
-    with pytest.raises(ValueError, match=f"made by version {version or 'before 0.1.0'}, and this"):
-        folder.previous()
-
-
-def test_long_lists_are_cut(folder):
-    other = "--data jsonl:a.jsonl --seed 1 --val-fraction 0.2 --text-weights x --tokenizer y"
-    with pytest.raises(ValueError) as refusal:
-        folder.refuse_other_run(*identity(*other.split()))
-    assert len(str(refusal.value).splitlines()) == 1 + 8 + 1 and str(refusal.value).endswith("…")
-
-
-def test_resume_never_refuses_even_the_same_run(folder):
-    with pytest.raises(ValueError, match="already holds a run, and --resume is never; give"):
-        folder.refuse_other_run(*identity("--resume", "never"))
-
-
-def test_a_file_in_its_place(tmp_path):
-    (tmp_path / "taken").write_text("")
-    with pytest.raises(ValueError, match="--run-dir .*taken: a file of this name exists"):
-        RunFolder(tmp_path / "taken", first_rank=True)
-
-
-def test_forget_after_drops_later_and_torn_lines(folder):
+def test_what_is_damaged_and_of_no_account_is_made_anew(folder):
+    """A machine that goes down leaves files that are empty or cut."""
     for step in (0, 1, 2, 2, 3, 4):
         folder.append(folder.metrics, {"step": step, "loss": step / 2})
     with folder.metrics.open("a") as file:
-        file.write('{"step": 2, "lo')  # the machine went down while this was written
+        file.write('{"st\n"}\n{"step": 2, "lo')
     folder.forget_after(2)
     assert steps_in(folder.metrics) == [0, 1, 2, 2]
     folder.append(folder.metrics, {"step": 3, "loss": 1.0})
     assert steps_in(folder.metrics) == [0, 1, 2, 2, 3]
     folder.forget_after(-1)
     assert folder.metrics.read_text() == ""
+    folder.write_costs({"a": 1})
+    assert folder.read_costs() == {"a": 1}
+    for damaged in ("", '{"a": '):
+        folder.costs.write_text(damaged)
+        assert folder.read_costs() is None
+    (folder.path / "config.json").write_text("")
+    with pytest.raises(ValueError, match="config.json: is damaged .* delete it, and the same"):
+        folder.previous()
 
 
 def test_bad_steps_are_listed_with_the_ids_of_their_samples(folder):
@@ -332,21 +303,12 @@ def test_bad_steps_are_listed_with_the_ids_of_their_samples(folder):
         bad = BadStep((5, 6), {"image": (6,), "text": ()})
         journal.bad_step(step, math.nan, bad, lambda i: f"id {i}")
     folder.forget_after(3)
-    assert json.loads(folder.bad_steps.read_text()) == {
-        "step": 3,
-        "loss": None,
-        "not_finite": {"image": ["id 6"], "text": []},
-        "samples": ["id 5", "id 6"],
-    }
+    samples = {"not_finite": {"image": ["id 6"], "text": []}, "samples": ["id 5", "id 6"]}
+    assert lines_in(folder.bad_steps) == [{"step": 3, "loss": None, **samples}]
     folder.refuse_more_bad_steps(2, 3, pytest.fail)
     for saved, named in ((None, "not there, none was saved"), (folder.checkpoints, "checkpoints")):
         with pytest.raises(ValueError, match=f'"max_bad_steps" is 3; the last .* is .*{named}'):
             folder.refuse_more_bad_steps(3, 3, lambda: saved)
-
-
-def test_forget_after_without_metrics(folder):
-    folder.forget_after(0)
-    assert not folder.metrics.exists()
 
 
 def test_only_the_first_rank_writes(tmp_path, decided):
@@ -355,57 +317,21 @@ def test_only_the_first_rank_writes(tmp_path, decided):
     first = RunFolder(tmp_path / "a run", first_rank=True)
     first.append(first.metrics, {"step": 1})
     folder.append(folder.metrics, {"step": 2})
-    folder.write_config(*record_of(), *decided)
+    folder.write_config(identity()[0], {}, *decided)
     folder.forget_after(0)
     assert first.metrics.read_text() == '{"step": 1}\n' and folder.previous() is None
 
 
-def test_every_line_of_the_metrics_is_json(folder):
-    folder.append(
-        folder.metrics, {"step": 1, "loss": float("nan"), "grad_norm/image": float("inf")}
-    )
-    json.loads(folder.metrics.read_text(), parse_constant=pytest.fail)
-
-
-def test_the_folders_name(tmp_path):
+def test_the_folders_name(tmp_path, monkeypatch):
     assert choose_folder(tmp_path, ("demo",)) == tmp_path
-    chosen = choose_folder(None, ("jsonl:a/b.jsonl",))
-    assert (
-        chosen.parent.name == "runs" and chosen.name.endswith("-jsonl") and ":" not in str(chosen)
-    )
+    chosen = str(choose_folder(None, ("jsonl:a/b.jsonl",)))
+    assert chosen.startswith("runs/") and chosen.endswith("-jsonl") and ":" not in chosen
+    monkeypatch.setenv("WANDB_SWEEP_ID", "sweep123")  # whose runs may begin in the same second
+    monkeypatch.setenv("WANDB_RUN_ID", "run45678")
+    assert choose_folder(None, ["demo"]).name.endswith("-demo-run45678")
 
 
-def test_what_is_damaged_and_of_no_account_is_made_anew(folder):
-    """A machine that goes down leaves files that are empty or cut."""
-    run = folder
-    run.write_costs({"a": 1})
-    assert run.read_costs() == {"a": 1}
-    for damaged in ("", '{"a": '):
-        run.costs.write_text(damaged)
-        assert run.read_costs() is None
-    (run.path / "config.json").write_text("")
-    with pytest.raises(ValueError, match="config.json: is damaged .* delete it, and the same"):
-        run.previous()
-    run.metrics.write_text('{"step": 1}\n{"step": 2}\n{"st\n"}\n{"step": 3}\n')
-    run.forget_after(2)
-    assert run.metrics.read_text() == '{"step": 1}\n{"step": 2}\n'
-
-
-def test_an_evaluation_that_was_not_made_to_its_end(folder):
-    run = folder
-    assert run.lacks(4, {"a", "b"})
-    for line in (
-        {"step": 4, "loss": 1.0},
-        {"step": 4, "held_out": "a"},
-        {"step": 3, "held_out": "b"},
-    ):
-        run.append(run.metrics, line)
-    assert not run.lacks(4, {"a"}) and len(run.metrics.read_text().splitlines()) == 3
-    assert run.lacks(4, {"a", "b"})  # and its first half is dropped
-    assert [json.loads(line) for line in run.metrics.read_text().splitlines()] == [
-        {"step": 4, "loss": 1.0},
-        {"step": 3, "held_out": "b"},
-    ]
+# -- one run at a time
 
 
 def hold(path, pipe):
@@ -445,20 +371,12 @@ def test_one_run_at_a_time_writes_in_a_folder(held):
     assert f"process {os.getpid()} on" in (path / "lock").read_text()
 
 
-def test_where_the_file_system_has_no_locks_a_run_of_this_machine_is_seen(
-    held, monkeypatch, caplog
-):
-    path, run = held
-
+def test_where_the_file_system_has_no_locks_there_is_one_warning(tmp_path, monkeypatch, caplog):
     def unsupported(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "lockf", unsupported)
-    with pytest.raises(ValueError, match=f"process {run.pid} on"):
-        RunFolder(path, first_rank=True).claim()
-    run.kill()
-    run.join()
-    RunFolder(path, first_rank=True).claim()
+    RunFolder(tmp_path, first_rank=True).claim()
     (record,) = caplog.records
     assert "has no locks (No locks available)" in record.getMessage()
 

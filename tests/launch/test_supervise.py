@@ -25,21 +25,9 @@ def supervise(run_dir, command, *options, **environment):
     """Start it over a bash command, which sees the folder as $RUN and may count its starts in
     $RUN/starts."""
     text = f'echo >> "$RUN/starts"; n=$(wc -l < "$RUN/starts"); {command}'
+    words = ["bash", SCRIPT, "--wait", "0", *options, "--", "bash", "-c", text, "train"]
     return subprocess.Popen(
-        [
-            "bash",
-            SCRIPT,
-            "--wait",
-            "0",
-            *options,
-            "--",
-            "bash",
-            "-c",
-            text,
-            "train",
-            "--run-dir",
-            run_dir,
-        ],
+        [*words, "--run-dir", run_dir],
         env={**os.environ, "RUN": str(run_dir), **environment},
         stderr=subprocess.PIPE,
         text=True,
@@ -60,10 +48,10 @@ def starts(run_dir):
     return len(file.read_text().splitlines()) if file.exists() else 0
 
 
-@pytest.mark.parametrize(("status", "ends_with"), [(0, 0), (75, 75), (2, 2)])
-def test_what_another_start_would_not_mend_is_not_started_again(run_dir, status, ends_with):
-    assert finish(supervise(run_dir, f'touch "$RUN/done"; exit {status}'))[0] == ends_with
-    assert starts(run_dir) == 1
+def test_what_another_start_would_not_mend_is_not_started_again(run_dir):
+    for number, status in enumerate((0, 75, 2), 1):
+        assert finish(supervise(run_dir, f'touch "$RUN/done"; exit {status}'))[0] == status
+        assert starts(run_dir) == number
 
 
 def test_a_failure_is_started_again_until_it_is_done(run_dir):
@@ -74,9 +62,8 @@ def test_a_failure_is_started_again_until_it_is_done(run_dir):
 def test_it_gives_up_after_so_many_failures_without_a_new_checkpoint(run_dir):
     advancing = '[ $n -gt 4 ] || echo step-$n > "$RUN/checkpoints/latest"; exit 1'
     status, errors = finish(supervise(run_dir, advancing, "--restarts", "2"))
-    assert (
-        status == 1 and starts(run_dir) == 6
-    )  # four get on, and the fourth's failure is the first of three
+    # four get on, and the fourth's failure is the first of three
+    assert status == 1 and starts(run_dir) == 6
     assert "given up: 3 failures in a row" in errors and "step-4" in errors
 
 
@@ -124,9 +111,8 @@ def test_a_signal_is_passed_on_as_a_file_and_not_to_the_launcher(run_dir):
 
 
 def test_a_second_ctrl_c_leaves_nothing_behind(run_dir):
-    process = supervise(
-        run_dir, 'sleep 600 & echo $! > "$RUN/child"; mv "$RUN/child" "$RUN/ready"; wait'
-    )
+    waits = 'sleep 600 & echo $! > "$RUN/child"; mv "$RUN/child" "$RUN/ready"; wait'
+    process = supervise(run_dir, waits)
     wait_for(run_dir / "ready")
     child = int((run_dir / "ready").read_text())
     os.kill(process.pid, signal.SIGINT)
@@ -137,41 +123,24 @@ def test_a_second_ctrl_c_leaves_nothing_behind(run_dir):
 
 
 def test_processes_that_a_killed_launcher_left_are_ended(run_dir):
-    status, _ = finish(
-        supervise(
-            run_dir,
-            '[ $n -gt 1 ] && touch "$RUN/done" && exit 0; sleep 600 & echo $! > "$RUN/child"; kill -KILL $$',
-        )
-    )
-    assert status == 0
+    killed = 'sleep 600 & echo $! > "$RUN/child"; kill -KILL $$'
+    ends = '[ $n -gt 1 ] && touch "$RUN/done" && exit 0'
+    assert finish(supervise(run_dir, f"{ends}; {killed}"))[0] == 0
     wait_until(lambda: ended(int((run_dir / "child").read_text())))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (
-            ["--restarts", "many", "--", "true", "--run-dir", "x"],
-            "--restarts 'many': a whole number is needed",
-        ),
-        (["--", "deepspeed", "train.py"], "has no --run-dir"),
-        (
-            ["--", "true", "--run-dir", "x", "--resume", "never"],
-            "--resume never: every start would begin there again",
-        ),
-        (
-            ["--", "true", "--resume=x/checkpoints/step-00000001", "--run-dir", "x"],
-            "--resume x/checkpoints/step-00000001: every start",
-        ),
-        (["deepspeed", "train.py"], "unknown argument 'deepspeed'; the command goes after --"),
-        ([], "no command given"),
-    ],
-)
-def test_wrong_usage(arguments, words):
-    result = subprocess.run(
-        ["bash", SCRIPT, *arguments], capture_output=True, text=True, timeout=LIMIT_S
-    )
-    assert result.returncode == 2 and words in result.stderr
+def test_wrong_usage():
+    for arguments, words in (
+        ("--restarts many -- true --run-dir x", "--restarts 'many': a whole number is needed"),
+        ("-- deepspeed train.py", "has no --run-dir"),
+        ("-- true --run-dir x --resume never", "--resume never: every start would begin there"),
+        ("-- true --resume=x/step-1 --run-dir x", "--resume x/step-1: every start"),
+        ("deepspeed train.py", "unknown argument 'deepspeed'; the command goes after --"),
+        ("", "no command given"),
+    ):
+        command = ["bash", SCRIPT, *arguments.split()]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+        assert result.returncode == 2 and words in result.stderr, arguments
 
 
 def wait_for(file):

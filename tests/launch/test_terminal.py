@@ -1,6 +1,7 @@
 """What a run says in a terminal and in a log file: its first screen, its bar, and what libraries
 would add."""
 
+import contextlib
 import io
 import logging
 import os
@@ -10,7 +11,6 @@ import sys
 import warnings
 from pathlib import Path
 
-import pytest
 from cost_models import BRANCHES, proportional
 
 from data.progress import progress_bar
@@ -26,41 +26,28 @@ from launch.terminal.tables import duration
 SCREEN = [("data", "demo: 12 samples"), ("why", "auto: two ways\n  " + "a long reason " * 12)]
 
 
-@pytest.mark.parametrize(
-    "seconds, words",
-    [
-        (0.0123, "12.3 ms"),
-        (12.34, "12.3 s"),
-        (59.999, "60 s"),
-        (60, "1 min"),
-        (250, "4 min 10 s"),
-        (3600 * 5 + 60 * 20, "5 h 20 min"),
-        (86400, "1 day"),
-        (86400 * 3 + 3600 * 4, "3 days 4 h"),
-    ],
-)
-def test_durations(seconds, words):
-    assert duration(seconds) == words
+def test_durations():
+    for seconds, words in (
+        *((0.0123, "12.3 ms"), (12.34, "12.3 s"), (59.999, "60 s"), (60, "1 min")),
+        *((250, "4 min 10 s"), (3600 * 5 + 60 * 20, "5 h 20 min")),
+        *((86400, "1 day"), (86400 * 3 + 3600 * 4, "3 days 4 h")),
+    ):
+        assert duration(seconds) == words
 
 
 def plan_of(layout):
-    config = {"train_batch_size": 48, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
-    block = {**config, "branches": {"layout": layout}}
-    return plan_run(
-        *check_config(block, BRANCHES), 4, proportional({"image": [3.0] * 4, "text": [1.0] * 4})
-    )
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
+    written = {"train_batch_size": 48, "optimizer": optimizer, "branches": {"layout": layout}}
+    costs = proportional({"image": [3.0] * 4, "text": [1.0] * 4})
+    return plan_run(*check_config(written, BRANCHES), 4, costs)
 
 
-def test_the_reason_of_a_plan_is_the_files_or_the_comparison(tmp_path):
-    assert _why(plan_of("fork"), tmp_path / "mine.json") == "mine.json gives the layout"
-    chosen = plan_of("auto")
-    first, *others = _why(chosen, tmp_path / "mine.json").splitlines()
+def test_the_reason_of_a_plan_and_what_is_predicted_of_the_run(tmp_path):
+    plan, file = plan_of("fork"), tmp_path / "mine.json"
+    assert _why(plan, file) == "mine.json gives the layout"
+    first, *others = _why(plan_of("auto"), file).splitlines()
     assert first.startswith("auto: ") and "ways compared" in first
     assert 1 <= len(others) <= 3 and all("× the time" in line for line in others)
-
-
-def test_what_is_predicted_of_the_run_is_the_simulators_step_times_its_steps():
-    plan = plan_of("fork")
     step_s = plan.predicted_step_s
     assert step_s >= max(stage.busy_s for stage in plan.predicted) > 0
     said = _predicted(plan, 1000)
@@ -68,17 +55,22 @@ def test_what_is_predicted_of_the_run_is_the_simulators_step_times_its_steps():
     assert "GiB a rank" in said
 
 
-def test_in_a_log_file_each_fact_is_one_line(capsys, monkeypatch):
+def test_in_a_log_file_each_fact_is_one_line_and_in_a_terminal_it_is_broken(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
-    print_screen(SCREEN)
+    print_screen([*SCREEN, ("note", "resnet18: one layer"), ("note", "resnet18: one layer")])
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["     data: demo: 12 samples", "      why: auto: two ways"]
     assert lines[2].strip() == ("a long reason " * 12).strip()
-
-
-def test_what_two_branches_have_in_common_is_said_once(capsys):
-    print_screen([*SCREEN, ("note", "resnet18: one layer"), ("note", "resnet18: one layer")])
-    assert capsys.readouterr().out.count("resnet18: one layer") == 1
+    # what two branches have in common is said once
+    assert lines[3:] == ["     note: resnet18: one layer"]
+    monkeypatch.setenv("COLUMNS", "70")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    print_screen(SCREEN)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert len(lines) > 4 and all(len(line) <= 70 for line in lines)
+    assert all(line.startswith(" " * 11) for line in lines[2:])  # under their text
+    folder, said = folder_to_watch(Path("runs/a run")).splitlines()
+    assert folder == "runs/a run" and "open runs/a run/report.html" in said
 
 
 def test_what_all_ranks_find_is_said_by_the_first(caplog, monkeypatch):
@@ -90,15 +82,6 @@ def test_what_all_ranks_find_is_said_by_the_first(caplog, monkeypatch):
         weights.error("broken on rank %d", rank)
     of_models.setLevel(logging.NOTSET)
     assert caplog.messages == ["interpolated on rank 0", "broken on rank 0", "broken on rank 1"]
-
-
-def test_in_a_terminal_lines_are_broken_under_their_text(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "70")
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    print_screen(SCREEN)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.strip()]
-    assert len(lines) > 4 and all(len(line) <= 70 for line in lines)
-    assert all(line.startswith(" " * 11) for line in lines[2:])
 
 
 def step_line(**values):
@@ -171,13 +154,10 @@ def test_only_messages_that_say_nothing_are_left_out(monkeypatch):
         logger.filters[:] = filters
 
 
-def test_a_long_message_is_shortened_when_it_comes_again():
+def test_without_a_terminal_a_message_stands_once_and_a_long_one_is_shortened(capfd, monkeypatch):
     assert shortened("one\ntwo") == "one\ntwo"
     long = shortened("\n".join(map(str, range(100))))
     assert len(long.splitlines()) == MOST_LINES and long.endswith("99")
-
-
-def test_without_a_terminal_a_message_stands_once(capfd, monkeypatch):
     monkeypatch.setattr(last_words, "is_launcher", lambda process: True)
     say_last("train.py: error: no such file")
     assert capfd.readouterr().err.count("no such file") == 1
@@ -203,27 +183,14 @@ sys.exit(2)
 
 def test_behind_the_launchers_words_the_message_comes_again():
     ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-c", KILLS, "deepspeed.launcher.launch", FAILS],
-        stdout=theirs,
-        stderr=theirs,
-    )
+    call = [sys.executable, "-c", KILLS, "deepspeed.launcher.launch", FAILS]
+    process = subprocess.Popen(call, stdout=theirs, stderr=theirs)
     os.close(theirs)
     said = b""
-    while True:
-        try:
-            piece = os.read(ours, 4096)
-        except OSError:  # all that hold the terminal have ended
-            break
-        if not piece:
-            break
-        said += piece
+    with contextlib.suppress(OSError):  # all that hold the terminal have ended
+        while piece := os.read(ours, 4096):
+            said += piece
     assert process.wait() == 0
     lines = [line for line in said.decode().replace("\r", "").splitlines() if line]
     error, launcher = "train.py: error: no such file", "launcher: exits with return code = 2"
     assert lines == [error, launcher, error]
-
-
-def test_the_first_screen_names_the_page_to_watch():
-    folder, said = folder_to_watch(Path("runs/a run")).splitlines()
-    assert folder == "runs/a run" and "open runs/a run/report.html" in said

@@ -8,8 +8,8 @@ import pytest
 from cost_models import proportional
 
 from common import __version__
+from engine.planning.batch import BranchBatch
 from engine.planning.costs import cost_model_from_json, cost_model_to_json
-from engine.planning.planner import BranchBatch
 from engine.planning.simulator import simulate
 from engine.topology import chain, fork, merged
 from engine.trace import COMPUTE, WAIT, Span
@@ -23,11 +23,11 @@ from launch.reporting.timelines import (
     idle_fraction,
     measured_step,
     predicted_step,
-    prediction,
     seconds_by_label,
     timeline_figure,
 )
 from launch.run.trace_file import TraceFile, read_trace
+from launch.terminal.tables import duration
 from launch.tools.timeline import choose_step, run
 
 COSTS = proportional(
@@ -80,34 +80,24 @@ def draw(run_dir, *arguments: object) -> int:
 
 
 def test_predicted_above_measured(run_dir, capsys):
-    draw(run_dir)
-    out = capsys.readouterr().out
-    predicted_s = simulate(GRAPH, BATCHES, "batch_sync", COSTS).step_s
-    assert f"Predicted: {1e3 * predicted_s:.3g} ms a step" in out
-    assert f"Measured, step 100: {1.25e3 * predicted_s:.3g} ms a step" in out
-    assert (
-        out.splitlines()[-1] == str(run_dir / "timeline.html")
-        and (run_dir / "timeline.html").stat().st_size > 10_000
-    )
-
-
-def test_the_table_has_a_row_per_track_with_its_idle_share(run_dir, capsys):
-    draw(run_dir, "--step", 3)
-    lines = capsys.readouterr().out.splitlines()
-    for stage in simulate(GRAPH, BATCHES, "batch_sync", COSTS).stages:
-        # everything took 1.25 times as long: the same shares
-        for track in (f"Predicted, {stage.name} ×", f"Measured, step 3, {stage.name}, rank"):
-            rows = [line for line in lines if line.strip().startswith(track)]
-            assert rows and all(r.split()[-1] == f"{stage.idle_fraction:.0%}" for r in rows)
-
-
-def test_the_prediction_is_of_the_runs_own_stages_batches_and_schedule(run_dir):
-    timeline, reason = prediction(run_dir, json.loads((run_dir / "config.json").read_text()))
-    simulation = simulate(GRAPH, BATCHES, "batch_sync", COSTS)
-    assert reason is None and timeline.step_s == simulation.step_s
-    assert [busy_s(spans) for spans in timeline.tracks.values()] == pytest.approx(
-        [stage.busy_s for stage in simulation.stages]
-    )
+    """Of the run's own stages, batches and schedule; a row per track with its idle share."""
+    for step, given in ((100, ()), (3, ("--step", 3))):
+        draw(run_dir, *given)
+        lines = capsys.readouterr().out.splitlines()
+        simulation = simulate(GRAPH, BATCHES, "batch_sync", COSTS)
+        titles = f"Predicted: {duration(simulation.step_s)} a step", f"Measured, step {step}: "
+        titles += (f"{duration(1.25 * simulation.step_s)} a step",)
+        assert all(words in "\n".join(lines) for words in titles)
+        for stage in simulation.stages:
+            # everything took 1.25 times as long: the same shares
+            for track in (
+                f"Predicted, {stage.name} ×",
+                f"Measured, step {step}, {stage.name}, rank",
+            ):
+                rows = [line for line in lines if line.strip().startswith(track)]
+                assert rows and all(r.split()[-1] == f"{stage.idle_fraction:.0%}" for r in rows)
+        assert lines[-1] == str(run_dir / "timeline.html")
+        assert (run_dir / "timeline.html").stat().st_size > 10_000
 
 
 def test_without_costs_only_what_was_measured_is_drawn_and_a_line_says_what_to_do(run_dir, capsys):
@@ -118,29 +108,23 @@ def test_without_costs_only_what_was_measured_is_drawn_and_a_line_says_what_to_d
     assert '"layout": "auto"' in line and (run_dir / "own.html").is_file()
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("config.json", None, "holds no config.json; give the folder of a run"),
-        ("config.json", "{", "config.json: is damaged"),
-        ("trace.json", None, "trace.json: no such file; the run has traced no step yet"),
-        ("trace.json", "{", "trace.json: not a trace"),
-        ("trace.json", '{"traceEvents": []}', "trace.json: holds no step"),
-        ("costs.json", '{"layers": {}}', "not a cost model of this version"),
-    ],
-)
-def test_what_is_missing_or_broken_is_named_in_one_line(run_dir, capsys, name, content, message):
-    (run_dir / name).unlink()
-    if content is not None:
-        (run_dir / name).write_text(content)
-    assert draw(run_dir) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and message in err and err.count("\n") == 1
-
-
-def test_a_step_that_was_not_traced_is_refused_with_those_that_were(run_dir, capsys):
+def test_what_is_missing_or_broken_is_named_in_one_line(run_dir, capsys):
     assert draw(run_dir, "--step", 4) == 2
     assert "--step 4: not in" in (err := capsys.readouterr().err) and "there are: 3, 100" in err
+    for name, content, message in (
+        ("costs.json", '{"layers": {}}', "not a cost model of this version"),
+        ("trace.json", '{"traceEvents": []}', "trace.json: holds no step"),
+        ("trace.json", "{", "trace.json: not a trace"),
+        ("trace.json", None, "trace.json: no such file; the run has traced no step yet"),
+        ("config.json", "{", "config.json: is damaged"),
+        ("config.json", None, "holds no config.json; give the folder of a run"),
+    ):
+        (run_dir / name).unlink()
+        if content is not None:
+            (run_dir / name).write_text(content)
+        assert draw(run_dir) == 2, message
+        out, err = capsys.readouterr()
+        assert out == "" and message in err and err.count("\n") == 1, message
 
 
 def test_tracks_are_ranks_and_in_a_large_world_one_of_each_stage(run_dir):
@@ -163,20 +147,20 @@ GRAPHS = {
 }
 
 
-@pytest.mark.parametrize("schedule", GRAPHS)
-def test_a_track_per_stage_whose_idle_share_is_the_simulators(schedule):
-    graph = GRAPHS[schedule]
-    batches = {branch: BranchBatch(graph.tail(branch).replicas, 2, 4) for branch in CUTS}
-    simulation = simulate(graph, batches, schedule, COSTS)
-    predicted = predicted_step(graph, batches, schedule, COSTS)
-    assert list(predicted.tracks) == [f"{stage.name} ×{stage.replicas}" for stage in graph.stages]
-    for spans, stage in zip(predicted.tracks.values(), simulation.stages):
-        assert busy_s(spans) == pytest.approx(stage.busy_s, rel=1e-9)
-        idle = idle_fraction(spans, predicted.step_s)
-        assert idle == pytest.approx(stage.idle_fraction, abs=1e-9)
-        around = [s for s in spans if s.name in ("ComputeLoss", "OptimizerStep")]
-        for wait in (span for span in spans if span.name == WAIT):
-            assert any(s.start_s <= wait.start_s <= wait.end_s <= s.end_s for s in around)
+def test_a_track_per_stage_whose_idle_share_is_the_simulators():
+    for schedule, graph in GRAPHS.items():
+        batches = {branch: BranchBatch(graph.tail(branch).replicas, 2, 4) for branch in CUTS}
+        simulation = simulate(graph, batches, schedule, COSTS)
+        predicted = predicted_step(graph, batches, schedule, COSTS)
+        names = [f"{stage.name} ×{stage.replicas}" for stage in graph.stages]
+        assert list(predicted.tracks) == names and predicted.step_s == simulation.step_s
+        for spans, stage in zip(predicted.tracks.values(), simulation.stages):
+            assert busy_s(spans) == pytest.approx(stage.busy_s, rel=1e-9), schedule
+            idle = idle_fraction(spans, predicted.step_s)
+            assert idle == pytest.approx(stage.idle_fraction, abs=1e-9), schedule
+            around = [s for s in spans if s.name in ("ComputeLoss", "OptimizerStep")]
+            for wait in (span for span in spans if span.name == WAIT):
+                assert any(s.start_s <= wait.start_s <= wait.end_s <= s.end_s for s in around)
 
 
 def test_the_parts_of_a_step_add_up_and_compute_as_long_as_the_timeline_says():
@@ -191,11 +175,13 @@ def test_the_parts_of_a_step_add_up_and_compute_as_long_as_the_timeline_says():
     parts = seconds_by_label(spans, 12.0)
     assert sum(parts.values()) == pytest.approx(12.0)
     assert (parts[MOVED], parts["forward"], parts["loss"], parts[IDLE]) == (1.0, 2.0, 1.0, 3.0)
+    assert busy_s(spans) == pytest.approx(6.0)
     assert busy_s(SPANS) == 0.5 and idle_fraction(SPANS, 2.0) == 0.75
 
 
 def test_bars_have_their_colours_times_numbers_and_idle_shares():
-    steps = [Timeline("a", {"image 0": SPANS}, 2.0), Timeline("b", {"<b>": SPANS[:2]}, 1.0)]
+    named = [*SPANS[:2], Span("<b>Load", "<i>", 0.0, 0.1)]  # no markup
+    steps = [Timeline("a", {"image 0": SPANS}, 2.0), Timeline("b", {"<b>": named}, 1.0)]
     figure = timeline_figure(steps)
     bars = {(bar.name, bar.xaxis): bar for bar in figure.data}
     forward = bars["forward", "x"]
@@ -204,17 +190,12 @@ def test_bars_have_their_colours_times_numbers_and_idle_shares():
         "image 0<br>75% idle",
     )
     assert bars["forward", "x2"].y == ("&lt;b&gt;<br>75% idle",)
+    assert "&lt;b&gt;Load &lt;i&gt;" in [own[0] for own in bars[MOVED, "x2"].customdata]
     titles = [annotation.text for annotation in figure.layout.annotations]
     assert titles == ["a: 2 s a step", "b: 1 s a step"]
     assert figure.layout.xaxis.range == figure.layout.xaxis2.range == (0, 2.0)  # one time axis
     # each kind of instruction stands in the legend once
     assert sum(bar.showlegend for bar in figure.data) == len({bar.name for bar in figure.data})
-
-
-def test_the_name_of_an_instruction_is_no_markup():
-    spans = [Span("<b>Load", "<i>", 0.0, 1.0)]
-    (bars,) = timeline_figure([Timeline("a", {"rank 0": spans}, 1.0)]).data
-    assert bars.customdata[0][0] == "&lt;b&gt;Load &lt;i&gt;"
 
 
 def test_more_bars_than_can_be_seen_are_merged():
@@ -241,28 +222,18 @@ def test_titles_are_short():
     ]
 
 
-def test_a_cost_model_survives_json():
+def test_a_cost_model_survives_json_and_nothing_else_is_one():
     machine = {"ranks_per_node": 4, "node_bytes_per_s": 1e9}
-    for costs in (
-        COSTS,
-        proportional({"image": [0.1], "text": [0.2]}, memory_bytes=float("inf"), **machine),
-    ):
-        assert (
-            cost_model_from_json(json.loads(json.dumps(cost_model_to_json(costs), allow_nan=False)))
-            == costs
-        )
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
+    endless = proportional({"image": [0.1], "text": [0.2]}, memory_bytes=float("inf"), **machine)
+    for costs in (COSTS, endless):
+        written = json.dumps(cost_model_to_json(costs), allow_nan=False)
+        assert cost_model_from_json(json.loads(written)) == costs
+    for change in (
         {"layers": {"image": [{"name": "a"}]}},
         {"speed": 1},
         {"machine": {"name": "x"}},
         {"state": None},
         {"compared": None},
-    ],
-)
-def test_what_is_no_cost_model_is_refused(change):
-    with pytest.raises(ValueError, match="not a cost model of this version"):
-        cost_model_from_json({**cost_model_to_json(COSTS), **change})
+    ):
+        with pytest.raises(ValueError, match="not a cost model of this version"):
+            cost_model_from_json({**cost_model_to_json(COSTS), **change})

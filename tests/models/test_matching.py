@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from engine.loss.exchange import Side
+from engine.loss_protocols import Side
 from models.losses import Matching
 from models.losses.matching import gumbel_noise
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.loss.exchange import NOBODY, Arrived, Gathered, Rows, _repeated, meet
+from engine.loss.pair_batch import NOBODY, GatheredRows, Rows, _repeated, align_pair
 from engine.objective import Pair
 from engine.optimizer.bad_steps import bad_step
 from models.losses import InfoNCE
@@ -21,38 +21,37 @@ def arrived(index, weight, keys=(0, 1, 2)):
         "sound": Rows(torch.ones(3, 4), WHOLE, sound, torch.tensor(weight), key=sound_keys),
         "text": Rows(torch.ones(3, 4), WHOLE, text, torch.ones(3, dtype=torch.int64), key=text),
     }
-    everyone = {
-        name: Gathered(own.embeds, own.index, own.weight, own.key) for name, own in rows.items()
-    }
     ones, threes = dict.fromkeys(rows, 1), dict.fromkeys(rows, 3)
     places, counts = dict.fromkeys(rows, WHOLE), dict.fromkeys(rows, (3,))
-    return Arrived(rows, everyone, places, counts, ones, threes)
+    return GatheredRows(rows, rows, places, counts, ones, threes)
 
 
 def test_a_pair_whose_few_samples_all_have_weight_0_is_empty_beside_others():
     """One sample has a sound, and it counts nothing: nothing is lost, unless it is the only pair."""
     rows = arrived([0, -2, -3], [0, 5, 5])
-    meeting = meet(rows, PAIR, alone=False)
-    assert (meeting.num_rows, meeting.num_left_out, meeting.num_not_loaded) == (0, 3, 2)
-    assert {name: len(own.position) for name, own in meeting.own.items()} == {"sound": 0, "text": 0}
-    assert meeting.restored("sound", torch.ones(0, 4)).tolist() == torch.zeros(3, 4).tolist()
+    batch = align_pair(rows, PAIR, alone=False)
+    assert (batch.num_rows, batch.num_left_out, batch.num_not_loaded) == (0, 3, 2)
+    assert {name: len(own.position) for name, own in batch.own.items()} == {"sound": 0, "text": 0}
+    assert batch.restored("sound", torch.ones(0, 4)).tolist() == torch.zeros(3, 4).tolist()
     with pytest.raises(RuntimeError, match="all sound rows, or all text rows, .* have weight 0"):
-        meet(rows, PAIR)
-    assert meet(arrived([0, -2, -3], [1, 5, 5]), PAIR).num_rows == 1
+        align_pair(rows, PAIR)
+    assert align_pair(arrived([0, -2, -3], [1, 5, 5]), PAIR).num_rows == 1
 
 
 def test_rows_that_never_came_are_not_taken_for_samples_without_the_modality():
-    assert int(meet(arrived([0, NOBODY, 2], [1, -1, 1]), PAIR, alone=False).num_misaligned) == 1
+    assert (
+        int(align_pair(arrived([0, NOBODY, 2], [1, -1, 1]), PAIR, alone=False).num_misaligned) == 1
+    )
 
 
 def test_samples_with_equal_values_are_counted_without_those_that_are_left_out():
     """A sound that could not be read is equal to none, whatever its key."""
-    assert meet(arrived([0, 1, 2], [1, 1, 1]), PAIR).everyone["text"].keys is None
-    meeting = meet(arrived([0, 1, 2], [1, 1, 1], keys=(7, 3, 7)), PAIR)
-    assert meeting.num_duplicates == 2
-    assert meeting.everyone["sound"].keys.tolist() == [[7, 0], [3, 1], [7, 2]]
-    assert meeting.everyone["text"].keys.tolist() == [[0, 7], [1, 3], [2, 7]]
-    left_out = meet(arrived([0, 1, -3], [1, 1, 1], keys=(7, 3, 7)), PAIR)
+    assert align_pair(arrived([0, 1, 2], [1, 1, 1]), PAIR).everyone["text"].keys is None
+    batch = align_pair(arrived([0, 1, 2], [1, 1, 1], keys=(7, 3, 7)), PAIR)
+    assert batch.num_duplicates == 2
+    assert batch.everyone["sound"].keys.tolist() == [[7, 0], [3, 1], [7, 2]]
+    assert batch.everyone["text"].keys.tolist() == [[0, 7], [1, 3], [2, 7]]
+    left_out = align_pair(arrived([0, 1, -3], [1, 1, 1], keys=(7, 3, 7)), PAIR)
     assert left_out.num_duplicates == 0 and left_out.everyone["sound"].keys is None
 
 
