@@ -59,7 +59,7 @@ def measure(master: str, rank: int, nodes: int, per_node: int, name: str, num_by
     import torch
     import torch.distributed as dist
 
-    from engine.planning.profile_layers import Together
+    from engine.planning.profile_layers import Ranks
     from engine.planning.profile_machine import with_links
     from engine.processes.places import Places
 
@@ -74,7 +74,7 @@ def measure(master: str, rank: int, nodes: int, per_node: int, name: str, num_by
     device = torch.device("cpu")
     places = Places.together(nodes * per_node)
     places = replace(places, nodes=tuple(r // per_node for r in range(nodes * per_node)))
-    machine = with_links(free_machine("namespaces", 1e15), device, Together(device, places))
+    machine = with_links(free_machine("namespaces", 1e15), device, Ranks(device, places))
     members = groups_of(nodes, per_node)[name]
     made = [dist.new_group(ranks) for ranks in members]
     own = next((group for group, ranks in zip(made, members) if rank in ranks), None)

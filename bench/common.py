@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
     from engine.config.reading import BranchesBlock
     from engine.executor import ForkEngine
+    from engine.planning.batch import BranchBatch
     from engine.planning.costs import CostModel, LayerCost, Machine
-    from engine.planning.planner import BranchBatch, RunPlan
+    from engine.planning.planner import RunPlan
     from models.towers.layers import LayerSpec, Tower
 
 BRANCHES = ("image", "text")

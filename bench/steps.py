@@ -199,7 +199,7 @@ def _bytes(tensor: Tensor) -> int:
 def profile(setup: Setup, cache: str) -> CostModel:
     import torch
 
-    from engine.planning.costs import CostModel
+    from engine.planning.costs import CostModel, configured
     from engine.planning.profile import profile_together
     from engine.processes.places import Places
 
@@ -220,7 +220,8 @@ def profile(setup: Setup, cache: str) -> CostModel:
         places=Places.together(2),
         budget_s=20.0,
     )
-    return CostModel.of(measured.layers, measured.machine, config, setup.embed_dim)
+    own = {"embed_dim": setup.embed_dim, **configured(config)}
+    return CostModel(measured.layers, measured.machine, **own)
 
 
 # -- figures of a run
@@ -292,16 +293,13 @@ def state_bytes(run: Run) -> Figures:
 
 
 def predicted(run: Run, costs: CostModel) -> Figures:
-    from engine.optimizer.locking import lock_costs
     from engine.planning.costs import StateBytes
     from engine.planning.simulator import simulate
 
     config, _ = configuration(run.setup, run.branches, run.deepspeed)
     costs = replace(costs, state=StateBytes.of(config))
     _, plan = plan_of(run.setup, run.branches, run.ranks, costs, run.deepspeed)
-    simulation = simulate(
-        plan.graph, plan.batches, plan.schedule, lock_costs(costs, plan.trainable)
-    )
+    simulation = simulate(plan.graph, plan.batches, plan.schedule, plan.costs)
     return {
         "predicted_s": simulation.step_s,
         "predicted_idle": [stage.idle_fraction for stage in simulation.stages],

@@ -15,7 +15,6 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,7 +25,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import BRANCHES, Setup
+from bench.common import Setup
 from bench.compare import Column, Figures, Seen, Study, Way, main
 from bench.steps import NO_DROPOUT, Run, figures_of, fork
 from data.batching.branch_cost import BranchCost
@@ -44,7 +43,7 @@ from data.modalities.tokenizer import TENSOR_CORE_MULTIPLE
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engine.planning.planner import BranchBatch
+    from engine.planning.batch import BranchBatch
 
 NUMBER = 32  # of micro-batches of each replica; ours may also choose
 MAX_TEXT_TOKENS = 77
@@ -83,33 +82,17 @@ def balanced(
 
 
 def simulated_s(seconds_of: np.ndarray, num_stages: int) -> float:
-    """Seconds of a step of one line: the engine's instruction lists, with `seconds_of` [R, M] for
-    forward and backward of a micro-batch on each stage. (`engine/planning/simulator.py` knows
-    micro-batches of one size alone.)"""
-    from engine.planning.ordering import COLLECTIVES, put_in_order, shape_of
-    from engine.planning.planner import BranchBatch
-    from engine.schedule import SCHEDULES
-    from engine.topology import merged
-
-    replicas, number = seconds_of.shape
-    cuts = [range(stage, stage + 1) for stage in range(num_stages)]
-    graph = merged(dict.fromkeys(BRANCHES, cuts), replicas)
-    batches = dict.fromkeys(BRANCHES, BranchBatch(replicas, 1, number, 0))
-    order = put_in_order(shape_of(graph, batches), SCHEDULES["batch_sync"])
-    shares = {"ForwardPass": FORWARD_SHARE, "BackwardPass": 1 - FORWARD_SHARE}
-    clock = np.zeros((num_stages, replicas))
-    arrivals = defaultdict(deque)
-    for stages, instruction, receives, sends in order.events:
-        if isinstance(instruction, COLLECTIVES):  # whoever comes last, of all replicas
-            clock[list(stages)] = clock[list(stages)].max()
-            continue
-        (stage,) = stages
-        if receives:
-            clock[stage] = np.maximum(clock[stage], arrivals[receives].popleft())
-        if instruction.name in shares:
-            clock[stage] += shares[instruction.name] * seconds_of[:, instruction.buffer_id]
-        if sends:
-            arrivals[sends].append(clock[stage].copy())
+    """Seconds of a step of one line under `batch_sync`, with `seconds_of` [R, M] for forward and
+    backward of a micro-batch on each stage. (`engine/planning/simulator.py` knows micro-batches of
+    one size alone.)"""
+    clock = np.zeros((num_stages, len(seconds_of)))
+    lines = (range(num_stages), range(num_stages)[::-1])
+    for share, line in zip((FORWARD_SHARE, 1 - FORWARD_SHARE), lines):
+        for seconds in share * seconds_of.T:
+            arrived = clock[line[0]]
+            for stage in line:
+                arrived = clock[stage] = np.maximum(clock[stage], arrived) + seconds
+        clock[:] = clock.max()  # at the loss, and at the step, whoever comes last
     return float(clock.max())
 
 

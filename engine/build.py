@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -18,9 +19,12 @@ from engine.communication import Communicator
 from engine.executor import ForkEngine
 from engine.module import DescribesLayer, StageModule, learned_parameters
 from engine.objective import Objective
+from engine.optimizer.classes import with_length
 from engine.optimizer.clipping_rules import group_of, rank_sets, refuse_idle_patterns
 from engine.optimizer.parameter_groups import settings_of
-from engine.planning.planner import RunPlan, deepspeed_config
+from engine.planning.batch import BranchBatch
+from engine.planning.costs import precision_of
+from engine.planning.planner import RunPlan
 from engine.processes.out_of_memory import BUILDING, RankSetup, Work, explained, message
 from engine.processes.start import as_local_rank
 from engine.stage_runner import FromBytes
@@ -124,3 +128,54 @@ def _clipping_groups(
         ]
         for branch, specs in layers.items()
     }
+
+
+def deepspeed_config(
+    config: Mapping[str, Any], batch: BranchBatch, total_num_steps: int, most_replicas: int = 2
+) -> dict[str, Any]:
+    """The dictionary DeepSpeed reads on a rank of this branch: the file's keys with the branch's
+    batch filled in.
+
+    `most_replicas`: of any stage. Where no stage has two, ZeRO-1 has nothing to shard, and under
+    fp32 it would only add copies of the weights and gradients; fp16 and bf16 need its wrapper, and
+    so does an offloaded optimizer. torch's own Adam runs fused unless the file says how.
+    """
+    resolved = copy.deepcopy(dict(config))
+    zero = resolved.get("zero_optimization", {})
+    if (
+        most_replicas == 1
+        and precision_of(config) == "fp32"
+        and zero
+        and "offload_optimizer" not in zero
+    ):
+        resolved["zero_optimization"]["stage"] = 0
+    # DeepSpeed knows equal shares only; what it computes with these numbers is not used for rows
+    resolved["train_batch_size"] = batch.places
+    resolved["train_micro_batch_size_per_gpu"] = batch.micro_batch_size
+    resolved["gradient_accumulation_steps"] = batch.num_micro_batches
+    resolved["gradient_clipping"] = (
+        # DeepSpeed's default is 1.0, over all parameters of a stage; engine/optimizer/clipping.py
+        # clips by group
+        0.0
+    )
+    if precision_of(config) == "bf16":
+        # DeepSpeed would round the fp32 sums to bf16 on their way to the other replicas
+        resolved.setdefault("communication_data_type", "fp32")
+        # gradients reach their fp32 sums during the backward, so that averages can start in it
+        resolved["bf16"].setdefault("immediate_grad_update", True)
+    resolved.setdefault("steps_per_print", None)
+    if "pipeline" in resolved:
+        resolved["pipeline"]["use_reentrant"] = False
+    optimizer = resolved.get("optimizer", {})
+    params = optimizer.get("params") or {}
+    if (
+        str(optimizer.get("type", "")).lower() in ("adam", "adamw")
+        and params.get("torch_adam")
+        and not {"fused", "foreach", "capturable", "differentiable"} & set(params)
+    ):
+        # one pass over the parameters instead of a dozen, on a CPU as on a GPU, and nothing to
+        # compile
+        params["fused"] = True
+    if scheduler := resolved.get("scheduler"):
+        scheduler["params"] = with_length(scheduler.get("params", {}), total_num_steps)
+    return resolved

@@ -36,8 +36,8 @@ from engine.optimizer.clipping import GroupedClipping
 from engine.optimizer.clipping_rules import ClippingRule
 from engine.optimizer.gradient_averages import GradientAverages
 from engine.optimizer.parameter_groups import GroupSchedule, OptimizerGroups, Setting
+from engine.planning.batch import BranchBatch
 from engine.planning.costs import averages_early
-from engine.planning.planner import BranchBatch
 from engine.processes.out_of_memory import (
     AVERAGING,
     BUILDING,

@@ -15,7 +15,7 @@ pipe and data axes).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -33,7 +33,7 @@ class Stage:
 
     stage_id: int
     name: str
-    layers: Mapping[str, range]
+    layers: Mapping[str, range] = field(hash=False)
     ranks: tuple[int, ...]
     previous: int | None
     next: int | None
@@ -52,6 +52,15 @@ class Stage:
     @property
     def replicas(self) -> int:
         return len(self.ranks)
+
+    @cached_property
+    def kind(self) -> Stage:
+        """The stage without what its instructions do not depend on: stages alike in this have equal
+        lists."""
+        before, after = self.previous and 0, self.next and 0
+        return replace(
+            self, stage_id=0, name="", layers={}, ranks=(0,), previous=before, next=after
+        )
 
     @property
     def is_tail(self) -> bool:

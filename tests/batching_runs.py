@@ -25,7 +25,7 @@ def make_batching(
         {"batch_sizes": earlier},
         folder,
     )
-    batching.divide(plan_run(config, block, 2, costs), costs, patch_size)
+    batching.divide(plan_run(config, block, 2, costs), patch_size)
     return batching
 
 

@@ -44,5 +44,5 @@ def proportional(
         Machine("test", memory_bytes, **(free | machine)),
         StateBytes(8, 12, 4),
         embed_dim=8,
-        compared=compared,
+        compared=tuple(compared),
     )

@@ -7,7 +7,7 @@ That its gradients are right is in tests/engine/test_parity.py.
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 from cost_models import BRANCHES, proportional
@@ -16,7 +16,7 @@ from launched import SMALL, fork_flags, metrics, run_to_end, words, write_pairs
 from data import modules
 from data.modules import import_modules
 from engine.config.reading import BranchesBlock, check_config
-from engine.planning.costs import CostModel, cost_model_to_json
+from engine.planning.costs import configured, cost_model_to_json
 from engine.planning.planner import plan_run, search_plans
 from engine.processes.out_of_memory import TRAINING, RankSetup, Work, not_in_use
 from engine.schedule import SCHEDULES
@@ -53,7 +53,7 @@ def plan_of(branches, world_size=4):
         config,
         block,
         world_size,
-        CostModel.of(COSTS.layers, COSTS.machine, config, COSTS.embed_dim),
+        replace(COSTS, **configured(config)),
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from cost_models import BRANCHES, proportional
 
+from engine.build import deepspeed_config
 from engine.config.deepspeed_keys import DEEPSPEED_KEYS
 from engine.config.reading import (
     NOT_WITH_A_PIPELINE,
@@ -15,7 +16,7 @@ from engine.config.reading import (
     check_config,
     read_config,
 )
-from engine.planning.planner import deepspeed_config, plan_run
+from engine.planning.planner import plan_run
 from launch.config.blocks import READERS, BalanceBlock
 
 ROOT = Path(__file__).resolve().parent.parent

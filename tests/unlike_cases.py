@@ -19,7 +19,7 @@ from data.options import LoadingOptions
 from engine.config.reading import check_config
 from engine.planning.costs import cost_model_to_json
 from engine.planning.measured import device_identity
-from engine.planning.profile_layers import Together
+from engine.planning.profile_layers import Ranks
 from engine.planning.profile_machine import with_links
 from engine.processes.agreement import refuse_differences
 from engine.processes.places import Place, Places
@@ -47,7 +47,7 @@ def start_unlike(folder: Path) -> dict[str, Any]:
     processes = start_processes(
         place=replace(place, node="another", cores="others") if rank == 2 else place
     )
-    together = Together(processes.device, processes.places)
+    together = Ranks(processes.device, processes.places)
     return {
         "ranks_on_node": processes.ranks_on_node,
         "devices": processes.places.devices,

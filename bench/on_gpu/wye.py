@@ -30,7 +30,7 @@ from engine.build import build_engine
 from engine.config.auto import filled as with_values
 from engine.config.reading import read_config
 from engine.executor import ForkEngine
-from engine.planning.costs import CostModel
+from engine.planning.costs import CostModel, configured
 from engine.planning.devices import DEVICES
 from engine.planning.planner import RunPlan, plan_run
 from engine.planning.profile import profile_together
@@ -111,7 +111,8 @@ class Trained:
                 budget_s=seconds,
             )
         machine = replace(profile.machine, memory_bytes=float("inf"))  # as above
-        return CostModel.of(profile.layers, machine, self.config, self.job.spec.embed_dim)
+        own = {"embed_dim": self.job.spec.embed_dim, **configured(self.config)}
+        return CostModel(profile.layers, machine, **own)
 
     def plan(self, costs: CostModel) -> RunPlan:
         return plan_run(self.config, self.block, 1, costs)

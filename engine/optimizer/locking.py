@@ -10,13 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common.spelling import nearest
 from engine.topology import Stage, StageGraph
-
-if TYPE_CHECKING:
-    from engine.planning.costs import CostModel
 
 Trainable = Mapping[str, Sequence[bool]]  # branch -> of each of its layers, the head last
 
@@ -99,20 +96,6 @@ def locked_block(written: Any, branches: Sequence[str] | None = None) -> LockedB
     return locked
 
 
-def trainable_layers(locked: LockedBlock, costs: CostModel) -> dict[str, tuple[bool, ...]]:
-    """Which layers learn, of the towers that were priced: those that are not locked and, where a
-    tower learns in parts of its layers alone (adapters), have such a part."""
-    free = locked.trainable(
-        {branch: [layer.num_parameters for layer in line] for branch, line in costs.layers.items()}
-    )
-    return {
-        branch: tuple(
-            learns and layer.num_learned != 0 for learns, layer in zip(free[branch], line)
-        )
-        for branch, line in costs.layers.items()
-    }
-
-
 def lock_graph(graph: StageGraph, trainable: Trainable) -> StageGraph:
     """The graph with what is known of gradients: of which branches' tensors they are needed, and
     whether the stage above wants any."""
@@ -129,20 +112,3 @@ def lock_graph(graph: StageGraph, trainable: Trainable) -> StageGraph:
             replace(stage, trained=trained, sends_gradients=stage.previous is None or bool(above))
         )
     return replace(graph, stages=tuple(stages))
-
-
-def lock_costs(costs: CostModel, trainable: Trainable) -> CostModel:
-    """The cost model in which locked layers have no gradients, and layers before the first that
-    learns no backward."""
-    layers = {
-        branch: [
-            replace(
-                layer,
-                trainable=trainable[branch][i],
-                differentiated=any(trainable[branch][: i + 1]),
-            )
-            for i, layer in enumerate(line)
-        ]
-        for branch, line in costs.layers.items()
-    }
-    return replace(costs, layers=layers)

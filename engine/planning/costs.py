@@ -7,10 +7,20 @@ but for the message that says what was predicted when memory runs out.
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import inf
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError, with_config
+
+from engine.optimizer.locking import LockedBlock
+
+# a number that may be infinite, for which JSON has null
+Unlimited = Annotated[float, BeforeValidator(lambda value: inf if value is None else value)]
 
 
 @dataclass(frozen=True)
@@ -58,9 +68,8 @@ class LayerCost:
     activation_bytes: Curve
     output_bytes: Curve  # what travels if the pipeline is cut behind this layer
     trainable: bool = True  # else its parameters have no gradients and no optimizer state
-    differentiated: bool = (
-        True  # else nothing in it or before it learns: it has no backward and keeps nothing for one
-    )
+    # else nothing in it or before it learns: it has no backward and keeps nothing for one
+    differentiated: bool = True
 
     # of its parameters those that learn, where only some do (adapters); None: all
     num_learned: int | None = None
@@ -75,6 +84,16 @@ class LayerCost:
     def training_s(self, size: float) -> float:
         """Of a forward and, if it has one, a backward."""
         return self.forward_s.at(size) + (self.backward_s.at(size) if self.differentiated else 0.0)
+
+
+class Link(NamedTuple):
+    """Between two ranks, one direction."""
+
+    bytes_per_s: float
+    latency_s: float
+
+    def message_s(self, num_bytes: float) -> float:
+        return self.latency_s + num_bytes / self.bytes_per_s
 
 
 class Ring(NamedTuple):
@@ -104,24 +123,28 @@ class Machine:
     """One rank's hardware and its links."""
 
     name: str
-    memory_bytes: float  # what one rank may use
-    link_bytes_per_s: float  # between two ranks of a node
+    memory_bytes: Unlimited  # what one rank may use
+    link_bytes_per_s: Unlimited  # between two ranks of a node
     link_latency_s: float
-    flops_per_s: float  # of the loss's matrix products, fp32
+    flops_per_s: Unlimited  # of the loss's matrix products, fp32
     optimizer_s_per_parameter: float  # clip and step one parameter in its owner
-    gradient_s_per_parameter: (
-        float  # bring one gradient into the buffers it is reduced in, and its parameter back
-    )
+    # bring one gradient into the buffers it is reduced in, and its parameter back
+    gradient_s_per_parameter: float
     instruction_s: float  # host time of an instruction, whatever it does
     ranks_per_node: int = 1_000_000
     # between two ranks of different nodes, when all ranks of a node send to another
-    node_bytes_per_s: float = float("inf")
+    node_bytes_per_s: Unlimited = inf
     node_latency_s: float = 0.0
-    collective_s_per_byte: float = (
-        0.0  # of a tensor that goes round a ring, besides its messages: copies and sums
-    )
+    # of a tensor that goes round a ring, besides its messages: copies and sums
+    collective_s_per_byte: float = 0.0
     communicator_bytes: float = 0.0  # of device memory, for one communicator of NCCL
     measured: bool = False  # these numbers and the layers' costs; else they are counted
+
+    def link(self, ranks: Sequence[int]) -> Link:
+        """The slowest between two of these ranks."""
+        if min(ranks) // self.ranks_per_node != max(ranks) // self.ranks_per_node:
+            return Link(self.node_bytes_per_s, self.node_latency_s)
+        return Link(self.link_bytes_per_s, self.link_latency_s)
 
     def ring(self, ranks: Sequence[int]) -> Ring:
         """Over these consecutive ranks, which fill one node after the other."""
@@ -175,9 +198,8 @@ class StateBytes:
         bf16, fp16 = (config.get(key, {}).get("enabled", False) for key in ("bf16", "fp16"))
         weight = 2 if bf16 or fp16 else 4
         whole = 2 * weight + (4 if bf16 else 0)
-        state = (
-            12 if bf16 or fp16 else 8 + (4 if stage else 0)
-        )  # ZeRO-1 keeps an fp32 copy of its slice also under fp32
+        # ZeRO-1 keeps an fp32 copy of its slice also under fp32
+        state = 12 if bf16 or fp16 or stage else 8
         return cls(
             whole + (0 if stage else state),
             state if stage and not offloaded else 0,
@@ -210,6 +232,7 @@ def averages_early(config: Mapping[str, Any]) -> bool:
     return plain and zero.get("stage", 0) == 0
 
 
+@with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True)
 class CostModel:
     """Everything the simulator asks. `layers[branch]` are all layers of a tower in order.
@@ -230,7 +253,7 @@ class CostModel:
     early_averages: bool = False  # over replicas, during the last backward
     pairs: LayerCost | None = None
     token_bytes: Mapping[str, float] = field(default_factory=dict)
-    compared: Sequence[tuple[str, str]] = ()
+    compared: tuple[tuple[str, str], ...] = ()
     compiled_share: Mapping[str, float] = field(default_factory=dict)
     loading: Loading | None = None
 
@@ -241,47 +264,67 @@ class CostModel:
                 "say which are compared"
             )
 
+    @cached_property
+    def sums(self) -> dict[Any, Any]:
+        """Sums over these layers that the simulator remembers."""
+        return {}
+
+    @property
+    def trainable(self) -> dict[str, tuple[bool, ...]]:
+        """Which layers learn, by branch."""
+        return {
+            branch: tuple(layer.trainable for layer in line) for branch, line in self.layers.items()
+        }
+
     @property
     def all_compared(self) -> tuple[tuple[str, str], ...]:
-        return tuple((first, second) for first, second in self.compared or (tuple(self.layers),))
+        if self.compared:
+            return self.compared
+        first, second = self.layers
+        return ((first, second),)
 
-    @classmethod
-    def of(
-        cls,
-        layers: Mapping[str, Sequence[LayerCost]],
-        machine: Machine,
-        config: Mapping[str, Any],
-        embed_dim: int,
-        pairs: LayerCost | None = None,
-        token_bytes: Mapping[str, float] | None = None,
-        compared: Sequence[tuple[str, str]] = (),
-        compiled_share: Mapping[str, float] | None = None,
-        loading: Loading | None = None,
-    ) -> CostModel:
-        """With what DeepSpeed's configuration says of precision, ZeRO and activation
-        checkpoints."""
-        return cls(
-            layers=layers,
-            machine=machine,
-            state=StateBytes.of(config),
-            embed_dim=embed_dim,
-            pairs=pairs,
-            token_bytes=token_bytes or {},
-            compared=compared,
-            compiled_share=compiled_share or {},
-            loading=loading,
-        ).under(config)
 
-    def under(self, config: Mapping[str, Any]) -> CostModel:
-        """The same layers under another configuration."""
-        pipeline, zero = (config.get(key, {}) for key in ("pipeline", "zero_optimization"))
-        return replace(
-            self,
-            state=StateBytes.of(config),
-            checkpoint_interval=pipeline.get("activation_checkpoint_interval", 0),
-            sharded_optimizer=zero.get("stage", 0) == 1,
-            early_averages=averages_early(config),
-        )
+def configured(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a cost model that DeepSpeed's configuration decides: precision, ZeRO and
+    activation checkpoints."""
+    return {
+        "state": StateBytes.of(config),
+        "checkpoint_interval": config.get("pipeline", {}).get("activation_checkpoint_interval", 0),
+        "sharded_optimizer": config.get("zero_optimization", {}).get("stage", 0) == 1,
+        "early_averages": averages_early(config),
+    }
+
+
+def frozen(costs: CostModel, locked: LockedBlock) -> CostModel:
+    """The costs in which those layers learn that are not locked and, where a tower learns in parts
+    of its layers alone (adapters), have such a part."""
+    free = locked.trainable(
+        {branch: [layer.num_parameters for layer in line] for branch, line in costs.layers.items()}
+    )
+    return with_trainable(
+        costs,
+        {
+            branch: [learns and layer.num_learned != 0 for learns, layer in zip(free[branch], line)]
+            for branch, line in costs.layers.items()
+        },
+    )
+
+
+def with_trainable(costs: CostModel, trainable: Mapping[str, Sequence[bool]]) -> CostModel:
+    """The costs in which layers that do not learn have no gradients, and layers before the first
+    that learns no backward."""
+    layers = {
+        branch: [
+            replace(
+                layer,
+                trainable=trainable[branch][i],
+                differentiated=any(trainable[branch][: i + 1]),
+            )
+            for i, layer in enumerate(line)
+        ]
+        for branch, line in costs.layers.items()
+    }
+    return replace(costs, layers=layers)
 
 
 def with_learned(costs: CostModel, num_learned: Mapping[str, Sequence[int | None]]) -> CostModel:
@@ -296,50 +339,20 @@ def with_learned(costs: CostModel, num_learned: Mapping[str, Sequence[int | None
     return replace(costs, layers=layers)
 
 
+_JSON = TypeAdapter(CostModel)
+
+
 def cost_model_to_json(costs: CostModel) -> dict[str, Any]:
     """As JSON-able data. Infinity, which JSON does not have, becomes null."""
-    return _finite(asdict(costs))
+    return json.loads(_JSON.dump_json(costs))
 
 
 def cost_model_from_json(record: Mapping[str, Any]) -> CostModel:
     """The model that `cost_model_to_json` wrote. Raises ValueError, with the reason, when it is not
     one."""
     try:
-        layers = {branch: list(map(_layer, line)) for branch, line in record["layers"].items()}
-        pairs = record["pairs"] and _layer(record["pairs"])
-        machine: dict[str, Any] = {
-            key: float("inf") if value is None else value
-            for key, value in record["machine"].items()
-        }
-        objects = {
-            "layers": layers,
-            "pairs": pairs,
-            "machine": Machine(**machine),
-            "state": StateBytes(**record["state"]),
-            "compared": tuple(map(tuple, record["compared"])),
-            "loading": record["loading"] and Loading(**record["loading"]),
-        }
-        return CostModel(**{**record, **objects})
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"not a cost model of this version: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _layer(record: Mapping[str, Any]) -> LayerCost:
-    values: dict[str, Any] = {
-        key: _curve(value) if isinstance(value, dict) else value for key, value in record.items()
-    }
-    return LayerCost(**values)
-
-
-def _curve(record: Mapping[str, Any]) -> Curve:
-    return Curve(tuple(record["sizes"]), tuple(record["values"]))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(own) for key, own in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(own) for own in value]
-    return None if value == float("inf") else value
+        return _JSON.validate_python(record)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"not a cost model of this version: {where}: {first['msg']}") from error

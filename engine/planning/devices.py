@@ -29,10 +29,9 @@ LAUNCH_S = 8e-6
 BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2}  # of a weight
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
-# Bytes that pass through memory per parameter, counted in the operations that
-# `engine/planning/profile_machine.py` imitates. AdamW of torch without fusing:
-# decay 8, two moments 32, denominator 24, update 16. The norm, the clip, the flat copy, and the
-# weights handed back are the rest.
+# Bytes that pass through memory per parameter, counted in the operations of DeepSpeed 0.19 (ZeRO-1
+# and BF16_Optimizer) and of AdamW of torch without fusing: decay 8, two moments 32, denominator 24,
+# update 16. The norm, the clip, the flat copy, and the weights handed back are the rest.
 _STEP_BYTES = {"fp32": 140.0, "fp16": 160.0, "bf16": 120.0}
 _REDUCE_PASSES = {"fp32": 4, "fp16": 4, "bf16": 3}  # each reads and writes a gradient
 _INSTRUCTION_S = 2e-4
@@ -128,8 +127,8 @@ def find_device(text: str) -> Device:
         if text.lower() in known:
             return DEVICES[known[text.lower()]]
         raise ValueError(
-            f"device {text!r} is not known{near(text, DEVICES) or '.'} Known: {', '.join(DEVICES)}. Or give its numbers: "
-            f"{_FORM}"
+            f"device {text!r} is not known{near(text, DEVICES) or '.'} Known: "
+            f"{', '.join(DEVICES)}. Or give its numbers: {_FORM}"
         )
     values = {**_OPTIONAL, **_numbers(text)}
     missing = [key for key in _REQUIRED if key not in values]
@@ -199,50 +198,33 @@ def estimated_layers(
     counts: Sequence[CountedLayer],
     device: Device,
     precision: str,
-    sizes: Sequence[int] = SIZES,
     efficiency: float = EFFICIENCY,
-    launch_s: float = LAUNCH_S,
 ) -> list[LayerCost]:
-    """The cost of every layer, in order, for micro-batches of `sizes`. `precision`: fp32, tf32,
-    bf16 or fp16; counts must be of the same."""
-    return [
-        _estimated(
-            layer, device, precision, sizes=tuple(sizes), efficiency=efficiency, launch_s=launch_s
-        )
-        for layer in counts
-    ]
-
-
-def _estimated(
-    layer: CountedLayer,
-    device: Device,
-    precision: str,
-    sizes: tuple[int, ...],
-    efficiency: float,
-    launch_s: float,
-) -> LayerCost:
+    """The cost of every layer, in order. `precision`: fp32, tf32, bf16 or fp16; counts must be of
+    the same."""
     products, convolutions = device.rate(precision)
-    compute_s = (
-        (layer.flops - layer.convolution_flops) / products + layer.convolution_flops / convolutions
-    ) / efficiency
     bandwidth = device.bandwidth_bytes_per_s * BANDWIDTH_EFFICIENCY
-    weights_s, move_s = (
-        layer.num_parameters * BYTES[precision] / bandwidth,
-        layer.moved_bytes / bandwidth,
-    )
-    if not (layer.moved_bytes or layer.flops):
-        weights_s = 0.0  # a layer that only hands on
-    forward = tuple(
-        max(b * compute_s, b * move_s + weights_s, layer.num_kernels * launch_s) for b in sizes
-    )
-    return LayerCost(
-        name=layer.name,
-        num_parameters=layer.num_parameters,
-        forward_s=Curve(sizes, forward),
-        backward_s=Curve(sizes, tuple(2 * seconds for seconds in forward)),
-        activation_bytes=Curve(sizes, tuple(b * layer.activation_bytes for b in sizes)),
-        output_bytes=Curve(sizes, tuple(b * layer.output_bytes for b in sizes)),
-    )
+    costs = []
+    for layer in counts:
+        matrices = layer.flops - layer.convolution_flops
+        compute_s = (matrices / products + layer.convolution_flops / convolutions) / efficiency
+        move_s = layer.moved_bytes / bandwidth
+        weights_s = layer.num_parameters * BYTES[precision] / bandwidth
+        if not (layer.moved_bytes or layer.flops):
+            weights_s = 0.0  # a layer that only hands on
+        launches_s = layer.num_kernels * LAUNCH_S
+        forward = [max(b * compute_s, b * move_s + weights_s, launches_s) for b in SIZES]
+        costs.append(
+            LayerCost(
+                name=layer.name,
+                num_parameters=layer.num_parameters,
+                forward_s=Curve(SIZES, tuple(forward)),
+                backward_s=Curve(SIZES, tuple(2 * seconds for seconds in forward)),
+                activation_bytes=Curve((1,), (layer.activation_bytes,)),
+                output_bytes=Curve((1,), (layer.output_bytes,)),
+            )
+        )
+    return costs
 
 
 def estimated_machine(device: Device, precision: str, efficiency: float = EFFICIENCY) -> Machine:

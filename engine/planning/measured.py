@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from common.files import make_folder, read_json, write_text
@@ -39,14 +40,13 @@ class Measurement:
         )
 
 
+_MEASUREMENT = TypeAdapter(Measurement)
+
+
 # -- which layers are equal
 
-_WHICH_ONE = (
-    "layer_idx",
-    "layer_id",
-    "layer_index",
-    "layer_number",
-)  # says where a layer stands, not what it does
+# says where a layer stands, not what it does
+_WHICH_ONE = ("layer_idx", "layer_id", "layer_index", "layer_number")
 
 
 def layer_key(layer: nn.Module) -> str:
@@ -137,23 +137,11 @@ class Cache:
     def read(self, name: str) -> Measurement | None:
         try:
             values = read_json(self.folder / f"{name}.json")["measured"]
-            outputs = tuple(
-                (str(n), str(dtype), tuple(map(int, shape)), bool(wants))
-                for n, dtype, shape, wants in values["outputs"]
-            )
-            found = Measurement(
-                float(values["forward_s"]),
-                float(values["backward_s"]),
-                int(values["activation_bytes"]),
-                outputs,
-            )
-            return (
-                found
-                if found.output_bytes >= 0 and 0 < found.forward_s + found.backward_s < float("inf")
-                else None
-            )
+            found = _MEASUREMENT.validate_python(values)
+            seconds, whole = found.forward_s + found.backward_s, found.output_bytes >= 0
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
+        return found if whole and 0 < seconds < float("inf") else None
 
     def write(self, name: str, key: Mapping[str, Any], measured: Measurement) -> None:
         """In one rename: other processes read all of it or nothing. Where nothing can be written

@@ -23,7 +23,7 @@ from engine.checks import AUTO
 from engine.compiling import compiles
 from engine.planning.costs import LayerCost, Machine
 from engine.planning.measured import Tensors
-from engine.planning.profile_layers import Effort, ProfiledLayer, Together, profile_layers
+from engine.planning.profile_layers import Effort, ProfiledLayer, Ranks, profile_layers
 from engine.planning.profile_machine import profile_machine, with_links
 from engine.processes.places import Places
 from engine.streams import runs_behind
@@ -66,7 +66,7 @@ def profile_together(
     measured in both ways. `done` is called after each layer. For the rest see `profile_layers` and
     `profile_machine`.
     """
-    ranks = Together(device, places)
+    ranks = Ranks(device, places)
     measured, compiled_share = {}, {}
     for branch, specs in layers.items():
         choice = compiling.get(branch, "off")

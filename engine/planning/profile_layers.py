@@ -53,9 +53,8 @@ class Effort:
     """How long to measure. After a pass that is not counted, passes are repeated until there are
     `most_repeats` or time is over."""
 
-    budget_s: float = (
-        60.0  # for all layers of a call; each measurement gets an equal part of what is left
-    )
+    # for all layers of a call; each measurement gets an equal part of what is left
+    budget_s: float = 60.0
     least_repeats: int = 2  # even when there is no time
     most_repeats: int = 9
 
@@ -66,47 +65,31 @@ class Effort:
 # -- ranks that measure at the same time
 
 
-class Alone:
-    """One process by itself."""
+class Ranks:
+    """All ranks of the default process group, or, without `places`, this process by itself. All
+    ranks call each method together, and every answer is the same on all of them."""
 
-    rank = 0
-    places = Places.together(1)
-    who = "this process"
-
-    @property
-    def ranks_on_node(self) -> int:
-        return len(self.places.beside(self.rank))
-
-    def all(self, flag: bool) -> bool:
-        """Whether it is so on every rank. All ranks call it together, like every method here."""
-        return flag
-
-    def least(self, number: int) -> int:
-        return number
-
-    def mean(self, numbers: Sequence[float]) -> list[float]:
-        return list(numbers)
-
-
-class Together(Alone):
-    """All ranks of the default process group. Every answer is the same on all of them."""
-
-    def __init__(self, device: torch.device, places: Places):
-        self.rank, self.places, self.who = dist.get_rank(), places, f"rank {dist.get_rank()}"
-        self._wire = torch.device("cpu") if dist.get_backend() == "gloo" else device
+    def __init__(self, device: torch.device | None = None, places: Places | None = None):
+        self.rank, self.world_size, self._wire = 0, 1, device
+        self.places, self.who = places or Places.together(1), "this process"
+        if places is not None:
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+            self.who = f"rank {self.rank}"
+            self._wire = torch.device("cpu") if dist.get_backend() == "gloo" else device
 
     def all(self, flag: bool) -> bool:
+        """Whether it is so on every rank."""
         return bool(self.least(int(flag)))
 
     def least(self, number: int) -> int:
         return int(self._reduce([number], dist.ReduceOp.MIN)[0])
 
     def mean(self, numbers: Sequence[float]) -> list[float]:
-        return [
-            number / dist.get_world_size() for number in self._reduce(numbers, dist.ReduceOp.SUM)
-        ]
+        return [total / self.world_size for total in self._reduce(numbers, dist.ReduceOp.SUM)]
 
     def _reduce(self, numbers: Sequence[float], op: dist.ReduceOp.RedOpType) -> list[float]:
+        if self.world_size == 1:
+            return list(numbers)
         wired = torch.tensor(numbers, dtype=torch.float64, device=self._wire)
         dist.all_reduce(wired, op)
         return wired.tolist()
@@ -123,7 +106,7 @@ def profile_layers(
     device: torch.device,
     sizes: Sequence[int],
     effort: Effort | None = None,
-    ranks: Alone | None = None,
+    ranks: Ranks | None = None,
     compiled: bool = False,
     done: Callable[[], object] | None = None,
 ) -> list[LayerCost]:
@@ -145,13 +128,13 @@ def profile_layers(
         dtype=dtype,
         device=device,
         effort=effort or Effort(),
-        ranks=ranks or Alone(),
+        ranks=ranks or Ranks(),
         compiled=compiled,
     )
     costs = []
-    with torch.random.fork_rng(
-        devices=[device] if runs_behind(device) else [], device_type=device.type
-    ):  # the run draws as if nothing had been measured
+    # the run draws as if nothing had been measured
+    devices = [device] if runs_behind(device) else []
+    with torch.random.fork_rng(devices=devices, device_type=device.type):
         tensors = {size: _placed(inputs(size), dtype, device) for size in sizes}
         for position, spec in enumerate(specs):
             left = len(set(structures[position:])) * len(sizes)
@@ -178,40 +161,32 @@ def _layer_cost(spec: ProfiledLayer, measured: Mapping[int, Measurement]) -> Lay
     )
 
 
+@dataclass
 class _Profiler:
     """Measures layers of one tower, unless an equal one is known."""
 
-    def __init__(
-        self,
-        specs: Sequence[ProfiledLayer],
-        build_layer: Callable[[Any], nn.Module],
-        dtype: torch.dtype,
-        device: torch.device,
-        effort: Effort,
-        ranks: Alone,
-        compiled: bool,
-    ):
-        self.build_layer, self.dtype, self.device, self.effort, self.ranks, self.compiled = (
-            build_layer,
-            dtype,
-            device,
-            effort,
-            ranks,
-            compiled,
-        )
-        self.num_layers = len(specs)
+    specs: Sequence[ProfiledLayer]
+    build_layer: Callable[[Any], nn.Module]
+    dtype: torch.dtype
+    device: torch.device
+    effort: Effort
+    ranks: Ranks
+    compiled: bool
+
+    def __post_init__(self) -> None:
         self.weight_bytes = (
-            sum(p.numel() for spec in specs for p in spec.template.parameters()) * dtype.itemsize
+            sum(p.numel() for spec in self.specs for p in spec.template.parameters())
+            * self.dtype.itemsize
         )
-        self.deadline = time.monotonic() + effort.budget_s
+        self.deadline = time.monotonic() + self.effort.budget_s
         self.known: dict[str, Measurement] = {}
         self.cache = Cache()
         self.where = {
-            **device_identity(device),
-            "dtype": str(dtype),
-            "ranks_on_node": ranks.ranks_on_node,
+            **device_identity(self.device),
+            "dtype": str(self.dtype),
+            "ranks_on_node": len(self.ranks.places.beside(self.ranks.rank)),
         }
-        if compiled:
+        if self.compiled:
             self.where["compiled"] = True
 
     def measure(
@@ -225,9 +200,8 @@ class _Profiler:
             name = digest(key)
             if name not in self.known:
                 found = self.cache.read(name)
-                all_know = self.ranks.all(
-                    found is not None
-                )  # if one does not, all measure: they slow each other down
+                # if one does not know it, all measure: they slow each other down
+                all_know = self.ranks.all(found is not None)
                 if found is None or not all_know:
                     with explained(
                         self.device, partial(message_of_profile, self.ranks.who, spec.name, size)
@@ -250,9 +224,8 @@ class _Profiler:
 
     def _built(self, spec: ProfiledLayer) -> nn.Module:
         layer = self.build_layer(spec).to(self.device).train()
-        for (
-            parameter
-        ) in layer.parameters():  # DeepSpeed casts parameters and leaves buffers in fp32
+        # DeepSpeed casts parameters and leaves buffers in fp32
+        for parameter in layer.parameters():
             parameter.data = parameter.data.to(self.dtype)
         if self.compiled:
             compile_layer(layer)
@@ -270,45 +243,39 @@ class _Profiler:
             for name, t in outputs.items()
         )
         del outputs
-        cooler = Cooler(self.weight_bytes, self.num_layers * activation_bytes, self.device)
+        flusher = CacheFlusher(self.weight_bytes, len(self.specs) * activation_bytes, self.device)
         passes = _Passes(
             layer=layer,
             given=given,
             gradients=gradients,
             dtype=self.dtype,
             device=self.device,
-            cooler=cooler,
+            flusher=flusher,
         )
         passes.run(1)
         repeats = self.ranks.least(self.effort.repeats(share_s, sum(passes.run(1))))
         return Measurement(*passes.run(repeats), activation_bytes, signature)
 
 
+@dataclass
 class _Passes:
     """Forward and backward of one layer, again and again, as the executor runs a micro-batch."""
 
-    def __init__(
-        self,
-        layer: nn.Module,
-        given: Tensors,
-        gradients: Tensors,
-        dtype: torch.dtype,
-        device: torch.device,
-        cooler: Cooler,
-    ):
-        self.layer, self.given, self.gradients, self.cooler, self.clock = (
-            layer,
-            given,
-            gradients,
-            cooler,
-            Clock(device),
-        )
-        self.draws = bool(getattr(layer, "draws", True))
-        self.parameters = [p for p in layer.parameters() if p.requires_grad]
+    layer: nn.Module
+    given: Tensors
+    gradients: Tensors
+    dtype: torch.dtype
+    device: torch.device
+    flusher: CacheFlusher
+
+    def __post_init__(self) -> None:
+        self.clock = Clock(self.device)
+        self.draws = bool(getattr(self.layer, "draws", True))
+        self.parameters = [p for p in self.layer.parameters() if p.requires_grad]
         # bf16: DeepSpeed's BF16_Optimizer adds every micro-batch's gradients up in fp32
         self.sums = (
             [torch.zeros_like(p, dtype=torch.float32) for p in self.parameters]
-            if dtype == torch.bfloat16
+            if self.dtype == torch.bfloat16
             else []
         )
 
@@ -324,7 +291,7 @@ class _Passes:
     def _pass(self) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
         """(start, end) of the forward and of the backward."""
         given = _fresh(self.given)
-        self.cooler.before_forward(given.values())
+        self.flusher.before_forward(given.values())
         # else a GPU would be busy with that while the host gets ahead, and launches would look free
         self.clock.wait()
         start = self.clock.mark()
@@ -332,7 +299,7 @@ class _Passes:
             torch.manual_seed(0)  # the executor does, before each layer that draws
         outputs = self.layer(given)
         forward = start, self.clock.mark()
-        self.cooler.before_backward(self.gradients.values())
+        self.flusher.before_backward(self.gradients.values())
         self.clock.wait()
         start = self.clock.mark()
         self._clear()
@@ -357,7 +324,7 @@ class _Passes:
 LARGEST_CACHE_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 
 
-class Cooler:
+class CacheFlusher:
     """Leaves the caches as they are when a layer's turn comes: full of the other layers, but with
     what its neighbour just made.
 
@@ -469,11 +436,9 @@ def _behind(measured: Measurement, given: Tensors, device: torch.device) -> Tens
             and passed.shape == shape
         ):
             tensors[name] = passed
-        else:
-            made = (
-                torch.randn(shape, device=device).to(kind)
-                if kind.is_floating_point
-                else torch.zeros(shape, dtype=kind, device=device)
-            )
-            tensors[name] = made.requires_grad_(wants_gradient)
+            continue
+        made = torch.zeros(shape, dtype=kind, device=device)
+        if kind.is_floating_point:
+            made = torch.randn(shape, device=device).to(kind)
+        tensors[name] = made.requires_grad_(wants_gradient)
     return tensors

@@ -19,24 +19,19 @@ from torch import Tensor, nn
 from engine.planning.costs import Machine
 from engine.planning.devices import COMMUNICATOR_BYTES
 from engine.planning.measured import device_identity
-from engine.planning.profile_layers import Alone, Clock, Cooler, Together
+from engine.planning.profile_layers import CacheFlusher, Clock, Ranks
+from engine.planning.stage_costs import ELEMENTWISE_FLOPS
 from engine.streams import runs_behind
 
-ELEMENTWISE_FLOPS = (
-    10  # per logit: what the simulator adds to the loss's products for its exponentials and sums
-)
-NUM_PARAMETERS = (
-    1 << 23
-)  # that are measured: more than a cache holds, as after a backward; few enough for any device
+# that are measured: more than a cache holds, as after a backward; few enough for any device
+NUM_PARAMETERS = 1 << 23
 MOST_TENSORS = 1024
 # a forward or backward of one micro-batch was 0.2 to 0.3 ms longer than its layers, where an
 # operation took 2.5 µs
 INSTRUCTION_OPERATIONS = 100
 MOST_ROWS = 2048
-NOMINAL_LINK = {
-    "cpu": (1e9, 1e-4),
-    "cuda": (50e9, 2e-5),
-}  # bytes/s, s: only where there is one rank, which sends nothing
+# bytes/s, s: only where there is one rank, which sends nothing
+NOMINAL_LINK = {"cpu": (1e9, 1e-4), "cuda": (50e9, 2e-5)}
 
 
 def profile_machine(
@@ -45,39 +40,35 @@ def profile_machine(
     parameter_sizes: Sequence[int],
     batch_size: int,
     embed_dim: int,
-    ranks: Alone | None = None,
+    ranks: Ranks | None = None,
 ) -> Machine:
     """This rank's hardware, without links: those of one rank by itself are nominal.
 
     `parameter_sizes`: elements of every parameter of the model; kernels have a price of their own,
-    so they matter beside the sum. `batch_size` is the global one. Times are those of DeepSpeed's
-    ZeRO-1, or for bf16 of its BF16_Optimizer with fp32 sums, with torch's AdamW, and of
-    `engine/optimizer/clipping.py`, imitated pass by pass; a replica's messages are not in them.
+    so they matter beside the sum. `batch_size` is the global one. A replica's messages are not in
+    the times.
     """
-    ranks = ranks or Alone()
+    ranks = ranks or Ranks()
     sample = _sample(parameter_sizes)
-    imitation = (_BF16Step if dtype == torch.bfloat16 else _ZeroStep)(sample, dtype, device)
+    optimizer = _Step(sample, dtype, device)
     rows = min(batch_size, MOST_ROWS)
-    cool = Cooler(
-        float("inf"), 0.0, device
-    ).before_forward  # the towers' backwards come before a step
+    # the towers' backwards come before a step
+    flush = CacheFlusher(float("inf"), 0.0, device).before_forward
     loss_s, reduce_s, step_s, host_s = ranks.mean(
         [
             _seconds(_loss_like(rows, embed_dim, device), device),
-            _seconds(imitation.reduce, device, after=cool),
-            _seconds(imitation.step, device, after=cool),
+            _seconds(optimizer.reduce, device, after=flush),
+            _seconds(optimizer.step, device, after=flush),
             _host_s(),
         ]
     )
+    devices = ranks.places.devices
+    sharing = devices.count(devices[ranks.rank])
     on_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
     bandwidth, latency = NOMINAL_LINK.get(device.type, NOMINAL_LINK["cpu"])
     return Machine(
         name=device_identity(device)["device"],
-        memory_bytes=float(
-            ranks.least(
-                _memory_bytes(device, ranks.places.devices.count(ranks.places.devices[ranks.rank]))
-            )
-        ),
+        memory_bytes=float(ranks.least(_memory_bytes(device, sharing))),
         link_bytes_per_s=bandwidth,
         link_latency_s=latency,
         flops_per_s=(4 * embed_dim + ELEMENTWISE_FLOPS) * rows * rows / loss_s,
@@ -141,113 +132,32 @@ def _loss_like(rows: int, width: int, device: torch.device) -> Callable[[], Tens
     return torch.no_grad()(work)
 
 
-class _Imitation:
-    """Gradients of these sizes, and an AdamW over one flat fp32 copy of the weights, as DeepSpeed
-    keeps them."""
+class _Step:
+    """Gradients of these sizes in `dtype` (under bf16 their fp32 sums), and AdamW over a flat fp32
+    copy of the weights, as DeepSpeed's ZeRO-1 and BF16_Optimizer keep them. One replica: without
+    messages."""
 
     def __init__(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device):
-        self.sizes, self.total, self.dtype, self.device = list(sizes), sum(sizes), dtype, device
-        self.weights = torch.zeros(self.total, dtype=dtype, device=device)
-        self.master = nn.Parameter(torch.zeros(self.total, device=device))
-        self.optimizer = torch.optim.AdamW([self.master], lr=1e-6)
+        total, sums = sum(sizes), torch.float32 if dtype == torch.bfloat16 else dtype
+        self.gradients = [torch.full((size,), 1e-3, dtype=sums, device=device) for size in sizes]
+        self.weights = torch.zeros(total, dtype=dtype, device=device)
+        self.master = nn.Parameter(torch.zeros(total, device=device))
+        # as `engine/build.py` asks for
+        self.optimizer = torch.optim.AdamW([self.master], lr=1e-6, fused=True)
 
-    def _clip_and_step(self, gradient: Tensor) -> None:
-        """`engine/optimizer/clipping.py`, then the optimizer, then the weights back into their own
-        precision."""
-        pieces, offset = [], 0
-        for size in self.sizes:
-            pieces.append(gradient.narrow(0, offset, size))
-            offset += size
-        square = torch.zeros(1, device=self.device)
-        for piece in pieces:
-            square += piece.float().square().sum().to(self.device)
-        coefficient = (1.0 / (square.sqrt() + 1e-6)).clamp(max=1.0)
-        for piece in pieces:
-            piece.mul_(coefficient.to(piece.device))
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Into the buffer that is sent, divided, and back."""
+        buffer = torch.cat(self.gradients).div_(1.0)
+        torch._foreach_copy_(self.gradients, buffer.split([len(own) for own in self.gradients]))
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """The norm, the clip, the optimizer, and the weights back into their own precision."""
+        self.master.grad = torch.cat(self.gradients).float()
+        nn.utils.clip_grad_norm_([self.master], 1.0)
         self.optimizer.step()
-        self.weights.data.copy_(self.master.data)
-
-
-class _ZeroStep(_Imitation):
-    """`zero/stage_1_and_2.py` of DeepSpeed 0.19: `reduce_gradients`, then `step`; one replica, so
-    without its messages."""
-
-    def __init__(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device):
-        super().__init__(sizes, dtype, device)
-        self.gradients = [torch.full((size,), 1e-3, dtype=dtype, device=device) for size in sizes]
-
-    @torch.no_grad()
-    def reduce(self) -> None:
-        """Gradients into a bucket (reduce_independent_p_g_buckets_and_remove_grads); divided
-        (average_tensor); copied onto itself where the message would be
-        (allreduce_and_copy_with_multiple_ranks); out of the bucket to their owner
-        (copy_grads_in_partition)."""
-        bucket = torch.empty(self.total, dtype=self.dtype, device=self.device)
-        self._move_into(bucket)
-        bucket.div_(1.0)
-        bucket.copy_(bucket.view(-1))
-        self._move_into(torch.empty(self.total, dtype=self.dtype, device=self.device))
-
-    def _move_into(self, flat: Tensor) -> None:
-        offset = 0
-        for gradient in self.gradients:
-            place = flat.view(-1).narrow(0, offset, gradient.numel())
-            place.copy_(gradient.view(-1))
-            gradient.data = place.data.view_as(gradient)
-            offset += gradient.numel()
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """A check for overflow (fp16: has_overflow); the norm in double precision
-        (get_grad_norm_direct); one flat gradient in fp32; fp16: the scale taken out; clip, step,
-        weights back."""
-        scaled = self.dtype == torch.float16
-        if scaled:
-            sum(
-                torch.isfinite(g.amax()).logical_and(torch.isfinite(g.amin())).logical_not()
-                for g in self.gradients
-            )
-        norms = [
-            torch.linalg.vector_norm(g.data.to(torch.double).detach()).to(self.device)
-            for g in self.gradients
-        ]
-        torch.stack(norms).pow(2).sum()
-        flat = torch.cat([gradient.view(-1) for gradient in self.gradients]).to(torch.float32)
-        self.master.grad = flat
-        if scaled:
-            flat.mul_(1.0)
-        self._clip_and_step(flat)
-        self.master.grad = None
-
-
-class _BF16Step(_Imitation):
-    """`bf16_optimizer.py` of DeepSpeed 0.19 with fp32 sums: the gradients are views of one flat
-    tensor, and stay."""
-
-    def __init__(self, sizes: Sequence[int], dtype: torch.dtype, device: torch.device):
-        super().__init__(sizes, dtype, device)
-        self.flat = torch.full((self.total,), 1e-3, device=device)
-        self.master.grad = self.flat
-        self.gradients = self.flat.split(self.sizes)
-
-    @torch.no_grad()
-    def reduce(self) -> None:
-        """Flat, divided, copied back (buffered_allreduce_fallback)."""
-        flat = torch.cat([gradient.view(-1) for gradient in self.gradients])
-        flat.mul_(1.0)
-        for gradient, reduced in zip(self.gradients, flat.split(self.sizes)):
-            gradient.copy_(reduced)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """The norm (get_global_norm_of_tensors); clip, step, weights back; sums set to zero in
-        `step` and again in `zero_grad`."""
-        torch.stack(
-            [gradient.detach().float().norm(2.0).to(self.device) for gradient in self.gradients]
-        ).pow(2).sum()
-        self._clip_and_step(self.flat)
-        self.flat.zero_()
-        self.flat.zero_()
+        self.weights.copy_(self.master)
 
 
 def _host_s() -> float:
@@ -282,7 +192,7 @@ BUCKET_BYTES = 2**24  # 4 M gradients in fp32, as in ds_configs/cpu_fp32.json
 SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 22
 
 
-def with_links(machine: Machine, device: torch.device, ranks: Together) -> Machine:
+def with_links(machine: Machine, device: torch.device, ranks: Ranks) -> Machine:
     """The machine with its links as they are while all ranks send at once.
 
     Every rank of the default group sends to its neighbour and hears from the other one: within its
@@ -305,9 +215,8 @@ def with_links(machine: Machine, device: torch.device, ranks: Together) -> Machi
         node_bytes_per_s=across[0],
         node_latency_s=across[1],
     )
-    passes_s = (
-        ranks.mean([_step_of_replicas_s(wire, world)])[0] / 3
-    )  # there and back, and there once more
+    # there and back, and there once more
+    passes_s = ranks.mean([_step_of_replicas_s(wire, world)])[0] / 3
     messages_s = linked.ring(range(world)).seconds(BUCKET_BYTES)
     return replace(linked, collective_s_per_byte=max(0.0, passes_s - messages_s) / BUCKET_BYTES)
 
@@ -325,7 +234,7 @@ def _step_of_replicas_s(wire: torch.device, world: int) -> float:
     return _seconds(step, wire)
 
 
-def _link(ring: Sequence[int], wire: torch.device, ranks: Together) -> tuple[float, float]:
+def _link(ring: Sequence[int], wire: torch.device, ranks: Ranks) -> tuple[float, float]:
     """Bytes/s and seconds, the mean over the ranks of the quickest exchange: what else the machine
     does only adds to it. `ring`: the ranks around which this one sends; one by itself, as on a node
     with fewer ranks than others, sends nothing and does not count."""

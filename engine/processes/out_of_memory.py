@@ -21,7 +21,8 @@ from engine.schedule import recomputing_schedules
 from engine.topology import Stage
 
 if TYPE_CHECKING:
-    from engine.planning.planner import BranchBatch, RunPlan
+    from engine.planning.batch import BranchBatch
+    from engine.planning.planner import RunPlan
 
 # What a rank may be doing when memory runs out.
 TRAINING, EVALUATION = "training", "evaluation"

@@ -27,7 +27,6 @@ from data.prepare import PreparedData
 from engine.config.reading import BranchesBlock
 from engine.executor import ForkEngine, StepSpec
 from engine.json_messages import from_first_rank, to_first_rank
-from engine.planning.costs import CostModel
 from engine.planning.planner import RunPlan
 from engine.step_metrics import SourceLoss, StepMetrics
 from engine.topology import Stage
@@ -95,7 +94,7 @@ class Batching:
 
     # -- from the plan to the packing
 
-    def divide(self, plan: RunPlan, costs: CostModel, patch_size: int | None) -> None:
+    def divide(self, plan: RunPlan, patch_size: int | None) -> None:
         """Decide which samples make which micro-batch of the plan. `patch_size` of a ViT. Errors:
         ValueError for bounds that these towers or data do not have."""
         self.plan, self.patch_size = plan, patch_size
@@ -112,7 +111,7 @@ class Batching:
             )
             first = replace(
                 self.first,
-                text_cost=text_cost(costs, plan, length),
+                text_cost=text_cost(plan, length),
                 feed_rates=self.control.start(),
             )
             self.first = with_numbers(

@@ -22,8 +22,6 @@ from data.batching.settings import Setting
 from data.batching.weights import loss_weights
 from data.modalities.lengths import TokenCounts, token_counts
 from data.prepare import PreparedData
-from engine.optimizer.locking import lock_costs
-from engine.planning.costs import CostModel
 from engine.planning.planner import RunPlan
 from launch.config.blocks import BalanceBlock, SampleWeightsBlock
 from launch.config.groups import BatchingOptions
@@ -125,12 +123,11 @@ def mean_length(texts: TextPacker) -> float:
     return float(padded_lengths(counts, texts.max_text_tokens, texts.length_multiple).mean())
 
 
-def text_cost(costs: CostModel, plan: RunPlan, typical_length: float) -> BranchCost:
+def text_cost(plan: RunPlan, typical_length: float) -> BranchCost:
     """The cost of the slowest stage with texts: a line through the seconds of its smallest and
     largest measured micro-batch. A text's seconds are in proportion to the length it is padded
     to."""
-    costs = lock_costs(costs, plan.trainable)
-    found = []
+    costs, found = plan.costs, []
     for stage in plan.graph.stages:
         layers = [costs.layers["text"][i] for i in stage.layers.get("text", ())]
         if not layers:

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCardData
 
 from common.files import read_json
 from common.markdown import code, fenced, words
-from engine.planning.planner import BranchBatch
+from engine.planning.batch import BranchBatch
 from launch.exporting.loading import seconds_of_clip
 from launch.inference.adapters import ADAPTERS, TOWER_IN
 from launch.inference.trained import Trained

@@ -19,9 +19,8 @@ from plotly.subplots import make_subplots
 
 from common.files import read_json, write_text
 from data.modules import import_recorded
-from engine.optimizer.locking import lock_costs
-from engine.planning.costs import CostModel, cost_model_from_json
-from engine.planning.planner import BranchBatch, describe_schedule
+from engine.planning.batch import BranchBatch, describe_schedule
+from engine.planning.costs import CostModel, cost_model_from_json, with_trainable
 from engine.planning.simulator import Simulation, simulate
 from engine.topology import Stage, StageGraph
 from engine.trace import COMPUTE, WAIT, Span
@@ -130,10 +129,8 @@ def predicted_step(
     batches: Mapping[str, BranchBatch],
     schedule: str,
     costs: CostModel,
-    trainable: Mapping[str, Sequence[bool]],
 ) -> Timeline:
     """What the simulator says of a step: a track per stage."""
-    costs = lock_costs(costs, trainable)
     simulation = simulate(graph, batches, schedule, costs, timeline=True)
     how = f"{describe_graph(graph)}, {describe_schedule(schedule, batches)}, {costs.machine.name}"
     names = [f"{stage.name} ×{stage.replicas}" for stage in graph.stages]
@@ -158,8 +155,8 @@ def prediction(run_dir: Path, record: Mapping[str, Any]) -> tuple[Timeline | Non
         return None, f"{run_dir}: nothing is predicted: {error} ({flags_of})"
     graph = StageGraph.from_record(record["stage_graph"])
     batches = {branch: BranchBatch(**batch) for branch, batch in record["batches"].items()}
-    costs = cost_model_from_json(read_json(file))
-    return predicted_step(graph, batches, record["schedule"], costs, record["trainable"]), None
+    costs = with_trainable(cost_model_from_json(read_json(file)), record["trainable"])
+    return predicted_step(graph, batches, record["schedule"], costs), None
 
 
 def describe_graph(graph: StageGraph) -> str:

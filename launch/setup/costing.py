@@ -27,6 +27,7 @@ from engine.planning.costs import (
     LayerCost,
     Loading,
     StateBytes,
+    configured,
     cost_model_from_json,
     cost_model_to_json,
     precision_of,
@@ -85,16 +86,16 @@ def run_costs(
         if AUTO in (block.layout, *compiling.values()):
             sizes = _sizes(config, block, processes.device.type, inputs.branches)
             profile = _measured(model, config, compiling, sizes, data, inputs, lengths, processes)
-            costs = CostModel.of(
+            costs = CostModel(
                 _with_longest(profile.layers, lengths, inputs.max_text_tokens),
                 profile.machine,
-                config,
                 embed_dim=model.embed_dim,
                 pairs=profile.pairs,
                 token_bytes=token_bytes(model.towers, DTYPES[precision_of(config)].itemsize),
                 compared=_compared(model),
                 compiled_share=profile.compiled_share,
                 loading=_loading(data, inputs, loading, processes),
+                **configured(config),
             )
             folder.write_costs(cost_model_to_json(costs))
         else:
@@ -111,8 +112,8 @@ def run_costs(
     return with_learned(costs, model.num_learned)
 
 
-def _compared(model: RunModel) -> list[tuple[str, str]]:
-    return [pair.branches for pair in model.objective.pairs]
+def _compared(model: RunModel) -> tuple[tuple[str, str], ...]:
+    return tuple(pair.branches for pair in model.objective.pairs)
 
 
 def _kept(
@@ -126,7 +127,8 @@ def _kept(
     known = from_first_rank(known if usable else None)
     if known is None:
         return None
-    return replace(cost_model_from_json(known), compared=_compared(model)).under(config)
+    here = {"compared": _compared(model), **configured(config)}
+    return replace(cost_model_from_json(known), **here)
 
 
 def are_of(

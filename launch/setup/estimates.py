@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from engine.planning.costs import CostModel, precision_of
+from engine.planning.costs import CostModel, configured, precision_of
 from engine.planning.devices import BYTES, Device, estimated_layers, estimated_machine
 from models.towers.building import describe_layers, describe_pairs, token_bytes
 from models.towers.layers import Tower
@@ -39,12 +39,12 @@ def estimated_costs(
     machine = estimated_machine(device, precision)
     if memory_bytes is not None:
         machine = replace(machine, memory_bytes=memory_bytes)
-    return CostModel.of(
+    return CostModel(
         layers,
         machine,
-        config,
         embed_dim=embed_dim,
         pairs=pairs,
         token_bytes=token_bytes(towers, BYTES[precision]),
-        compared=compared,
+        compared=tuple(compared),
+        **configured(config),
     )

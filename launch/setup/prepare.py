@@ -183,7 +183,7 @@ def prepare_run(options: Options, ranks: Ranks) -> PreparedRun:
 
     # Which samples of a global batch make which micro-batch.
     with ranks.first_first():
-        batching.divide(plan, costs, model.patch_size)
+        batching.divide(plan, model.patch_size)
     return PreparedRun(
         options=options,
         config_file=config_file,

@@ -34,10 +34,9 @@ from data.modules import import_modules
 from data.options import branches_of
 from engine.config.reading import AUTO, BranchesBlock, read_config
 from engine.objective import scalars_of
-from engine.optimizer.locking import trainable_layers
 from engine.planning.costs import CostModel, with_learned
 from engine.planning.devices import DEVICES, find_device
-from engine.planning.planner import GIB, Candidate, Search, describe_batch, search_plans
+from engine.planning.planner import GIB, Candidate, Search, search_plans
 from engine.schedule import SCHEDULES
 from engine.topology import LAYOUTS
 from launch.config.blocks import READERS, adapting
@@ -295,7 +294,7 @@ def cells(candidate: Candidate, batch_size: int) -> list[str]:
         graph.layout,
         " + ".join(str(len(line)) for line in lines),
         " + ".join(replicas) if graph.layout == "fork" else _once(replicas),
-        _once([describe_batch(batch) for batch in candidate.batches.values()]),
+        _once([batch.describe() for batch in candidate.batches.values()]),
         candidate.schedule + (f", keeps {_once(kept)}" if any(map(int, kept)) else ""),
         duration(simulation.step_s),
         f"{batch_size / simulation.step_s:,.0f}",
@@ -321,8 +320,8 @@ def main(options: PlanOptions) -> None:
     # imports plotly
     from launch.reporting.timelines import predicted_step, save_timelines
 
-    best, learn = search.best, trainable_layers(block.locking(), costs)
-    timeline = predicted_step(best.graph, best.batches, best.schedule, costs, learn)
+    best = search.best
+    timeline = predicted_step(best.graph, best.batches, best.schedule, search.costs)
     save_timelines(options.picture, [timeline])
     print(options.picture)
 

@@ -110,9 +110,7 @@ class Tracker:
         from launch.reporting.timelines import measured_step, predicted_step, timeline_figure
 
         plan = self.plan
-        timelines = [
-            predicted_step(plan.graph, plan.batches, plan.schedule, plan.costs, plan.trainable)
-        ]
+        timelines = [predicted_step(plan.graph, plan.batches, plan.schedule, plan.costs)]
         if step is not None and ranks is not None:
             stages = {stage.name: stage.ranks for stage in plan.graph.stages}
             timelines.append(measured_step(step, stages, ranks))

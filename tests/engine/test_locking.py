@@ -21,9 +21,9 @@ from split_training import (
 )
 
 from engine.config.reading import check_config
-from engine.optimizer.locking import LockedBlock, lock_costs, lock_graph, locked_block
-from engine.planning.costs import StateBytes
-from engine.planning.planner import BranchBatch
+from engine.optimizer.locking import LockedBlock, lock_graph, locked_block
+from engine.planning.batch import BranchBatch
+from engine.planning.costs import StateBytes, with_trainable
 from engine.planning.simulator import simulate
 from engine.schedule import SCHEDULES, BatchSync, PerMicroBatch, Replay
 from engine.topology import StageGraph, chain, fork, merged
@@ -130,7 +130,9 @@ def test_the_simulator_knows_what_a_locked_tower_saves(schedule):
     trainable = {"image": (False,) * 5 + (True,), "text": (True,) * 3}
     model = replace(costs(), state=StateBytes(whole=16, sharded=0, gradient=4, weight=4))
     free = simulate(graph, batches, schedule, model)
-    locked = simulate(lock_graph(graph, trainable), batches, schedule, lock_costs(model, trainable))
+    locked = simulate(
+        lock_graph(graph, trainable), batches, schedule, with_trainable(model, trainable)
+    )
     again = schedule == "replay"
     assert free.step_s == pytest.approx(4 * (6 + 12 + 6 * again))
     assert locked.step_s == pytest.approx(4 * (6 + 2 + 1 * again))

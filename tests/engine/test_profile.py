@@ -12,7 +12,7 @@ from profile_cases import WIDTH, Builder, LargeSpec, Lookup, inputs, tower
 from ranks import run_ranks
 
 from engine.planning.measured import Cache, layer_key
-from engine.planning.profile_layers import Alone, Effort, profile_layers
+from engine.planning.profile_layers import Effort, Ranks, profile_layers
 from engine.planning.profile_machine import NUM_PARAMETERS, _sample, profile_machine
 from engine.processes.out_of_memory import OutOfMemory
 from models.towers.building import build_towers, describe_layers, meta_inputs
@@ -243,8 +243,8 @@ def test_effort_is_bounded_below_and_above():
 
 
 def test_one_process_agrees_with_itself():
-    assert Alone().all(False) is False and Alone().least(3) == 3
-    assert Alone().mean([1.0, 2.0]) == [1.0, 2.0]
+    assert Ranks().all(False) is False and Ranks().least(3) == 3
+    assert Ranks().mean([1.0, 2.0]) == [1.0, 2.0]
 
 
 # -- all ranks

@@ -161,7 +161,7 @@ def test_replay_keeps_the_activations_of_as_many_samples_as_planned(data, tmp_pa
 
 def test_costs_are_those_of_the_slowest_stage(data, tmp_path):
     plan = made(data, tmp_path, "merged", None).plan
-    text = text_cost(COSTS, plan, typical_length=16.0)
+    text = text_cost(plan, typical_length=16.0)
     batch = plan.batches["text"].micro_batch_size
     slowest = max(
         sum(COSTS.layers["text"][i].training_s(batch) for i in stage.layers["text"])

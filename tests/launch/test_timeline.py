@@ -8,8 +8,8 @@ import pytest
 from cost_models import proportional
 
 from common import __version__
+from engine.planning.batch import BranchBatch
 from engine.planning.costs import cost_model_from_json, cost_model_to_json
-from engine.planning.planner import BranchBatch
 from engine.planning.simulator import simulate
 from engine.topology import chain, fork, merged
 from engine.trace import COMPUTE, WAIT, Span
@@ -60,7 +60,7 @@ def run_dir(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(record))
     (tmp_path / "costs.json").write_text(json.dumps(cost_model_to_json(COSTS), allow_nan=False))
-    predicted = predicted_step(GRAPH, BATCHES, "batch_sync", COSTS, ALL_LEARN)
+    predicted = predicted_step(GRAPH, BATCHES, "batch_sync", COSTS)
     slower = [
         [Span(s.name, s.micro_batch, 1.25 * s.start_s, 1.25 * s.end_s) for s in spans]
         for spans in predicted.tracks.values()
@@ -151,7 +151,7 @@ def test_a_track_per_stage_whose_idle_share_is_the_simulators():
     for schedule, graph in GRAPHS.items():
         batches = {branch: BranchBatch(graph.tail(branch).replicas, 2, 4) for branch in CUTS}
         simulation = simulate(graph, batches, schedule, COSTS)
-        predicted = predicted_step(graph, batches, schedule, COSTS, ALL_LEARN)
+        predicted = predicted_step(graph, batches, schedule, COSTS)
         names = [f"{stage.name} ×{stage.replicas}" for stage in graph.stages]
         assert list(predicted.tracks) == names and predicted.step_s == simulation.step_s
         for spans, stage in zip(predicted.tracks.values(), simulation.stages):

@@ -1,0 +1,393 @@
+"""What one rank of each stage pays under a cost model: seconds of its instructions, bytes that it
+holds and sends. Plain Python.
+
+    passes             the stage's layers; a rank that loads by itself does it before the forward
+    ComputeLoss        the exchange of embeddings, which is no work of this rank, then its block of
+                       the logits
+    ReduceGrads        a ring over the replicas of the stage (`engine/planning/costs.py`, `Ring`)
+    OptimizerStep      owners step and hand back weights
+
+Where replicas differ (one pair of ranks within a node, another across), the slowest counts for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from engine.optimizer.gradient_averages import BUCKET_BYTES
+from engine.planning.batch import Batches, BranchBatch
+from engine.planning.costs import CostModel, Loading, Machine, Ring
+from engine.planning.instructions import Counts
+from engine.topology import Stage, StageGraph
+
+FLOAT_BYTES = 4  # embeddings and logits are fp32
+ELEMENTWISE_FLOPS = 10  # of the loss per logit: two exponentials, their sums and differences
+LABEL_BYTES = 16  # place in the batch and index in the data, int64 each
+# of a block of logits that exist at once: itself, which are positives, what is made of them
+LOGITS_COPIES = 4
+LOGITS_BYTES = 64 * 2**20  # what they take at most: the loss makes larger ones in blocks of rows
+
+
+class LayersCost(NamedTuple):
+    """The layers of one stage, one micro-batch. `replay_s`: of a second forward; `num_parameters`
+    that learn, `num_frozen` that do not.
+
+    `kept_bytes`: from its forward to its backward; `working_bytes`: during a pass only.
+    """
+
+    forward_s: float
+    replay_s: float
+    backward_s: float
+    num_parameters: int
+    num_frozen: int
+    kept_bytes: float
+    working_bytes: float
+    output_bytes: float
+
+
+class Matching(NamedTuple):
+    """What a tail has to do with the pairs of one ComputeLoss, as in `engine/loss/matching.py`; all
+    zero where there are none."""
+
+    seconds: float = 0.0  # to score and differentiate those of its own texts
+    # own tokens and their gradients, a micro-batch of images, and what some pairs keep for their
+    # backward
+    held_bytes: float = 0.0
+    # tokens of all images, and their gradients in fp32, to and from each text tail; none where it
+    # is alone
+    moved_bytes: float = 0.0
+
+
+class Loss(NamedTuple):
+    """One ComputeLoss of one tail: b own rows and the B rows of its batch, width D. The cases are
+    those of `engine/loss/exchange.py`.
+
+    Priced as InfoNCE with one row per sample; the sigmoid loss makes each matrix once and exchanges
+    no statistics.
+    """
+
+    branches: int  # that end in this tail
+    known: int  # branches whose rows it knows: these and their partners
+    pairs: int  # that it takes part in
+    sides: int  # of these pairs, that end here
+    # replicas of each tail that it sends its rows to, a number for each pair with the other side
+    # there
+    receivers: tuple[int, ...]
+    replicas: int
+    own: int  # b
+    everyone: int  # B
+    width: int  # D
+    matching: Matching
+
+    @property
+    def flops(self) -> float:
+        """Of each matrix of logits [b, B], which is made twice, for the log-sum-exps and for the
+        gradient; and of the gradient of the own rows of each side. Where one rank has everything,
+        one matrix serves both sides."""
+        matrices = self.pairs if self.replicas == 1 else self.sides
+        products = 2 * self.width * (2 * matrices + self.sides)
+        return (products + ELEMENTWISE_FLOPS * matrices) * self.own * self.everyone
+
+    @property
+    def rows_bytes(self) -> float:
+        """The embeddings of all branches that it knows."""
+        return self.known * FLOAT_BYTES * self.everyone * self.width
+
+    @property
+    def work_bytes(self) -> float:
+        """What is gone before the first backward: a block of logits; the embeddings once more, as
+        they came and not yet in order; own rows, and their gradients, a few times; where one rank
+        has all of them, those of the other branch, too; tokens and pairs."""
+        logits_bytes = min(LOGITS_BYTES, LOGITS_COPIES * FLOAT_BYTES * self.own * self.everyone)
+        copies = (1 if self.replicas > 1 else 2) * self.known * self.everyone + 4 * self.own
+        return logits_bytes + copies * FLOAT_BYTES * self.width + self.matching.held_bytes
+
+    @property
+    def messages(self) -> tuple[float, float]:
+        """Bytes that a branch's replicas gather and that cross over: rows with their labels; one
+        log-sum-exp per row, for each pair."""
+        return self.everyone * (FLOAT_BYTES * self.width + LABEL_BYTES), self.everyone * FLOAT_BYTES
+
+    def gather_s(self, ring: Ring) -> float:
+        rows, statistics = map(ring.seconds, self.messages)
+        return self.branches * rows + self.sides * statistics
+
+    @property
+    def sent_bytes(self) -> float:
+        """By one replica: its part of the ring; in a fork of the wholes, one to every tail of a
+        partner."""
+        rows, statistics = self.messages
+        around = (self.replicas - 1) * (self.branches * rows + self.sides * statistics)
+        crossing = sum(self.receivers) * (rows + statistics)
+        return (self.matching.moved_bytes + around + crossing) / self.replicas
+
+
+class Message(NamedTuple):
+    """From a stage to a neighbour: its bytes, seconds that it holds the link, and its latency after
+    that."""
+
+    num_bytes: float = 0.0
+    holds_s: float = 0.0
+    latency_s: float = 0.0
+
+
+class StageCosts(NamedTuple):
+    """One rank of a stage: seconds of an instruction by kind of work, and bytes."""
+
+    instruction_s: float  # host time, which is in all others too
+    forward_s: float
+    replay_s: float
+    backward_s: float
+    loss_s: float
+    exchange_s: float  # the part of `loss_s` that is no work of this rank
+    reduce_s: float
+    step_s: float
+    layers: LayersCost
+    loss: Loss | None
+    down: Message  # an activation to the next stage, and its gradient back
+    up: Message  # a gradient to the stage before, and its activation from there
+    state_bytes: float
+    averaged_bytes: float  # that it sends to other replicas: gradients, and weights under ZeRO-1
+
+    def works_s(self, counts: Counts) -> float:
+        """Of the passes and the losses of a step."""
+        return (
+            counts.forwards * self.forward_s
+            + counts.replays * self.replay_s
+            + counts.backwards * self.backward_s
+            + counts.losses * self.loss_s
+        )
+
+    def busy_s(self, counts: Counts) -> float:
+        return (
+            self.works_s(counts)
+            - counts.losses * self.exchange_s
+            + counts.reductions * self.reduce_s
+            + counts.steps * self.step_s
+        )
+
+    @property
+    def fixed_bytes(self) -> float:
+        """State, and two messages of each direction of an edge: one travels while the other is made
+        or used."""
+        return self.state_bytes + 4 * (self.up.num_bytes + self.down.num_bytes)
+
+    def activation_bytes(self, counts: Counts) -> float:
+        """At most."""
+        return counts.in_flight * self.layers.kept_bytes + self.layers.working_bytes
+
+    def peak_bytes(self, counts: Counts) -> float:
+        """Everything. A tail has the loss's embeddings throughout; logits and pairs are gone before
+        the first backward."""
+        held_bytes = self.activation_bytes(counts)
+        if self.loss is not None:
+            at_loss_bytes = counts.in_flight_at_loss * self.layers.kept_bytes + self.loss.work_bytes
+            held_bytes = self.loss.rows_bytes + max(held_bytes, at_loss_bytes)
+        return self.fixed_bytes + held_bytes
+
+    def sent_bytes(self, counts: Counts) -> float:
+        exchanged = counts.losses * self.loss.sent_bytes if self.loss else 0.0
+        down = counts.activations_sent * self.down.num_bytes
+        up = counts.gradients_sent * self.up.num_bytes
+        return down + up + exchanged + self.averaged_bytes
+
+
+def stage_costs(
+    graph: StageGraph, batches: Batches, costs: CostModel, per_micro_batch: bool
+) -> list[StageCosts]:
+    """Of each stage, in order. `per_micro_batch`: the loss is computed for each by itself."""
+    machine = costs.machine
+    rings = [machine.ring(stage.ranks) for stage in graph.stages]
+    layers = [_layers_cost(stage, batches, costs) for stage in graph.stages]
+    losses = [
+        _loss(graph, stage, batches, costs, per_micro_batch) if stage.is_tail else None
+        for stage in graph.stages
+    ]
+    exchange_s = _exchange_s(graph, losses, rings, machine)
+    # tails without texts wait for the pairs of the others
+    pairs_s = max(loss.matching.seconds for loss in losses if loss)
+    messages = _messages(graph, batches, costs, layers)
+    found = []
+    for stage, own, loss, ring in zip(graph.stages, layers, losses, rings, strict=True):
+        gradient_bytes = own.num_parameters * costs.state.gradient
+        weight_bytes = own.num_parameters * costs.state.weight if costs.sharded_optimizer else 0.0
+        owned = own.num_parameters / (stage.replicas if costs.sharded_optimizer else 1)
+        averages_s = 2 * ring.seconds(gradient_bytes)
+        if costs.early_averages:
+            # they begin when a bucket is complete, and the last bucket when the backward is over
+            bucket = min(1.0, BUCKET_BYTES / max(1.0, gradient_bytes))
+            averages_s = max(bucket * averages_s, averages_s - (1 - bucket) * own.backward_s)
+        waits_s = exchange_s + pairs_s - loss.matching.seconds if loss else 0.0
+        loss_s = loss.flops / machine.flops_per_s + loss.matching.seconds if loss else 0.0
+        load_s = 0.0
+        if costs.loading and not costs.loading.workers:
+            load_s = loading_s({b: batches[b].micro_batch_size for b in stage.loads}, costs.loading)
+        host_s = machine.instruction_s
+        found.append(
+            StageCosts(
+                instruction_s=host_s,
+                forward_s=host_s + own.forward_s + load_s,
+                replay_s=host_s + own.replay_s,
+                backward_s=host_s + own.backward_s,
+                loss_s=host_s + waits_s + loss_s,
+                exchange_s=waits_s,
+                reduce_s=host_s
+                + machine.gradient_s_per_parameter * own.num_parameters
+                + averages_s,
+                step_s=host_s
+                + machine.optimizer_s_per_parameter * owned
+                + (ring.seconds(weight_bytes) if weight_bytes else 0.0),
+                layers=own,
+                loss=loss,
+                down=messages[stage.stage_id],
+                up=Message() if stage.previous is None else messages[stage.previous],
+                state_bytes=own.num_frozen * costs.state.weight
+                + own.num_parameters * (costs.state.whole + costs.state.sharded / stage.replicas),
+                averaged_bytes=(stage.replicas - 1)
+                / stage.replicas
+                * (2 * gradient_bytes + weight_bytes),
+            )
+        )
+    return found
+
+
+def loading_s(samples: Mapping[str, float], loading: Loading) -> float:
+    """Of one core, for so many samples of each branch."""
+    return sum(number * loading.sample_s[branch] for branch, number in samples.items())
+
+
+def _layers_cost(stage: Stage, batches: Batches, costs: CostModel) -> LayersCost:
+    key = tuple(
+        (branch, layers, batches[branch].micro_batch_size)
+        for branch, layers in stage.layers.items()
+    )
+    if key not in costs.sums:
+        costs.sums[key] = _sum_of_layers(key, costs)
+    return costs.sums[key]
+
+
+def _sum_of_layers(pieces: Sequence[tuple[str, range, int]], costs: CostModel) -> LayersCost:
+    """Add up the layers. With checkpoints only what leaves each group of layers is kept, and a
+    group at a time is worked out again."""
+    layers = [
+        (layer, size)
+        for branch, where, size in pieces
+        for layer in costs.layers[branch][where.start : where.stop]
+    ]
+    learning = [(layer, size) for layer, size in layers if layer.differentiated]
+    forward_s = sum(layer.forward_s.at(size) for layer, size in layers)
+    replay_s = sum(layer.forward_s.at(size) for layer, size in learning)
+    backward_s = sum(layer.backward_s.at(size) for layer, size in learning)
+    kept_bytes = sum(layer.activation_bytes.at(size) for layer, size in learning)
+    working_bytes = max(
+        (layer.activation_bytes.at(size) for layer, size in layers if not layer.differentiated),
+        default=0.0,
+    )
+    if costs.checkpoint_interval and learning:
+        groups = [
+            learning[i : i + costs.checkpoint_interval]
+            for i in range(0, len(learning), costs.checkpoint_interval)
+        ]
+        backward_s += replay_s
+        kept_bytes = sum(group[-1][0].output_bytes.at(group[-1][1]) for group in groups)
+        working_bytes = max(
+            working_bytes,
+            *(sum(layer.activation_bytes.at(size) for layer, size in group) for group in groups),
+        )
+    return LayersCost(
+        forward_s=forward_s,
+        replay_s=replay_s,
+        backward_s=backward_s,
+        num_parameters=sum(layer.num_trained for layer, _ in layers),
+        num_frozen=sum(layer.num_parameters - layer.num_trained for layer, _ in layers),
+        kept_bytes=kept_bytes,
+        working_bytes=working_bytes,
+        output_bytes=sum(
+            costs.layers[branch][where.stop - 1].output_bytes.at(size)
+            for branch, where, size in pieces
+        ),
+    )
+
+
+def _loss(
+    graph: StageGraph, stage: Stage, batches: Batches, costs: CostModel, per_micro_batch: bool
+) -> Loss:
+    here = set(stage.tail_of)
+    pairs = [set(pair) for pair in costs.all_compared if here & set(pair)]
+    elsewhere = [branch for pair in pairs for branch in pair - here]
+    batch = batches[stage.tail_of[0]]
+    own = batch.micro_batch_size * (1 if per_micro_batch else batch.num_micro_batches)
+    return Loss(
+        branches=len(here),
+        known=len(here | set(elsewhere)),
+        pairs=len(pairs),
+        sides=sum(len(pair & here) for pair in pairs),
+        receivers=tuple(graph.tail(branch).replicas for branch in elsewhere),
+        replicas=batch.replicas,
+        own=own,
+        everyone=own * batch.replicas,
+        width=costs.embed_dim,
+        matching=_matching(stage, batch, own, costs),
+    )
+
+
+def _matching(stage: Stage, batch: BranchBatch, own: int, costs: CostModel) -> Matching:
+    pairs = costs.pairs
+    if pairs is None:
+        return Matching()
+    first, second = tuple(costs.token_bytes) or costs.all_compared[0]
+    size = batch.micro_batch_size
+    alone = {first, second} <= set(stage.tail_of) and batch.replicas == 1
+    with_sums = 1 + FLOAT_BYTES / costs.state.weight  # gradients are added up in fp32
+    tokens = {first: 0.0, second: 0.0, **costs.token_bytes}
+    held_bytes = 2 * own * tokens[first] if first in stage.tail_of else 0.0
+    if second not in stage.tail_of:
+        return Matching(held_bytes=held_bytes)
+    held_bytes += (2 + with_sums) * own * tokens[second]  # a second time, padded to the longest
+    held_bytes += with_sums * size * tokens[first] + pairs.activation_bytes.at(size)
+    moved_bytes = 0.0 if alone else with_sums * own * batch.replicas * tokens[first]
+    return Matching(own / size * pairs.training_s(size), held_bytes, moved_bytes)
+
+
+def _messages(
+    graph: StageGraph, batches: Batches, costs: CostModel, layers: Sequence[LayersCost]
+) -> list[Message]:
+    """To the next stage, of each. A stage sends what its layers put out, and in a chain the
+    embeddings of the branch that ended above it. An edge is as slow as its slowest pair of
+    replicas."""
+    found = []
+    passed: list[set[str]] = []  # branches whose layers a message has gone through, by stage
+    for stage, own in zip(graph.stages, layers, strict=True):
+        above = passed[stage.previous] if stage.previous is not None else set()
+        passed.append(above | stage.layers.keys())
+        if stage.next is None:
+            found.append(Message())
+            continue
+        ended = above - stage.layers.keys()
+        samples = sum(batches[branch].micro_batch_size for branch in ended)
+        num_bytes = own.output_bytes + FLOAT_BYTES * costs.embed_dim * samples
+        near = costs.machine.link(stage.ranks[:1])
+        links = map(costs.machine.link, zip(stage.ranks, graph.stages[stage.next].ranks))
+        link = next((link for link in links if link != near), near)
+        found.append(Message(num_bytes, num_bytes / link.bytes_per_s, link.latency_s))
+    return found
+
+
+def _exchange_s(
+    graph: StageGraph, losses: Sequence[Loss | None], rings: Sequence[Ring], machine: Machine
+) -> float:
+    """Replicas gather their rows, the branches of a fork at the same time; then each whole crosses
+    over, one after the other.
+
+    The log-sum-exps go the same ways, `logit_scale` crosses once.
+    """
+    tails = [loss for loss in losses if loss is not None]
+    seconds = max(loss.gather_s(rings[stage.stage_id]) for stage, loss in zip(graph.tails, tails))
+    crossing = machine.link([rank for stage in graph.tails for rank in stage.ranks])
+    seconds += max(loss.matching.moved_bytes for loss in tails) / crossing.bytes_per_s
+    if len(tails) > 1:
+        seconds += crossing.latency_s
+        for loss in tails:
+            seconds += len(loss.receivers) * sum(map(crossing.message_s, loss.messages))
+    return seconds
