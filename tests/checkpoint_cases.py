@@ -51,15 +51,11 @@ def train_from(
 
 
 def state_of(engine) -> dict[str, Any]:
-    """This rank's part of everything that a checkpoint holds, but for random states."""
+    """This rank's part of everything that a checkpoint holds."""
     from engine.checkpoint.engine_state import snapshot
 
     taken = snapshot(engine)
-    tensors = {
-        fragment: tensor.clone()
-        for fragment, tensor in taken.tensors.items()
-        if fragment.kind != "random"
-    }
+    tensors = {fragment: tensor.clone() for fragment, tensor in taken.tensors.items()}
     return {"tensors": tensors, "scalars": taken.scalars, "progress": taken.progress}
 
 

@@ -35,14 +35,8 @@ from common.files import replacing
 FORMAT, VERSION = "wye-checkpoint", 1
 MANIFEST, LATEST, OWNER, SEAL = "manifest.json", "latest", "owner", "seal"
 WRITING, DELETING, SET_ASIDE = ".writing", ".deleting", ".set-aside"
-# kinds; the last is followed by the state's own name
-PARAMETER, AVERAGE, BUFFER, RANDOM, OPTIMIZER = (
-    "parameter",
-    "average",
-    "buffer",
-    "random",
-    "optimizer.",
-)
+# kinds; the last is followed by the state's own name, and 0.1.0 also wrote "random"
+PARAMETER, AVERAGE, BUFFER, OPTIMIZER = "parameter", "average", "buffer", "optimizer."
 STEP_FOLDER = r"step-(\d{8,})"
 CHUNK_BYTES = 1 << 20
 
@@ -337,18 +331,22 @@ def verify(checkpoint: Path, part: int = 0, parts: int = 1) -> Manifest:
     """
     manifest = read_manifest(checkpoint)
     for rank in range(part, len(manifest.ranks), parts):
-        try:
-            checksum = checksum_of_file(checkpoint / tensors_file(rank))
-        except OSError as error:
-            raise _passing(error) or BrokenCheckpoint(
-                f"{checkpoint}: {tensors_file(rank)} cannot be read: {error}"
-            ) from error
-        if checksum != manifest.ranks[rank].checksum:
-            raise BrokenCheckpoint(
-                f"{checkpoint}: {tensors_file(rank)} does not have the checksum that it was "
-                "written with"
-            )
+        check_content(checkpoint / tensors_file(rank), manifest.ranks[rank].checksum)
     return manifest
+
+
+def check_content(file: Path, checksum: str) -> None:
+    """Raise BrokenCheckpoint unless the file reads as it was written."""
+    try:
+        found = checksum_of_file(file)
+    except OSError as error:
+        raise _passing(error) or BrokenCheckpoint(
+            f"{file.parent}: {file.name} cannot be read: {error}"
+        ) from error
+    if found != checksum:
+        raise BrokenCheckpoint(
+            f"{file.parent}: {file.name} does not have the checksum that it was written with"
+        )
 
 
 def newest_of(
