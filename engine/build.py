@@ -16,9 +16,9 @@ from torch import nn
 
 from engine.communication import Communicator
 from engine.executor import ForkEngine, FromBytes
-from engine.module import DescribesLayer, StageModule, learned_parameters
+from engine.module import DescribesLayer, StageModule
 from engine.objective import Objective
-from engine.optimizer.clipping_rules import group_of, rank_sets, refuse_idle_patterns
+from engine.optimizer.clipping_rules import refuse_idle_patterns
 from engine.optimizer.parameter_groups import settings_of
 from engine.planning.planner import RunPlan, deepspeed_config
 from engine.processes.out_of_memory import BUILDING, RankSetup, Work, explained, message
@@ -68,25 +68,13 @@ def build_engine(
         total_num_steps,
         max(stage.replicas for stage in plan.graph.stages),
     )
-    groups = {
-        b: [
-            {group_of(name, plan.clipping) for name in learned_parameters(spec) if learns}
-            for spec, learns in zip(specs, plan.trainable[b])
-        ]
-        for b, specs in layers.items()
-    }
-    sets_of_groups = rank_sets(
-        plan.graph, groups, sharded=resolved.get("zero_optimization", {}).get("stage", 0) > 0
-    )
     settings = settings_of(plan.optimizer_groups, layers, config["optimizer"])
-    own_sets = [ranks for sets in sets_of_groups.values() for ranks in sets]
     comm = Communicator(
         graph=plan.graph,
         objective=objective,
         rank=rank,
         device=device,
         timeout=timeout,
-        rank_sets=own_sets,
         clock=clock,
     )
     setup = RankSetup(plan, config, plan.graph.stage_of(rank), runs_behind(device))
@@ -111,7 +99,6 @@ def build_engine(
             config=resolved,
             schedule=plan.schedule,
             clipping=plan.clipping,
-            sets_of_groups=sets_of_groups,
             optimizer_groups=plan.optimizer_groups,
             average=plan.average,
             embed_dim=embed_dim,
