@@ -83,6 +83,9 @@ def clip_under_rules(
             own.clip()
             result[name] = {"clipped": gradient_pieces(engine), **numbers(own)}
             torch._foreach_copy_(gradients, original)
+        own, state = clipping("values"), clipping("values").state_dict()
+        del state["clipped_steps"]["frozen"]  # 0.1.0 had no numbers of groups without parameters
+        own.load_state_dict(state)
         result["adaptive"], own = [], clipping("adaptive")
         for number, factor in enumerate(FACTORS):
             torch._foreach_copy_(gradients, torch._foreach_mul(original, factor))

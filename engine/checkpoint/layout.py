@@ -264,12 +264,10 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """
     try:
         if not (checkpoint / MANIFEST).is_file():
-            what = (
-                f"has no {MANIFEST}: it was not written to the end, or is of another format"
-                if checkpoint.is_dir()
-                else "no such folder"
+            what = f"has no {MANIFEST}: it was not written to the end, or is of another format"
+            raise BrokenCheckpoint(
+                f"{checkpoint}: {what if checkpoint.is_dir() else 'no such folder'}"
             )
-            raise BrokenCheckpoint(f"{checkpoint}: {what}")
         manifest = Manifest.from_text((checkpoint / MANIFEST).read_text(encoding="utf-8"))
         if re.fullmatch(STEP_FOLDER, checkpoint.name) and step_of(checkpoint) != manifest.step:
             raise ValueError(f"is that of step {manifest.step}")
@@ -300,16 +298,8 @@ def _check_size(file: Path, num_bytes: int) -> None:
         )
 
 
-PASSING = (
-    errno.ESTALE,
-    errno.ETIMEDOUT,
-    errno.EAGAIN,
-    errno.ENOMEM,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ECONNRESET,
-    errno.EHOSTDOWN,
-)
+PASSING = {errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ECONNRESET, errno.EHOSTDOWN}
+PASSING |= {errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 
 
 def _passing(error: Exception) -> OSError | None:

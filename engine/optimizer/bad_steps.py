@@ -22,9 +22,8 @@ import torch
 
 from engine.loss.exchange import Rows
 
-Seen = dict[
-    str, list[tuple[int, int, bool]]
-]  # branch -> (place in the global batch, index, is the embedding finite) of rows
+# branch -> (place in the global batch, index, is the embedding finite) of rows
+Seen = dict[str, list[tuple[int, int, bool]]]
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,9 @@ def seen_by(own: Iterable[Mapping[str, Rows]]) -> Seen:
     """What a tail knows of the rows that it gave to the loss. Waits for the device."""
     seen: Seen = {}
     for branch, rows in ((branch, rows) for part in own for branch, rows in part.items()):
-        finite = torch.isfinite(rows.embeds).all(1) | (
-            rows.index < 0
-        )  # a sample that could not be loaded is not in the loss
-        index = torch.where(rows.index < 0, -1 - rows.index, rows.index)
+        not_loaded = rows.index < 0  # and not in the loss
+        finite = torch.isfinite(rows.embeds).all(1) | not_loaded
+        index = torch.where(not_loaded, -1 - rows.index, rows.index)
         seen.setdefault(branch, []).extend(
             zip(rows.position.tolist(), index.tolist(), finite.tolist())
         )
@@ -57,25 +55,17 @@ def seen_by(own: Iterable[Mapping[str, Rows]]) -> Seen:
 def bad_step(seen: Sequence[Seen], branches: Sequence[str]) -> BadStep:
     """From what every rank has seen. The first of the branches names the samples, and each other
     one those that the ones before it lack."""
-    rows = {
-        branch: sorted(row for one in seen for row in one.get(branch, ())) for branch in branches
-    }
-    samples = [index for _, index, _ in rows[branches[0]]]
-    for branch in branches[1:]:
-        known = set(samples)
-        samples += dict.fromkeys(index for _, index, _ in rows[branch] if index not in known)
-    return BadStep(
-        tuple(samples),
-        {
-            branch: tuple(index for _, index, finite in one if not finite)
-            for branch, one in rows.items()
-        },
-    )
+    samples: dict[int, None] = {}
+    not_finite = {}
+    for branch in branches:
+        rows = sorted(row for one in seen for row in one.get(branch, ()))
+        samples |= dict.fromkeys(index for _, index, _ in rows)
+        not_finite[branch] = tuple(index for _, index, finite in rows if not finite)
+    return BadStep(tuple(samples), not_finite)
 
 
 def is_loss_scale_search(optimizer: Any, loss: float) -> bool:
     """Was a step skipped because fp16's dynamic loss scale was too high? Then its samples are not
     to blame, and the scale ends the run by itself when it can fall no further."""
-    return bool(
-        getattr(getattr(optimizer, "loss_scaler", None), "dynamic", False)
-    ) and math.isfinite(loss)
+    scaler = getattr(optimizer, "loss_scaler", None)
+    return bool(getattr(scaler, "dynamic", False)) and math.isfinite(loss)

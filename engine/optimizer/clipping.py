@@ -175,12 +175,10 @@ class GroupedClipping:
     def _measurable(self, parameter: nn.Parameter) -> tuple[Tensor, float] | None:
         """The same, also before its turn, and what it is still scaled by: there it is, but for an
         offloaded optimizer, in a list of pieces."""
-        gradient, where = (
-            self.gradient(parameter),
-            self._place(parameter) if self.partitioned else None,
-        )
+        gradient = self.gradient(parameter)
         if gradient is not None:
             return gradient, 1.0
+        where = self._place(parameter) if self.partitioned else None
         if where is None:
             return None
         (group, start, length), scale = where, float(self.optimizer.loss_scale)

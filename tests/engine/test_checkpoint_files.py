@@ -45,12 +45,18 @@ from engine.checkpoint.writing import (
 from launch.run.resuming import find_checkpoint
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("written")
+    write_small(folder, 1)
+    write_small(folder, 2)
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path):
+def folder(written, tmp_path):
     """Holds two checkpoints, of the steps 1 and 2."""
-    write_small(tmp_path, 1)
-    write_small(tmp_path, 2)
-    return tmp_path
+    return shutil.copytree(written, tmp_path / "checkpoints")
 
 
 @pytest.fixture(scope="module")
@@ -196,21 +202,21 @@ DAMAGES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_broken_checkpoint_is_named_with_the_reason_and_passed_over(folder, alone, damage):
-    do, reason = DAMAGES[damage]
-    do(folder / "step-00000002")
-    checkpoint, notices = find_checkpoint("auto", folder)
-    assert checkpoint == folder / "step-00000001"
-    (notice,) = notices
-    assert notice.startswith(f"passed over: {folder / 'step-00000002'}: ") and reason in notice
-    with refused("--resume … step-00000002: … give auto") as refusal:
-        find_checkpoint(str(folder / "step-00000002"), folder)
-    assert reason in str(refusal.value)
-    shutil.rmtree(folder / "step-00000001")
-    with refused("--resume auto: no checkpoint can be used") as refusal:
-        find_checkpoint("auto", folder)
-    assert reason in str(refusal.value)
+def test_a_broken_checkpoint_is_named_with_the_reason_and_passed_over(folder, alone, tmp_path):
+    for number, (damage, (do, reason)) in enumerate(DAMAGES.items()):
+        own = shutil.copytree(folder, tmp_path / str(number))
+        do(own / "step-00000002")
+        checkpoint, (notice,) = find_checkpoint("auto", own)
+        assert checkpoint == own / "step-00000001", damage
+        assert notice.startswith(f"passed over: {own / 'step-00000002'}: "), damage
+        assert reason in notice, damage
+        with refused("--resume … step-00000002: … give auto") as refusal:
+            find_checkpoint(str(own / "step-00000002"), own)
+        assert reason in str(refusal.value), damage
+        shutil.rmtree(own / "step-00000001")
+        with refused("--resume auto: no checkpoint can be used") as refusal:
+            find_checkpoint("auto", own)
+        assert reason in str(refusal.value), damage
 
 
 def test_the_newest_is_used_whatever_the_pointer_says(folder, alone):
