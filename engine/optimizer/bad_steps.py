@@ -1,15 +1,5 @@
 """Steps that are skipped because the loss or a gradient was not finite, and the samples they had.
-
-| precision | who sees it | who skips |
-|---|---|---|
-| fp32, ZeRO-0 | `GroupedClipping.finite_everywhere`: the groups' norms, one sum over the world | `ForkEngine._take_model_step` |
-| fp32, ZeRO-1 | DeepSpeed's ZeRO optimizer, by the norm over all ranks | the same |
-| bf16 | BF16_Optimizer, by the norm over all ranks | the same |
-| fp16 | DeepSpeed's ZeRO optimizer, by every rank's gradients, still scaled | the same, and its loss scale falls, once for all ranks |
-
-A loss that is not finite makes the gradients not finite where they are injected, so that whoever
-reads gradients sees it too.
-"""
+Who sees it in which precision: `engine/README.md`, "Skipped steps"."""
 
 from __future__ import annotations
 
