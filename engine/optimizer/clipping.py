@@ -69,8 +69,10 @@ class GroupedClipping:
         ]
         self._steps = 0
         # made once: each would be a copy to the device
-        self._limits = self._vector([rule.bound for rule in self.rules.values()])
-        self._by_value = self._vector([rule.kind == "value" for rule in self.rules.values()]) > 0
+        by_value = [rule.kind == "value" for rule in self.rules.values()]
+        bounds = [rule.bound for rule in self.rules.values()]
+        self._by_value = self._vector(by_value) > 0
+        self._limits = torch.where(self._by_value, math.inf, self._vector(bounds))  # of norms
         self._clipped_steps = self._vector([0] * len(rules))
         self._mean_norms = self._vector([0] * len(rules))
         self.start_step()
@@ -88,7 +90,7 @@ class GroupedClipping:
     @torch.no_grad()
     def measure(self) -> Tensor:
         """The norm of each group: one sum over the world. All ranks call it together."""
-        squares = self._vector([[0, 0]] * len(self.rules))
+        squares = torch.zeros(len(self.rules), 2, dtype=torch.float64, device=self.comm.device)
         for (group, rule), own in zip(self.rules.items(), squares):
             self._add_squares(self.members[group], rule, own)
         if not self.partitioned:
