@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from common.blocks import Count, Whole
 
 AUTO = "auto"
-Auto = Literal["auto"]
 
-_RULE = '"auto" or a whole number of at least'
-# by branch, or for all of them
-Counts = Annotated[
-    Auto | Count | dict[str, Count],
-    Field(description=f"{_RULE} 1; or an object of those by branch"),
-]
-Sizes = Annotated[
-    Auto | Count | dict[str, Auto | Count],
-    Field(description=f"{_RULE} 1, or an object of those by branch"),
-]
-Kept = Annotated[
-    Auto | Whole | dict[str, Auto | Whole] | None,
-    Field(description=f"{_RULE} 0, or an object of those by branch"),
-]
+if TYPE_CHECKING:  # who reads them knows the layout, and so which of the forms they have
+    Counts = Sizes = Kept = Any
+else:
+    _AUTO = Literal["auto"]
+    _RULE = '"auto" or a whole number of at least {}, or an object of those by branch'
+    Counts = Annotated[_AUTO | Count | dict[str, Count], Field(description=_RULE.format(1))]
+    Sizes = Annotated[_AUTO | Count | dict[str, _AUTO | Count], Field(description=_RULE.format(1))]
+    Kept = Annotated[
+        _AUTO | Whole | dict[str, _AUTO | Whole] | None, Field(description=_RULE.format(0))
+    ]
