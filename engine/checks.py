@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
 
@@ -11,7 +11,9 @@ from common.blocks import Count, Whole
 AUTO = "auto"
 
 if TYPE_CHECKING:  # who reads them knows the layout, and so which of the forms they have
-    Counts = Sizes = Kept = Any
+    Counts: TypeAlias = Any
+    Sizes: TypeAlias = Any
+    Kept: TypeAlias = Any
 else:
     _AUTO = Literal["auto"]
     _RULE = '"auto" or a whole number of at least {}, or an object of those by branch'
