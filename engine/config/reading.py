@@ -108,7 +108,8 @@ class BranchesBlock:
             )
 
     def check_names(self, branches: Sequence[str]) -> None:
-        """Raise ValueError for a key that should be one of these branches and is not."""
+        """Raise ValueError for a key that should be one of these branches and is not, and for what is
+        wrong in the blocks inside this one."""
         names = ("stages", "replicas", "micro_batch_size", "kept_micro_batches", "compile", "train")
         for name in names:
             value = getattr(self, name)
@@ -120,6 +121,7 @@ class BranchesBlock:
                 )
             known = (*branches, "merged") if name == "stages" else branches
             refuse_unknown(value if isinstance(value, dict) else (), known, f"branches.{name}")
+        self.averaging()
         self.clipping(branches)
         self.learning(branches)
         locked = locked_block(self.locked, branches)
