@@ -125,7 +125,8 @@ def start_together(world_size: int) -> dict[str, float]:
     import torch.distributed as dist
 
     from engine.checks import AUTO
-    from engine.processes.places import Place, communication_of, meet
+    from engine.processes.communication import communication_of
+    from engine.processes.places import Place, meet
     from engine.processes.start import PREPARATION_LIMIT, free_port
     from engine.processes.store import connect
     from engine.processes.watchdog import BEAT_S, Watchdog

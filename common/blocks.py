@@ -14,7 +14,7 @@ whose ValueError is told as it is.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar, dataclass_transform
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
@@ -44,12 +44,14 @@ def block(cls: type[Kind]) -> type[Kind]:
 def one_of(*words: str) -> BeforeValidator:
     """For a value that is one of these words: `Annotated[str, one_of("a", "b")]`."""
 
-    def check(value: Any) -> Any:
-        if value not in words:
-            raise ValueError(f"unknown value {value!r}{nearest(str(value), words)}")
-        return value
+    return BeforeValidator(lambda value: refuse_other_word(value, words))
 
-    return BeforeValidator(check)
+
+def refuse_other_word(value: Any, words: Sequence[str]) -> Any:
+    """The value. Raises ValueError unless it is one of these words."""
+    if value not in words:
+        raise ValueError(f"unknown value {value!r}{nearest(str(value), words)}")
+    return value
 
 
 def read_block(kind: type[Kind], written: Any, where: str, example: str = "{}") -> Kind:

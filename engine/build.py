@@ -17,10 +17,10 @@ from torch import nn
 
 from engine.communication import Communicator
 from engine.executor import ForkEngine
-from engine.module import DescribesLayer, StageModule, learned_parameters
+from engine.module import DescribesLayer, StageModule
 from engine.objective import Objective
 from engine.optimizer.classes import with_length
-from engine.optimizer.clipping_rules import group_of, rank_sets, refuse_idle_patterns
+from engine.optimizer.clipping_rules import refuse_idle_patterns
 from engine.optimizer.parameter_groups import settings_of
 from engine.planning.batch import BranchBatch
 from engine.planning.costs import precision_of
@@ -73,15 +73,12 @@ def build_engine(
         total_num_steps,
         max(stage.replicas for stage in plan.graph.stages),
     )
-    sharded = resolved.get("zero_optimization", {}).get("stage", 0) > 0
-    sets_of_groups = rank_sets(plan.graph, _clipping_groups(plan, layers), sharded)
     comm = Communicator(
         graph=plan.graph,
         objective=objective,
         rank=rank,
         device=device,
         timeout=timeout,
-        rank_sets=[ranks for sets in sets_of_groups.values() for ranks in sets],
         clock=clock,
     )
     setup = RankSetup(plan, config, plan.graph.stage_of(rank), runs_behind(device))
@@ -106,7 +103,6 @@ def build_engine(
             config=resolved,
             schedule=plan.schedule,
             clipping=plan.clipping,
-            sets_of_groups=sets_of_groups,
             optimizer_groups=plan.optimizer_groups,
             average=plan.average,
             embed_dim=embed_dim,
@@ -115,19 +111,6 @@ def build_engine(
             setup=setup,
             from_bytes=from_bytes,
         )
-
-
-def _clipping_groups(
-    plan: RunPlan, layers: Mapping[str, Sequence[DescribesLayer]]
-) -> dict[str, list[set[str]]]:
-    """branch -> of each layer the groups that what it learns is clipped in."""
-    return {
-        branch: [
-            {group_of(name, plan.clipping) for name in learned_parameters(spec) if learns}
-            for spec, learns in zip(specs, plan.trainable[branch])
-        ]
-        for branch, specs in layers.items()
-    }
 
 
 def deepspeed_config(

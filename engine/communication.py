@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -231,9 +231,7 @@ class Communicator:
     """The groups and channels of one rank. Every rank makes its own, at the same time, from the
     same graph.
 
-    `rank_sets`: further sets of ranks, ascending, that add numbers up (the clipping groups'); a
-    rank outside a set never calls on it. `num_sums`: how often each of them was called on. `clock`:
-    the recorder's.
+    `clock`: the recorder's.
     """
 
     def __init__(
@@ -243,7 +241,6 @@ class Communicator:
         rank: int,
         device: torch.device,
         timeout: timedelta,
-        rank_sets: Iterable[tuple[int, ...]] = (),
         clock: HostClock = time.perf_counter,
     ):
         self.graph, self.objective, self.rank, self.device = graph, objective, rank, device
@@ -256,13 +253,6 @@ class Communicator:
             for stage in graph.stages
         }
         self.stage_group = self._stage_groups[self.stage.stage_id]
-        self._rank_sets = {
-            stage.ranks: self._stage_groups[stage.stage_id] for stage in graph.stages
-        }
-        for ranks in sorted(set(rank_sets)):
-            if len(ranks) > 1 and ranks not in self._rank_sets:
-                self._rank_sets[ranks] = self._group(ranks, "all_gather")
-        self.num_sums: Counter[tuple[int, ...]] = Counter()
         self._make_channels()
         self._crossings = self._make_crossings()
         self._joins = {
@@ -484,21 +474,6 @@ class Communicator:
                 place.copy_(part.flatten())
         sums = iter(self.sum_over(vector).tolist())
         return {name: list(itertools.islice(sums, length)) for name, length in lengths.items()}
-
-    def sum_in_order(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
-        """Sum of a small tensor over one of the `rank_sets`. Added up in the order of the ranks,
-        whatever the backend would do: the same bits on all of them, and in every set that adds up
-        the same numbers."""
-        if len(ranks) == 1:
-            return tensor
-        group = self._rank_sets[ranks]
-        wired = tensor.to(self._wire(group)).contiguous()
-        parts = [torch.empty_like(wired) for _ in ranks]
-        with self.recorder.span(WAIT):
-            dist.all_gather(parts, wired, group=group)
-        self.num_sums[ranks] += 1
-        self._sent_bytes += _bytes(wired) * (len(ranks) - 1)
-        return torch.stack(parts).sum(0).to(self.device)
 
     def start_sum_over_replicas(self, tensor: Tensor) -> dist.Work:
         """Start to add `tensor` up over the replicas of this stage, in place. Every replica starts

@@ -117,7 +117,6 @@ class ForkEngine(PipelineEngine):
         config: dict[str, Any],
         schedule: str,
         clipping: Mapping[str, ClippingRule],
-        sets_of_groups: Mapping[str, Sequence[tuple[int, ...]]],
         optimizer_groups: OptimizerGroups,
         average: AverageBlock | None,
         embed_dim: int,
@@ -140,9 +139,7 @@ class ForkEngine(PipelineEngine):
         self.comm, self.stage = comm, comm.stage
         self.tail_loss = TailLoss(comm, embed_dim, equal_shares, source_starts)
         self.batches, self.schedule_type = dict(batches), SCHEDULES[schedule]
-        self.clipping = GroupedClipping(
-            module.canonical_parameters, clipping, sets_of_groups, comm, self.optimizer
-        )
+        self.clipping = GroupedClipping(module.canonical_parameters, clipping, comm, self.optimizer)
         self.basic_optimizer.register_step_pre_hook(lambda *_: self.clipping.clip())
         stepped = [p for group in self.basic_optimizer.param_groups for p in group["params"]]
         self.average = WeightAverage(stepped, average) if average else None

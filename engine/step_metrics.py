@@ -127,9 +127,8 @@ class StepMetrics:
     """
 
     loss: float
-    scalars: Mapping[
-        str, float
-    ]  # what the loss learns, before the step; the scale as its exponential
+    # what the loss learns, before the step; the scale as its exponential
+    scalars: Mapping[str, float]
     grad_norm: Mapping[str, float]
     clip_coefficient: Mapping[str, float]
     clipped_share: Mapping[str, float]
@@ -165,29 +164,20 @@ class StepMetrics:
             "loss": self.loss,
             **self.losses,
             "lr": self.lr,
-            **{f"lr/{group}": rate for group, rate in self.group_lr.items()},
+            **_named("lr", self.group_lr),
             **self.scalars,
-            **{f"grad_norm/{group}": norm for group, norm in self.grad_norm.items()},
-            **{
-                f"clip_coefficient/{group}": coefficient
-                for group, coefficient in self.clip_coefficient.items()
-            },
-            **{
-                f"clipped_share/{group}": round(share, 6)
-                for group, share in self.clipped_share.items()
-            },
+            **_named("grad_norm", self.grad_norm),
+            **_named("clip_coefficient", self.clip_coefficient),
+            **_named("clipped_share", self.clipped_share, 6),
             "skipped_steps": self.skipped_steps,
             "samples_per_s": round(samples_per_s, 2),
             "step_s": round(step_s, 5),
-            **{f"idle/{stage}": round(fraction, 4) for stage, fraction in self.idle.items()},
-            **{f"busy_s/{stage}": round(seconds, 5) for stage, seconds in self.busy_s.items()},
-            **{
-                f"data_wait_s/{stage}": round(seconds, 5)
-                for stage, seconds in self.data_wait_s.items()
-            },
+            **_named("idle", self.idle, 4),
+            **_named("busy_s", self.busy_s, 5),
+            **_named("data_wait_s", self.data_wait_s, 5),
             "sent_bytes": self.sent_bytes,
             "peak_memory_bytes": self.peak_memory_bytes,
-            **self._memory_by_rank(),
+            **_named("peak_memory_bytes", self._memory_by_rank()),
             **{name: round(value, 5) for name, value in self.counts.items()},
             **_by_pair("left_out_samples", self.left_out),
             **_by_pair("duplicate_samples", self.duplicates),
@@ -199,10 +189,14 @@ class StepMetrics:
         """Of a world so small that its lines stay short."""
         if not 1 < len(self.rank_memory_bytes) <= MOST_RANKS_LISTED:
             return {}
-        return {
-            f"peak_memory_bytes/rank {rank}": number
-            for rank, number in enumerate(self.rank_memory_bytes)
-        }
+        return {f"rank {rank}": number for rank, number in enumerate(self.rank_memory_bytes)}
+
+
+def _named(metric: str, values: Mapping[str, float], digits: int | None = None) -> dict[str, float]:
+    return {
+        f"{metric}/{name}": value if digits is None else round(value, digits)
+        for name, value in values.items()
+    }
 
 
 def _by_pair(name: str, numbers: Mapping[str, int]) -> dict[str, int]:

@@ -10,15 +10,25 @@ import resource
 import signal
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from split_training import Case, make_engine, micro_batches_of_rank
 from torch import Tensor
 
-from engine.checkpoint.layout import OWNER, Fragment
+from engine.checkpoint.layout import (
+    MANIFEST,
+    OWNER,
+    Fragment,
+    checksum_of_file,
+    read_manifest,
+    replace_text,
+    tensors_file,
+)
 from engine.checkpoint.retention import Keep
 from engine.checkpoint.writing import commit, make_folder, write_rank, writing_folder
 
@@ -51,16 +61,24 @@ def train_from(
 
 
 def state_of(engine) -> dict[str, Any]:
-    """This rank's part of everything that a checkpoint holds, but for random states."""
+    """This rank's part of everything that a checkpoint holds."""
     from engine.checkpoint.engine_state import snapshot
 
     taken = snapshot(engine)
-    tensors = {
-        fragment: tensor.clone()
-        for fragment, tensor in taken.tensors.items()
-        if fragment.kind != "random"
-    }
+    tensors = {fragment: tensor.clone() for fragment, tensor in taken.tensors.items()}
     return {"tensors": tensors, "scalars": taken.scalars, "progress": taken.progress}
+
+
+def as_0_1_0_wrote(checkpoint: Path) -> None:
+    """Add what 0.1.0 also saved: the state of each rank's generators."""
+    manifest, records = read_manifest(checkpoint), []
+    for rank, record in enumerate(manifest.ranks):
+        file, drawn = checkpoint / tensors_file(rank), Fragment("random", str(rank), (5,), 0, 5)
+        save_file({**load_file(file), drawn.key: torch.zeros(5, dtype=torch.uint8)}, file)
+        size, fragments = file.stat().st_size, (*record.fragments, drawn)
+        record = replace(record, num_bytes=size, fragments=fragments)
+        records.append(replace(record, checksum=checksum_of_file(file)))
+    replace_text(checkpoint / MANIFEST, replace(manifest, ranks=tuple(records)).to_text())
 
 
 def whole(states: list[dict[str, Any]]) -> dict[tuple[str, str], Tensor]:

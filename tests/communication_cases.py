@@ -32,10 +32,8 @@ COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "reduce")
 OBJECTIVE = Objective(tuple(map(Branch, BRANCHES)), (Pair(*BRANCHES, InfoNCE()),))
 
 
-def communicator(graph: StageGraph, rank_sets: list[tuple[int, ...]] | None = None) -> Communicator:
-    return Communicator(
-        graph, OBJECTIVE, dist.get_rank(), torch.device("cpu"), TIMEOUT, rank_sets or []
-    )
+def communicator(graph: StageGraph) -> Communicator:
+    return Communicator(graph, OBJECTIVE, dist.get_rank(), torch.device("cpu"), TIMEOUT)
 
 
 def message(number: int, replica: int) -> dict[str, torch.Tensor]:
@@ -192,8 +190,7 @@ def a_layer_that_breaks_its_word(case: Case, layer: str, tensor: str) -> None:
 
 def gathering_and_crossing(replicas: dict[str, int], rows: dict[str, list[int]]) -> dict:
     """A fork of one stage per branch: replicas gather their rows, then the wholes cross over."""
-    everyone = tuple(range(sum(replicas.values())))
-    comm = communicator(fork({branch: [range(0, 1)] for branch in BRANCHES}, replicas), [everyone])
+    comm = communicator(fork({branch: [range(0, 1)] for branch in BRANCHES}, replicas))
     (branch,) = comm.stage.layers
     counts = comm.gather_counts(rows[branch][comm.replica])
     first = sum(rows[branch][: comm.replica])
@@ -215,7 +212,7 @@ def gathering_and_crossing(replicas: dict[str, int], rows: dict[str, list[int]])
         "counts": counts,
         "whole": whole.tolist(),
         "crossed": {b: tensor.tolist() for b, tensor in crossed.items()},
-        "sum": comm.sum_in_order(torch.ones(1), everyone).item(),
+        "sum": comm.sum_over(torch.ones(1)).item(),
         "averages": [buffer.tolist() for buffer in buffers],
         "dtypes": [str(buffer.dtype) for buffer in buffers],
     }

@@ -61,14 +61,11 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """What the ranks are to do. `programs`: their instructions; `sets`: ranks that add up the norms
-    of their gradients (`rank_sets`)."""
+    """What the ranks are to do. `programs`: their instructions."""
 
     graph: StageGraph
     objective: Objective
     programs: Mapping[int, Sequence[PipeInstruction]]
-    sets: Sequence[tuple[int, ...]] = ()
-    sharded: bool = True  # ZeRO-1
     early_averages: bool = False  # ours, during the last backward; else DeepSpeed's
     equal_shares: bool = True
     statistics: bool = True  # are there running statistics to average?
@@ -128,14 +125,7 @@ class _Walk:
             yield Operation("together", self.own, "DeepSpeed")
         elif isinstance(instruction, OptimizerStep):
             yield Operation("together", self.world, "DeepSpeed")
-            for ranks in sorted(ranks for ranks in set(self.work.sets) if self.rank in ranks):
-                if len(ranks) > 1:
-                    of_stage = any(ranks == stage.ranks for stage in self.graph.stages)
-                    yield Operation(
-                        "together", Group("stage" if of_stage else "set", ranks), "norm"
-                    )
-            if not self.work.sharded:
-                yield Operation("together", self.world, "finite")
+            yield Operation("together", self.world, "norms")
             yield Operation("together", self.own, "DeepSpeed")
 
     def channel(self, instruction: PipeInstruction) -> Group:
@@ -363,8 +353,6 @@ def recorded(case: Any, posts_ahead: bool) -> list[tuple[list[tuple], list[tuple
         graph,
         engine.objective,
         programs(engine.schedule_type, given),
-        list(engine.clipping._groups_of_set),
-        engine.clipping.partitioned,
         engine._gradient_averages is not None,
         not case.deals,
         bool(engine.module.running_statistics()),
@@ -413,9 +401,8 @@ def _noting(comm: Communicator) -> Iterator[list[tuple[str, Group | None]]]:
     """What is called in here, as (kind, communicator)."""
     noted: list[tuple[str, Group | None]] = []
     names: dict[int, Group] = {id(None): Group("world", tuple(range(comm.graph.world_size)))}
-    stages = [stage.ranks for stage in comm.graph.stages]
-    for ranks, group in comm._rank_sets.items():
-        names[id(group)] = Group("stage" if ranks in stages else "set", ranks)
+    for stage in comm.graph.stages:
+        names[id(comm._stage_groups[stage.stage_id])] = Group("stage", stage.ranks)
     for (first, second), (source, group) in comm._crossings.items():
         others = [rank for rank in dist.get_process_group_ranks(group) if rank != source]
         names[id(group)] = Group(f"{first} to {second}", (source, *others))

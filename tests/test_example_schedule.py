@@ -15,7 +15,7 @@ from launched import SMALL, fork_flags, metrics, run_to_end, words, write_pairs
 
 from data import modules
 from data.modules import import_modules
-from engine.config.reading import BranchesBlock, check_config
+from engine.config.reading import check_config
 from engine.planning.costs import configured, cost_model_to_json
 from engine.planning.planner import plan_run, search_plans
 from engine.processes.out_of_memory import TRAINING, RankSetup, Work, not_in_use
@@ -59,7 +59,7 @@ def plan_of(branches, world_size=4):
 
 def test_without_the_module_the_name_is_refused():
     with pytest.raises(ValueError, match="branches.schedule: .*'one_by_one'.*batch_sync"):
-        BranchesBlock(schedule=NAME)
+        check_config(CONFIG | {"branches": {"schedule": NAME}}, BRANCHES)
 
 
 def test_the_planner_and_the_simulator_take_it(registered):

@@ -166,7 +166,8 @@ def _table(block: type, meanings: dict[str, str]) -> list[str]:
     hints = inspect.get_annotations(block)  # as written
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for field in dataclasses.fields(block):
-        kind = str(hints.get(field.name, "")).replace("|", "or")
+        kind = re.sub(r"^Annotated\[(.+?), .*\]$", r"\1", str(hints.get(field.name, "")))
+        kind = kind.replace("|", "or")
         kind = "" if kind == "Any" else f"`{kind}`"
         meaning = meanings.get(field.name, "")
         lines.append(f"| `{field.name}` | {kind} | {_default(field)} | {meaning} |")

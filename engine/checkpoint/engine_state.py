@@ -9,20 +9,15 @@ hold is dealt to them evenly.
 
 from __future__ import annotations
 
-import base64
-import json
-import random
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.lr_schedules import get_torch_optimizer
 from torch import Tensor
 
-from engine.checkpoint.layout import AVERAGE, BUFFER, OPTIMIZER, PARAMETER, RANDOM, Fragment
+from engine.checkpoint.layout import AVERAGE, BUFFER, OPTIMIZER, PARAMETER, Fragment
 from engine.checkpoint.reading import CheckpointReader
 from engine.executor import ForkEngine
 from engine.schedule import SCHEDULES
@@ -61,32 +56,14 @@ def runs_of(engine: ForkEngine) -> list[Run]:
         shape = tuple(parameter.shape)
         if not (engine.clipping.partitioned and parameter.requires_grad):
             runs.append(
-                Run(
-                    name=name,
-                    shape=shape,
-                    offset=0,
-                    numel=parameter.numel(),
-                    held=parameter,
-                    start=0,
-                )
+                Run(name, shape, offset=0, numel=parameter.numel(), held=parameter, start=0)
             )
-        elif (
-            mapping := parameter._hp_mapping
-        ) is not None:  # DeepSpeed's: where the parameter lies in this rank's flat slice
-            own, held = (
-                mapping.get_hp_fragment_address(),
-                groups[mapping.param_group_index]["params"][0],
-            )
-            runs.append(
-                Run(
-                    name=name,
-                    shape=shape,
-                    offset=mapping.lp_fragment_address.start,
-                    numel=own.numel,
-                    held=held,
-                    start=own.start,
-                )
-            )
+            continue
+        # DeepSpeed's: where the parameter lies in this rank's flat slice
+        if (mapping := parameter._hp_mapping) is not None:
+            own, offset = mapping.get_hp_fragment_address(), mapping.lp_fragment_address.start
+            held = groups[mapping.param_group_index]["params"][0]
+            runs.append(Run(name, shape, offset, own.numel, held, own.start))
     return runs
 
 
@@ -135,10 +112,8 @@ class Snapshot:
 def snapshot(engine: ForkEngine) -> Snapshot:
     """What this rank is to save. Raises ValueError for an optimizer whose state cannot be
     divided by parameter."""
-    optimizer, parameters = (
-        get_torch_optimizer(engine.optimizer),
-        engine.module.canonical_parameters,
-    )
+    optimizer = get_torch_optimizer(engine.optimizer)
+    parameters = engine.module.canonical_parameters
     runs, stateless = runs_of(engine), []
     tensors: dict[Fragment, Tensor] = {}
     scalars: dict[str, dict[str, Any]] = {}
@@ -153,11 +128,8 @@ def snapshot(engine: ForkEngine) -> Snapshot:
         tensors[run.fragment(PARAMETER)] = run.of(run.held)
         if id(run.held) in averages:
             tensors[run.fragment(AVERAGE)] = run.of(averages[id(run.held)])
-        kept = {
-            key: value
-            for key, value in optimizer.state.get(run.held, {}).items()
-            if value is not None
-        }
+        state = optimizer.state.get(run.held, {})
+        kept = {key: value for key, value in state.items() if value is not None}
         if not kept:
             stateless.append(run.name)
         for key, value in kept.items():
@@ -176,8 +148,6 @@ def snapshot(engine: ForkEngine) -> Snapshot:
             tensors[Fragment(BUFFER, name, tuple(buffer.shape), 0, buffer.numel())] = (
                 buffer.detach().reshape(-1)
             )
-    drawn = torch.frombuffer(bytearray(json.dumps(random_states()).encode()), dtype=torch.uint8)
-    tensors[Fragment(RANDOM, str(engine.comm.rank), tuple(drawn.shape), 0, drawn.numel())] = drawn
     progress = {
         **engine.progress(),
         "optimizer": {"type": type(optimizer).__name__, "options": options},
@@ -203,57 +173,19 @@ def _scalar_to_json(key: str, value: Any) -> Any:
         return {"dtype": str(value.dtype).removeprefix("torch."), "value": value.item()}
     if _is_number(value):
         return value
-    what = (
-        f"a tensor of shape {list(value.shape)}"
-        if isinstance(value, Tensor)
-        else f"a {type(value).__name__}"
-    )
+    is_tensor = isinstance(value, Tensor)
+    what = f"tensor of shape {list(value.shape)}" if is_tensor else type(value).__name__
     raise ValueError(
-        f"the optimizer keeps {what} as {key!r} for a parameter of another shape, which no other "
+        f"the optimizer keeps a {what} as {key!r} for a parameter of another shape, which no other "
         "topology could read; use an optimizer such as AdamW, SGD or Lion, which keeps numbers and "
         "tensors of the parameter's own shape"
     )
 
 
 def _scalar_from_json(value: Any) -> Any:
-    return (
-        torch.tensor(value["value"], dtype=SCALAR_DTYPES[value["dtype"]])
-        if isinstance(value, dict)
-        else value
-    )
-
-
-def random_states() -> dict[str, Any]:
-    """Of this process's generators, as JSON. Training draws from none of them (`engine/module.py`);
-    what a caller draws goes on."""
-    states = {"torch": torch.get_rng_state()}
-    if get_accelerator().device_name() != "cpu":
-        states["device"] = get_accelerator().get_rng_state()
-    of_numpy: Any = np.random.get_state()  # a tuple, unless it is asked for a dictionary
-    name, keys, *position = of_numpy
-    return {
-        **{
-            where: base64.b64encode(state.numpy().tobytes()).decode()
-            for where, state in states.items()
-        },
-        "python": random.getstate(),
-        "numpy": [name, keys.tolist(), *position],
-    }
-
-
-def set_random_states(states: Mapping[str, Any]) -> None:
-    decoded = {
-        where: torch.frombuffer(bytearray(base64.b64decode(states[where])), dtype=torch.uint8)
-        for where in ("torch", "device")
-        if where in states
-    }
-    torch.set_rng_state(decoded["torch"])
-    if "device" in decoded and get_accelerator().device_name() != "cpu":
-        get_accelerator().set_rng_state(decoded["device"])
-    version, keys, gauss = states["python"]
-    random.setstate((version, tuple(keys), gauss))
-    name, keys, *position = states["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *position))
+    if not isinstance(value, dict):
+        return value
+    return torch.tensor(value["value"], dtype=SCALAR_DTYPES[value["dtype"]])
 
 
 # -- into the engine
@@ -283,12 +215,6 @@ def restore(engine: ForkEngine, reader: CheckpointReader) -> None:
                 reader.read(AVERAGE, run.name, run.shape, run.offset, run.offset + run.numel)
             )
     engine.load_progress(reader.manifest.progress)
-    if (
-        shape := reader.shape(RANDOM, str(engine.comm.rank))
-    ) is not None:  # a world that has grown: the new ranks keep theirs
-        set_random_states(
-            json.loads(reader.read(RANDOM, str(engine.comm.rank), shape).numpy().tobytes())
-        )
 
 
 def _restore_optimizer(engine: ForkEngine, reader: CheckpointReader, runs: list[Run]) -> None:
@@ -309,20 +235,9 @@ def _restore_optimizer(engine: ForkEngine, reader: CheckpointReader, runs: list[
     for group, filled in zip(optimizer.param_groups, whole["param_groups"]):
         names = [run.name for tensor in group["params"] for run in by_held.get(id(tensor), [])]
         # of a group whose slice is all padding here, any: nothing is stepped
-        options: dict[str, Any] = next(
-            (
-                saved["options"][name]
-                for name in (*names, *saved["options"])
-                if name in saved["options"]
-            ),
-            {},
-        )
-        filled.update(
-            {
-                key: tuple(value) if isinstance(value, list) else value
-                for key, value in options.items()
-            }
-        )
+        known = [name for name in (*names, *saved["options"]) if name in saved["options"]]
+        for key, value in saved["options"][known[0]].items() if known else ():
+            filled[key] = tuple(value) if isinstance(value, list) else value
         for index, tensor in zip(filled["params"], group["params"]):
             if state := _state_of(tensor, by_held.get(id(tensor), []), reader):
                 whole["state"][index] = state
@@ -350,12 +265,10 @@ def _state_of(held: Tensor, runs: list[Run], reader: CheckpointReader) -> dict[s
                 reader.read(kind, run.name, run.shape, run.offset, run.offset + run.numel)
             )
     scalars = [reader.scalars(run.name) for run in with_state] if runs else reader.all_scalars()
-    for key in {
-        key for found in scalars for key in found
-    }:  # one number for all of a slice: the largest
-        state[key] = max(
-            (_scalar_from_json(found[key]) for found in scalars if key in found), key=float
-        )
+    for key in {key for found in scalars for key in found}:
+        # one number for all of a slice: the largest
+        values = (_scalar_from_json(found[key]) for found in scalars if key in found)
+        state[key] = max(values, key=float)
     return state
 
 
@@ -364,9 +277,7 @@ def topology_of(engine: ForkEngine) -> dict[str, Any]:
     return {
         "stages": engine.graph.describe(),
         "stage_graph": engine.graph.record(),
-        "schedule": next(
-            name for name, schedule in SCHEDULES.items() if schedule is engine.schedule_type
-        ),
+        "schedule": next(n for n, of in SCHEDULES.items() if of is engine.schedule_type),
         "micro_batch_size": {
             branch: batch.micro_batch_size for branch, batch in engine.batches.items()
         },

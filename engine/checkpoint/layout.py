@@ -35,14 +35,8 @@ from common.files import replacing
 FORMAT, VERSION = "wye-checkpoint", 1
 MANIFEST, LATEST, OWNER, SEAL = "manifest.json", "latest", "owner", "seal"
 WRITING, DELETING, SET_ASIDE = ".writing", ".deleting", ".set-aside"
-# kinds; the last is followed by the state's own name
-PARAMETER, AVERAGE, BUFFER, RANDOM, OPTIMIZER = (
-    "parameter",
-    "average",
-    "buffer",
-    "random",
-    "optimizer.",
-)
+# kinds; the last is followed by the state's own name, and 0.1.0 also wrote "random"
+PARAMETER, AVERAGE, BUFFER, OPTIMIZER = "parameter", "average", "buffer", "optimizer."
 STEP_FOLDER = r"step-(\d{8,})"
 CHUNK_BYTES = 1 << 20
 
@@ -270,12 +264,10 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """
     try:
         if not (checkpoint / MANIFEST).is_file():
-            what = (
-                f"has no {MANIFEST}: it was not written to the end, or is of another format"
-                if checkpoint.is_dir()
-                else "no such folder"
+            what = f"has no {MANIFEST}: it was not written to the end, or is of another format"
+            raise BrokenCheckpoint(
+                f"{checkpoint}: {what if checkpoint.is_dir() else 'no such folder'}"
             )
-            raise BrokenCheckpoint(f"{checkpoint}: {what}")
         manifest = Manifest.from_text((checkpoint / MANIFEST).read_text(encoding="utf-8"))
         if re.fullmatch(STEP_FOLDER, checkpoint.name) and step_of(checkpoint) != manifest.step:
             raise ValueError(f"is that of step {manifest.step}")
@@ -306,16 +298,8 @@ def _check_size(file: Path, num_bytes: int) -> None:
         )
 
 
-PASSING = (
-    errno.ESTALE,
-    errno.ETIMEDOUT,
-    errno.EAGAIN,
-    errno.ENOMEM,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ECONNRESET,
-    errno.EHOSTDOWN,
-)
+PASSING = {errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ECONNRESET, errno.EHOSTDOWN}
+PASSING |= {errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 
 
 def _passing(error: Exception) -> OSError | None:
@@ -337,18 +321,22 @@ def verify(checkpoint: Path, part: int = 0, parts: int = 1) -> Manifest:
     """
     manifest = read_manifest(checkpoint)
     for rank in range(part, len(manifest.ranks), parts):
-        try:
-            checksum = checksum_of_file(checkpoint / tensors_file(rank))
-        except OSError as error:
-            raise _passing(error) or BrokenCheckpoint(
-                f"{checkpoint}: {tensors_file(rank)} cannot be read: {error}"
-            ) from error
-        if checksum != manifest.ranks[rank].checksum:
-            raise BrokenCheckpoint(
-                f"{checkpoint}: {tensors_file(rank)} does not have the checksum that it was "
-                "written with"
-            )
+        check_content(checkpoint / tensors_file(rank), manifest.ranks[rank].checksum)
     return manifest
+
+
+def check_content(file: Path, checksum: str) -> None:
+    """Raise BrokenCheckpoint unless the file reads as it was written."""
+    try:
+        found = checksum_of_file(file)
+    except OSError as error:
+        raise _passing(error) or BrokenCheckpoint(
+            f"{file.parent}: {file.name} cannot be read: {error}"
+        ) from error
+    if found != checksum:
+        raise BrokenCheckpoint(
+            f"{file.parent}: {file.name} does not have the checksum that it was written with"
+        )
 
 
 def newest_of(

@@ -43,9 +43,8 @@ class CheckpointReader:
         self._fragments = self.manifest.fragments()
         self._files: dict[int, Any] = {}
         self._open = contextlib.ExitStack()
-        self.optimizer_kinds = sorted(
-            {kind for kind, _ in self._fragments if kind.startswith(OPTIMIZER)}
-        )
+        kinds = {kind for kind, _ in self._fragments}
+        self.optimizer_kinds = sorted(kind for kind in kinds if kind.startswith(OPTIMIZER))
         self.stateless = {name for record in self.manifest.ranks for name in record.stateless}
 
     def __enter__(self) -> CheckpointReader:
@@ -74,12 +73,11 @@ class CheckpointReader:
         """
         parts = self._fragments.get((kind, name))
         if parts is None:
-            near = difflib.get_close_matches(
-                name, [other for k, other in self._fragments if k == kind], 1
-            )
+            others = [other for own, other in self._fragments if own == kind]
+            near = difflib.get_close_matches(name, others, 1)
+            hint = f"; the nearest is {near[0]!r}" if near else ""
             raise ValueError(
-                f"checkpoint {self.checkpoint}: has no {kind} "
-                f"{name!r}{f'; the nearest is {near[0]!r}' if near else ''}. It was made with "
+                f"checkpoint {self.checkpoint}: has no {kind} {name!r}{hint}. It was made with "
                 "other towers; choose another checkpoint, or the towers that it was made with"
             )
         if parts[0][1].shape != tuple(shape):
@@ -100,9 +98,8 @@ class CheckpointReader:
             self._files[rank] = self._open.enter_context(
                 safe_open(self.checkpoint / tensors_file(rank), framework="pt")
             )
-        part = self._files[rank].get_slice(fragment.key)[
-            first - fragment.offset : last - fragment.offset
-        ]
+        whole = self._files[rank].get_slice(fragment.key)
+        part = whole[first - fragment.offset : last - fragment.offset]
         if part.shape != (last - first,):
             raise BrokenCheckpoint(
                 f"{self.checkpoint}: {tensors_file(rank)} has other elements of {fragment.key} "
@@ -112,18 +109,13 @@ class CheckpointReader:
 
     def scalars(self, name: str) -> dict[str, Any]:
         """The numbers that the optimizer keeps for a parameter."""
-        return {
-            key: value
-            for record in self.manifest.ranks
-            for key, value in record.scalars.get(name, {}).items()
-        }
+        records = [record.scalars.get(name, {}) for record in self.manifest.ranks]
+        return {key: value for record in records for key, value in record.items()}
 
     def all_scalars(self) -> list[dict[str, Any]]:
         """Of every parameter that has some."""
-        return [
-            self.scalars(name)
-            for name in sorted({name for record in self.manifest.ranks for name in record.scalars})
-        ]
+        names = {name for record in self.manifest.ranks for name in record.scalars}
+        return [self.scalars(name) for name in sorted(names)]
 
 
 Layer = TypeVar("Layer", bound=nn.Module)
@@ -141,10 +133,9 @@ def load_layer(
     dtype = PRECISIONS[reader.manifest.topology["precision"]]
     names: Any = layer.canonical_names
     for local, parameter in layer.named_parameters():
-        kind = (
-            AVERAGE if averaged and reader.shape(AVERAGE, names[local]) is not None else PARAMETER
-        )  # locked: itself
-        value = reader.read(kind, names[local], parameter.shape)
+        name = names[local]
+        has_average = averaged and reader.shape(AVERAGE, name) is not None  # a locked one has none
+        value = reader.read(AVERAGE if has_average else PARAMETER, name, parameter.shape)
         parameter.data = value.view(parameter.shape).to(dtype)
     for local, buffer in layer.named_buffers():
         if local in names:

@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +60,8 @@ class CheckpointWriter:
     def __init__(
         self, folder: Path, configuration: Mapping[str, Any], keep: Keep, limit_s: float = 1800.0
     ):
-        self.folder, self.configuration, self.keep, self.limit_s = (
-            folder,
-            configuration,
-            keep,
-            limit_s,
-        )
+        self.folder, self.configuration = folder, configuration
+        self.keep, self.limit_s = keep, limit_s
         self._first = dist.get_rank() == 0
         self._step = 0  # of the checkpoint asked for last,
         self._refused: str | None = None  # why it was not begun,
@@ -75,13 +72,11 @@ class CheckpointWriter:
         self._begun_s, self._signs = 0.0, 0
         self._owner = ""
         if self._first:
-            with contextlib.suppress(
-                OSError
-            ):  # a disk that is full or read-only is warned of when there is something to lose
+            # a disk that is full or read-only is warned of when there is something to lose
+            with contextlib.suppress(OSError):
                 self._owner = writing.claim(folder)
-        self._host: dict[
-            str, Tensor
-        ] = {}  # memory for the copy, by key: used again from one checkpoint to the next
+        # memory for the copy, by key: used again from one checkpoint to the next
+        self._host: dict[str, Tensor] = {}
 
     def save(self, engine: ForkEngine, state: Mapping[str, Any]) -> None:
         """Save what the engine is after the current step. `state`: the caller's, small, as JSON,
@@ -93,10 +88,8 @@ class CheckpointWriter:
         """
         if reason := self._landed():
             self._warn(reason)
-        taken, copied_state = (
-            snapshot(engine),
-            json.loads(json.dumps(state)),
-        )  # a copy: the caller goes on changing its own
+        taken = snapshot(engine)
+        copied_state = json.loads(json.dumps(state))  # the caller goes on changing its own
         num_bytes = sum(from_all_ranks(taken.num_bytes))
         self._step, self._warned = engine.global_steps, False
         self._refused = from_first_rank(self._prepare(num_bytes) if self._first else None)
@@ -104,53 +97,32 @@ class CheckpointWriter:
             self._warn(self._refused)
             return
         self._begun_s = time.monotonic()
-        folder, rank, step = (
-            writing.writing_folder(self.folder, self._step),
-            engine.comm.rank,
-            self._step,
-        )
+        folder, rank = writing.writing_folder(self.folder, self._step), engine.comm.rank
         with engine.memory_explained(SAVING):
             tensors = _copied_to_host(taken.tensors, self._host)
-        self._files = self._in_background(
-            "checkpoint files",
-            lambda: writing.write_rank(
-                folder,
-                rank,
-                tensors,
-                scalars=taken.scalars,
-                stateless=taken.stateless,
-                progress=taken.progress,
-            ),
-        )
+        parts = (taken.scalars, taken.stateless, taken.progress)
+        write = partial(writing.write_rank, folder, rank, tensors, *parts)
+        self._files = self._in_background("checkpoint files", write)
         if self._first:
-            about = {
-                "topology": topology_of(engine),
-                "state": copied_state,
-                "configuration": self.configuration,
-            }
-            num_ranks, self._cancelled = engine.graph.world_size, threading.Event()
-            self._commit = self._in_background(
-                "checkpoint manifest",
-                lambda: writing.commit(
-                    self.folder,
-                    step,
-                    num_ranks,
-                    about=about,
-                    keep=self.keep,
-                    limit_s=self.limit_s,
-                    cancelled=self._cancelled,
-                    owner=self._owner,
-                ),
+            self._cancelled = threading.Event()
+            about = {"topology": topology_of(engine), "state": copied_state}
+            commit = partial(
+                writing.commit,
+                self.folder,
+                self._step,
+                engine.graph.world_size,
+                about={**about, "configuration": self.configuration},
+                keep=self.keep,
+                limit_s=self.limit_s,
+                cancelled=self._cancelled,
+                owner=self._owner,
             )
+            self._commit = self._in_background("checkpoint manifest", commit)
 
     def signs_of_life(self) -> int:
         """Goes up with each call while this rank writes, for `limit_s` at most: whoever waits for a
         checkpoint is not stuck."""
-        in_flight = [
-            future
-            for future in (self._files, self._commit)
-            if future is not None and not future.done()
-        ]
+        in_flight = any(future and not future.done() for future in (self._files, self._commit))
         if in_flight and time.monotonic() < self._begun_s + self.limit_s:
             self._signs += 1
         return self._signs
@@ -206,7 +178,8 @@ class CheckpointWriter:
             _give_way()
             try:
                 future.set_result(work())
-            except Exception as error:  # reported to all ranks when the next checkpoint is asked for; here at once, as far as it is known
+            except Exception as error:
+                # all ranks learn it when the next checkpoint is asked for; here it is said at once
                 self._warn(_in_words(error))
                 future.set_exception(error)
 
@@ -217,11 +190,8 @@ class CheckpointWriter:
         """Once for a checkpoint, on the first rank."""
         if self._first and not self._warned:
             self._warned = True
-            print(
-                f"wye: warning: {self._message(reason)}. Training goes on",
-                file=sys.stderr,
-                flush=True,
-            )
+            warning = f"wye: warning: {self._message(reason)}. Training goes on"
+            print(warning, file=sys.stderr, flush=True)
 
     def _message(self, reason: str) -> str:
         newest, _ = newest_of(checkpoints_in(self.folder), read_manifest)
@@ -263,11 +233,8 @@ def _reason(future: Future) -> str | None:
 
 
 def _in_words(error: BaseException) -> str:
-    return (
-        str(error)
-        if isinstance(error, (OSError, ValueError))
-        else f"{type(error).__name__}: {error}"
-    )
+    known = isinstance(error, (OSError, ValueError))
+    return str(error) if known else f"{type(error).__name__}: {error}"
 
 
 # -- going on

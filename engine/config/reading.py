@@ -11,13 +11,15 @@ import copy
 import difflib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
-from common.spelling import keys_of, nearest
-from engine.checks import AUTO, check_choice, check_counts
+from pydantic import BeforeValidator
+
+from common.blocks import Count, block, one_of, read_block, refuse_other_word, refuse_unknown
+from engine.checks import AUTO, Counts, Kept, Sizes
 from engine.config.deepspeed_keys import check_keys
 from engine.optimizer.averaging import AverageBlock, average_block
 from engine.optimizer.classes import check_optimizer, check_schedule
@@ -52,80 +54,74 @@ NOT_WITH_A_PIPELINE = {
 }
 
 
-@dataclass(frozen=True)
-class BranchesBlock:
-    """The `branches` block as written. Checked when made, but for the names of branches in it, see
-    `check_names`, and for `balance`, `sample_weights` and `train`, which those read that load the
-    data and build the towers (`launch/config/blocks.py`)."""
+def _is_schedule(value: Any) -> Any:
+    if isinstance(value, str) and value in REMOVED.keys() - SCHEDULES.keys():
+        raise ValueError(
+            f'"{value}" is no longer there, because {REMOVED[value]}; use '
+            f"{' or '.join(exact_schedules())}"
+        )
+    return refuse_other_word(value, (AUTO, *SCHEDULES))
 
-    layout: str = AUTO
-    stages: Any = AUTO
-    replicas: Any = AUTO
-    micro_batch_size: Any = AUTO
-    schedule: str = AUTO
-    kept_micro_batches: Any = None
+
+def _is_compiling(value: Any) -> Any:
+    for choice in value.values() if isinstance(value, dict) else [] if value is None else [value]:
+        refuse_other_word(choice, COMPILING)
+    return value
+
+
+@block
+class BranchesBlock:
+    """The `branches` block as written. Checked when made, but for what the names of branches decide,
+    see `check_names`, and for `balance`, `sample_weights` and `train`, which those read that load
+    the data and build the towers (`launch/config/blocks.py`)."""
+
+    layout: Annotated[str, one_of(AUTO, *LAYOUTS)] = AUTO
+    stages: Counts = AUTO
+    replicas: Counts = AUTO
+    micro_batch_size: Sizes = AUTO
+    schedule: Annotated[str, BeforeValidator(_is_schedule)] = AUTO
+    kept_micro_batches: Kept = None
     gradient_clipping: Any = None
     optimizer_groups: Any = None
     locked: Any = None
     train: Any = None
     ema: Any = None
-    max_bad_steps: int = 10
-    compile: Any = None
-    communication: str = AUTO
+    max_bad_steps: Count = 10
+    compile: Annotated[Any, BeforeValidator(_is_compiling)] = None
+    communication: Annotated[str, one_of(*COMMUNICATION)] = AUTO
     balance: Any = None
     sample_weights: Any = None
 
-    def __post_init__(self):
-        check_choice("layout", self.layout, (AUTO, *LAYOUTS))
-        if self.schedule in REMOVED.keys() - SCHEDULES.keys():
+    def __post_init__(self) -> None:
+        kept = self.kept_micro_batches
+        if kept is not None and self.schedule != AUTO and not SCHEDULES[self.schedule].recomputes:
             raise ValueError(
-                f'branches.schedule: "{self.schedule}" is no longer there, because '
-                f"{REMOVED[self.schedule]}; use {' or '.join(exact_schedules())}"
+                f'kept_micro_batches: {kept!r} with schedule "{self.schedule}", which leaves no '
+                "choice which activations to keep; remove the key, or use "
+                f"{' or '.join(recomputing_schedules())}"
             )
-        check_choice("schedule", self.schedule, (AUTO, *SCHEDULES))
-        check_counts("stages", self.stages, None, merged=True)
-        check_counts("replicas", self.replicas, None)
-        check_counts("micro_batch_size", self.micro_batch_size, None, auto_inside=True)
-        if self.kept_micro_batches is not None:
-            check_counts(
-                "kept_micro_batches", self.kept_micro_batches, None, auto_inside=True, least=0
-            )
-            if self.schedule != AUTO and not SCHEDULES[self.schedule].recomputes:
-                raise ValueError(
-                    f'branches.kept_micro_batches: {self.kept_micro_batches!r} with schedule "{self.schedule}", which leaves no choice '
-                    "which activations to keep; remove the key, or use "
-                    f"{' or '.join(recomputing_schedules())}"
-                )
         if self.moves_work and (self.layout == "merged" or self.loss_per_micro_batch):
             raise ValueError(
-                'branches.balance: "feed" moves work between branches that run on different GPUs and meet at one loss, which '
-                f'"{"merged" if self.layout == "merged" else self.schedule}" does not have; use "deal"'
-            )
-        if self.compile is not None:
-            choices = self.compile.values() if isinstance(self.compile, dict) else [self.compile]
-            for choice in choices:
-                check_choice("compile", choice, COMPILING)
-        check_choice("communication", self.communication, COMMUNICATION)
-        self.averaging()
-        if (
-            isinstance(self.max_bad_steps, bool)
-            or not isinstance(self.max_bad_steps, int)
-            or self.max_bad_steps < 1
-        ):
-            raise ValueError(
-                f"branches.max_bad_steps: got {self.max_bad_steps!r}; it is a whole number of at "
-                "least 1"
+                'balance: "feed" moves work between branches that run on different GPUs and meet '
+                f'at one loss, which "{"merged" if self.layout == "merged" else self.schedule}" '
+                'does not have; use "deal"'
             )
 
     def check_names(self, branches: Sequence[str]) -> None:
-        """Raise ValueError for a key that should be one of these branches and is not."""
+        """Raise ValueError for a key that should be one of these branches and is not, and for what is
+        wrong in the blocks inside this one."""
         names = ("stages", "replicas", "micro_batch_size", "kept_micro_batches", "compile", "train")
         for name in names:
             value = getattr(self, name)
-            for key in value if isinstance(value, dict) else ():
-                check_choice(
-                    f"{name}: key", key, (*branches, *(("merged",) if name == "stages" else ()))
+            if isinstance(value, dict) and "merged" in value and name != "stages":
+                raise ValueError(
+                    f'branches.{name}: got {json.dumps(value)}, but only "stages" has the key '
+                    '"merged"; a merged stage holds a slice of every branch, so write one number: '
+                    f'"{name}": {json.dumps(value["merged"])}'
                 )
+            known = (*branches, "merged") if name == "stages" else branches
+            refuse_unknown(value if isinstance(value, dict) else (), known, f"branches.{name}")
+        self.averaging()
         self.clipping(branches)
         self.learning(branches)
         locked = locked_block(self.locked, branches)
@@ -166,15 +162,13 @@ class BranchesBlock:
 
     def clipping(self, branches: Sequence[str]) -> dict[str, ClippingRule]:
         """group -> rule. Raises ValueError for what is wrong in the `gradient_clipping` block."""
-        return clipping_rules(
-            {} if self.gradient_clipping == AUTO else self.gradient_clipping, branches
-        )
+        written = self.gradient_clipping
+        return clipping_rules({} if written == AUTO else written, branches)
 
     def learning(self, branches: Sequence[str]) -> OptimizerGroups:
         """The `optimizer_groups` block. Raises ValueError for what is wrong in it."""
-        return optimizer_groups(
-            None if self.optimizer_groups == AUTO else self.optimizer_groups, branches
-        )
+        written = self.optimizer_groups
+        return optimizer_groups(None if written == AUTO else written, branches)
 
     def locking(self) -> LockedBlock:
         """The `locked` block. Raises ValueError for what is wrong in it."""
@@ -186,9 +180,13 @@ class BranchesBlock:
         return average_block(self.ema)
 
 
-Readers = Mapping[
-    str, Callable[[Any], Any]
-]  # key of the `branches` block -> what reads its value; ValueError for what is wrong in it
+def changed(given: BranchesBlock, **values: Any) -> BranchesBlock:
+    """A block with other values, checked as those of a file."""
+    return read_block(BranchesBlock, {**asdict(given), **values}, "branches")
+
+
+# key of the `branches` block -> what reads its value; ValueError for what is wrong in it
+Readers = Mapping[str, Callable[[Any], Any]]
 
 
 def read_config(
@@ -202,11 +200,8 @@ def read_config(
     checked. Raises ValueError or FileNotFoundError with file and key."""
     path = Path(path)
     if not path.is_file():
-        near = (
-            difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.json")], 1)
-            if path.parent.is_dir()
-            else []
-        )
+        beside = [file.name for file in path.parent.glob("*.json")]
+        near = difflib.get_close_matches(path.name, beside, 1)
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise FileNotFoundError(f"--deepspeed_config {path}: no such file{hint}")
     try:
@@ -229,31 +224,22 @@ def check_config(
     """Refuse what is unknown, misspelt or impossible under a pipeline; split off the `branches`
     block. `branches`, `readers`: as in `read_config`."""
     config = copy.deepcopy(config)
-    block = config.pop("branches", {})
+    written = config.pop("branches", {})
     config.pop("recipe", None)  # of the program that trains, which reads it by itself
     for key in config:
         if key in NOT_WITH_A_PIPELINE:
             raise ValueError(f"key {key!r}: {NOT_WITH_A_PIPELINE[key]}")
-    if not isinstance(block, dict):
-        raise ValueError(
-            f"branches: got {block!r}; it is an object with the keys {keys_of(BranchesBlock)}"
-        )
-    for key in block:
-        if key not in keys_of(BranchesBlock):
-            raise ValueError(f"unknown key 'branches.{key}'{nearest(key, keys_of(BranchesBlock))}")
+    checked = read_block(BranchesBlock, written, "branches", '{"layout": "fork"}')
     check_keys(config)
     if "optimizer" not in config:
         raise ValueError(f'no "optimizer"; for example {EXAMPLE}')
-    _check_micro_batches(config, block)
+    _check_micro_batches(config, checked.micro_batch_size)
     _check_precision_and_zero(config)
     if config.get("gradient_clipping", 0):
-        _refuse_global_clipping(
-            config["gradient_clipping"], block.get("gradient_clipping"), branches
-        )
+        _refuse_global_clipping(config["gradient_clipping"], checked.gradient_clipping, branches)
     _check_auto(config)
     check_optimizer(config)
     check_schedule(config)
-    checked = BranchesBlock(**block)
     checked.check_names(branches)
     for key, reader in readers.items():
         reader(getattr(checked, key))
@@ -265,17 +251,10 @@ def check_config(
 
 def _refuse_global_clipping(limit: Any, written: Any, branches: Sequence[str]) -> NoReturn:
     """`written`: the block's own clipping, whose groups are named in the message."""
-    groups = dict.fromkeys((*branches, HEAD), limit)
-    own = {
-        group: rule
-        for group, rule in (written if isinstance(written, dict) else {}).items()
-        if group not in groups
-    }
-    groups |= {
-        group: {"match": rule["match"], "kind": "norm", "limit": limit}
-        for group, rule in own.items()
-        if "match" in rule
-    }
+    groups: dict[str, Any] = dict.fromkeys((*branches, HEAD), limit)
+    for group, rule in written.items() if isinstance(written, dict) else ():
+        if group not in groups and "match" in rule:
+            groups[group] = {"match": rule["match"], "kind": "norm", "limit": limit}
     raise ValueError(
         f"gradient_clipping: {limit} clips all parameters as one; say it in groups: "
         f'"branches": {{"gradient_clipping": {json.dumps(groups)}}}'
@@ -283,23 +262,20 @@ def _refuse_global_clipping(limit: Any, written: Any, branches: Sequence[str]) -
 
 
 def _check_auto(config: Mapping[str, Any]) -> None:
-    for name, known in (("optimizer", ()), ("scheduler", ("scheduler.params.total_num_steps",))):
-        for key, value in config.get(name, {}).get("params", {}).items():
-            if value == AUTO and (place := f"{name}.params.{key}") not in (*AUTO_PLACES, *known):
-                choices = [
-                    p.rsplit(".", 1)[1]
-                    for p in (*AUTO_PLACES, *known)
-                    if p.startswith(f"{name}.params.")
-                ]
-                raise ValueError(
-                    f'{place}: "auto" is known for {", ".join(choices)} only; give a value'
-                )
+    places = (*AUTO_PLACES, "scheduler.params.total_num_steps")
+    for where in ("optimizer.params", "scheduler.params"):
+        known = [place.rsplit(".", 1)[1] for place in places if place.startswith(where)]
+        params = config.get(where.split(".")[0], {}).get("params", {})
+        for key in (key for key, value in params.items() if value == AUTO and key not in known):
+            raise ValueError(
+                f'{where}.{key}: "auto" is known for {", ".join(known)} only; give a value'
+            )
 
 
-def _check_micro_batches(config: Mapping[str, Any], block: Mapping[str, Any]) -> None:
+def _check_micro_batches(config: Mapping[str, Any], of_branches: Any) -> None:
     sizes = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     given = [key for key in sizes if config.get(key, AUTO) != AUTO]
-    given += ["branches.micro_batch_size"] if block.get("micro_batch_size", AUTO) != AUTO else []
+    given += ["branches.micro_batch_size"] if of_branches != AUTO else []
     if len(given) > 1 and "gradient_accumulation_steps" in given:
         raise ValueError(
             f"{' and '.join(given)}: the number of micro-batches follows from their size and "

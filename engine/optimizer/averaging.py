@@ -44,11 +44,8 @@ class WeightAverage:
     """The average of some fp32 tensors, of any shapes, which an optimizer changes in place."""
 
     def __init__(self, weights: Sequence[Tensor], block: AverageBlock):
-        self.weights, self.block, self.num_updates = (
-            [weight.detach() for weight in weights],
-            block,
-            0,
-        )
+        self.weights = [weight.detach() for weight in weights]
+        self.block, self.num_updates = block, 0
         self.averages = [weight.clone() for weight in self.weights]
 
     @torch.no_grad()

@@ -1,15 +1,5 @@
 """Steps that are skipped because the loss or a gradient was not finite, and the samples they had.
-
-| precision | who sees it | who skips |
-|---|---|---|
-| fp32, ZeRO-0 | `GroupedClipping.finite_everywhere`: the groups' norms, one sum over the world | `ForkEngine._take_model_step` |
-| fp32, ZeRO-1 | DeepSpeed's ZeRO optimizer, by the norm over all ranks | the same |
-| bf16 | BF16_Optimizer, by the norm over all ranks | the same |
-| fp16 | DeepSpeed's ZeRO optimizer, by every rank's gradients, still scaled | the same, and its loss scale falls, once for all ranks |
-
-A loss that is not finite makes the gradients not finite where they are injected, so that whoever
-reads gradients sees it too.
-"""
+Who sees it in which precision: `engine/README.md`, "Skipped steps"."""
 
 from __future__ import annotations
 
@@ -22,9 +12,8 @@ import torch
 
 from engine.loss.pair_batch import Rows
 
-Seen = dict[
-    str, list[tuple[int, int, bool]]
-]  # branch -> (place in the global batch, index, is the embedding finite) of rows
+# branch -> (place in the global batch, index, is the embedding finite) of rows
+Seen = dict[str, list[tuple[int, int, bool]]]
 
 
 @dataclass(frozen=True)
@@ -44,10 +33,9 @@ def seen_by(own: Iterable[Mapping[str, Rows]]) -> Seen:
     """What a tail knows of the rows that it gave to the loss. Waits for the device."""
     seen: Seen = {}
     for branch, rows in ((branch, rows) for part in own for branch, rows in part.items()):
-        finite = torch.isfinite(rows.embeds).all(1) | (
-            rows.index < 0
-        )  # a sample that could not be loaded is not in the loss
-        index = torch.where(rows.index < 0, -1 - rows.index, rows.index)
+        not_loaded = rows.index < 0  # and not in the loss
+        finite = torch.isfinite(rows.embeds).all(1) | not_loaded
+        index = torch.where(not_loaded, -1 - rows.index, rows.index)
         seen.setdefault(branch, []).extend(
             zip(rows.position.tolist(), index.tolist(), finite.tolist())
         )
@@ -57,25 +45,17 @@ def seen_by(own: Iterable[Mapping[str, Rows]]) -> Seen:
 def bad_step(seen: Sequence[Seen], branches: Sequence[str]) -> BadStep:
     """From what every rank has seen. The first of the branches names the samples, and each other
     one those that the ones before it lack."""
-    rows = {
-        branch: sorted(row for one in seen for row in one.get(branch, ())) for branch in branches
-    }
-    samples = [index for _, index, _ in rows[branches[0]]]
-    for branch in branches[1:]:
-        known = set(samples)
-        samples += dict.fromkeys(index for _, index, _ in rows[branch] if index not in known)
-    return BadStep(
-        tuple(samples),
-        {
-            branch: tuple(index for _, index, finite in one if not finite)
-            for branch, one in rows.items()
-        },
-    )
+    samples: dict[int, None] = {}
+    not_finite = {}
+    for branch in branches:
+        rows = sorted(row for one in seen for row in one.get(branch, ()))
+        samples |= dict.fromkeys(index for _, index, _ in rows)
+        not_finite[branch] = tuple(index for _, index, finite in rows if not finite)
+    return BadStep(tuple(samples), not_finite)
 
 
 def is_loss_scale_search(optimizer: Any, loss: float) -> bool:
     """Was a step skipped because fp16's dynamic loss scale was too high? Then its samples are not
     to blame, and the scale ends the run by itself when it can fall no further."""
-    return bool(
-        getattr(getattr(optimizer, "loss_scaler", None), "dynamic", False)
-    ) and math.isfinite(loss)
+    scaler = getattr(optimizer, "loss_scaler", None)
+    return bool(getattr(scaler, "dynamic", False)) and math.isfinite(loss)

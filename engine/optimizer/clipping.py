@@ -1,9 +1,11 @@
 """Gradient clipping by group: every group has its own norm and its own rule
 (`engine/optimizer/clipping_rules.py`).
 
-    ‖g‖ = sqrt(Σ over the group's parameters of Σ g²)       added up over the ranks that hold a part of the group, no others
+    ‖g‖ = sqrt(Σ over the group's parameters of Σ g²)
 
-All groups with the same ranks are added up in one message. An adaptive limit follows the norms that
+The squares of all groups are one vector, added up over all ranks in one message; what n replicas
+have alike counts 1/n on each. So all ranks know all norms, and whether they are finite. An adaptive
+limit follows the norms that
 it has let through, as AdaGC's (Wang et al. 2025) does for single parameters; t counts applied steps
 from 1, c is the clip coefficient:
 
@@ -39,18 +41,17 @@ LIMITED_AT_ONCE = 2**24  # elements of a copy behind a limit: 64 MiB
 
 
 class GroupedClipping:
-    """Measures and clips the gradients of this rank's parameters, group by group.
+    """Measures all gradients of the run and clips those of this rank, group by group.
 
-    Of the step at hand, for the groups that this rank holds, [] float64: `norms` before clipping,
-    and `coefficients`, the norm behind the clipping in parts of the norm before it; of all applied
-    steps, `clipped_share`.
+    Of the step at hand, by group in the order of `rules`, the same on all ranks, [groups] float64:
+    `norms` before clipping, and `coefficients`, the norm after clipping in parts of that; None until
+    they are known. `clipped_share`: of all applied steps.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
         rules: Mapping[str, ClippingRule],
-        sets_of_groups: Mapping[str, Sequence[tuple[int, ...]]],
         comm: Communicator,
         optimizer: torch.optim.Optimizer | ZeROOptimizer,
     ):
@@ -60,67 +61,50 @@ class GroupedClipping:
         # ZeRO-1 and BF16_Optimizer step one flat slice for each parameter group instead of its
         # parameters.
         self.partitioned = isinstance(optimizer, ZeROOptimizer)
-        self._slices = (
-            [group["params"][0] for group in optimizer.param_groups] if self.partitioned else []
-        )
-        self.speakers = {
-            group: min(map(min, sets)) for group, sets in sets_of_groups.items()
-        }  # who tells a group's numbers
-        # Set of ranks -> groups, in an order that all ranks share: no rank waits for one that waits
-        # for it.
-        own = [
-            (ranks, group)
-            for group, sets in sets_of_groups.items()
-            for ranks in sets
-            if comm.rank in ranks
+        groups = optimizer.param_groups if self.partitioned else []
+        self._slices = [group["params"][0] for group in groups]
+        self.members = _members(parameters, rules)
+        self._adaptive = [
+            (i, rule) for i, rule in enumerate(self.rules.values()) if rule.kind == "adaptive"
         ]
-        self._groups_of_set = {
-            ranks: [g for r, g in own if r == ranks]
-            for ranks in sorted({ranks for ranks, _ in own})
-        }
-        self.members = {group: _members(parameters, rules, group) for _, group in own}
         self._steps = 0
         # made once: each would be a copy to the device
-        self._zero, self._nan = self._number(0), self._number(math.nan)
-        self._clipped_steps = {group: self._number(0) for group in self.members}
-        self._mean_norm = {
-            group: self._number(0) for group in self.members if self.rules[group].kind == "adaptive"
-        }
+        by_value = [rule.kind == "value" for rule in self.rules.values()]
+        bounds = [rule.bound for rule in self.rules.values()]
+        self._by_value = self._vector(by_value) > 0
+        self._limits = torch.where(self._by_value, math.inf, self._vector(bounds))  # of norms
+        self._clipped_steps = self._vector([0] * len(rules))
+        self._mean_norms = self._vector([0] * len(rules))
         self.start_step()
 
     def start_step(self) -> None:
         """Forget the numbers of the step before."""
-        self.norms: dict[str, Tensor] = {}
-        self.coefficients: dict[str, Tensor] = {}
-        self._within: dict[
-            str, Tensor
-        ] = {}  # of groups clipped by value: the norm of what the limit leaves
+        self.norms: Tensor | None = None
+        self.coefficients: Tensor | None = None
 
     @property
-    def clipped_share(self) -> dict[str, Tensor]:
-        """Of each group: clipped steps in parts of all applied steps so far, [] float64; 0 before
-        the first."""
-        return {
-            group: number / max(1, self._steps) for group, number in self._clipped_steps.items()
-        }
+    def clipped_share(self) -> Tensor:
+        """Clipped steps in parts of all applied steps so far; 0 before the first."""
+        return self._clipped_steps / max(1, self._steps)
 
     @torch.no_grad()
-    def measure(self) -> None:
-        """Fill `norms`: one collective for each set of ranks that this rank is in, all groups of
-        that set in one vector."""
-        for ranks, groups in self._groups_of_set.items():
-            norms = self.comm.sum_in_order(
-                torch.cat([self._squares(group, ranks) for group in groups]), ranks
-            ).sqrt()
-            for group, (norm, within) in zip(groups, norms.view(-1, 2)):
-                self.norms[group], self._within[group] = norm, within
+    def measure(self) -> Tensor:
+        """The norm of each group: one sum over the world. All ranks call it together."""
+        squares = torch.zeros(len(self.rules), 2, dtype=torch.float64, device=self.comm.device)
+        for (group, rule), own in zip(self.rules.items(), squares):
+            self._add_squares(self.members[group], rule, own)
+        if not self.partitioned:
+            squares /= self.comm.stage.replicas  # which have the whole gradient each
+        self.norms, self._within = self.comm.sum_over(squares).sqrt().unbind(1)
+        return self.norms
 
-    def _squares(self, group: str, ranks: Sequence[int]) -> Tensor:
-        """[2] float64: this rank's part of Σ g², and of the same behind a limit of the elements."""
-        rule = self.rules[group]
-        squares = torch.zeros(2, dtype=torch.float64, device=self.comm.device)
+    def _add_squares(
+        self, members: Sequence[nn.Parameter], rule: ClippingRule, squares: Tensor
+    ) -> None:
+        """`squares`, [2] float64: this rank's part of Σ g², and of the same after a limit of the
+        elements."""
         by_scale: dict[float, list[Tensor]] = defaultdict(list)
-        for gradient, scale in filter(None, map(self._measurable, self.members[group])):
+        for gradient, scale in filter(None, map(self._measurable, members)):
             by_scale[scale].append(gradient)
         for scale, gradients in by_scale.items():
             squares[0] += _square(gradients, squares.device) / scale**2
@@ -128,22 +112,15 @@ class GroupedClipping:
                 for some in _in_parts(own):
                     limited = _limited(some, rule.bound * scale)
                     squares[1] += _square(limited, squares.device) / scale**2
-        if not self.partitioned:
-            squares /= len(
-                set(ranks) & set(self.comm.stage.ranks)
-            )  # these replicas hold the whole gradient: count it once
-        return squares
 
     @torch.no_grad()
     def clip(self) -> None:
         """Clip in place the gradients whose turn it is, measured before or now; the first call of a
         step counts it."""
-        if not self.norms:
-            self.measure()
-        if not self.coefficients:
-            self._count_step()
-        for group, coefficient in self.coefficients.items():
-            rule = self.rules[group]
+        norms = self.measure() if self.norms is None else self.norms
+        if self.coefficients is None:
+            self.coefficients = self._count_step(norms)
+        for (group, rule), coefficient in zip(self.rules.items(), self.coefficients):
             found = map(self.gradient, self.members[group]) if rule.kind != "none" else ()
             for gradients in _alike(g for g in found if g is not None):
                 if rule.kind == "value":
@@ -151,59 +128,38 @@ class GroupedClipping:
                 else:  # of another dtype or device, torch would multiply one by one
                     torch._foreach_mul_(gradients, coefficient.to(gradients[0]))
 
-    def _count_step(self) -> None:
+    def _count_step(self, norms: Tensor) -> Tensor:
+        """The coefficients of this step, which counts from now on."""
         self._steps += 1
-        for group, norm in self.norms.items():
-            rule = self.rules[group]
-            self.coefficients[group] = coefficient = self._coefficient(group)
-            self._clipped_steps[group] += coefficient < 1
-            if rule.kind == "adaptive":
-                weight = (1 - rule.decay) / (1 - rule.decay**self._steps)
-                self._mean_norm[group] += weight * (coefficient * norm - self._mean_norm[group])
-
-    def _coefficient(self, group: str) -> Tensor:
-        rule, norm = self.rules[group], self.norms[group]
-        if rule.kind == "value":
-            return torch.where(norm > 0, self._within[group] / norm, 1.0)
-        if rule.kind == "adaptive" and self._steps > rule.warmup_steps:
-            mean = self._mean_norm[group]
-            return torch.where(
-                mean > 0, (rule.factor * mean / (norm + EPSILON)).clamp(max=1.0), 1.0
-            )
-        if rule.limit is None:
-            return torch.ones_like(norm)
-        return (rule.limit / (norm + EPSILON)).clamp(max=1.0)
+        limits, means = self._limits.clone(), self._mean_norms
+        for i, rule in self._adaptive:
+            if self._steps > rule.warmup_steps:
+                limits[i] = torch.where(means[i] > 0, rule.factor * means[i], math.inf)
+        coefficients = (limits / (norms + EPSILON)).clamp(max=1.0)
+        by_value = self._by_value & (norms > 0)
+        coefficients = torch.where(by_value, self._within / norms, coefficients)
+        self._clipped_steps += coefficients < 1
+        for i, rule in self._adaptive:
+            weight = (1 - rule.decay) / (1 - rule.decay**self._steps)
+            means[i] += weight * (coefficients[i] * norms[i] - means[i])
+        return coefficients
 
     def finite_everywhere(self) -> bool:
-        """Measure, and learn whether the norm of every group is finite: one sum over the world. All
-        ranks call it together."""
-        self.measure()
-        number = sum(~norm.isfinite() for norm in self.norms.values())
-        return bool(
-            self.comm.sum_over(
-                torch.as_tensor(number, dtype=torch.float32, device=self.comm.device)
-            )
-            == 0
-        )
+        """Measure, and learn whether the norm of every group is finite. All ranks call it
+        together."""
+        return bool(self.measure().isfinite().all())
 
     def reported(self, step_applied: bool) -> Tensor:
         """Norm, coefficient and clipped share of every group, one after the other, as the metrics
-        have them: zero where another rank reports them; norm and coefficient not-a-number in a step
-        that was skipped. A group without parameters has norm 0."""
-        zero, nan = self._zero, self._nan
-        shares, numbers = self.clipped_share, []
-        for group in self.rules:
-            if self.speakers.get(group, 0) != self.comm.rank:
-                numbers += [zero, zero, zero]
-            elif not step_applied:
-                numbers += [nan, nan, shares.get(group, zero)]
-            else:
-                numbers += [
-                    self.norms.get(group, zero),
-                    self.coefficients.get(group, zero + 1),
-                    shares.get(group, zero),
-                ]
-        return torch.stack([number.float().reshape(()) for number in numbers])
+        have them: zero but on the first rank; norm and coefficient not-a-number in a step that was
+        skipped."""
+        shares = self.clipped_share
+        if self.comm.rank > 0:
+            return torch.zeros_like(shares).repeat(3)
+        norms, coefficients = self.norms, self.coefficients
+        if not step_applied or norms is None or coefficients is None:
+            norms = coefficients = torch.full_like(shares, math.nan)
+        return torch.stack((norms, coefficients, shares), dim=1).flatten().float()
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """Inside the optimizer's step: the gradient it is about to use, or this rank's slice of it;
@@ -221,12 +177,10 @@ class GroupedClipping:
     def _measurable(self, parameter: nn.Parameter) -> tuple[Tensor, float] | None:
         """The same, also before its turn, and what it is still scaled by: there it is, but for an
         offloaded optimizer, in a list of pieces."""
-        gradient, where = (
-            self.gradient(parameter),
-            self._place(parameter) if self.partitioned else None,
-        )
+        gradient = self.gradient(parameter)
         if gradient is not None:
             return gradient, 1.0
+        where = self._place(parameter) if self.partitioned else None
         if where is None:
             return None
         (group, start, length), scale = where, float(self.optimizer.loss_scale)
@@ -251,29 +205,32 @@ class GroupedClipping:
         return mapping.param_group_index, address.start, address.numel
 
     def state_dict(self) -> dict[str, Any]:
-        """What later steps depend on, of the groups of this rank; equal on all ranks that hold a
-        group."""
+        """What later steps depend on, the same on all ranks."""
+        clipped, means = self._clipped_steps.tolist(), self._mean_norms.tolist()
+        adaptive = {i for i, _ in self._adaptive}
         return {
             "steps": self._steps,
-            "clipped_steps": {group: int(number) for group, number in self._clipped_steps.items()},
-            "mean_norm": {group: float(mean) for group, mean in self._mean_norm.items()},
+            "clipped_steps": {group: int(number) for group, number in zip(self.rules, clipped)},
+            "mean_norm": {g: means[i] for i, g in enumerate(self.rules) if i in adaptive},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Also from a state with more groups than this rank has. Raises ValueError where one of
-        them is missing."""
-        for key, own in (("clipped_steps", self._clipped_steps), ("mean_norm", self._mean_norm)):
-            if missing := sorted(set(own) - set(state[key])):
+        """Also from a state with more groups, or without those that have no parameters. Raises
+        ValueError where one is missing that has some on this rank."""
+        adaptive = {i for i, _ in self._adaptive}
+        for key, own in (("clipped_steps", self._clipped_steps), ("mean_norm", self._mean_norms)):
+            kept = [g for i, g in enumerate(self.rules) if key != "mean_norm" or i in adaptive]
+            if missing := [g for g in kept if self.members[g] and g not in state[key]]:
                 raise ValueError(
                     f"clipping state: {key} of {', '.join(missing)} is not in the checkpoint, "
                     f"which has that of {sorted(state[key])}; go on with the gradient_clipping "
                     "that it was made with"
                 )
-            own.update({group: self._number(state[key][group]) for group in own})
+            own.copy_(self._vector([state[key].get(group, 0) for group in self.rules]))
         self._steps = state["steps"]
 
-    def _number(self, value: float) -> Tensor:
-        return torch.tensor(float(value), dtype=torch.float64, device=self.comm.device)
+    def _vector(self, values: Sequence[Any]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=self.comm.device)
 
 
 # torch's `_foreach_` functions take tensors of one dtype and device in a few kernels, so that the
@@ -327,13 +284,15 @@ def _in_parts(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _members(
-    parameters: Mapping[str, nn.Parameter], rules: Mapping[str, ClippingRule], group: str
-) -> list[nn.Parameter]:
-    """The trainable parameters of a group, each once: one with two names belongs to the group of
+    parameters: Mapping[str, nn.Parameter], rules: Mapping[str, ClippingRule]
+) -> dict[str, list[nn.Parameter]]:
+    """The trainable parameters of each group, each once: one with two names belongs to the group of
     the first."""
-    first_names = {id(p): name for name, p in reversed(list(parameters.items()))}
-    return [
-        p
-        for name, p in parameters.items()
-        if p.requires_grad and first_names[id(p)] == name and group_of(name, rules) == group
-    ]
+    found: dict[str, list[nn.Parameter]] = {group: [] for group in rules}
+    first_names: dict[nn.Parameter, str] = {}
+    for name, parameter in parameters.items():
+        first_names.setdefault(parameter, name)
+    for parameter, name in first_names.items():
+        if parameter.requires_grad:
+            found[group_of(name, rules)].append(parameter)
+    return found

@@ -25,7 +25,6 @@ from pydantic import BeforeValidator, Field
 
 from common.blocks import block, one_of, read_block
 from common.spelling import nearest, nearest_pattern
-from engine.topology import StageGraph
 
 HEAD = "head"  # the group of what stands behind the towers
 # The keys that each kind takes besides `match`. `limit` must be given to the first two.
@@ -173,35 +172,3 @@ def refuse_idle_patterns(rules: Mapping[str, ClippingRule], canonical_names: Seq
                 f"{where}: every parameter that it matches belongs to a group before it; put the "
                 "narrower patterns first"
             )
-
-
-def rank_sets(
-    graph: StageGraph, groups_of_layers: Mapping[str, Sequence[set[str]]], sharded: bool
-) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """group -> the sets of ranks that each add up its norm by themselves.
-    `groups_of_layers[branch][i]`: the groups in layer i.
-
-    Where replicas share the gradients out (`sharded`), a norm needs all ranks that hold the group:
-    one set. Where every replica has them whole, one replica of each stage is enough: as many sets
-    as the stages' numbers of replicas have in common, replica r in set r modulo that number.
-    """
-    sets = {}
-    for group in dict.fromkeys(
-        group
-        for layers in groups_of_layers.values()
-        for groups in layers
-        for group in sorted(groups)
-    ):
-        stages = [
-            s
-            for s in graph.stages
-            if any(
-                group in groups_of_layers[b][i] for b, layers in s.layers.items() for i in layers
-            )
-        ]
-        number = 1 if sharded else math.gcd(*(stage.replicas for stage in stages))
-        sets[group] = tuple(
-            tuple(sorted(rank for stage in stages for rank in stage.ranks[k::number]))
-            for k in range(number)
-        )
-    return sets

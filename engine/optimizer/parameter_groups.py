@@ -25,8 +25,8 @@ from typing import Annotated, Any, NamedTuple, Protocol
 
 from pydantic import Field
 
-from common.blocks import block, read_block
-from common.spelling import nearest, nearest_pattern
+from common.blocks import NotNegative, Whole, block, read_block, refuse_unknown
+from common.spelling import nearest_pattern
 from engine.optimizer.clipping_rules import HEAD
 
 
@@ -42,13 +42,11 @@ class GroupRule:
         float | None,
         Field(gt=0, description='a number above 0; to hold a tower still, use "locked"'),
     ] = None
-    weight_decay: Annotated[float | None, Field(ge=0, description="a number of at least 0")] = None
+    weight_decay: NotNegative | None = None
     layer_decay: Annotated[
         float, Field(gt=0, le=1, description="a number above 0 up to 1, such as 0.75")
     ] = 1.0
-    warmup_steps: Annotated[int | None, Field(ge=0, description="a whole number of at least 0")] = (
-        None
-    )
+    warmup_steps: Whole | None = None
 
 
 @dataclass(frozen=True)
@@ -64,16 +62,12 @@ class OptimizerGroups:
     ) -> dict[str, float]:
         """The present rate of each group that has one of its own, at its head. `schedules`: the
         rate of each length of warm-up."""
-        own = {
-            group: rule
-            for group, rule in self.rules.items()
-            if rule.lr is not None or rule.warmup_steps is not None
-        }
-        return {
-            g: schedules[rule.warmup_steps]
-            * (1.0 if rule.lr is None or base_lr is None else rule.lr / base_lr)
-            for g, rule in own.items()
-        }
+        found = {}
+        for group, rule in self.rules.items():
+            if rule.lr is not None or rule.warmup_steps is not None:
+                scale = 1.0 if rule.lr is None or base_lr is None else rule.lr / base_lr
+                found[group] = schedules[rule.warmup_steps] * scale
+        return found
 
 
 class Setting(NamedTuple):
@@ -94,9 +88,7 @@ def optimizer_groups(block: Any, branches: Sequence[str]) -> OptimizerGroups:
         raise ValueError(
             f'{where}: got {block!r}; it is an object such as {{"{groups[0]}": {{"lr": 1e-4, "layer_decay": 0.75}}}}'
         )
-    for key in block:
-        if key not in (*groups, "no_decay"):
-            raise ValueError(f"unknown key '{where}.{key}'{nearest(key, (*groups, 'no_decay'))}")
+    refuse_unknown(block, (*groups, "no_decay"), where)
     no_decay = block.get("no_decay")
     if no_decay is not None and not (
         isinstance(no_decay, list) and all(isinstance(pattern, str) for pattern in no_decay)
@@ -150,23 +142,20 @@ def settings_of(
     """canonical name -> the settings of its parameter group. `layers[branch]`: all layers in order,
     the head last; `optimizer`: DeepSpeed's block. Raises ValueError for a pattern that matches no
     parameter."""
-    params, found = optimizer.get("params", {}), {}
+    params: Mapping[str, Any] = optimizer.get("params", {})
+    found = {}
     for specs in layers.values():
         held = [spec.canonical_parameters for spec in specs if spec.canonical_parameters]
         for depth, parameters in enumerate(reversed(held)):  # from the head, which is at depth 0
             for name, shape in parameters.items():
                 rule = groups.rules[name.split(".", 1)[0]]
-                scale = (
-                    1.0 if rule.lr is None else rule.lr / params["lr"]
-                ) * rule.layer_decay**depth
-                decay = (
-                    params.get("weight_decay") if rule.weight_decay is None else rule.weight_decay
-                )
-                found[name] = Setting(
-                    scale,
-                    0.0 if _is_not_decayed(name, shape, groups.no_decay) else decay,
-                    rule.warmup_steps,
-                )
+                scale = 1.0 if rule.lr is None else rule.lr / params["lr"]
+                decay = rule.weight_decay
+                if _is_not_decayed(name, shape, groups.no_decay):
+                    decay = 0.0
+                elif decay is None:
+                    decay = params.get("weight_decay")
+                found[name] = Setting(scale * rule.layer_decay**depth, decay, rule.warmup_steps)
     for pattern in groups.no_decay or ():
         if not any(fnmatchcase(name, pattern) for name in found):
             raise ValueError(
@@ -177,11 +166,9 @@ def settings_of(
 
 
 def _is_not_decayed(name: str, shape: Sequence[int], patterns: Sequence[str] | None) -> bool:
-    return (
-        len(shape) <= 1
-        if patterns is None
-        else any(fnmatchcase(name, pattern) for pattern in patterns)
-    )
+    if patterns is None:
+        return len(shape) <= 1
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def groups_of_names(
@@ -241,9 +228,7 @@ class GroupSchedule:
         self._scale()
 
     def _scale(self) -> None:
-        self._set(
-            [self.rates[setting.warmup_steps] * setting.lr_scale for setting in self.settings]
-        )
+        self._set([self.rates[own.warmup_steps] * own.lr_scale for own in self.settings])
 
     def _set(self, rates: Sequence[float]) -> None:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
@@ -256,11 +241,7 @@ class GroupSchedule:
     def state_dict(self) -> dict[str, Any]:
         return {
             "rates": {str(warmup): rate for warmup, rate in self.rates.items()},
-            "schedules": {
-                str(warmup): schedule.state_dict()
-                for warmup, schedule in self.schedules.items()
-                if schedule is not None
-            },
+            "schedules": {str(w): s.state_dict() for w, s in self.schedules.items() if s},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -273,10 +254,10 @@ class GroupSchedule:
         self.rates = {warmup: state["rates"][str(warmup)] for warmup in self.rates}
         for warmup, schedule in self.schedules.items():
             if schedule is not None:
-                schedule.load_state_dict(state["schedules"][str(warmup)])
-                if (done := state["schedules"][str(warmup)].get("last_batch_iteration", -1)) >= 0:
-                    schedule.step(
-                        done
-                    )  # DeepSpeed's own: the rate that it makes of so many steps now, in a run of another length, too
+                own = state["schedules"][str(warmup)]
+                schedule.load_state_dict(own)
+                if (done := own.get("last_batch_iteration", -1)) >= 0:
+                    # DeepSpeed's own: what it makes of so many steps in a run of this length
+                    schedule.step(done)
                     self.rates[warmup] = self.optimizer.param_groups[0]["lr"]
         self._scale()

@@ -22,9 +22,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from engine.processes.agreement import refuse_different
-from engine.processes.communication import choose_communication
-
 PACKAGES = ("torch", "deepspeed", "transformers")
 HEARING_LIMIT = timedelta(seconds=10)
 
@@ -167,28 +164,3 @@ def _decide(store: dist.Store, world_size: int, decide: Callable[[Sequence[Place
             store.wait([f"heard/{rank}" for rank in range(1, world_size)], HEARING_LIMIT)
         raise
     store.set("places", json.dumps({"decided": decided, "places": asdict(Places.of(told))}))
-
-
-def communication_of(asked: str, kind: str, told: Sequence[Place]) -> str:
-    """How ranks at these places communicate, see `choose_communication`. Errors: ValueError, also
-    where they are not alike."""
-    refuse_different([place.alike for place in told])
-    places = Places.of(told)
-    sharing = next(
-        (both for device in places.devices if len(both := _having(places.devices, device)) > 1), []
-    )
-    lacking = [rank for rank, place in enumerate(told) if not place.device]
-    rank = [*lacking, *sharing, 0][0]
-    return choose_communication(
-        asked,
-        kind,
-        node=told[rank].node.split(" ")[0],
-        ranks_on_node=len(places.beside(rank)),
-        num_devices=told[rank].num_devices,
-        sharing=sharing,
-        several_nodes=places.num_nodes > 1,
-    )
-
-
-def _having(numbers: Sequence[int], number: int) -> list[int]:
-    return [rank for rank, other in enumerate(numbers) if other == number]

@@ -28,9 +28,9 @@ from deepspeed.accelerator import get_accelerator
 
 from engine.checks import AUTO
 from engine.json_messages import from_first_rank
-from engine.processes.communication import DEVICE, HOST
+from engine.processes.communication import DEVICE, HOST, communication_of
 from engine.processes.ops import compile_shared_memory_op
-from engine.processes.places import Place, Places, communication_of, meet
+from engine.processes.places import Place, Places, meet
 from engine.processes.store import connect, meeting, open_store, torch_version
 
 COLLECTIVE_LIMIT_S = 1800.0
@@ -76,7 +76,7 @@ def start_processes(
     group of one.
 
     `timeout_s` limits every wait for other ranks. `notice` is told, on the first process of a node,
-    of what takes long. `communication`: see `choose_communication`. `place`: where this rank is,
+    of what takes long. `communication`: see `communication_of`. `place`: where this rank is,
     found out unless given. Raises ValueError where ranks are not started alike, or share GPUs and
     may not, before any of them is touched; OSError where ranks do not meet; TimeoutError when the
     C++ op is not compiled within ten minutes.
@@ -123,9 +123,8 @@ def start_processes(
         world_size=world_size,
         timeout=timeout,
     )
-    with contextlib.redirect_stdout(
-        io.StringIO()
-    ):  # DeepSpeed prints that its op is built, on every rank
+    # DeepSpeed prints that its op is built, on every rank
+    with contextlib.redirect_stdout(io.StringIO()):
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
     _unlink_shared_memory()
     return Processes(
@@ -151,20 +150,15 @@ def _launched() -> tuple[int, int, int]:
             MASTER_ADDR="127.0.0.1",
             MASTER_PORT=str(free_port()),
         )
-    missing = [
-        name
-        for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-        if name not in os.environ
-    ]
+    names = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in os.environ]
     if missing:
         raise ValueError(
             f"WORLD_SIZE is set and {', '.join(missing)} not; start with deepspeed or torchrun, "
             "which set all, or unset WORLD_SIZE"
         )
-    rank, world_size, local_rank = (
-        int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    )
-    return rank, world_size, local_rank
+    environment = os.environ
+    return int(environment["RANK"]), int(environment["WORLD_SIZE"]), int(environment["LOCAL_RANK"])
 
 
 def _raise_file_limit() -> None:
@@ -216,11 +210,8 @@ def _keep_freed_memory() -> None:
     Otherwise a step's activations go back to the kernel and come again page by page, which takes 4
     to 7 % of a small model's step and makes its time uneven. Without glibc nothing changes.
     """
-    largest_block, trim_threshold, mmap_threshold = (
-        32 * 2**20,
-        -1,
-        -3,
-    )  # mallopt(3): glibc's upper limit, M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+    # mallopt(3): glibc's upper limit, M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+    largest_block, trim_threshold, mmap_threshold = 32 * 2**20, -1, -3
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(mmap_threshold, largest_block)

@@ -159,10 +159,8 @@ class Watchdog:
                 beats = {rank: self._value(f"beat/{rank}") for rank in self.watched}
                 if self._progress is not None:
                     progress = self._progress()
-                    everyone, reported_progress = (
-                        self._store.add("progress", progress - reported_progress),
-                        progress,
-                    )
+                    everyone = self._store.add("progress", progress - reported_progress)
+                    reported_progress = progress
                 if self._store.check(["stall"]):
                     self._tell_stack()
             except RuntimeError:

@@ -32,7 +32,7 @@ from common.options import OptionGroup, add_flags, at_least, number_where, optio
 from common.output import outlive_output, run_program
 from data.modules import import_modules
 from data.options import branches_of
-from engine.config.reading import AUTO, BranchesBlock, read_config
+from engine.config.reading import AUTO, BranchesBlock, changed, read_config
 from engine.objective import scalars_of
 from engine.planning.costs import CostModel, with_learned
 from engine.planning.devices import DEVICES, find_device
@@ -222,11 +222,11 @@ def configuration(options: PlanOptions) -> tuple[dict[str, Any], BranchesBlock]:
     if options.micro_batch_size:
         for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
             config.pop(key, None)
-        block = replace(block, micro_batch_size=options.micro_batch_size)
+        block = changed(block, micro_batch_size=options.micro_batch_size)
     if options.layout and options.layout != block.layout:
         # the file's stages and replicas are of its own layout
-        block = replace(block, layout=options.layout, stages=AUTO, replicas=AUTO)
-    return config, replace(block, schedule=options.schedule or block.schedule)
+        block = changed(block, layout=options.layout, stages=AUTO, replicas=AUTO)
+    return config, changed(block, schedule=options.schedule or block.schedule)
 
 
 def cost_model(

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from checkpoint_cases import train_from, train_on_a_disk_that_fills_up, whole
+from checkpoint_cases import as_0_1_0_wrote, train_from, train_on_a_disk_that_fills_up, whole
 from ranks import run_cases, run_ranks
 from split_training import Case
 
@@ -40,7 +40,7 @@ MERGED_2 = Case("merged", {"merged": 1}, 2, **COMMON, fusion=2)
 
 def test_the_same_topology_goes_on_to_the_last_bit(tmp_path):
     """Parameters, optimizer state, counters, learning rates and the next losses; the checkpoint was
-    written while training went on."""
+    written while training went on, and by 0.1.0."""
     cases = {
         "AdamW": replace(MERGED_2, fusion=0, zero_stage=0, schedule="replay"),
         "BF16_Optimizer": replace(MERGED_2, fusion=0, precision="bf16", towers="vit+clip"),
@@ -51,6 +51,7 @@ def test_the_same_topology_goes_on_to_the_last_bit(tmp_path):
         runs = [(cases[name], 4, None, tmp_path / name, 2) for name in names]
         first = run_cases(world_size, train_from, runs)
         for folder in folders:
+            as_0_1_0_wrote(folder / "step-00000002")
             verify(folder / "step-00000002")
         runs = [(cases[name], 2, tmp_path / name / "step-00000002") for name in names]
         for name, went_on, resumed in zip(names, first, run_cases(world_size, train_from, runs)):

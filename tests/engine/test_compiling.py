@@ -128,7 +128,7 @@ def test_what_is_not_known_is_refused():
     cases = [
         ("on", "branches.compile: unknown value 'on'"),
         ({"image": "layer"}, "did you mean 'layers'"),
-        ({"picture": "layers"}, "branches.compile: key"),
+        ({"picture": "layers"}, "'branches.compile.picture'"),
     ]
     assert not_refused(block_of, cases) == []
 

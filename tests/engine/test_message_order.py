@@ -18,7 +18,6 @@ from split_training import Case
 
 from engine.communication import Channel
 from engine.objective import Branch, Objective, Pair
-from engine.optimizer.clipping_rules import rank_sets
 from engine.optimizer.locking import lock_graph
 from engine.schedule import (
     SCHEDULES,
@@ -49,18 +48,6 @@ THREE = Objective(
 WITHOUT_A_LOSS = replace(THREE, pairs=THREE.pairs[:2])  # image and sound are evaluated only
 
 
-def work_of(graph: StageGraph, objective: Objective, programs, sharded: bool = True) -> Work:
-    """Every branch has its own group of clipping, and the last layers have one together."""
-    groups = {
-        branch: [{branch}] * max(s.layers[branch].stop for s in graph.stages if branch in s.layers)
-        for branch in objective.names
-    }
-    for of_branch in groups.values():
-        of_branch[-1] = of_branch[-1] | {"head"}
-    sets = [ranks for own in rank_sets(graph, groups, sharded).values() for ranks in own]
-    return Work(graph, objective, programs, sets, sharded, equal_shares=sharded)
-
-
 def check(work: Work, case: str) -> None:
     through_host = {rank: operations(work, rank) for rank in work.programs}
     on_device = {rank: operations(work, rank, posts_ahead=False) for rank in work.programs}
@@ -77,7 +64,7 @@ def check_schedules(graph: StageGraph, numbers: Mapping[str, int], objective: Ob
     for number, schedule in enumerate(schedules):
         programs = lists(graph, numbers, schedule)
         case = f"{graph.describe()} {numbers} {schedule}"
-        check(work_of(graph, objective, programs, sharded=number % 2 == 0), case)
+        check(Work(graph, objective, programs, equal_shares=number % 2 == 0), case)
     # evaluation: the last replicas have fewer micro-batches, or none
     programs = {
         rank: [
@@ -89,7 +76,7 @@ def check_schedules(graph: StageGraph, numbers: Mapping[str, int], objective: Ob
         for stage in (graph.stage_of(rank),)
         for number in (numbers[next(iter(stage.layers))],)
     }
-    check(replace(work_of(graph, objective, programs), evaluates=True), graph.describe())
+    check(Work(graph, objective, programs, evaluates=True), graph.describe())
 
 
 def test_nothing_waits_for_ever():
@@ -101,7 +88,7 @@ def test_nothing_waits_for_ever():
 def test_nothing_waits_for_ever_where_tokens_are_exchanged():
     for case in cases()[::4]:
         for schedule in (BatchSync, Replay):
-            check(work_of(case[0], MATCHED, lists(*case, schedule)), name(case))
+            check(Work(case[0], MATCHED, lists(*case, schedule)), name(case))
 
 
 @pytest.mark.parametrize("locked", [{"image"}, {"text"}, {"image", "first text"}])
@@ -193,7 +180,7 @@ NUMBERS = dict.fromkeys(BRANCHES, 5)
 
 
 def of_ranks(schedule, graph=LINE, numbers=NUMBERS, posts_ahead=True) -> dict[int, list[Operation]]:
-    work = work_of(graph, TWO, lists(graph, numbers, schedule))
+    work = Work(graph, TWO, lists(graph, numbers, schedule))
     return {rank: operations(work, rank, posts_ahead) for rank in work.programs}
 
 

@@ -493,12 +493,12 @@ def test_kept_micro_batches_as_asked_for():
 
 
 def test_kept_micro_batches_are_refused_where_they_mean_nothing():
-    with refused('branches.kept_micro_batches … schedule "batch_sync" … remove the key'):
+    with refused('kept_micro_batches: 1 with schedule "batch_sync" … remove the key'):
         plan(2, {**FORK, "schedule": "batch_sync", "kept_micro_batches": 1})
     wrong = [
         ({**FORK, "schedule": "replay", "kept_micro_batches": n},) for n in (-1, 1.5, True, "some")
     ]
-    words = "branches.kept_micro_batches … whole numbers of at least 0"
+    words = "branches.kept_micro_batches … whole number of at least 0"
     assert not_refused(lambda branches: plan(2, branches), [(*each, words) for each in wrong]) == []
 
 

@@ -12,8 +12,9 @@ from ranks import run_ranks
 from refusals import refused
 from unlike_cases import compare_records, start_unlike
 
+from engine.processes.communication import communication_of
 from engine.processes.ops import _check_path
-from engine.processes.places import Place, Places, RefusedByFirstRank, communication_of, meet
+from engine.processes.places import Place, Places, RefusedByFirstRank, meet
 from engine.processes.start import free_port
 from engine.processes.store import meeting, open_store
 
