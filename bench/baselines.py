@@ -37,9 +37,8 @@ from torch.nn.parallel import DistributedDataParallel
 from models.losses import logit_scale_exp
 from models.towers.layers import LayerSpec
 
-Embeddings = tuple[
-    Tensor, Tensor, Tensor
-]  # image_embeds [b, D], text_embeds [b, D], logit_scale [1]
+# image_embeds [b, D], text_embeds [b, D], logit_scale [1]
+Embeddings = tuple[Tensor, Tensor, Tensor]
 
 
 class TwoTowers(nn.Module):
@@ -129,9 +128,8 @@ class Baseline:
         states, embedded = [], []
         with torch.no_grad():
             for part in parts:
-                states.append(
-                    torch.get_rng_state()
-                )  # the second forward must draw the same dropout
+                # the second forward must draw the same dropout
+                states.append(torch.get_rng_state())
                 embedded.append(self.ddp.module(part))
         own = [torch.cat(rows).requires_grad_() for rows in list(zip(*embedded))[:2]]  # [b, D]
         logit_scale = embedded[0][2].requires_grad_()
@@ -143,9 +141,8 @@ class Baseline:
         after = torch.get_rng_state()
         for i, part in enumerate(parts):
             torch.set_rng_state(states[i])
-            scale_grad = (
-                logit_scale.grad if i == 0 else torch.zeros_like(logit_scale)
-            )  # the whole gradient goes with the first
+            # the whole gradient goes with the first
+            scale_grad = logit_scale.grad if i == 0 else torch.zeros_like(logit_scale)
             with contextlib.nullcontext() if i == len(parts) - 1 else self.ddp.no_sync():
                 torch.autograd.backward(self.ddp(part), [image_grads[i], text_grads[i], scale_grad])
         torch.set_rng_state(after)

@@ -20,9 +20,8 @@ import os
 from itertools import accumulate
 from pathlib import Path
 
-os.environ.setdefault(
-    "KINETO_LOG_LEVEL", "99"
-)  # the profiler's own log; read when torch is first imported, in the ranks
+# the profiler's own log; read when torch is first imported, in the ranks
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 MARK = "memory_probe.mark"
 KIB = 1024
 
@@ -70,9 +69,8 @@ class ProcessGrowth:
     """Bytes of physical memory the process has taken at most since this object was made."""
 
     def __init__(self) -> None:
-        with contextlib.suppress(
-            OSError
-        ):  # where it is not allowed, an earlier peak may hide a lower one
+        # where it is not allowed, an earlier peak may hide a lower one
+        with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again at VmRSS
         self._before = _status_bytes("VmRSS")
 

@@ -68,9 +68,8 @@ def draw_learning() -> Figure:
             steps, mean, least, most = zip(*points)
             axes.plot(steps, mean, color=colour, marker="o", label=label)
             axes.fill_between(steps, least, most, color=colour, alpha=0.15, linewidth=0)
-        axes.axhline(
-            100 * 10 / 394, color="black", linewidth=0.8, linestyle=":", label="chance"
-        )  # of 394 held-out samples
+        # of 394 held-out samples
+        axes.axhline(100 * 10 / 394, color="black", linewidth=0.8, linestyle=":", label="chance")
         axes.set(title=direction, xlabel="optimizer steps of 256 samples", xticks=steps)
         axes.grid(color="#DDDDDD", linewidth=0.6)
     panels[0].set_ylabel("R@10 of held-out samples (%)")
@@ -104,9 +103,8 @@ if __name__ == "__main__":
     )
     parser.add_argument("--format", choices=("svg", "png"), default="svg", help="(default: svg)")
     given = parser.parse_args()
-    with rc_context(
-        {"svg.hashsalt": "wye", "svg.fonttype": "none"}
-    ):  # equal input gives equal files; text stays text, which is smaller
+    # equal input gives equal files; text stays text, which is smaller
+    with rc_context({"svg.hashsalt": "wye", "svg.fonttype": "none"}):
         draw_step(given.run_dir, given.step, given.folder / f"step.{given.format}")
         dated = {"metadata": {"Date": None}} if given.format == "svg" else {}
         learning = given.folder / f"learning.{given.format}"

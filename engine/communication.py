@@ -38,9 +38,8 @@ from engine.streams import SideStream
 from engine.topology import StageGraph
 from engine.trace import WAIT, HostClock, Recorder
 
-Signature = tuple[
-    tuple[str, torch.dtype, tuple[int, ...]], ...
-]  # name, dtype, shape of each tensor of a message
+# name, dtype, shape of each tensor of a message
+Signature = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
 # What both gloo and NCCL move. Masks travel as integers.
 DTYPES = {
     str(dtype): dtype
@@ -396,10 +395,11 @@ class Communicator:
     def cross(self, source_branch: str, target_branch: str, tensor: Tensor) -> Tensor:
         """Last stages of a fork: that of the first branch gives `tensor`; that of the second passes
         an empty one of its shape and gets the content."""
+        # more sources than receivers: this source has no audience
         if (
             source_branch,
             target_branch,
-        ) not in self._crossings:  # more sources than receivers: this source has no audience
+        ) not in self._crossings:
             return tensor
         source, group = self._crossings[source_branch, target_branch]
         wired = tensor.to(self._wire(group)).contiguous()
@@ -448,9 +448,8 @@ class Communicator:
         with self.recorder.span(WAIT):
             dist.all_reduce(wired, group=group)
         members = dist.get_world_size(group)
-        self._sent_bytes += (
-            2 * (members - 1) / members * _bytes(wired)
-        )  # a ring: reduce-scatter, then all-gather
+        # a ring: reduce-scatter, then all-gather
+        self._sent_bytes += 2 * (members - 1) / members * _bytes(wired)
         return wired.to(self.device)
 
     def sum_parts(self, parts: Mapping[str, Tensor | Sequence[float]]) -> dict[str, list[float]]:

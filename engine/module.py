@@ -192,11 +192,12 @@ class StageModule(PipelineModule):
         Where a stage has fewer than another, a group holds a placeholder: one number that is never
         used, with a gradient of zero.
         """
+        # of two names the first
         own = {
             id(p): name
             for name, p in reversed(self.canonical_parameters.items())
             if p.requires_grad
-        }  # of two names the first
+        }
         names = [name for name, p in self.canonical_parameters.items() if own.get(id(p)) == name]
         self.parameter_groups = [
             (setting, [self.canonical_parameters[name] for name in members])

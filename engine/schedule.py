@@ -113,13 +113,11 @@ class StageSchedule(PipeSchedule, ABC):
     # What it does, in a few words: for help texts and messages.
     description: ClassVar[str] = ""
     # Is the loss computed for each micro-batch by itself? Then each ComputeLoss has the `buffer_id`
-    # of
-    # its micro-batch. Else there is one ComputeLoss, without, over the global batch.
+    # of its micro-batch. Else there is one ComputeLoss, without, over the global batch.
     loss_per_micro_batch: ClassVar[bool] = False
     # Do only the first `num_kept` micro-batches keep their activations until their backward, and
-    # the
-    # others run forward twice? Then `kept_micro_batches` may be given. Else every micro-batch keeps
-    # them.
+    # the others run forward twice? Then `kept_micro_batches` may be given. Else every micro-batch
+    # keeps them.
     recomputes: ClassVar[bool] = False
     # May "schedule": "auto" choose it? Never where there is a loss per micro-batch: "auto" does not
     # change what is trained.

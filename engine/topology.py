@@ -40,9 +40,8 @@ class Stage:
     loads: tuple[str, ...]  # branches whose micro-batches enter here
     tail_of: tuple[str, ...]  # branches whose embeddings leave the pipeline here
     num_downstream: int
-    trained: tuple[
-        str, ...
-    ]  # branches whose tensors need gradients where they leave; none: the stage has no backward
+    # branches whose tensors need gradients where they leave; none: the stage has no backward
+    trained: tuple[str, ...]
     sends_gradients: bool = True  # to the stage it receives from
 
     @property

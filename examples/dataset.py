@@ -27,13 +27,11 @@ class Palettes:
         return len(self.emoji)
 
     def __getitem__(self, i):
-        image = self.emoji.value(
-            "image", i
-        )  # encoded; a path, a PIL image or an array [H, W, 3] will do too
+        # encoded; a path, a PIL image or an array [H, W, 3] will do too
+        image = self.emoji.value("image", i)
         item = {"id": self.emoji.identity(i), "image": image, "text": self.emoji.captions(i)}
         if i % 3:
             colours = Image.open(io.BytesIO(image)).convert("RGBA").convert("RGB")
-            item["palette"] = np.asarray(
-                colours.resize((GRID, GRID), Image.Resampling.BOX)
-            )  # uint8 [4, 4, 3]
+            # uint8 [4, 4, 3]
+            item["palette"] = np.asarray(colours.resize((GRID, GRID), Image.Resampling.BOX))
         return item

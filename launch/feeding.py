@@ -135,9 +135,8 @@ class Feeding:
         number, limit = sum(self._unreadable.values()), self.loading.max_bad_fraction
         if number >= BAD_TO_JUDGE and number > limit * self._loaded:
             examples = (f"    {detail}" for _, _, detail in report.bad)
-            of_storage = sum(
-                self._unreadable[reason] for reason in OF_STORAGE
-            )  # it may be mended when the run is started again
+            # it may be mended when the run is started again
+            of_storage = sum(self._unreadable[reason] for reason in OF_STORAGE)
             raise (OSError if 2 * of_storage > number else ValueError)(
                 bad_table(source.spec, self._unreadable, self._loaded, limit, examples)
             )

@@ -60,9 +60,8 @@ def train_by_file(file: str, steps: int) -> dict[str, Any]:
     )
     costs = with_learned(costs, {b: num_learned(tower.specs) for b, tower in towers.items()})
     plan = plan_run(config, block, dist.get_world_size(), costs)
-    with mock.patch.object(
-        type(get_accelerator()), "is_fp16_supported", lambda self: True
-    ):  # slow on most CPUs, but right
+    # slow on most CPUs, but right
+    with mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True):
         engine = build_engine(
             plan,
             config,

@@ -39,9 +39,8 @@ os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.envir
 os.environ.setdefault(
     "WYE_CACHE", os.path.join(tempfile.gettempdir(), f"wye-tests-{os.getuid()}", "costs")
 )
-os.environ.setdefault(
-    "DS_ACCELERATOR", "cpu"
-)  # also where there is a GPU: more ranks than that are asked for
+# also where there is a GPU: more ranks than that are asked for
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
 # Whether there is a GPU is asked of the driver's library: to open the device in the server that ranks
 # are forked from would close it to them.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")

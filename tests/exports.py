@@ -61,9 +61,8 @@ def started_from(folder, *flags):
 
 def tokenizer_for(text_tower):
     tokenizer = train_tokenizer(CAPTIONS)
-    if (
-        text_tower == CLIP or "pool=eos" in text_tower or text_tower.startswith("open_clip:")
-    ):  # it pools where the text ends; this id is not 2, nor the highest
+    # it pools where the text ends; this id is not 2, nor the highest
+    if text_tower == CLIP or "pool=eos" in text_tower or text_tower.startswith("open_clip:"):
         tokenizer.eos_token = "[SEP]"
     return tokenizer
 

@@ -426,9 +426,8 @@ def make_engine(case: Case, build_layer: Callable | None = None):
         for b, t in towers.items()
     }
     plan = plan_run(config, block, dist.get_world_size(), replace(costs, layers=layers))
-    with mock.patch.object(
-        type(get_accelerator()), "is_fp16_supported", lambda self: True
-    ):  # slow on most CPUs, but right
+    # slow on most CPUs, but right
+    with mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True):
         engine = build_engine(
             plan,
             config,

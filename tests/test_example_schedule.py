@@ -67,9 +67,8 @@ def test_the_planner_and_the_simulator_take_it(registered):
     batch_sync, replay, own = (
         [stage.activation_bytes for stage in plan.predicted] for plan in plans.values()
     )
-    assert (
-        own[-1] == replay[-1] and own[0] < replay[0] < batch_sync[0]
-    )  # one micro-batch, one for each stage behind it too, all 12
+    # one micro-batch, one for each stage behind it too, all 12
+    assert own[-1] == replay[-1] and own[0] < replay[0] < batch_sync[0]
     assert f", {NAME}, micro-batches 4×12" in plans[NAME].describe()
     kept = plan_of(LINE | {"schedule": NAME, "kept_micro_batches": 5})[1]
     assert f"{NAME} keeping 5" in kept.describe() and kept.predicted[0].activation_bytes > own[0]

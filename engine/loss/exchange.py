@@ -35,9 +35,8 @@ class LossResult:
 
     shares: Mapping[str, Tensor]  # branch -> [b], of the rows that are left in
     embeds: Mapping[str, Tensor]
-    parameters: Mapping[
-        str, Tensor
-    ]  # by the loss's names; empty where the first branch does not end here
+    # by the loss's names; empty where the first branch does not end here
+    parameters: Mapping[str, Tensor]
 
     @property
     def share(self) -> Tensor:

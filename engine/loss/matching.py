@@ -54,9 +54,8 @@ class Matched(NamedTuple):
     share: Tensor  # [], those of all tails add up to the loss
     num_right: Tensor  # []
     num_pairs: int
-    gradients: Mapping[
-        str, Sequence[Tensor]
-    ]  # by tensor name, such as image_tokens [b, T, F], text_tokens [b, L, F]
+    # by tensor name, such as image_tokens [b, T, F], text_tokens [b, L, F]
+    gradients: Mapping[str, Sequence[Tensor]]
 
 
 class _Pairs(NamedTuple):
@@ -226,9 +225,8 @@ def _texts(
         tokens=tokens,
         mask=mask,
         row=row,
-        image=torch.searchsorted(
-            sides[first].label, sides[second].label[place]
-        ),  # labels ascend, with gaps where samples were left out
+        # labels ascend, with gaps where samples were left out
+        image=torch.searchsorted(sides[first].label, sides[second].label[place]),
         drawn_image=loss.negatives(sides, second, place, parameters, seed),
         drawn_text=torch.where(drawn < 0, -1, row_here[drawn]),
         weight=weights[second][place],

@@ -245,9 +245,10 @@ def align_pair(gathered: GatheredRows, pair: Comparison, alone: bool = True) -> 
 
 
 def _halves(gathered: GatheredRows, rows: Mapping[str, Rows]) -> _Halves:
+    # [G, c] each
     first, second = (
         own.index.view(-1, gathered.rows_per_sample[branch]) for branch, own in rows.items()
-    )  # [G, c] each
+    )
     came = (first != NOBODY).all(1) & (second != NOBODY).all(1)
     reference = _sample(first[:, :1])
     others = (_sample(first) != reference).any(1) | (_sample(second) != reference).any(1)

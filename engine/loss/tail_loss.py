@@ -39,9 +39,8 @@ class Sums:
     misaligned: Tensor
     left_out: list[float]  # [P], samples of which a half was a stand-in, reported by one rank each
     duplicates: list[float]  # [P], samples with a value that another one has, likewise
-    given: list[dict[str, Rows]] = field(
-        default_factory=list
-    )  # what went into each loss, by branch
+    # what went into each loss, by branch
+    given: list[dict[str, Rows]] = field(default_factory=list)
 
     @classmethod
     def zero(cls, num_pairs: int, num_sources: int, num_scalars: int, device: torch.device) -> Sums:

@@ -36,9 +36,8 @@ def test_steps_that_took_four_times_as_long_hardly_matter():
 
 
 def test_coefficients_are_never_negative():
-    found = fit_branch_cost(
-        [8, 16, 32], [64, 64, 64], [1.0, 1.9, 3.9]
-    )  # a straight line through these starts below 0
+    # a straight line through these starts below 0
+    found = fit_branch_cost([8, 16, 32], [64, 64, 64], [1.0, 1.9, 3.9])
     assert min(found.coefficients) >= 0
     assert found.at(np.array([8, 16, 32]), 64) == pytest.approx([1.0, 1.9, 3.9], rel=0.03)
 

@@ -102,10 +102,11 @@ def test_an_epoch_stays_as_long_and_floors_hold():
     for _, parts in mixes_of(after_epochs(Trends.start(3), range(40)), floored):
         visits = [round(count * weight) for count, weight in parts]
         assert sum(visits) == 110 and visits[0] >= 54 and visits[2] >= 16
+    # without
     assert any(
         round(2 * 10 * parts[2][1]) < 32
         for _, parts in mixes_of(after_epochs(Trends.start(3), range(40)))
-    )  # without
+    )
 
 
 def test_no_set_that_comes_is_left_without_a_visit():
@@ -226,14 +227,12 @@ def test_the_order_visits_as_the_shares_say_and_says_how_often():
             assert order.visits(step + 1) == pytest.approx(
                 [counts[:90].mean(), counts[90:110].mean(), counts[110:].mean()]
             )
-    assert (
-        counts[110:].tolist() == [18] * 10
-    )  # half of each epoch, 60 visits of 10 samples, is noticed
+    # half of each epoch, 60 visits of 10 samples, is noticed
+    assert counts[110:].tolist() == [18] * 10
     assert order.visits(6)[2] == pytest.approx(3) and order.visits(0) == (0, 0, 0)
     assert GlobalOrder(120, 10, seed=2).visits(5) == ()
-    assert GlobalOrder(120, 50, seed=2, parts=parts).visits(2)[2] == pytest.approx(
-        6 * 100 / 120
-    )  # a last partial global batch is dropped
+    # a last partial global batch is dropped
+    assert GlobalOrder(120, 50, seed=2, parts=parts).visits(2)[2] == pytest.approx(6 * 100 / 120)
 
 
 def test_what_no_shares_can_keep_is_refused():

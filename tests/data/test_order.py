@@ -52,9 +52,8 @@ def test_weights_say_how_often_the_samples_of_a_part_come():
         for step in range(epoch * 32, epoch * 32 + 32):
             counts[epoch, order.batch(step)] += 1
     assert (counts[:, :10] == 2).all() and not counts[:, 34:].any()
-    assert (counts[:, 10:30].sum(1) == 6).all() and counts[:10, 10:30].sum(0).tolist() == [
-        3
-    ] * 20  # 10 epochs x 6 = 3 laps of 20
+    # 10 epochs x 6 = 3 laps of 20
+    assert (counts[:, 10:30].sum(1) == 6).all() and counts[:10, 10:30].sum(0).tolist() == [3] * 20
     assert (counts[:, 30:34].sum(1) == 6).all() and counts[:2, 30:34].sum(0).tolist() == [3] * 4
     assert (
         GlobalOrder(40, 1, 3, ((10, 1.0), (30, 1.0))).batch(7).tolist()

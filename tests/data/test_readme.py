@@ -36,11 +36,12 @@ def test_every_reason_and_every_kind_is_documented():
 
 def test_every_flag_it_names_exists():
     known = {option for action in make_parser()._actions for option in action.option_strings}
+    # of data.cache, data.inspect and evaluate.py
     of_commands = {
         "--image-size",
         "--sheet",
         "--picture",
-    }  # of data.cache, data.inspect and evaluate.py
+    }
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)) <= known | of_commands
 
 

@@ -98,9 +98,8 @@ def _write_model(folder, towers, image_size):
     BertConfig(**towers["text"].config["config"]).save_pretrained(folder / "text")
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     (folder / "vocab.txt").write_text("\n".join(words))
-    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(
-        str(folder / "text")
-    )  # asked for by the program, used by nobody
+    # asked for by the program, used by nobody
+    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(str(folder / "text"))
     text = {
         "hf_model_name": str(folder / "text"),
         "hf_tokenizer_name": str(folder / "text"),

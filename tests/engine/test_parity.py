@@ -396,9 +396,8 @@ def check_running_statistics(cases):
     for case, results in split(cases):
         reference, compared = check(case, results), 0
         for name, buffer in (each for result in results for each in result["buffers"].items()):
-            if (
-                name in reference["buffers"]
-            ):  # num_batches_tracked too: each micro-batch counts once
+            # num_batches_tracked too: each micro-batch counts once
+            if name in reference["buffers"]:
                 torch.testing.assert_close(
                     *(buffer, reference["buffers"][name]),
                     rtol=RELATIVE,

@@ -110,10 +110,11 @@ def test_the_table_says_how_it_began_and_how_it_ended(run_dir, capsys):
 def test_every_decision_is_reported_with_its_step_and_reason(run_dir, capsys):
     run([str(run_dir)])
     out = capsys.readouterr().out
+    # the first holds when no loader has begun with the step
     assert decisions(MEASUREMENTS) == [
         Decision(20, 24, WAITS),
         Decision(40, 41, BOUND),
-    ]  # the first holds when no loader has begun with the step
+    ]
     assert row(out, "1") == ["20", "24", *WAITS.split()] and BOUND in " ".join(out.split())
     assert "Costs refitted in 2 of 4 measurements, after steps 10, 20" in out
 

@@ -98,9 +98,10 @@ def test_a_pretrained_tower_embeds_as_torchvision_s_own_model(
     pixels = run_s_pixels(options, spec, len(made))
     levels = (pixels - library_pixels).abs() * 255 * torch.tensor(preset.std)[:, None, None]
     assert levels.max() < pixel_limit + 0.02 and (levels > 0.5).float().mean() < 0.01
+    # fp32
     torch.testing.assert_close(
         run_s_features(options, library_pixels), expected, rtol=1e-5, atol=1e-5
-    )  # fp32
+    )
     features = run_s_features(options, pixels)
     assert torch.linalg.norm(features - expected) < feature_limit * torch.linalg.norm(expected)
     for wrong in (["--image-normalization", "clip"], ["--image-resize", "224"]):

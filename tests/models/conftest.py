@@ -112,9 +112,8 @@ class Case:
     # tensors whose gradients are sums in another order: equal to rounding
     rounded: tuple[str, ...] = ()
     pad_token_id: int | None = 0
-    authors: Callable[[dict[str, Tensor]], dict[str, Tensor]] = (
-        lambda state: {}
-    )  # first values that are not the library's
+    # first values that are not the library's
+    authors: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda state: {}
 
     def tower(self, dropout: bool = False) -> Tower:
         values = self.dropout if dropout else dict.fromkeys(self.dropout, 0.0)

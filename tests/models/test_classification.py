@@ -38,9 +38,8 @@ def test_a_class_is_the_mean_direction_of_its_prompts():
 
 def test_zero_shot_counts_the_first_and_the_first_five():
     image = torch.eye(6)
-    classes = torch.roll(torch.eye(6), 1, 0) + 0.5 * torch.eye(
-        6
-    )  # the right class is second for each image
+    # the right class is second for each image
+    classes = torch.roll(torch.eye(6), 1, 0) + 0.5 * torch.eye(6)
     expected = {"top_1": 0.0, "top_5": 1.0, "mean_per_class": 0.0}
     assert zero_shot_accuracy(image, torch.arange(6), classes) == expected
     assert zero_shot_accuracy(image, torch.arange(6), torch.eye(6))["top_1"] == 1.0

@@ -215,9 +215,8 @@ def models(module_folder):
         weights = open_weights(case.branch, str(folder), tower)
         with library_models_kept():
             layers = [spec.build(3, weights) for spec in tower.specs]
-        model.load_state_dict(
-            {**model.state_dict(), **library_state(layers)}, strict=True
-        )  # statistics as in the file
+        # statistics as in the file
+        model.load_state_dict({**model.state_dict(), **library_state(layers)}, strict=True)
         return model, tower, layers
 
     return of

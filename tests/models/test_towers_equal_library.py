@@ -193,9 +193,8 @@ def test_bf16(cases, forward, subtests):
     for name, case in cases.items():
         with subtests.test(name):
             layers = [spec.build(0) for spec in with_head(case.tower(), 16).specs]
-            for parameter in (
-                p for layer in layers for p in layer.parameters()
-            ):  # as DeepSpeed casts: buffers stay in fp32
+            # as DeepSpeed casts: buffers stay in fp32
+            for parameter in (p for layer in layers for p in layer.parameters()):
                 parameter.data = parameter.data.to(torch.bfloat16)
             inputs = {
                 name: tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
@@ -205,6 +204,5 @@ def test_bf16(cases, forward, subtests):
             assert tensors[f"{case.branch}_hidden"].dtype == torch.bfloat16
             embeds = forward(layers[-2:], tensors)[f"{case.branch}_embeds"]
             assert embeds.dtype == torch.float32 and embeds.shape == (4, 16)
-            torch.testing.assert_close(
-                embeds.norm(dim=-1), torch.ones(4)
-            )  # fp32 rounding only: the length is made 1 in fp32
+            # fp32 rounding only: the length is made 1 in fp32
+            torch.testing.assert_close(embeds.norm(dim=-1), torch.ones(4))
