@@ -70,6 +70,9 @@ class ContrastiveLoss(Protocol):
     ) -> dict[str, Tensor]:
         """The whole gradients of the scalars as the optimizer is to see them."""
 
+    def reported(self, name: str, value: float) -> tuple[str, float]:
+        """The name and the value by which metrics show one of the scalars."""
+
 
 class MatchingLoss(Protocol):
     """A loss of single pairs."""

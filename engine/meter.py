@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import resource
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -91,13 +90,16 @@ class StepMeter:
         ranks = self._without_waits(RankNumbers.of_sum(totals["ranks"]))
         busy_s, waits_s = self._by_stage(ranks.busy_s), self._by_stage(ranks.data_wait_s)
         pairs, weights = self.objective.pairs, self.tail_loss.weights
-        scalars = [tensor for pair in pairs for tensor in pair.scalars.values()]
+        scalars = [(pair, name) for pair in pairs for name in pair.loss.parameters]
         norms, coefficients, shares = (
             dict(zip(self.clipping.rules, totals["groups"][i::3])) for i in range(3)
         )
         return StepMetrics(
             loss=loss,
-            scalars=dict(map(_readable, scalars, totals["scalars"])),
+            scalars=dict(
+                pair.reported(name, value)
+                for (pair, name), value in zip(scalars, totals["scalars"], strict=True)
+            ),
             grad_norm=norms,
             clip_coefficient=coefficients,
             clipped_share=shares,
@@ -179,11 +181,3 @@ def peak_memory_bytes(device: torch.device) -> int:
     if runs_behind(device):
         return get_accelerator().max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _readable(name: str, value: float) -> tuple[str, float]:
-    """A learned scalar as it is logged: a scale as its exponential, at most 100 as the losses use
-    it."""
-    if name.endswith("logit_scale"):
-        return f"{name}_exp", math.exp(min(value, math.log(100.0)))
-    return name, value

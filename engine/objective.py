@@ -71,6 +71,11 @@ class Pair(Comparison):
         """The loss's name for each of its learned scalars -> the name of its tensor."""
         return {name: self.prefix + name for name in self.loss.parameters}
 
+    def reported(self, name: str, value: float) -> tuple[str, float]:
+        """One of them as metrics show it."""
+        shown, number = self.loss.reported(name, value)
+        return self.prefix + shown, number
+
 
 @dataclass(frozen=True)
 class Objective:

@@ -173,6 +173,13 @@ def logit_scale_exp(logit_scale: Tensor) -> Tensor:
     return logit_scale.clamp(max=LOGIT_SCALE_LIMIT).exp()
 
 
+def shown_scale(name: str, value: float) -> tuple[str, float]:
+    """A scalar as metrics show it: the scale as the losses use it, others as they are."""
+    if name == "logit_scale":
+        return "logit_scale_exp", math.exp(min(value, LOGIT_SCALE_LIMIT))
+    return name, value
+
+
 def stop_outward(
     gradients: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from models.losses.blocks import (
     logit_scale_exp,
     mean_weights,
     other_of,
+    shown_scale,
     similarity_blocks,
     stop_outward,
 )
@@ -53,6 +54,7 @@ class InfoNCE:
     targets: Targets = Targets()
     parameters: ClassVar[Mapping[str, float]] = {"logit_scale": math.log(1 / 0.07)}
     constrained = staticmethod(stop_outward)
+    reported = staticmethod(shown_scale)
 
     def __post_init__(self) -> None:
         if not 0 <= self.label_smoothing < 1:

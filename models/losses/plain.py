@@ -67,6 +67,10 @@ class PlainLoss:
         """As they are: a limit, such as that of a scale, belongs into the function."""
         return dict(gradients)
 
+    def reported(self, name: str, value: float) -> tuple[str, float]:
+        """As they are."""
+        return name, value
+
     def _differentiated(
         self, sides: Sides, parameters: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:

@@ -20,6 +20,7 @@ from models.losses.blocks import (
     logit_scale_exp,
     mean_weights,
     other_of,
+    shown_scale,
     similarity_blocks,
     stop_outward,
 )
@@ -46,6 +47,7 @@ class Sigmoid:
     targets: Targets = Targets()
     parameters: ClassVar[Mapping[str, float]] = {"logit_scale": math.log(10.0), "logit_bias": -10.0}
     constrained = staticmethod(stop_outward)
+    reported = staticmethod(shown_scale)
 
     def statistics(
         self, sides: Sides, branch: str, mine: Tensor, parameters: Mapping[str, Tensor]

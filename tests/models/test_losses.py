@@ -454,6 +454,10 @@ def test_the_scale_is_at_most_100():
         assert found == pytest.approx(expected, rel=1e-12)
     for above in (5.0, 80.0):
         assert float(logit_scale_exp(torch.tensor([above]))) == pytest.approx(100.0)
+        for loss in (InfoNCE(), Sigmoid()):  # as metrics show it
+            name, shown = loss.reported("logit_scale", above)
+            assert name == "logit_scale_exp" and shown == pytest.approx(100.0)
+            assert loss.reported("logit_bias", above) == ("logit_bias", above)
 
 
 def scale_gradient(images: Tensor, texts: Tensor, log_scale: float) -> Tensor:
