@@ -212,7 +212,7 @@ def test_on_a_gpu_that_is_made_up_only_the_named_points_are_read(loss):
             num_pairs = 2 * ((ROWS - left_out) // stage.replicas) + ROWS
             of_blocks = [*(i for i in range(blocks) for _ in range(2)), *[blocks] * num_pairs]
             pairs = [*of_blocks[:num_pairs], *[TOKENS] * num_pairs]
-            given = {"meet": [*numbers, *own], "_pairs": pairs}
+            given = {"_counted": [*numbers, *own], "_pairs": pairs}
             read = run_loss(graph, stage.ranks[-1], *LOSSES[loss], given)
             if loss != "matching" or "text" not in stage.tail_of:
                 del given["_pairs"]

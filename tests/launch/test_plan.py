@@ -44,7 +44,10 @@ def test_rows_are_the_fastest_and_the_choice_is_the_planners(search):
     (chosen,) = [row for row in rows if row[1] == "→"]
     assert search.ranked[int(chosen[0]) - 1] is search.best
     assert " ".join(chosen[2:]) == " ".join(cells(search.best, 64))
-    rows = table_rows(replace(search, best=search.ranked[3]), 64, 1)
+    others = [candidate for candidate in search.ranked if candidate is not search.best]
+    beyond = replace(search, ranked=(*others[:3], search.best, *others[3:]))
+    assert beyond.best is search.best
+    rows = table_rows(beyond, 64, 1)
     assert [row[0] for row in rows] == ["1", "4"] and rows[1][1] == "→"
 
 
