@@ -404,10 +404,15 @@ def test_a_file_that_cannot_be_written_to_its_end_leaves_no_tensors(folder, nume
 
 
 def test_a_disk_that_gives_back_something_else_is_seen(tmp_path, monkeypatch):
-    """One bit, before the checkpoint counts."""
-    monkeypatch.setattr(writing, "flush", lambda file, **_: flip(file.parent, file.name, 1))
-    with pytest.raises(BrokenCheckpoint, match=FIRST):
-        written_by_one_rank(tmp_path, 3)
+    """One bit, before the checkpoint counts: wherever it was lost on the way to the disk."""
+    save = writing.save_file
+    for name, broken in (
+        ("flush", lambda file, **_: flip(file.parent, file.name, 1)),
+        ("save_file", lambda own, file: (save(own, file), flip(file.parent, file.name, 1))),
+    ):
+        with monkeypatch.context() as patched, pytest.raises(BrokenCheckpoint, match=FIRST):
+            patched.setattr(writing, name, broken)
+            written_by_one_rank(tmp_path, 3)
     assert list(writing_folder(tmp_path, 3).iterdir()) == []
 
 
