@@ -92,7 +92,8 @@ class RunFolder:
         process live. Errors: ValueError where another one writes there.
 
         The system releases the lock however the process ends, and no child inherits it (POSIX
-        record locks). Where the file system has none, another run is not seen.
+        record locks). Where the file system has none, a run of this machine is found by its
+        process, and one of another machine is not seen.
         """
         if not self.first_rank:
             return
@@ -102,22 +103,21 @@ class RunFolder:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                logging.getLogger("wye").warning(
-                    "--run-dir %s: its file system has no locks (%s); start no second run there",
-                    *(self.path, error.strerror),
-                )
-            else:
-                file.seek(0)
+            file.seek(0)
+            holder = file.read().strip()
+            if error.errno in (errno.EACCES, errno.EAGAIN) or _is_alive(holder):
                 raise ValueError(
                     f"--run-dir {self.path}: another run writes there "
-                    f"({file.read().strip() or 'just started'}); give another folder, or end that "
-                    f"run first (touch {self.stop})"
+                    f"({holder or 'just started'}); give another folder, or end that run first "
+                    f"(touch {self.stop})"
                 ) from error
+            logging.getLogger("wye").warning(
+                "--run-dir %s: its file system has no locks (%s); start no second run there from "
+                "another machine",
+                *(self.path, error.strerror),
+            )
         file.truncate(0)
-        created_s = psutil.Process().create_time()
-        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(created_s))
-        file.write(f"process {os.getpid()} on {socket.gethostname()}, started {started}")
+        file.write(_holder(psutil.Process()))
         file.flush()
         self._lock = file  # to close it, or any other file object of it, would release the lock
 
@@ -286,6 +286,21 @@ class RunFolder:
     def _replace(self, path: Path, text: str) -> None:
         if self.first_rank:
             replace_text(path, text)
+
+
+def _holder(process: psutil.Process) -> str:
+    started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(process.create_time()))
+    return f"process {process.pid} on {socket.gethostname()}, started {started}"
+
+
+def _is_alive(holder: str) -> bool:
+    """Is there still the process of this machine that `_holder` has described so?"""
+    pid = holder.split(" ")[1] if holder else ""
+    return (
+        pid.isdigit()
+        and psutil.pid_exists(int(pid))
+        and _holder(psutil.Process(int(pid))) == holder
+    )
 
 
 def training_identity(

@@ -371,12 +371,21 @@ def test_one_run_at_a_time_writes_in_a_folder(held):
     assert f"process {os.getpid()} on" in (path / "lock").read_text()
 
 
-def test_where_the_file_system_has_no_locks_there_is_one_warning(tmp_path, monkeypatch, caplog):
+def test_where_the_file_system_has_no_locks_a_run_of_this_machine_is_seen(
+    held, monkeypatch, caplog, tmp_path
+):
+    path, run = held
+
     def unsupported(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "lockf", unsupported)
-    RunFolder(tmp_path, first_rank=True).claim()
+    with pytest.raises(ValueError, match=f"process {run.pid} on"):
+        RunFolder(path, first_rank=True).claim()
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "lock").write_text(f"process {run.pid} on elsewhere, started never")
+    RunFolder(other, first_rank=True).claim()
     (record,) = caplog.records
     assert "has no locks (No locks available)" in record.getMessage()
 
