@@ -60,8 +60,10 @@ class RecipeFile:
             raise ValueError(
                 f'{file}: holds no "recipe"; give it as --deepspeed_config, or a file of {RECIPES}'
             )
+        if "file" in recipe:
+            raise ValueError(f"{file}: unknown key 'recipe.file'; remove it")
         try:
-            return read_block(cls, {"file": file, **recipe}, "recipe")
+            return read_block(cls, {**recipe, "file": file}, "recipe")
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from None
 

@@ -102,7 +102,7 @@ def read_embeddings(
             raise FileNotFoundError(
                 f"{part}: holds no {ABOUT}; make it with evaluate.py RUN_DIR --embeddings {part}"
             )
-        about = _about(part)
+        about = _about(part, ("checkpoint", "checksum", "run", "data"))
         if modality not in about["modalities"]:
             raise FileNotFoundError(
                 f"{part}: holds embeddings of {' and '.join(about['modalities'])}, and none of "
@@ -154,14 +154,15 @@ def _parts(folder: Path) -> list[Path]:
     return sorted(file.parent for file in folder.glob(f"*/{ABOUT}"))
 
 
-def _about(folder: Path) -> dict[str, Any]:
+def _about(folder: Path, keys: Sequence[str] = ()) -> dict[str, Any]:
+    """The modalities, and these keys."""
     with _of_this_format(folder):
         read = read_json(folder / ABOUT)
         names = read["modalities"]
         # they become names of files, which nobody may lead out of the folder
         if not names or not all(isinstance(name, str) and name.isidentifier() for name in names):
             raise ValueError(f"modalities {names!r}: names of modalities are needed")
-        return {key: read[key] for key in ("checkpoint", "checksum", "run", "data", "modalities")}
+        return {key: read[key] for key in ("modalities", *keys)}
 
 
 @contextmanager

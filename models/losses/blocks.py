@@ -175,8 +175,8 @@ def logit_scale_exp(logit_scale: Tensor) -> Tensor:
 
 def shown_scale(name: str, value: float) -> tuple[str, float]:
     """A scalar as metrics show it: the scale as the losses use it, others as they are."""
-    if name == "logit_scale":
-        return "logit_scale_exp", math.exp(min(value, LOGIT_SCALE_LIMIT))
+    if name.endswith("logit_scale"):
+        return f"{name}_exp", math.exp(min(value, LOGIT_SCALE_LIMIT))
     return name, value
 
 

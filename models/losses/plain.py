@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from models.losses.blocks import Part, Sides, first_of, other_of
+from models.losses.blocks import Part, Sides, first_of, other_of, shown_scale
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class PlainLoss:
         return dict(gradients)
 
     def reported(self, name: str, value: float) -> tuple[str, float]:
-        """As they are."""
-        return name, value
+        """As they are; a logit_scale as the built-in losses show theirs."""
+        return shown_scale(name, value)
 
     def _differentiated(
         self, sides: Sides, parameters: Mapping[str, Tensor]

@@ -257,7 +257,6 @@ ALIASES = {  # what people type -> the preset; in small letters
 CATALOGUE = Catalogue(
     "audio", "audio_config", FAMILIES, PRESETS, ALIASES, example="laion/clap-htsat-unfused"
 )
-hub_id_of = CATALOGUE.hub_id_of
 
 # -- the tower
 
@@ -345,6 +344,9 @@ def _check(name: str, config: PreTrainedConfig) -> None:
             f"audio tower {name!r} leaves out whole blocks at random (encoder_layerdrop); stages "
             "cannot agree on them: set it to 0 in its config.json"
         )
+    size = getattr(config, "patch_size", 1)
+    if not isinstance(size, int):
+        raise ValueError(f"audio tower {name!r}: patch_size={size} must be an integer")
     heads = getattr(config, "num_attention_heads", None)
     if isinstance(heads, (list, tuple)) and len(heads) != len(config.depths):
         raise ValueError(

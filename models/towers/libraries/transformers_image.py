@@ -173,12 +173,13 @@ def _convnext(model: Any, pool: str, image_size: int) -> Named:
             layers.append((f"{name}.downsampling_layer", between))
         blocks = enumerate(stage.layers)
         layers += [(f"{name}.layers.{j}", Block("image", block)) for j, block in blocks]
-    if pool == "attention":
+    if pool in ("attention", "max"):
+        # "max" of tokens: nn.AdaptiveMaxPool2d has no deterministic backward on a GPU
+        where = {"norm" if pool == "attention" else "behind": model.layernorm}
         own = pooling(pool, model.config.hidden_sizes[-1])
-        return [*layers, ("pool", Pool("image", own, norm=model.layernorm))]
-    place = nn.AdaptiveMaxPool2d(1) if pool == "max" else nn.AdaptiveAvgPool2d(1)
+        return [*layers, ("pool", Pool("image", own, **where))]
     behind = nn.Sequential(nn.Flatten(), model.layernorm)
-    return [*layers, ("pool", PlacePool("image", place, behind=behind))]
+    return [*layers, ("pool", PlacePool("image", nn.AdaptiveAvgPool2d(1), behind=behind))]
 
 
 def _swin(model: Any, pool: str, image_size: int) -> Named:

@@ -339,7 +339,6 @@ ALIASES = {  # what people type -> the preset; in small letters
 CATALOGUE = Catalogue(
     "text", "text_config", FAMILIES, PRESETS, ALIASES, example="google-bert/bert-base-uncased"
 )
-hub_id_of = CATALOGUE.hub_id_of
 
 # -- the tower
 
