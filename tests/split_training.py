@@ -546,6 +546,11 @@ def train_split(case: Case) -> dict[str, Any]:
         "drawn": list(recording_matching().noted) if case.fusion else [],
         "stage": engine.stage.name,
         "optimizer": type(engine.optimizer).__name__,
+        "unaligned": [
+            name
+            for name, p in engine.module.canonical_parameters.items()
+            if p.numel() % 8 == 0 and p.data_ptr() % 16
+        ],
         "forwards": dict(forwards),  # by layer, in all steps
         "gradient_bytes": engine.comm.gradients_out.sent_bytes
         if engine.comm.gradients_out is not None

@@ -507,6 +507,7 @@ def test_half_precision_equals_the_unsplit_model_in_half_precision(precision):
     for case, results in split([replace(case, precision=precision) for case in cases]):
         reference, metrics = train_whole(case, whole_batches(case)), results[0]["metrics"][0]
         assert {r["optimizer"] for r in results} == {optimizer}, case
+        assert not any(r["unaligned"] for r in results), case  # kernels for those are slow
         assert metrics.skipped_steps == 0, case
         assert metrics.loss == pytest.approx(reference["losses"][0], rel=1e-4), case
         gradients = assemble(results, {n: g.shape for n, g in reference["gradients"].items()})
