@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from engine.planning.measured import layer_key
+from models.towers.attention import SelfAttention
 from models.towers.building import (
     count_flops,
     describe_layers,
@@ -263,10 +264,14 @@ def check_equal(case, model, layers, width, training):
     (expected * weight).sum().backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     buffers = dict(model.named_buffers())
+    # those below our own self-attention are sums in another order
+    rounded = any(isinstance(m, SelfAttention) for layer in layers for m in layer.modules())
     for layer in layers:
         for local, parameter in layer.named_parameters():
             name = layer.canonical_names[local].split(".", 1)[1]
-            assert torch.equal(parameter.grad, gradients.pop(name)), name
+            gradient = gradients.pop(name)
+            error = float((parameter.grad - gradient).norm())
+            assert error <= rounded * 1e-5 * float(gradient.norm()), name
         for local, buffer in layer.named_buffers():
             name = layer.canonical_names.get(local, f".{layer.unsaved_names.get(local)}")
             assert torch.equal(buffer, buffers[name.split(".", 1)[1]]), name

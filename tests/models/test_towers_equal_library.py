@@ -1,10 +1,12 @@
 """The claim: a tower run layer by layer is the library's model, bit for bit, in fp32: output,
 gradients, BatchNorm statistics.
 
-No tolerance: the same operations run in the same order on the same weights. The one exception is a
-gradient that SigLIP 2 adds up image by image and we add up at once (`Case.rounded`).
+No tolerance: the same operations run in the same order on the same weights. The exceptions
+(`Case.rounded`) are a gradient that SigLIP 2 adds up image by image and we add up at once, and
+those below torch's self-attention, which is ours.
 """
 
+from fnmatch import fnmatch
 from itertools import product
 
 import pytest
@@ -20,8 +22,8 @@ def build(tower):
 
 
 def assert_same(case, name, ours, theirs):
-    if name in case.rounded:
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    if any(fnmatch(name, pattern) for pattern in case.rounded):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     else:
         assert torch.equal(ours, theirs), name
 

@@ -18,6 +18,7 @@ from torchvision.models.convnext import CNBlock, CNBlockConfig, ConvNeXt
 from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.models.vision_transformer import MLPBlock, VisionTransformer
 
+from models.towers.attention import with_self_attention
 from models.towers.layers import Layer, Tower, cut, reset
 from models.towers.libraries.layers import Block, Named, PatchStart, PlacePool, Pool, Start
 from models.towers.names import parse_overrides, refuse, split_name
@@ -136,7 +137,7 @@ def image_tower(name: str, image_size: int) -> Tower:
     sizes = replace(sizes, **values)
     _check(name, sizes, image_size)
     with torch.device("meta"):
-        model = with_exact_statistics(library_model(sizes, image_size))
+        model = with_self_attention(with_exact_statistics(library_model(sizes, image_size)))
         layers, dropped, initialise, width = _CUTS[type(sizes)](model, sizes, pool)
     config: dict[str, Any] = {
         "library": "torchvision",

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from models.towers.attention import with_self_attention
 from models.towers.layers import Layer, LibraryModel, Tower, cut, reset
 from models.towers.names import refuse
 from models.towers.pooling import ADDED, AttentionPool, pooling
@@ -51,7 +52,7 @@ def traced_tower(
     not there.
     """
     tensor, shape, dtype = traceable.given
-    model = with_exact_statistics(on_meta(traceable.make))
+    model = with_self_attention(with_exact_statistics(on_meta(traceable.make)))
     example = torch.empty(shape, dtype=dtype, device="meta")
     try:
         partition = partitioned(
