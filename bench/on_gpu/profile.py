@@ -179,7 +179,7 @@ def _here(what: str) -> str:
     """The innermost line of this repository that is being run, else the innermost of all, and what
     happens there."""
     frames = traceback.extract_stack(limit=80)[:-1]
-    frames = [f for f in frames if Path(f.filename) != Path(__file__)]
+    frames = [f for f in frames if f.filename not in (__file__, warnings.__file__)]
     own = [f for f in frames if f.filename.startswith(f"{ROOT}/")]
     own = [f for f in own if "site-packages" not in f.filename]
     frame, innermost = (own or frames)[-1], frames[-1]

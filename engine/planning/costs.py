@@ -190,14 +190,15 @@ class StateBytes:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> StateBytes:
         """From DeepSpeed's configuration, for Adam. fp32: weight and gradient, two moments. Half
-        precision: weight and gradient in half, a gradient in fp32 where they are added up in fp32
-        (bf16), master weight and two moments in fp32. State that is offloaded to the CPU is not
-        counted."""
+        precision: weight and gradient in half, master weight and two moments in fp32. bf16 adds
+        gradients up in fp32, and those in half go at once unless `immediate_grad_update` is off.
+        State that is offloaded to the CPU is not counted."""
         zero = config.get("zero_optimization", {})
         stage, offloaded = zero.get("stage", 0), offloads(config)
         bf16, fp16 = (config.get(key, {}).get("enabled", False) for key in ("bf16", "fp16"))
         weight = 2 if bf16 or fp16 else 4
-        whole = 2 * weight + (4 if bf16 else 0)
+        at_once = bf16 and config["bf16"].get("immediate_grad_update", True)
+        whole = weight + (0 if at_once else weight) + (4 if bf16 else 0)
         # ZeRO-1 keeps an fp32 copy of its slice also under fp32
         state = 12 if bf16 or fp16 or stage else 8
         return cls(

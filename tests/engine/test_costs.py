@@ -69,7 +69,8 @@ def test_bytes_of_a_parameters_state():
     for config, whole, sharded in (
         ({}, 4 + 4 + 8, 0),  # weight, gradient, two moments
         (zero, 4 + 4, 4 + 8),  # and ZeRO-1's own fp32 copy
-        (zero | {"bf16": halves}, 2 + 2 + 4, 4 + 8),  # fp32 sums, master weight
+        (zero | {"bf16": halves}, 2 + 4, 4 + 8),  # fp32 sums, master weight
+        (zero | {"bf16": {**halves, "immediate_grad_update": False}}, 2 + 2 + 4, 4 + 8),
         (zero | {"fp16": halves}, 2 + 2, 4 + 8),
     ):
         state = StateBytes.of(config)
