@@ -7,6 +7,7 @@ r"""Train a contrastive model as a forked pipeline: options -> data -> towers ->
 
 import sys
 import time
+from functools import partial
 
 from common.output import outlive_output
 from launch.config.options import Options, parse_options
@@ -34,6 +35,7 @@ from launch.setup.first_screen import first_screen
 from launch.setup.prepare import prepare_run, resume_run, write_record
 from launch.setup.ranks import LiveRanks
 from launch.terminal.bar import Progress
+from launch.tracking.alerts import Alarms
 from launch.tracking.tracker import Tracker
 
 
@@ -50,10 +52,10 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     stop = StopRequest(options.max_hours)
     ranks = LiveRanks(options, run, stop)
     prepared = prepare_run(options, ranks)
-    ranks.watchdog.describe = prepared.plan.graph.describe_rank
+    ranks.watchdog.describe = partial(ranks.describe, prepared.plan.graph)
     options, folder, batching = prepared.options, prepared.folder, prepared.batching
     loss_weights, total_steps = prepared.loss_weights, batching.total_steps
-    journal = Journal(folder, options.trace_every)
+    journal = Journal(folder, options.trace_every, Alarms(ranks.watchdog.describe))
     journal.begin(first_screen(prepared, ranks))
 
     # DeepSpeed around this rank's stage, with the state of the run that goes on.

@@ -17,8 +17,9 @@ from engine.module import StageModule
 from engine.optimizer.bad_steps import BadStep, bad_step, is_loss_scale_search, seen_by
 from engine.optimizer.clipping import GroupedClipping
 from engine.optimizer.parameter_groups import OptimizerGroups
-from engine.step_metrics import RankNumbers, StepMetrics, losses_of, losses_of_sources
+from engine.step_metrics import RankNumbers, Slowest, StepMetrics, losses_of, losses_of_sources
 from engine.streams import runs_behind
+from engine.trace import OWN
 
 
 class StepMeter:
@@ -69,6 +70,7 @@ class StepMeter:
         sent_bytes = self._sent_bytes(num_steps)
         own = RankNumbers(
             busy_s=[recorder.busy_s()],
+            own_s=[recorder.busy_s(OWN)],
             step_s=[recorder.step_s],
             ready_s=[recorder.start_of("OptimizerStep")],
             peak_bytes=[float(peak_memory_bytes(self.comm.device))],
@@ -113,6 +115,11 @@ class StepMeter:
             stop_requested=stopping > 0,
             idle={name: max(0.0, 1 - s / max(ranks.step_s)) for name, s in busy_s.items()},
             busy_s=busy_s,
+            slowest={
+                stage.name: Slowest.of(stage.ranks, ranks.own_s)
+                for stage in self.graph.stages
+                if stage.replicas > 1
+            },
             data_wait_s={s.name: waits_s[s.name] for s in self.graph.stages if s.loads},
             sent_bytes=int(sent),
             peak_memory_bytes=int(max(ranks.peak_bytes)),
@@ -125,6 +132,7 @@ class StepMeter:
             losses=losses_of(self.objective, totals["losses"], weights),
             rank_memory_bytes=tuple(map(int, ranks.peak_bytes)),
             rank_busy_s=tuple(ranks.busy_s),
+            rank_own_s=tuple(ranks.own_s),
             slowest_step_s=max(ranks.step_s),
         )
 

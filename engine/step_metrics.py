@@ -86,6 +86,7 @@ class RankNumbers(NamedTuple):
     """What each rank alone tells of a step, by rank."""
 
     busy_s: Sequence[float]  # computed
+    own_s: Sequence[float]  # that no other rank had a part in
     step_s: Sequence[float]  # the whole step
     ready_s: Sequence[float]  # until it could take the optimizer's step
     peak_bytes: Sequence[float]  # the most that it held so far
@@ -103,6 +104,21 @@ class RankNumbers(NamedTuple):
         return cls(*(numbers[i::width] for i in range(width)))
 
 
+class Slowest(NamedTuple):
+    """Of the replicas of a stage the one that took longest for what is its own (`OWN` of
+    engine/trace.py). `ratio`: to the mean of the others."""
+
+    rank: int
+    ratio: float
+
+    @classmethod
+    def of(cls, ranks: Sequence[int], own_s: Sequence[float]) -> Slowest:
+        """`own_s`: of all ranks of the run."""
+        rank = max(ranks, key=lambda each: own_s[each])
+        others_s = sum(own_s[each] for each in ranks if each != rank) / (len(ranks) - 1)
+        return cls(rank, own_s[rank] / max(others_s, 1e-9))
+
+
 @dataclass(frozen=True)
 class StepMetrics:
     """What one step reports, equal on all ranks. `loss` is over the global batch.
@@ -113,7 +129,8 @@ class StepMetrics:
     `clipped_share` of all applied steps so far. `skipped_steps` so far; `bad_step`: what a step was
     made of that was skipped for its loss or gradients; `bad_steps_in_a_row`: with this one. `idle`:
     by stage, the part of the step in which its ranks did not compute; `busy_s`: the seconds in
-    which they did, mean of the replicas; `data_wait_s`: by stage that loads, the seconds waited for
+    which they did, mean of the replicas; `slowest`: by stage of several replicas;
+    `data_wait_s`: by stage that loads, the seconds waited for
     micro-batches, mean of the replicas. `left_out`: by pair, samples of which a half was a
     stand-in: they lack it, or it could not be loaded; `duplicates`: samples with a value that
     another sample of the batch has too. `sent_bytes`: by all ranks together,
@@ -121,9 +138,9 @@ class StepMetrics:
     the whole process. `sources`: of each of several sources; of one there is nothing to tell.
     `losses`: where there are several, see `losses_of`; `loss` is then their weighted sum, and
     `sources` are those of the contrastive ones, weighted. By rank: `rank_memory_bytes`, the most
-    that it held so far, and `rank_busy_s`, the seconds in which it computed, of `slowest_step_s`,
-    the seconds of the step on the rank that took longest; the latter two are for trackers, and in
-    no line.
+    that it held so far, `rank_busy_s`, the seconds in which it computed, `rank_own_s`, those
+    that no other rank had a part in, of `slowest_step_s`, the seconds of the step on the rank that
+    took longest; the latter three are in no line.
     """
 
     loss: float
@@ -150,8 +167,10 @@ class StepMetrics:
     counts: Mapping[str, float]  # what the caller of `train_batch` counted, over all ranks
     sources: tuple[SourceLoss, ...] = ()
     losses: Mapping[str, float] = field(default_factory=dict)
+    slowest: Mapping[str, Slowest] = field(default_factory=dict)
     rank_memory_bytes: Sequence[int] = ()
     rank_busy_s: Sequence[float] = ()
+    rank_own_s: Sequence[float] = ()
     slowest_step_s: float = 0.0
 
     def record(
@@ -174,6 +193,8 @@ class StepMetrics:
             "step_s": round(step_s, 5),
             **_named("idle", self.idle, 4),
             **_named("busy_s", self.busy_s, 5),
+            **_named("slowest_rank", {stage: own.rank for stage, own in self.slowest.items()}),
+            **_named("slowest_ratio", {s: own.ratio for s, own in self.slowest.items()}, 3),
             **_named("data_wait_s", self.data_wait_s, 5),
             "sent_bytes": self.sent_bytes,
             "peak_memory_bytes": self.peak_memory_bytes,

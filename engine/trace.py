@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,8 @@ from engine.streams import runs_behind
 # message to leave.
 PASSES = ("EmbedPass", "ForwardPass", "ReplayPass", "BackwardPass")  # through a stage
 COMPUTE = (*PASSES, "ComputeLoss", "ReduceGrads", "OptimizerStep")
+# Those that take long on a rank that is slow. In the others it, or whoever waits for it, may stand.
+OWN = ("LoadMicroBatch", *PASSES, "ComputeLoss")
 WAIT = "wait"
 
 HostClock = Callable[[], float]  # seconds since any moment; never goes back
@@ -102,12 +104,12 @@ class Recorder:
                 self.spans.append(Span(WAIT, None, span.start_s, end_s))
                 return
 
-    def busy_s(self) -> float:
-        """Seconds in which the rank computed: of the spans in `COMPUTE`, without the waiting in
+    def busy_s(self, names: Collection[str] = COMPUTE) -> float:
+        """Seconds in which the rank computed: of the spans of these names, without the waiting in
         them. Waiting elsewhere, such as for the statistics of other replicas, is in none of them.
         """
         computing = sorted(
-            (span for span in self.spans if span.name in COMPUTE), key=lambda span: span.start_s
+            (span for span in self.spans if span.name in names), key=lambda span: span.start_s
         )
         starts = [span.start_s for span in computing]
         busy = sum(span.seconds for span in computing)

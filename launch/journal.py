@@ -22,6 +22,7 @@ from launch.run.queries import Answers, queries_record
 from launch.run.trace_file import TraceFile, is_sampled
 from launch.setup.first_screen import print_screen
 from launch.terminal.tables import REPORT, retrieval_report, show
+from launch.tracking.alerts import Alarms
 from launch.tracking.tracker import Tracker
 
 PAGE_SHARE = 0.02  # of the time of a run, at most, goes into its page
@@ -34,8 +35,9 @@ UNTRACKED = "tracking ends, metrics.jsonl goes on"
 class Journal:
     """On the first rank; on the others it does nothing, but for what all ranks gather together."""
 
-    def __init__(self, folder: RunFolder, trace_every: int):
+    def __init__(self, folder: RunFolder, trace_every: int, alarms: Alarms | None = None):
         self.folder, self.trace_every = folder, trace_every
+        self.alarms = alarms or Alarms()
         self.tracker: Tracker | None = None  # on the first rank, once the run is decided
         self.trace = TraceFile(folder.path / "trace.json")
         self._evaluations: dict[int, dict[str, float]] = {}
@@ -72,9 +74,14 @@ class Journal:
                 print_screen(screen)
 
     def step(self, line: Mapping[str, Any], metrics: StepMetrics, samples: int) -> None:
-        """metrics.jsonl, and the trackers. `samples`: of all steps so far."""
+        """metrics.jsonl, and the trackers; alerts.jsonl and the terminal where something is wrong.
+        `samples`: of all steps so far."""
         self.folder.append(self.folder.metrics, line)
         self._track(lambda tracker: tracker.step(line, metrics, samples))
+        for alert in self.alarms.after_step(line, metrics.bad_step is not None):
+            self.folder.append(self.folder.alerts, {"step": line["step"], **alert._asdict()})
+            self.say(f"step {line['step']}: {alert.title}. {alert.text}")
+            self._track(partial(Tracker.alert, alert=alert, step=line["step"]))
 
     def measurement(self, step: int, seen: Mapping[str, Any] | None) -> None:
         """balance.jsonl, and the reasons of what was moved. None: there was no measurement."""

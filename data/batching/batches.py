@@ -65,9 +65,22 @@ class TextPacker:
 
     def pack(self, batch: GlobalBatch, replicas: int, numbers: Sequence[int]) -> Packing:
         """As many micro-batches, of `numbers`, as take least time. Where the texts do not fit, the
-        limit of tokens is exceeded by as little as goes."""
-        lengths, bounds = self.lengths(batch), self.bounds
-        cost = batch.setting.text_cost
+        limit of tokens is exceeded by as little as goes. Replicas with shares of their own get
+        texts of all lengths alike, and each packs its own."""
+        lengths = self.lengths(batch)
+        shares = batch.setting.shares.get("text")
+        if shares is None:
+            return self._pack(lengths, batch.setting, replicas, numbers)
+        dealt = dealt_alike(lengths, sizes_of_shares(len(lengths), shares, max(numbers)))
+        return [
+            [own[part] for part in self._pack(lengths[own], batch.setting, 1, numbers)[0]]
+            for own in dealt
+        ]
+
+    def _pack(
+        self, lengths: np.ndarray, setting: Setting, replicas: int, numbers: Sequence[int]
+    ) -> Packing:
+        bounds, cost = self.bounds, setting.text_cost
         assert cost is not None
         while True:
             try:
@@ -144,7 +157,7 @@ class Batches:
         samples: list[tuple[np.ndarray, Size | None]] = [(nothing, None)] * number
         if self.texts is None or any(branch != "text" for branch in loads):
             own = slice(replica * number, (replica + 1) * number)
-            samples = self._samples(batch, replicas, number)[own]
+            samples = self._samples(branch, batch, replicas, number)[own]
         texts: list[TextRows | None] = [None] * number
         if self.texts is not None and "text" in loads:
             positions = self.texts.pack(batch, replicas, (number,))[replica]
@@ -165,12 +178,13 @@ class Batches:
         ]
 
     def _samples(
-        self, batch: GlobalBatch, replicas: int, number: int
+        self, branch: str, batch: GlobalBatch, replicas: int, number: int
     ) -> list[tuple[np.ndarray, Size | None]]:
         """Positions of each micro-batch and the size of its images, R · M of them: as equal as the
-        global batch allows, and in the order of their buckets, so that most have one alone. The
+        global batch and the shares allow, and in the order of their buckets, so that most have one alone. The
         others have neighbouring shapes, and the size of most of their images."""
-        parts = in_equal_parts(len(batch.visited), replicas, number)
+        shares = batch.setting.shares.get(branch)
+        parts = in_parts(len(batch.visited), replicas, number, shares)
         if self.buckets is None:
             return [(part, None) for part in parts]
         bucket, sizes = self.buckets.number[batch.visited], self.buckets.sizes  # [G]
@@ -179,19 +193,45 @@ class Batches:
         return [(part, sizes[int(np.bincount(bucket[part]).argmax())]) for part in parts]
 
 
-def in_equal_parts(
-    global_batch_size: int, replicas: int, num_micro_batches: int
+def in_parts(
+    global_batch_size: int,
+    replicas: int,
+    num_micro_batches: int,
+    shares: Sequence[float] | None = None,
 ) -> list[np.ndarray]:
-    """The positions of each micro-batch in order, R · M of them: the shares of replicas differ by
-    at most one sample, and so do the micro-batches of a replica. Errors: ValueError where one would
-    have none."""
+    """The positions of each micro-batch in order, R · M of them: the micro-batches of a replica
+    differ by at most one sample, and so do those of replicas without `shares`. Errors: ValueError
+    where one would have none."""
     if global_batch_size // replicas < num_micro_batches:
         raise ValueError(
             f"a global batch of {global_batch_size} samples for {replicas} replicas with "
             f"{num_micro_batches} micro-batches each: every micro-batch needs a sample, give fewer"
         )
-    shares = np.array_split(np.arange(global_batch_size, dtype=np.int64), replicas)
-    return [part for share in shares for part in np.array_split(share, num_micro_batches)]
+    positions = np.arange(global_batch_size, dtype=np.int64)
+    if shares is None:
+        of_replicas = np.array_split(positions, replicas)
+    else:
+        sizes = sizes_of_shares(global_batch_size, shares, num_micro_batches)
+        of_replicas = np.split(positions, np.cumsum(sizes)[:-1])
+    return [part for own in of_replicas for part in np.array_split(own, num_micro_batches)]
+
+
+def sizes_of_shares(number: int, shares: Sequence[float], least: int) -> np.ndarray:
+    """[R] of `number` samples as many for each replica as its share says, at least `least`."""
+    ends = np.rint(np.cumsum(shares) / np.sum(shares) * number).astype(np.int64)
+    sizes = np.diff(ends, prepend=0)
+    while sizes.min() < least:
+        sizes[sizes.argmin()] += 1
+        sizes[sizes.argmax()] -= 1
+    return sizes
+
+
+def dealt_alike(lengths: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
+    """Positions of `lengths` [G], `sizes` [R] of them for each replica: of all lengths alike."""
+    at = np.concatenate([(np.arange(size) + 0.5) / size for size in sizes])
+    turns = np.repeat(np.arange(len(sizes)), sizes)[np.argsort(at, kind="stable")]
+    order = np.argsort(lengths, kind="stable")
+    return [np.sort(order[turns == replica]) for replica in range(len(sizes))]
 
 
 def _text_rows(batch: GlobalBatch, position: np.ndarray, weights: np.ndarray | None) -> TextRows:

@@ -20,13 +20,15 @@ from data.batching.load_control import FeedRates
 @dataclass(frozen=True)
 class Setting:
     """Holds for the steps from `from_step` on, until the next. `text_cost`: by which texts are
-    packed; None: they are not."""
+    packed; None: they are not. `shares`: by branch, of each replica, the part of a global batch
+    that it gets; of a branch that is not there all replicas get equally much."""
 
     from_step: int
     num_micro_batches: Mapping[str, int]  # by branch, of each replica
     text_cost: BranchCost | None = None
     feed_rates: FeedRates = field(default_factory=FeedRates)
     reason: str = "as planned"
+    shares: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:
         """For a checkpoint and balance.jsonl, by the names that these have."""
@@ -38,7 +40,13 @@ class Setting:
     def from_record(cls, record: Mapping[str, Any]) -> Setting:
         values = dict(record)
         cost, feed_rates = values.pop("costs").get("text"), FeedRates(**values.pop("knobs"))
-        return cls(**values, text_cost=cost and BranchCost(**cost), feed_rates=feed_rates)
+        shares = {branch: tuple(own) for branch, own in values.pop("shares", {}).items()}
+        return cls(
+            **values,
+            text_cost=cost and BranchCost(**cost),
+            feed_rates=feed_rates,
+            shares=shares,
+        )
 
 
 def setting_at(settings: Sequence[Setting], step: int) -> Setting:

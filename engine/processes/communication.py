@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from engine.checks import AUTO
 from engine.processes.agreement import refuse_different
-from engine.processes.places import Place, Places
+from engine.processes.places import Place, Places, name_of_host
 
 DEVICE, HOST = "device", "host"
 COMMUNICATION = (AUTO, DEVICE, HOST)  # what `branches.communication` may say
@@ -32,7 +32,7 @@ def communication_of(asked: str, kind: str, told: Sequence[Place]) -> str:
         if not place.device:
             raise ValueError(
                 f"DS_ACCELERATOR asks for {kind}, but no such device is visible on the node "
-                f"{_name(place)}; unset it, or look at CUDA_VISIBLE_DEVICES and the driver"
+                f"{name_of_host(place)}; unset it, or look at CUDA_VISIBLE_DEVICES and the driver"
             )
     if asked == HOST:
         return HOST
@@ -54,11 +54,7 @@ def communication_of(asked: str, kind: str, told: Sequence[Place]) -> str:
         )
     raise ValueError(
         f"ranks {' and '.join(map(str, sharing[:2]))} take the same GPU ({kind}): the node "
-        f"{_name(first)} has {number} process{'es' * (number > 1)}, which see {devices} "
+        f"{name_of_host(first)} has {number} process{'es' * (number > 1)}, which see {devices} "
         f"GPU{'s' * (devices > 1)}. NCCL needs a GPU for each process: {what_to_do}, or let them "
         'share GPUs with "communication": "host" in the "branches" block, which is slow'
     )
-
-
-def _name(place: Place) -> str:
-    return place.node.split(" ")[0]

@@ -77,12 +77,13 @@ def _device(kind: str, number: int, machine: str) -> str:
 @dataclass(frozen=True)
 class Places:
     """Of every rank, in order: numbers of its node, of its cores and of its device, which are equal
-    where ranks share them, and its process."""
+    where ranks share them, its process, and the name of its host."""
 
     nodes: tuple[int, ...]
     cores: tuple[int, ...]
     devices: tuple[int, ...]
     pids: tuple[int, ...]
+    hosts: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, told: Sequence[Place]) -> Places:
@@ -91,6 +92,7 @@ class Places:
             cores=_numbered(place.cores for place in told),
             devices=_numbered(place.device for place in told),
             pids=tuple(place.pid for place in told),
+            hosts=tuple(map(name_of_host, told)),
         )
 
     @classmethod
@@ -103,6 +105,10 @@ class Places:
     def num_nodes(self) -> int:
         return len(set(self.nodes))
 
+    def where(self, rank: int) -> str:
+        """Such as ` on node7`; empty where all ranks are on one node."""
+        return f" on {self.hosts[rank]}" if self.num_nodes > 1 and self.hosts else ""
+
     def beside(self, rank: int) -> list[int]:
         """The ranks of its node, itself among them, in order."""
         return [other for other, node in enumerate(self.nodes) if node == self.nodes[rank]]
@@ -114,6 +120,11 @@ class Places:
         firsts = dict.fromkeys(self.nodes)
         members = [self.beside(self.nodes.index(node)) for node in firsts]
         return [ranks[position] for ranks in members if len(ranks) > position]
+
+
+def name_of_host(place: Place) -> str:
+    """Of its host."""
+    return place.node.split(" ")[0]
 
 
 def _numbered(names: Iterable[str]) -> tuple[int, ...]:

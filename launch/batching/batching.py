@@ -37,6 +37,7 @@ from launch.batching.measured import (
     branch_seconds,
     points_of,
     refitted,
+    shares_by_speed,
     slowest_points,
 )
 from launch.batching.planned import (
@@ -121,13 +122,14 @@ class Batching:
         self._trends = Trends.start(len(self.order.parts))
         self._observations = Observations()
         self._busy_s: list[dict[str, float]] = []  # by branch, of the steps since a measurement
+        self._rank_own_s: list[Sequence[float]] = []  # likewise, by rank
         self._spans: list[tuple[int, Sequence[Span]]] = []  # of the last steps
 
     @property
     def equal_shares(self) -> bool:
         """Does every replica of a branch get equally many samples?"""
         even = all(batch.is_even for batch in self.plan.batches.values())
-        return even and self.batches.texts is None
+        return even and self.batches.texts is None and self.balance.ranks == "equal"
 
     # -- what a step is
 
@@ -192,7 +194,8 @@ class Batching:
     @property
     def measurement_interval(self) -> int:
         """Steps between measurements; 0: there is nothing to learn."""
-        if self.batches.texts is None and self.adaptation is None:
+        by_ranks = self.balance.ranks == "measured"
+        if self.batches.texts is None and self.adaptation is None and not by_ranks:
             return 0
         return self.balance.measurement_interval(adapts=self.adaptation is not None)
 
@@ -200,6 +203,8 @@ class Batching:
         """All ranks call it together, after each step. At a measurement: the line of
         balance.jsonl."""
         step = engine.global_steps  # done so far; the next one has this number
+        if self.balance.ranks == "measured":
+            self._rank_own_s.append(metrics.rank_own_s)
         if not self.note(step, metrics.busy_s, engine.recorder.spans, metrics.sources):
             return None
         reports = to_first_rank(asdict(self.report()))
@@ -256,6 +261,12 @@ class Batching:
             # where the newest setting does not hold yet, nothing is changed a second time
             if points and self.balance.refits and newest.from_step <= seen_from:
                 wanted = replace(wanted, text_cost=refitted(newest.text_cost, points))
+        if self.balance.ranks == "measured" and newest.from_step <= seen_from:
+            wanted = replace(wanted, shares=self._shares(newest))
+            if wanted.shares != newest.shares:
+                words = (f"{b} {' '.join(map(str, own))}" for b, own in wanted.shares.items())
+                told = f"shares of the replicas by their speed: {', '.join(words)}"
+                reason = f"{reason}; {told}" if reason else told
         from_step = max(first_step, newest.from_step + 1)
         setting = self._next_setting(wanted, from_step, reason, mix)
         if setting is not None and setting.feed_rates != newest.feed_rates:
@@ -266,6 +277,19 @@ class Batching:
             "mix": mix,
             "record": self._record(step, busy_s, points, reason, setting, mix),
         }
+
+    def _shares(self, setting: Setting) -> dict[str, tuple[float, ...]]:
+        """By branch, from what the ranks of the slowest stage of each computed."""
+        ranks = [typical(of_rank) for of_rank in zip(*self._rank_own_s)]
+        found = {}
+        for branch in self.plan.batches:
+            stages = [stage for stage in self.plan.graph.stages if branch in stage.layers]
+            seconds = [max(ranks[r] for r in chain) for chain in zip(*(s.ranks for s in stages))]
+            now = setting.shares.get(branch)
+            shares = shares_by_speed(now, seconds, self.balance.dead_band)
+            if shares is not None:
+                found[branch] = shares
+        return found
 
     def _next_setting(
         self, wanted: Setting, from_step: int, reason: str | None, mix: tuple[int, Parts] | None
@@ -278,6 +302,7 @@ class Batching:
         remixed = self.batches.texts is not None and any(e in epochs for e, _ in order.mixes)
         reasons = {
             reason: wanted.feed_rates != now.feed_rates,
+            "shares of the replicas": wanted.shares != now.shares,
             "costs refitted": wanted.text_cost != now.text_cost,
             "other weights of the data sets": remixed,
         }
@@ -342,6 +367,7 @@ class Batching:
 
     def take_over(self, decided: Decision) -> dict[str, Any]:
         """Hold from here on what the first rank decided; the line of balance.jsonl."""
+        self._rank_own_s = []
         self._busy_s, self._observations = [], Observations(**decided["observations"])
         if decided["mix"] is not None:
             self._add_mix(*decided["mix"])

@@ -14,6 +14,7 @@ from engine.topology import StageGraph
 from engine.trace import PASSES, Span
 
 DRIFT = 0.05  # costs that predict what was seen as nearly as this stay
+LEAST_SHARE, MOST_SHARE = 0.5, 1.25  # of what a replica gets where all get equally much
 SMOOTHING = 0.3  # least weight of a new fit
 
 # texts of a micro-batch, tokens that they are padded to, seconds
@@ -68,6 +69,28 @@ def slowest_points(reports: Sequence[Report]) -> list[Point]:
     for report in reports:
         by_stage[report.stage] += report.points
     return max(by_stage.values(), key=lambda points: sum(seconds for _, _, seconds in points))
+
+
+def shares_by_speed(
+    now: Sequence[float] | None, seconds: Sequence[float], dead_band: float
+) -> tuple[float, ...] | None:
+    """The shares of a branch's replicas, by the seconds that each computed with those of `now`
+    (None: equal): half of the way to equal times, each from LEAST_SHARE to MOST_SHARE of an equal
+    one, for the memory is planned for that. As they are where times differ by no more than the
+    dead band."""
+    if min(seconds) <= 0 or max(seconds) <= (1 + dead_band) * min(seconds):
+        return None if now is None else tuple(now)
+    number = len(seconds)
+    before = np.full(number, 1 / number) if now is None else np.array(now)
+    speeds = before / np.array(seconds)
+    wanted = (before + speeds / speeds.sum()) / 2 * number
+    for _ in range(number):  # what one may not have, the others take
+        wanted = np.clip(wanted, LEAST_SHARE, MOST_SHARE)
+        free = (wanted > LEAST_SHARE) & (wanted < MOST_SHARE)
+        if not free.any():
+            break
+        wanted[free] += (number - wanted.sum()) / free.sum()
+    return tuple(round(float(share), 4) for share in wanted / wanted.sum())
 
 
 def refitted(cost: BranchCost, points: Sequence[Point]) -> BranchCost:

@@ -56,7 +56,7 @@ class BalanceBlock:
     micro-batches holds); "off": in order; "feed": packed, and feed rates within bounds [least,
     most], moved when a branch waits more than `dead_band` of a step, by a load of at most
     `max_change` times. Times are measured every `interval` steps (0: never; None:
-    `measurement_interval`).
+    `measurement_interval`). `ranks`: "measured", shares of replicas follow their speeds.
     """
 
     strategy: Annotated[str, one_of("off", "deal", "feed")] = "deal"
@@ -68,6 +68,7 @@ class BalanceBlock:
     image_size: Annotated[Any, bounds(int, 8, 4096)] = None
     dead_band: Annotated[float, Field(gt=0, lt=1, description="a number between 0 and 1")] = 0.1
     max_change: Annotated[float, Field(gt=1, lt=16, description="a number between 1 and 16")] = 2.0
+    ranks: Annotated[str, one_of("equal", "measured")] = "equal"
 
     def __post_init__(self) -> None:
         if self.max_size is not None and self.max_size < self.min_size:
@@ -75,6 +76,8 @@ class BalanceBlock:
                 f"min_size {self.min_size} is above max_size {self.max_size}; exchange them"
             )
         moved = [name for name in FEED_RATES if getattr(self, name) is not None]
+        if self.ranks == "measured" and self.interval == 0:
+            raise ValueError('"ranks": "measured" needs an interval of at least 1')
         if self.strategy == "feed" and (not moved or self.interval == 0):
             raise ValueError(
                 f'strategy "feed" needs bounds of one of {", ".join(FEED_RATES)}, '
@@ -91,7 +94,8 @@ class BalanceBlock:
         planned, and equal runs are equal to the last bit."""
         if self.interval is not None:
             return self.interval
-        return DEFAULT_INTERVAL if self.strategy == "feed" or adapts else 0
+        decides = self.strategy == "feed" or self.ranks == "measured" or adapts
+        return DEFAULT_INTERVAL if decides else 0
 
     @property
     def refits(self) -> bool:

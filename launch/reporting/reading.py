@@ -88,6 +88,8 @@ def read_folder(folder: Path, label: str) -> RunData:
         bad_steps=list(_lines(folder / "bad_steps.jsonl", notices)),
         notices=notices,
     )
+    alerts = _lines(folder / "alerts.jsonl", notices, lambda line: (line["title"], line["text"]))
+    notices += [f"Step {each['step']}: {each['title']}. {each['text']}" for each in [*alerts]]
     for line in _lines(folder / "bad_samples.jsonl", notices):
         run.bad_reasons[str(line.get("reason", "unknown"))] += 1
         run.bad_samples.extend([line] if len(run.bad_samples) < MOST_SHOWN else [])

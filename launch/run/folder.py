@@ -78,6 +78,7 @@ class RunFolder:
         self.balance = path / "balance.jsonl"
         self.loss_weights = path / "loss_weights.jsonl"
         self.bad_steps = path / "bad_steps.jsonl"
+        self.alerts = path / "alerts.jsonl"
         self.bad_samples = path / "bad_samples.jsonl"
         self.stop = path / "stop"  # who makes this file asks the run to end after its current step
         self.done = path / "done"  # is there when all steps are done
@@ -124,7 +125,7 @@ class RunFolder:
     @property
     def _of_steps(self) -> tuple[Path, ...]:
         """Files whose lines have the step that they are of."""
-        return self.metrics, self.balance, self.bad_steps, self.loss_weights
+        return self.metrics, self.balance, self.bad_steps, self.loss_weights, self.alerts
 
     def previous(self) -> dict[str, Any] | None:
         """The configuration of the run this folder already holds; None: it holds none. Errors: as

@@ -28,6 +28,7 @@ from engine.processes.start import (
     start_processes,
 )
 from engine.processes.watchdog import Watchdog
+from engine.topology import StageGraph
 from launch.config.configuration import Abilities, asked_communication
 from launch.config.options import Options
 from launch.feeding import share_cores
@@ -80,6 +81,10 @@ class LiveRanks:
             describe_device(device),
             len(set(places.devices)) if through_host else 0,
         )
+
+    def describe(self, graph: StageGraph, rank: int) -> str:
+        """What a rank is, and where."""
+        return graph.describe_rank(rank) + self.processes.places.where(rank)
 
     def first_first(self) -> AbstractContextManager[None]:
         """In here the first rank is alone before the others, which find what it made."""

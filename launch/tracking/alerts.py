@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from statistics import mean
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ WINDOW = 20  # steps that a judgement is over: one slow step is no news
 SKIPPED = 3  # first steps of a process, in which kernels are chosen and memory is claimed
 MORE_IDLE = 0.2  # of the step, above what the stage began with
 DRY = 0.2  # of the step, waited for data
+SLOW = 1.5  # times as long as the other replicas of its stage
 UNUSABLE = "Samples that cannot be used"  # the title of an alert
 UNREADABLE = ("unreadable_pictures", "left_out_samples")
 
@@ -28,8 +29,9 @@ class Alert(NamedTuple):
 class Alarms:
     """Each condition is reported once when it begins, and again only when it had ended."""
 
-    def __init__(self) -> None:
-        self._seen = 0
+    def __init__(self, describe: Callable[[int], str] = "rank {}".format) -> None:
+        """`describe`: what a rank is, and where."""
+        self._describe, self._seen = describe, 0
         self._lines: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
         self._first_idle: dict[str, float] = {}
         self._ringing: set[str] = set()  # titles of alerts
@@ -69,6 +71,7 @@ class Alarms:
                 )
                 yield Alert(f"Stage {stage} waits", text, "WARN")
         step_s = mean(each["step_s"] for each in self._lines)
+        yield from self._slow_ranks()
         for stage, wait_s in self._means("data_wait_s/").items():
             if wait_s > DRY * step_s:
                 text = (
@@ -76,6 +79,21 @@ class Alarms:
                     "steps; more --workers, --cache auto or a faster disk feed it."
                 )
                 yield Alert(f"Data for stage {stage} runs dry", text, "WARN")
+
+    def _slow_ranks(self) -> Iterator[Alert]:
+        """A rank that was the slowest of its stage in most steps of the window, and by how much."""
+        idle = self._means("idle/")
+        for stage, ratio in self._means("slowest_ratio/").items():
+            ranks = [int(each[f"slowest_rank/{stage}"]) for each in self._lines]
+            rank = max(set(ranks), key=ranks.count)
+            if ratio > SLOW and ranks.count(rank) > WINDOW / 2:
+                waits = max(idle, key=lambda other: idle[other])
+                text = (
+                    f"It takes {ratio:.1f} times as long as the other replicas of {stage}, mean "
+                    f"of the last {WINDOW} steps. {waits} waits most, {idle[waits]:.0%} of a step."
+                )
+                words = self._describe(rank)
+                yield Alert(f"{words[0].upper()}{words[1:]} is slow", text, "WARN")
 
     def _means(self, prefix: str) -> dict[str, float]:
         """Over the window, by what follows the prefix."""

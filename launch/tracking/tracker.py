@@ -15,7 +15,7 @@ from deepspeed.monitor.config import DeepSpeedMonitorConfig, WandbConfig
 
 from common.output import plain
 from launch.config.groups import TrackingOptions
-from launch.tracking.alerts import Alarms
+from launch.tracking.alerts import Alert
 from launch.tracking.backend import Backend
 from launch.tracking.login import choose_mode
 from launch.tracking.monitors import Comet, CsvFiles, TensorBoard
@@ -61,7 +61,7 @@ class Tracker:
             with self._left_out_if_it_fails(name):
                 if enabled:
                     self.backends[name] = start()
-        self.plan, self.alarms = plan, Alarms()
+        self.plan = plan
         self._each(lambda backend: backend.summarize("plan", plan.describe()))
         self._each(lambda backend: backend.media("timeline/plan", self._timeline, step))
 
@@ -71,8 +71,10 @@ class Tracker:
         values = step_names(line) | branch_names(line)
         values |= rank_names(metrics.rank_memory_bytes, metrics.rank_busy_s, metrics.slowest_step_s)
         self._each(lambda backend: backend.log(values, step, samples))
-        for alert in self.alarms.after_step(line, metrics.bad_step is not None):
-            self._each(lambda backend: backend.alert(alert, step))
+
+    def alert(self, alert: Alert, step: int) -> None:
+        """What a person who is not looking should know of."""
+        self._each(lambda backend: backend.alert(alert, step))
 
     def evaluation(self, step: int, held_out: str, values: Mapping[str, float]) -> None:
         """The figures of a held-out set."""

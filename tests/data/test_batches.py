@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from plain_requests import plain_requests
 
-from data.batching.batches import Batches, TextPacker, in_equal_parts
+from data.batching.batches import Batches, TextPacker, in_parts
 from data.batching.branch_cost import BranchCost
 from data.batching.buckets import Buckets
 from data.batching.load_control import FeedRates
@@ -68,10 +68,31 @@ def test_the_order_does_not_depend_on_how_it_is_packed():
 
 
 def test_without_buckets_parts_are_contiguous_equal_and_complete():
-    parts = in_equal_parts(24, 2, 3)
+    parts = in_parts(24, 2, 3)
     assert parts[3].tolist() == [12, 13, 14, 15]  # replica 1, micro-batch 0
     assert np.concatenate(parts).tolist() == list(range(24))
     assert all(request.size is None for request in plain_requests(ORDER, SUBSET, 0, 1, 1, 0, 2))
+
+
+def test_replicas_get_their_shares_and_texts_of_all_lengths_alike():
+    setting = Setting(0, {"image": 2, "text": 2}, COST, shares={"image": (3, 1), "text": (3, 1)})
+    setting = Setting.from_record(json.loads(json.dumps(setting.record())))
+    batches = Batches(ORDER, SUBSET, [setting], texts=TEXTS)
+    lengths = TEXTS.lengths(batches.at(0))
+    for branch in ("image", "text"):
+        own = [
+            np.concatenate(
+                [
+                    (request.texts() if branch == "text" else request).position
+                    for request in batches.requests(branch, replica, 2, 0, 1)
+                ]
+            )
+            for replica in (0, 1)
+        ]
+        assert [len(each) for each in own] == [9, 3]
+        assert sorted(np.concatenate(own).tolist()) == list(range(12))
+    means = [lengths[each].mean() for each in own]
+    assert means[0] == pytest.approx(means[1], rel=0.2)
 
 
 def test_with_buckets_a_micro_batch_has_images_of_one_shape():

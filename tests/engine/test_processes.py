@@ -73,9 +73,11 @@ def test_ranks_that_may_not_share_gpus_or_are_unlike_hear_it_from_the_first(
 
 def test_all_know_where_all_are(met):
     told = on("abab", "0123")
-    places = Places(nodes=(0, 1, 0, 1), cores=(0, 1, 0, 1), devices=(0, 1, 2, 3), pids=(0,) * 4)
+    numbers = (0, 1, 0, 1)
+    places = Places(numbers, numbers, (0, 1, 2, 3), pids=(0,) * 4, hosts=tuple("abab"))
     assert met(told, lambda told: "device") == [(places, "device")] * 4
     assert places.beside(2) == [0, 2] and places.across(2) == [2, 3]
+    assert places.where(2) == " on a" and Places.together(4).where(2) == ""
 
 
 def test_a_rank_that_never_comes_is_named(met):

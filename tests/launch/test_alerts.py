@@ -45,6 +45,24 @@ def test_data_that_runs_dry_is_told_with_the_stage_that_loads_it():
     assert told == [(SKIPPED + WINDOW, "Data for stage text 0 runs dry")]
 
 
+def test_a_rank_that_computes_longer_than_its_replicas_is_told_with_who_waits():
+    def at(step, ratio, rank=3):
+        return line(step, idle=0.5) | {"slowest_ratio/image 0": ratio, "slowest_rank/image 0": rank}
+
+    alarms = Alarms("rank {} on node7".format)
+    for step in range(1, 100):
+        told = alarms.after_step(at(step, 2.0))
+        assert bool(told) == (step == SKIPPED + WINDOW)
+        if told:
+            assert told[0].title == "Rank 3 on node7 is slow"
+            assert "2.0 times" in told[0].text and "text 0 waits most, 50%" in told[0].text
+    for lines in (
+        [at(step, 1.4) for step in range(1, 100)],
+        [at(step, 2.0, rank=step % 4) for step in range(1, 100)],  # each in its turn
+    ):
+        assert titles(Alarms(), lines) == []
+
+
 def test_samples_that_cannot_be_used_are_told_once():
     lines = [line(1), line(2, unreadable_pictures=2.0), line(3), line(4, left_out_samples=1)]
     assert titles(Alarms(), lines) == [(2, "Samples that cannot be used")]

@@ -15,7 +15,12 @@ from data.batching.settings import setting_at
 from data.options import DataOptions
 from data.prepare import prepare_data
 from engine.trace import Span
-from launch.batching.measured import refitted, seconds_of_micro_batches, slowest_points
+from launch.batching.measured import (
+    refitted,
+    seconds_of_micro_batches,
+    shares_by_speed,
+    slowest_points,
+)
 
 COSTS = proportional({"image": [1.0, 2.0], "text": [0.5, 1.5]})
 TRUE = BranchCost(2e-3, 0.0, 3e-5)  # what texts really cost
@@ -230,3 +235,13 @@ def test_costs_that_predict_well_stay_as_they_are():
     assert moved.at(16, 8) == pytest.approx(2 * TRUE.at(16, 8), rel=0.05)
     again = refitted(moved, seen)  # half way back
     assert again.at(16, 8) == pytest.approx(1.5 * TRUE.at(16, 8), rel=0.05)
+
+
+def test_shares_move_half_of_the_way_to_equal_times():
+    assert shares_by_speed(None, [1.0, 1.05], 0.1) is None
+    assert shares_by_speed((0.6, 0.4), [1.0, 1.05], 0.1) == (0.6, 0.4)
+    assert shares_by_speed(None, [1.0, 1.5], 0.1) == (0.55, 0.45)
+    # 1.25 and 0.5 of an equal share are the bounds, and what one may not have the others take
+    assert shares_by_speed(None, [1.0, 100.0], 0.1) == (0.625, 0.375)
+    shares = shares_by_speed(None, [1.0, 1.0, 1.0, 9.0], 0.1)
+    assert shares == pytest.approx((0.2857, 0.2857, 0.2857, 0.1429), abs=2e-4)
