@@ -80,24 +80,25 @@ def _outside(node: Node) -> str:
 
 
 @contextmanager
-def reached_by_ssh(made: list[Node], folder: Path) -> Iterator[Path]:
+def reached_by_ssh(made: list[Node], folder: Path, *settings: str) -> Iterator[Path]:
     """sshd on each node; gives a folder for the head of PATH, whose `ssh` gets there without a
-    password. `folder`: for keys and logs."""
+    password. `folder`: for keys and logs; `settings`: more lines of sshd_config."""
     for key in ("host", "user"):
         subprocess.run(
             ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True
         )
     shutil.copy(folder / "user.pub", folder / "authorized")
     Path("/run/sshd").mkdir(exist_ok=True)
-    settings = [
+    lines = [
         f"HostKey {folder / 'host'}",
         f"AuthorizedKeysFile {folder / 'authorized'}",
         "PidFile none",
         "StrictModes no",
         "UsePAM no",
         "PermitRootLogin yes",
+        *settings,
     ]
-    (folder / "sshd_config").write_text("\n".join(settings) + "\n")
+    (folder / "sshd_config").write_text("\n".join(lines) + "\n")
     bin_folder = folder / "bin"
     bin_folder.mkdir()
     wrapper = bin_folder / "ssh"

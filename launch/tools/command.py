@@ -41,7 +41,7 @@ def page_path(text: str) -> Path:
 
 def run_tool(
     parser: argparse.ArgumentParser,
-    main: Callable[[argparse.Namespace], None],
+    main: Callable[[argparse.Namespace], int | None],
     arguments: list[str] | None,
 ) -> int:
     """The exit status of `main`; what is missing, and what to do, is one line on stderr."""

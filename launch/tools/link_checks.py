@@ -1,0 +1,87 @@
+"""How fast every two ranks reach each other. `launch.tools.doctor` starts this module once on every
+host, which starts the ranks of the host; the first rank prints one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from launch.tools.machine_checks import Finding, judged
+
+MESSAGE = {"nccl": 64 << 20, "gloo": 4 << 20}  # bytes
+TRIES = 3  # the first connects
+SLOW = 0.5  # of what most of its kind reach
+LIMIT = timedelta(seconds=60)
+
+
+def measure(local: int, host: str, first: int, here: int, world: int, meeting: str) -> None:
+    """As one rank. In each turn a rank speaks to one other, both ways at once, so that a slow link
+    delays nobody else; after `world` turns every two have met."""
+    on_gpus = os.environ.get("DS_ACCELERATOR") != "cpu" and torch.cuda.is_available()
+    device = torch.device("cuda", local) if on_gpus else torch.device("cpu")
+    if on_gpus:
+        torch.cuda.set_device(device)
+    elif here == world:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # as in a run on one node
+    backend, rank = "nccl" if on_gpus else "gloo", first + local
+    dist.init_process_group(
+        backend, init_method=f"tcp://{meeting}", rank=rank, world_size=world, timeout=LIMIT
+    )
+    mine, theirs = torch.zeros(2, MESSAGE[backend], dtype=torch.uint8, device=device)
+    found = []
+    for turn in range(world):
+        other, seconds = (turn - rank) % world, float("inf")
+        for _ in range(TRIES):
+            dist.barrier()
+            start = time.perf_counter()
+            if other != rank:
+                both = [dist.P2POp(dist.isend, mine, other), dist.P2POp(dist.irecv, theirs, other)]
+                for work in dist.batch_isend_irecv(both):
+                    work.wait()
+            if on_gpus:
+                torch.cuda.synchronize()
+            seconds = min(seconds, time.perf_counter() - start)
+        if other > rank:
+            found.append((rank, other, MESSAGE[backend] / seconds))
+    of_all: list = [None] * world
+    dist.all_gather_object(of_all, (host, found))
+    if rank == 0:
+        finding = compare([host for host, _ in of_all], [link for _, own in of_all for link in own])
+        print(json.dumps({"findings": [finding]}), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def compare(hosts: Sequence[str], links: Sequence[tuple[int, int, float]]) -> Finding:
+    """Speeds, and the links that are much slower than most of their kind. `hosts`: by rank."""
+    found, slow = [], []
+    for near, kind in ((True, "within a host"), (False, "between hosts")):
+        of_kind = [link for link in links if (hosts[link[0]] == hosts[link[1]]) == near]
+        if speeds := sorted(speed for *_, speed in of_kind):
+            most = speeds[len(speeds) * 3 // 4]
+            found.append(f"{kind} {most / 1e9:.2f} GB/s, the slowest {speeds[0] / 1e9:.2f}")
+            slow += [
+                f"rank {one} on {hosts[one]} and rank {two} on {hosts[two]} {speed / 1e9:.2f}"
+                for one, two, speed in of_kind
+                if speed < SLOW * most
+            ]
+    advice = "slow: look at cables, network cards and nvidia-smi topo -m of these"
+    return judged("links", -len(slow), -len(links), 0, "; ".join([*found, *slow[:4]]), advice)
+
+
+if __name__ == "__main__":
+    host, (first, here, world) = sys.argv[1], map(int, sys.argv[2:5])
+    # forked: torch is imported once, and no GPU is open yet
+    torch.multiprocessing.start_processes(
+        measure,
+        (host, first, here, world, ":".join(sys.argv[5:])),
+        nprocs=here,
+        start_method="fork",
+    )
