@@ -40,6 +40,7 @@ AUTO_PLACES = (
 )
 NEEDS_GPU = ("lamb", "lion")  # optimizers, as DeepSpeed compares them
 EXAMPLE = '"optimizer": {"type": "AdamW", "params": {"lr": 5e-4, "torch_adam": true}}'
+PREDICT, MEASURE = FITS = ("predict", "measure")  # what `branches.fit` may say
 COMPILING = (AUTO, "off", "layers")  # what `branches.compile` may say
 NOT_WITH_A_PIPELINE = {
     "flops_profiler": "DeepSpeed's profiler does not run under its pipeline engine; remove it",
@@ -81,6 +82,7 @@ class BranchesBlock:
     micro_batch_size: Sizes = AUTO
     schedule: Annotated[str, BeforeValidator(_is_schedule)] = AUTO
     kept_micro_batches: Kept = None
+    fit: Annotated[str, one_of(*FITS)] = PREDICT
     gradient_clipping: Any = None
     optimizer_groups: Any = None
     locked: Any = None
@@ -99,6 +101,11 @@ class BranchesBlock:
                 f'kept_micro_batches: {kept!r} with schedule "{self.schedule}", which leaves no '
                 "choice which activations to keep; remove the key, or use "
                 f"{' or '.join(recomputing_schedules())}"
+            )
+        if self.fit == MEASURE and isinstance(self.micro_batch_size, int):
+            raise ValueError(
+                f'fit: "measure" looks for the largest micro-batch, and micro_batch_size is '
+                f'{self.micro_batch_size}; write "auto" there, or "predict"'
             )
         if self.moves_work and (self.layout == "merged" or self.loss_per_micro_batch):
             raise ValueError(

@@ -11,13 +11,16 @@ import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor, nn
 
 from common.files import make_folder, read_json, write_text
+
+if TYPE_CHECKING:
+    from engine.planning.fit import Fit
 
 Tensors = dict[str, Tensor]
 
@@ -136,14 +139,18 @@ class Cache:
 
     def read(self, name: str) -> Measurement | None:
         try:
-            values = read_json(self.folder / f"{name}.json")["measured"]
-            found = _MEASUREMENT.validate_python(values)
+            found = _MEASUREMENT.validate_python(self.read_values(name))
             seconds, whole = found.forward_s + found.backward_s, found.output_bytes >= 0
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, AttributeError):
             return None
         return found if whole and 0 < seconds < float("inf") else None
 
-    def write(self, name: str, key: Mapping[str, Any], measured: Measurement) -> None:
+    def read_values(self, name: str) -> Any:
+        """As `write` was given them; None where there are none."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return read_json(self.folder / f"{name}.json")["measured"]
+
+    def write(self, name: str, key: Mapping[str, Any], measured: Measurement | Fit) -> None:
         """In one rename: other processes read all of it or nothing. Where nothing can be written
         (a full disk, a home that is read-only), nothing is kept, and the next start measures
         again."""

@@ -135,7 +135,7 @@ def profile_layers(
     # the run draws as if nothing had been measured
     devices = [device] if runs_behind(device) else []
     with torch.random.fork_rng(devices=devices, device_type=device.type):
-        tensors = {size: _placed(inputs(size), dtype, device) for size in sizes}
+        tensors = {size: placed(inputs(size), dtype, device) for size in sizes}
         for position, spec in enumerate(specs):
             left = len(set(structures[position:])) * len(sizes)
             measured = profiler.measure(spec, structures[position], tensors, left)
@@ -413,7 +413,7 @@ def _fresh(tensors: Tensors) -> Tensors:
     }
 
 
-def _placed(tensors: Tensors, dtype: torch.dtype, device: torch.device) -> Tensors:
+def placed(tensors: Tensors, dtype: torch.dtype, device: torch.device) -> Tensors:
     """As the executor loads a micro-batch: floats in the layers' precision, none of them wants a
     gradient, nothing else in their storage."""
     return {

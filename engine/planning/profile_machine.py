@@ -62,13 +62,11 @@ def profile_machine(
             _host_s(),
         ]
     )
-    devices = ranks.places.devices
-    sharing = devices.count(devices[ranks.rank])
     on_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
     bandwidth, latency = NOMINAL_LINK.get(device.type, NOMINAL_LINK["cpu"])
     return Machine(
         name=device_identity(device)["device"],
-        memory_bytes=float(ranks.least(_memory_bytes(device, sharing))),
+        memory_bytes=usable_bytes(device, ranks),
         link_bytes_per_s=bandwidth,
         link_latency_s=latency,
         flops_per_s=(4 * embed_dim + ELEMENTWISE_FLOPS) * rows * rows / loss_s,
@@ -175,15 +173,17 @@ def _host_s() -> float:
 GPU_SHARE = 0.9  # the rest is for CUDA itself, ZeRO's buckets, and gaps that the allocator leaves
 
 
-def _memory_bytes(device: torch.device, sharing: int) -> int:
-    """What each of the ranks that share a device may use: its part of most of the GPU; on a CPU its
-    part of what is free, or of what the container may have."""
+def usable_bytes(device: torch.device, ranks: Ranks) -> float:
+    """What each rank may use, at least: of those that share a device its part of most of the GPU;
+    on a CPU its part of what is free, or of what the container may have."""
+    devices = ranks.places.devices
+    sharing = devices.count(devices[ranks.rank])
     if runs_behind(device):
-        return int(GPU_SHARE * get_accelerator().total_memory() / sharing)
+        return float(ranks.least(int(GPU_SHARE * get_accelerator().total_memory() / sharing)))
     free = psutil.virtual_memory().available
     with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
         free = min(free, int(Path("/sys/fs/cgroup/memory.max").read_text()))
-    return free // sharing
+    return float(ranks.least(free // sharing))
 
 
 # -- links

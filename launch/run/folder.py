@@ -52,7 +52,7 @@ DEEPSPEED_FREE_TO_CHANGE = tuple(
 BRANCHES_SPLIT = tuple(
     "layout stages replicas micro_batch_size schedule kept_micro_batches".split()
 )
-BRANCHES_FREE_TO_CHANGE = ("max_bad_steps", "compile", "communication")
+BRANCHES_FREE_TO_CHANGE = ("max_bad_steps", "compile", "communication", "fit")
 PACKAGES = ("torch", "deepspeed", "transformers", "torchvision", "numpy", "pillow")
 
 

@@ -6,7 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from data.modalities.tokenizer import token_lengths
 from data.options import LoadingOptions
 from data.prepare import PreparedData
 from data.progress import progress_bar
-from engine.config.reading import AUTO, BranchesBlock
+from engine.config.reading import AUTO, MEASURE, BranchesBlock
 from engine.json_messages import from_first_rank
 from engine.planning.costs import (
     CostModel,
@@ -34,15 +34,18 @@ from engine.planning.costs import (
     with_learned,
 )
 from engine.planning.devices import find_device
-from engine.planning.measured import device_identity
+from engine.planning.measured import device_identity, digest
+from engine.planning.planner import RunPlan, plan_run
 from engine.planning.profile import Profile, profile_together
+from engine.planning.profile_layers import Ranks
 from engine.processes.start import Processes
+from engine.profile_stage import fit_together
 from launch.config.blocks import balancing
 from launch.config.groups import InputOptions
 from launch.feeding import sample_cache
 from launch.inputs import as_values, micro_batch_dataset
 from launch.modalities import Inputs
-from launch.run.folder import RunFolder
+from launch.run.folder import BRANCHES_SPLIT, RunFolder
 from launch.setup.estimates import estimated_costs
 from launch.setup.model import RunModel
 from models.towers.building import token_bytes
@@ -55,6 +58,10 @@ NOMINAL = {"cuda": "A100", "cpu": "flops=50e9,memory=8e9,bandwidth=10e9"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BUDGET_S = 15.0  # for repeats; each layer is run at least twice
 SAMPLES_LOADED, LOADED, LOADING_BUDGET_S = 16, 9, 1.0  # a micro-batch; so many; for all of them
+# keys of the JSON file by which a plan that fits is remembered, beside those of `branches`
+OF_MEMORY = """
+train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps zero_optimization pipeline
+""".split()
 EXAMPLE_TEXTS = 1024  # training samples among which texts of the mean length are looked for
 # samples per micro-batch; straight lines between
 MEASURED_SIZES = {"cpu": (4, 16, 64), "cuda": (8, 32, 128)}
@@ -110,6 +117,57 @@ def run_costs(
             )
     costs = cost_model_from_json(from_first_rank(cost_model_to_json(costs)))
     return with_learned(costs, model.num_learned)
+
+
+def run_plan(
+    model: RunModel,
+    config: Mapping[str, Any],
+    block: BranchesBlock,
+    costs: CostModel,
+    data: PreparedData,
+    inputs: InputOptions,
+    processes: Processes,
+) -> RunPlan:
+    """Which rank runs which layers; with `"fit": "measure"` tried on the devices, with the longest
+    texts. All ranks call it together."""
+    if block.fit != MEASURE:
+        return plan_run(config, block, processes.world_size, costs)
+
+    def plan_within(limit_bytes: float) -> RunPlan:
+        limited = replace(costs, machine=replace(costs.machine, memory_bytes=limit_bytes))
+        return plan_run(config, block, processes.world_size, limited)
+
+    lengths = _text_lengths(data, inputs) if "text" in inputs.branches else None
+    longest = None if lengths is None else lengths.max()
+    memory = {
+        branch: [(layer.name, layer.num_parameters, asdict(layer.activation_bytes)) for layer in of]
+        for branch, of in costs.layers.items()
+    }
+    key = {
+        "ranks": processes.world_size,
+        "costs": digest(memory),
+        "longest": str(longest),
+        "optimizer": config["optimizer"]["type"],
+        **{name: config.get(name) for name in OF_MEMORY},
+        **{name: getattr(block, name) for name in (*BRANCHES_SPLIT, "locked", "train", "compile")},
+    }
+    with library_models_kept():
+        return fit_together(
+            plan_within,
+            key,
+            config["optimizer"],
+            layers=model.layers,
+            build_layer=model.build_layer,
+            inputs={
+                tower.branch: partial(
+                    _example, data, inputs, tower.branch, lengths, num_tokens=longest
+                )
+                for tower in model.towers
+            },
+            dtype=DTYPES[precision_of(config)],
+            device=processes.device,
+            ranks=Ranks(processes.device, processes.places),
+        )
 
 
 def _compared(model: RunModel) -> tuple[tuple[str, str], ...]:
@@ -227,16 +285,22 @@ def _sizes(
 
 
 def _example(
-    data: PreparedData, inputs: InputOptions, branch: str, lengths: np.ndarray | None, size: int
+    data: PreparedData,
+    inputs: InputOptions,
+    branch: str,
+    lengths: np.ndarray | None,
+    size: int,
+    num_tokens: float | None = None,
 ) -> dict[str, Tensor]:
     """A micro-batch as the run will see them, from the first training samples: texts have their
     true lengths. `lengths`, of the first samples' texts: texts of about equal lengths come
-    together, here those of about the mean length."""
+    together, here those of about `num_tokens`, or of the mean length."""
     known = Inputs(inputs, data.tokenizer, data.length_multiple)
     dataset = micro_batch_dataset(data.source, known, {branch})
     number = np.arange(size)
     if branch == "text" and lengths is not None:
-        number = np.resize(np.argsort(np.abs(lengths - lengths.mean()), kind="stable"), size)
+        wanted = lengths.mean() if num_tokens is None else num_tokens
+        number = np.resize(np.argsort(np.abs(lengths - wanted), kind="stable"), size)
     index = data.train[number % len(data.train)]
     example = dataset[MicroBatchRequest(0, 0, index, np.arange(size), training=True)]
     return as_values(example, inputs.preprocessing)

@@ -22,7 +22,7 @@ from engine.build import build_engine
 from engine.config.reading import BranchesBlock
 from engine.executor import ForkEngine
 from engine.optimizer.classes import optimizer_class
-from engine.planning.planner import RunPlan, plan_run
+from engine.planning.planner import RunPlan
 from engine.processes.ops import compile_optimizer_op
 from engine.processes.start import Processes
 from engine.trace import HostClock
@@ -174,7 +174,7 @@ def prepare_run(options: Options, ranks: Ranks) -> PreparedRun:
     # Which rank runs which layers: the fastest plan by what the layers cost, measured or estimated.
     # Ranks that plan differently would wait for each other for ever.
     costs = ranks.costs(model, config, block=block, data=data, inputs=options, folder=folder)
-    plan = plan_run(config, block, ranks.number, costs)
+    plan = ranks.plan(model, config, block, costs, data=data, inputs=options)
     training = training_identity(options.record(), config, asdict(block), plan)
     how = {"deepspeed_config": config, "branches": asdict(block), "compiled": plan.compiled}
     planned = {"plan": plan.describe(), "stages": plan.graph.record()}

@@ -16,9 +16,11 @@ from deepspeed.accelerator import get_accelerator
 
 from common.secrets import redacted
 from engine.checkpoint.layout import verify
+from engine.config.reading import BranchesBlock
 from engine.json_messages import from_first_rank
 from engine.planning.costs import CostModel
 from engine.planning.devices import find_device
+from engine.planning.planner import RunPlan, plan_run
 from engine.processes.agreement import refuse_differences
 from engine.processes.communication import HOST
 from engine.processes.determinism import compute_deterministically
@@ -36,7 +38,7 @@ from launch.run.failures import Run
 from launch.run.folder import RunFolder, choose_folder
 from launch.run.resuming import find_checkpoint
 from launch.run.stopping import StopRequest
-from launch.setup.costing import NOMINAL, run_costs
+from launch.setup.costing import NOMINAL, run_costs, run_plan
 from launch.setup.estimates import estimated_costs
 from launch.setup.first_screen import (
     describe_device,
@@ -55,7 +57,7 @@ class LiveRanks:
     `run`: gets the watchdog and the folder, for the report of a failure.
 
     `number` of ranks, `described` in words; `first`: is this one the first? `costs`: what the
-    layers cost here.
+    layers cost here; `plan`: which rank runs which of them.
     """
 
     def __init__(self, options: Options, run: Run, stop: StopRequest):
@@ -71,6 +73,7 @@ class LiveRanks:
             compute_deterministically()
         self.loading = share_cores(options, self.processes)
         self.costs = partial(run_costs, loading=self.loading, processes=self.processes)
+        self.plan = partial(run_plan, processes=self.processes)
         places, device = self.processes.places, self.processes.device
         self.number, self.first = self.processes.world_size, self.processes.rank == 0
         self.abilities = Abilities.here(device)
@@ -179,6 +182,17 @@ class PlannedRanks:
             self.memory_bytes,
             compared=[pair.branches for pair in model.objective.pairs],
         )
+
+    def plan(
+        self,
+        model: RunModel,
+        config: Mapping[str, Any],
+        block: BranchesBlock,
+        costs: CostModel,
+        **tried: Any,
+    ) -> RunPlan:
+        """Predicted, so what a run tries it with is not needed."""
+        return plan_run(config, block, self.number, costs)
 
 
 Ranks: TypeAlias = LiveRanks | PlannedRanks  # of a run, started or planned for
