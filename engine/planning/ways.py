@@ -30,6 +30,8 @@ ONE_LINE = {
     "merged": "a merged stage holds a slice of every branch",
     "chain": "a chain runs all of them in one line",
 }
+# said where what is given fits other numbers of ranks only
+ANY = 'with layout, stages and replicas "auto" any number fits'
 
 Deal = dict[str, BranchBatch]
 Numbers = dict[str, int]  # by branch; of a merged line's stages {"merged": n}
@@ -171,7 +173,7 @@ class Ways:
             also = "" if asked == AUTO else f" and {asked} replicas"
             raise ValueError(
                 f"{layout} of {line} stages{also} does not fill {_ranks(self.world_size)}; use "
-                f"{_ranks(replicas * line)} or change branches.stages"
+                f"{_ranks(replicas * line)} or change branches.stages ({ANY})"
             )
         return [dict.fromkeys(self.num_layers, replicas)]
 
@@ -189,7 +191,7 @@ class Ways:
                 terms = " + ".join(f"{b} {stages[b]}×{asked[b]}" for b in stages)
                 raise ValueError(
                     f"stages × replicas ({terms}) fill {need} ranks, but there are "
-                    f"{self.world_size}; start {need} ranks or change branches.replicas"
+                    f"{self.world_size}; start {need} ranks or change branches.replicas ({ANY})"
                 )
             return [{branch: asked[branch] for branch in stages}]
         # Of three and more branches only such numbers as divide the batch, for there are many; any,

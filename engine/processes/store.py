@@ -46,7 +46,10 @@ def open_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
         master_listen_fd=listening,
         use_libuv=listening is None or torch_version() >= TAKES_SOCKET,
     )
-    # an agent may start its ranks again with the same store
+    if not agents:
+        return store
+    # agents start their ranks again with the same store. The count is of the agent: one that has
+    # come later counts from 0 again, so it is no name where rank 0 makes a store
     return dist.PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 

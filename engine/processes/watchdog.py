@@ -33,6 +33,7 @@ from engine.processes.store import connect
 
 BEAT_S = 2.0
 SILENCE_LIMIT_S = 40.0
+LOST_BEATS = 3  # without a sign of life, where a connection is lost as well
 EXIT_STATUS = 1
 FAILURES = ("1", "2")  # exit statuses that a rank may report: failed, and would fail again
 EXIT_CODE = 49  # in /proc/PID/stat, from the state on
@@ -89,15 +90,25 @@ class Watchdog:
         claim = f"{self.rank} {status} {message}"
         self._claims.add(claim)
         try:
-            return _text(self._store.compare_set("failure", "", claim)) == claim
+            first = _text(self._store.compare_set("failure", "", claim)) == claim
+            self._need_not_hear(self.rank)
+            return first
         except RuntimeError:  # the store is gone with rank 0: the next rank speaks
             return self.rank == 1 or self.world_size == 1
 
     def linger(self) -> None:
         """Before rank 0 ends on a failure: leave the others the time to read it from the store that
-        ends with rank 0."""
-        if self.rank == 0 and self.world_size > 1:
-            time.sleep(3 * BEAT_S)
+        ends with rank 0. It waits for those that live and have not read it yet."""
+        deadline = time.monotonic() + 3 * BEAT_S
+        keys = [f"heard/{rank}" for rank in range(1, self.world_size)]
+        with contextlib.suppress(RuntimeError):
+            while self.rank == 0 and time.monotonic() < deadline and not self._store.check(keys):
+                time.sleep(0.1)
+
+    def _need_not_hear(self, *ranks: int) -> None:
+        """They know of the failure and leave, or are gone."""
+        for rank in ranks:
+            self._store.set(f"heard/{rank}", "")
 
     def cause_elsewhere(self, wait_s: float) -> tuple[str | None, int | None]:
         """Why another rank failed, as far as can be found out within `wait_s`, and the exit status
@@ -106,23 +117,50 @@ class Watchdog:
         (reason, status): a rank reported it. (description, None): a rank died without a word, or
         the store is gone, where it may have left one. (None, None): nothing found.
         """
-        deadline = time.monotonic() + wait_s
+        began = time.monotonic()
+        beats: list[bytes] | None = None
         while True:
             try:
+                if wait_s and beats is None:
+                    beats = self._beats_of_all()
                 reported = self._reported()
                 if reported is not None:
                     message, status, forged = reported
                     if forged:
                         self._leave(message, status, first=True)
+                    self._need_not_hear(self.rank)
                     return message, status
                 dead = self._dead_on_this_node()
+                if dead is None and beats and time.monotonic() - began > LOST_BEATS * BEAT_S:
+                    if silent := self._silent_since(beats):
+                        return self._of_silent(silent), None
+                    beats = []
             except RuntimeError:
                 return self._without_store(), None
             if dead is not None:
                 return self._of_dead(dead), None
-            if time.monotonic() >= deadline:
+            if time.monotonic() - began >= wait_s:
                 return None, None
             time.sleep(0.1)
+
+    def _beats_of_all(self) -> list[bytes]:
+        """In two calls; none where a rank has not begun."""
+        keys = [f"beat/{rank}" for rank in range(self.world_size)]
+        return self._store.multi_get(keys) if self._store.check(keys) else []
+
+    def _silent_since(self, beats: list[bytes]) -> list[int]:
+        """The ranks that have not gone on from these beats."""
+        pairs = enumerate(zip(beats, self._beats_of_all(), strict=True))
+        silent = [rank for rank, (a, b) in pairs if a == b and rank != self.rank]
+        self._need_not_hear(*silent)
+        return silent
+
+    def _of_silent(self, ranks: list[int]) -> str:
+        some = ", ".join(map(self.describe, ranks[:8])) + " …" * (len(ranks) > 8)
+        return (
+            f"a connection was lost, and {some} gave no sign of life for "
+            f"{LOST_BEATS * BEAT_S:.0f} s; it has ended, or its node cannot be reached"
+        )
 
     def _of_dead(self, rank: int) -> str:
         status = _wait_status(self._here.get(rank))
@@ -170,12 +208,16 @@ class Watchdog:
                 message, status, forged = reported
                 if not forged:
                     time.sleep(BEAT_S)  # let the reporting rank print first
+                with contextlib.suppress(RuntimeError):
+                    self._need_not_hear(self.rank)
                 self._leave(message, status, first=forged)
             if dead is not None:  # a collective of NCCL does not notice it
                 message = self._of_dead(dead)
                 self._leave(message, EXIT_STATUS, first=self.claim_failure(message))
             for rank, beat in beats.items():
                 if alive[rank].for_s(beat) > SILENCE_LIMIT_S:
+                    with contextlib.suppress(RuntimeError):
+                        self._need_not_hear(rank)
                     message = (
                         f"{self.describe(rank)} gave no sign of life for {SILENCE_LIMIT_S:.0f} s; "
                         "it has ended or hangs, or its node cannot be reached"
@@ -257,7 +299,9 @@ class Watchdog:
         return message, int(status) if status in FAILURES else EXIT_STATUS, forged
 
     def _dead_on_this_node(self) -> int | None:
-        return next((rank for rank, pid in self._here.items() if not _alive(pid)), None)
+        dead = [rank for rank, pid in self._here.items() if not _alive(pid)]
+        self._need_not_hear(*dead)
+        return dead[0] if dead else None
 
     def _value(self, key: str) -> bytes | None:
         """What stands in the store; None: nothing yet."""

@@ -96,7 +96,7 @@ REFUSALS = [
         {},
         'branches.replicas: {"image": 2, "text": 2} … "replicas": 4',
     ),
-    (5, block("chain", (1, 1)), {}, "chain of 2 stages does not fill 5 ranks … use 4 ranks"),
+    (5, block("chain", (1, 1)), {}, "chain of 2 … does not fill 5 ranks … use 4 … auto"),
     (5, block("fork", (2, 2)), {}, "cannot fill 5 ranks … use 4 ranks, or fewer stages"),
     (1, block("chain"), {}, 'layout \'chain\' needs a rank … "layout": "merged"'),
     (1, block("fork"), {}, "layout 'fork' needs a rank … deepspeed --num_gpus 2"),

@@ -128,6 +128,19 @@ def test_a_port_that_is_taken_is_named(monkeypatch):
             open_store(0, 2, timedelta(seconds=10))
 
 
+def test_agents_that_have_started_their_ranks_unlike_often_meet(monkeypatch):
+    """As under torchrun, where one came later than the other and each counts for itself."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    stores = []
+    for rank in range(2):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(rank))
+        stores.append(open_store(rank, 2, timedelta(seconds=10)))
+    stores[0].set("told", "by the first")
+    assert stores[1].check(["told"])
+
+
 def test_a_store_that_nobody_holds_is_named(monkeypatch):
     port, soon = free_port(), timedelta(seconds=1)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

@@ -3,8 +3,10 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -94,6 +96,36 @@ def test_a_reason_that_no_rank_reported_is_said_and_has_a_status_of_ours(watchdo
         assert left == [status], claim
         assert len(heard) == (said is not None) and all(said in one for one in heard), claim
         assert watchdog.cause_elsewhere(0.0)[1] == status, claim
+
+
+def test_who_is_silent_where_a_connection_is_lost_is_named(watchdog, monkeypatch):
+    """Ranks 0 and 1 go on beating, and 2 does not. Rank 0 waits for no rank that is gone."""
+    monkeypatch.setattr(watchdog_module, "BEAT_S", 0.05)
+    watchdog.world_size, first = 3, Watchdog(rank=0, places=HERE, secret="known to the ranks")
+    first.world_size = 3
+    for rank in range(3):
+        watchdog._store.set(f"beat/{rank}", "1")
+    ended = threading.Event()
+
+    def beat():
+        while not ended.wait(0.01):
+            first._store.add("beat/0", 1)
+
+    with ThreadPoolExecutor() as threads:
+        beating = threads.submit(beat)
+        try:
+            words, status = watchdog.cause_elsewhere(30.0)
+        finally:
+            ended.set()
+        beating.result()
+    assert status is None and "and rank 2 gave no sign of life" in words
+    monkeypatch.setattr(watchdog_module, "BEAT_S", 60.0)
+    with ThreadPoolExecutor() as threads:
+        lingering = threads.submit(first.linger)
+        with pytest.raises(TimeoutError):
+            lingering.result(timeout=0.3)
+        assert watchdog.claim_failure(words)
+        lingering.result(timeout=30)
 
 
 def test_a_rank_says_its_own_failure_once(watchdog):

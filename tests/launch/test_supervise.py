@@ -129,8 +129,114 @@ def test_processes_that_a_killed_launcher_left_are_ended(run_dir):
     wait_until(lambda: ended(int((run_dir / "child").read_text())))
 
 
+@pytest.fixture
+def hosts(tmp_path, run_dir, monkeypatch):
+    """A function that starts the script with --elastic over hosts whose `ssh` and `nvidia-smi` are
+    ours. A host answers where a file of its name is in $UP, which holds what nvidia-smi says."""
+    programs, up, file = tmp_path / "bin", tmp_path / "up", tmp_path / "hostfile"
+    programs.mkdir()
+    up.mkdir()
+    (programs / "ssh").write_text(
+        '#!/bin/bash\necho >> "$UP/looks"; HOST=${@: -2:1}; [ -e "$UP/$HOST" ] || exit 255; '
+        'export HOST; eval "${@: -1}"\n'
+    )
+    (programs / "nvidia-smi").write_text('#!/bin/bash\ncat "$UP/${HOST:-here}"\n')
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("UP", str(up))
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+
+    def start(limits, command, slots, launcher=("--hostfile", str(file))):
+        file.write_text("# all of them\n" + "".join(f"{h} slots={n}\n" for h, n in slots.items()))
+        text = f'echo "$@" >> "$RUN/starts"; n=$(wc -l < "$RUN/starts"); {command}'
+        words = ["bash", SCRIPT, "--wait", "0", "--elastic", limits, "--", "bash", "-c", text]
+        return subprocess.Popen(
+            [*words, "deepspeed", *launcher, "train.py", "--run-dir", run_dir],
+            env={**os.environ, "RUN": str(run_dir)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def answers(host, gpus, broken=0):
+        lines = [f"GPU {n}: H100 (UUID: GPU-{n})" for n in range(gpus)] + ["Unable to"] * broken
+        (up / f"{host}.new").write_text("".join(f"{line}\n" for line in lines))
+        (up / f"{host}.new").rename(up / host)
+
+    start.answers, start.up = answers, up
+    return start
+
+
+def test_an_elastic_run_gets_the_gpus_that_answer(run_dir, hosts):
+    hosts.answers("more", 8)
+    hosts.answers("fewer", 3, broken=1)
+    hosts.answers("none", 0, broken=4)
+    hosts.answers("last", 4)
+    slots = {"more": 2, "fewer": 4, "away": 4, "none": 4, "last": 4}
+    status, errors = finish(hosts("3:6", 'touch "$RUN/done"', slots))
+    assert status == 0 and "ranks: 6 (more" in errors
+    assert (run_dir / "hosts").read_text() == "more slots=2\nfewer slots=3\nlast slots=1\n"
+    (given,) = (run_dir / "starts").read_text().splitlines()
+    assert given.startswith(f"--force_multi --hostfile {run_dir}/hosts train.py --run-dir")
+
+
+def test_an_elastic_run_on_one_host_gets_its_gpus(run_dir, hosts):
+    hosts.answers("here", 3)
+    for written in (["--num_gpus", "4"], ["--num_gpus=4"]):
+        assert finish(hosts("1", 'touch "$RUN/done"', {}, written))[0] == 0
+        assert "--num_gpus 3 train.py" in (run_dir / "starts").read_text().splitlines()[-1]
+
+
+def test_an_elastic_run_waits_for_enough_and_says_so_once(run_dir, hosts):
+    hosts.answers("a", 1)
+    process = hosts("2", 'touch "$RUN/done"', {"a": 1, "b": 1})
+    looks = hosts.up / "looks"
+    wait_until(lambda: looks.exists() and len(looks.read_text()) >= 4)  # both hosts, twice
+    assert not starts(run_dir)
+    hosts.answers("b", 1)
+    status, errors = finish(process)
+    assert status == 0 and starts(run_dir) == 1 and errors.count("waits until 2") == 1
+    hosts.answers("a", 0)
+    process = hosts("2", "exit 1", {"a": 1, "b": 1})
+    wait_until(lambda: process.stderr.readline().startswith("supervise.sh: waits"))
+    process.terminate()
+    assert finish(process)[0] == 75 and starts(run_dir) == 1
+
+
+def test_an_elastic_run_grows_when_it_is_asked_to(run_dir, hosts):
+    hosts.answers("a", 1)
+    ends = f'touch "$RUN/ready"; [ $n -gt 1 ] && touch "$RUN/done" && exit 0; {STOP}; exit 75'
+    process = hosts("1", ends, {"a": 1, "b": 2})
+    wait_for(run_dir / "ready")
+    hosts.answers("b", 2)
+    process.send_signal(signal.SIGUSR2)
+    status, errors = finish(process)
+    assert status == 0 and starts(run_dir) == 2 and "ranks: 3" in errors
+    assert (run_dir / "hosts").read_text() == "a slots=1\nb slots=2\n"
+    assert not (run_dir / "stop").exists()
+
+
+def test_what_was_lost_and_how_long_it_took_is_said(run_dir):
+    line, logged = '{"step": %s, "loss": 1}', "$RUN/metrics.jsonl"
+    fails = f"""for s in 3 4 5 6 7; do printf '{line}\n' $s; done > "{logged}"
+        echo step-00000004 > "$RUN/checkpoints/latest"; exit 1"""
+    goes_on = f"""printf '{line}\n' 4 > "{logged}"; sleep 0.1; printf '{line}\n' 5 >> "{logged}"
+        sleep 3; touch "$RUN"/done"""
+    status, errors = finish(supervise(run_dir, f"if [ $n = 1 ]; then {fails}; fi; {goes_on}"))
+    assert status == 0 and "trains on from step 4, " in errors and "steps lost: 3" in errors
+
+
 def test_wrong_usage():
     for arguments, words in (
+        ("--elastic 0 -- deepspeed --num_gpus 2 train.py --run-dir x", "--elastic '0': MIN or"),
+        ("--elastic 4:2 -- deepspeed --num_gpus 2 train.py --run-dir x", "MIN is above MAX"),
+        ("--elastic 1 -- deepspeed train.py --run-dir x --num_gpus 2", "needs DeepSpeed's"),
+        ("--elastic 1 -- deepspeed --num_gpus all train.py --run-dir x", "--num_gpus 'all': a"),
+        ("--elastic 1 -- deepspeed --hostfile no train.py --run-dir x", "no: cannot be read"),
+        (
+            "--elastic 1 -- deepspeed --include=a --num_gpus 2 train.py --run-dir x",
+            "leave out --include",
+        ),
         ("--restarts many -- true --run-dir x", "--restarts 'many': a whole number is needed"),
         ("-- deepspeed train.py", "has no --run-dir"),
         ("-- true --run-dir x --resume never", "--resume never: every start would begin there"),
