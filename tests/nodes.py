@@ -1,5 +1,6 @@
-"""Several nodes on one machine: network namespaces on a bridge that leads nowhere else, each with
-its own addresses, loopback and, if asked for, sshd. They share the file system.
+"""Several hosts on one machine. Each has namespaces of its own: its network, on a bridge that leads
+nowhere else, its name, its processes, its /dev/shm and, where asked for, folders and sshd. They share
+the rest of the file system.
 
 For tests and measurements, as root on Linux.
 """
@@ -9,74 +10,128 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 SSHD = "/usr/sbin/sshd"  # wants to be called by its whole path
+OWN = "--uts", "--ipc", "--mount", "--pid"
+# The first process of a host, with which all others end; it takes in those that lost their parent.
+HOST = """
+set -e
+mount -t proc proc /proc
+mount -t tmpfs shm /dev/shm
+mount --bind "$1" /etc/hosts
+hostname "$0"
+for own in "${@:3}"; do
+    mkdir -p "$2$own" "$own"
+    cp -a "$own/." "$2$own"
+    mount --bind "$2$own" "$own"
+done
+echo up
+sleep infinity
+:"""
 
 
 @dataclass(frozen=True)
 class Node:
     name: str
     address: str
+    pid: int = 0  # of its first process, as it is called outside
 
     def command(self, *words: str) -> list[str]:
-        """That runs these words on the node, which is called by its own name there."""
-        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.name]
-        return ["ip", "netns", "exec", self.name, *named, *words]
+        """That runs these words on the node."""
+        return ["nsenter", "--target", str(self.pid), "--net", *OWN, f"--wd={os.getcwd()}", *words]
 
 
 def lacking(*programs: str) -> str | None:
     """Why no nodes can be made here, or None. `programs`: that they need besides."""
-    missing = [name for name in ("ip", "tc", *programs) if not shutil.which(name)]
+    missing = [name for name in ("ip", "tc", "nsenter", *programs) if not shutil.which(name)]
     if missing:
-        return f"needs {', '.join(missing)} (Debian: iproute2, openssh-server, pdsh)"
+        return (
+            f"needs {', '.join(missing)} (Debian: iproute2, openssh-server, pdsh, openmpi-bin, "
+            "slurm-wlm)"
+        )
     if os.geteuid():
         return "needs root, to make network namespaces"
     tried = subprocess.run(["ip", "netns", "list"], capture_output=True)
     # a container may forbid it to root, too
-    made = subprocess.run(["unshare", "--net", "true"], capture_output=True)
+    mounting = ["unshare", "--net", "--fork", *OWN, "mount", "-t", "tmpfs", "none", "/dev/shm"]
+    made = subprocess.run(mounting, capture_output=True)
     return None if tried.returncode == made.returncode == 0 else "needs network namespaces"
 
 
 @contextmanager
-def nodes(count: int, megabits: int | None = None) -> Iterator[list[Node]]:
-    """As many nodes, removed at the end. `megabits`: a limit per second to what each sends."""
+def nodes(count: int, megabits: int | None = None, own: Sequence[str] = ()) -> Iterator[list[Node]]:
+    """As many nodes, removed at the end with all that runs there. `megabits`: a limit per second to
+    what each sends. `own`: folders of which each gets a copy."""
     mark = f"wn{os.getpid() % 10_000}"
-    made = [Node(f"{mark}-{node}", f"10.213.0.{node + 1}") for node in range(count)]
+    made = []
     with ExitStack() as undo:
+        folder = Path(undo.enter_context(tempfile.TemporaryDirectory()))
         _ip("link", "add", mark, "type", "bridge")
         undo.callback(_ip, "link", "del", mark)
         _ip("link", "set", mark, "up")
-        for node in made:
-            _ip("netns", "add", node.name)
-            undo.callback(_ip, "netns", "del", node.name)
-            outside = _outside(node)
-            _ip("link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", node.name)
+        named = [(f"{mark}-{node}", f"10.213.0.{node + 1}") for node in range(count)]
+        hosts = [("localhost", "127.0.0.1"), *named]
+        (folder / "hosts").write_text("".join(f"{to}\t{name}\n" for name, to in hosts))
+        for name, address in named:
+            _ip("netns", "add", name)
+            undo.callback(_ip, "netns", "del", name)
+            outside = _outside(name)
+            _ip("link", "add", outside, "type", "veth", "peer", "name", "eth0", "netns", name)
             undo.callback(_ip, "link", "del", outside)  # a namespace's own end goes some time later
             _ip("link", "set", outside, "master", mark, "up")
-            _ip("-n", node.name, "addr", "add", f"{node.address}/24", "dev", "eth0")
-            _ip("-n", node.name, "link", "set", "eth0", "up")
-            _ip("-n", node.name, "link", "set", "lo", "up")
+            _ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            _ip("-n", name, "link", "set", "eth0", "up")
+            _ip("-n", name, "link", "set", "lo", "up")
+            pid = undo.enter_context(_started(name, folder, own))
+            made.append(Node(name, address, pid))
             if megabits:
                 limit = f"root tbf rate {megabits}mbit burst 128kb latency 200ms"
                 subprocess.run(
-                    node.command("tc", "qdisc", "add", "dev", "eth0", *limit.split()), check=True
+                    made[-1].command("tc", "qdisc", "add", "dev", "eth0", *limit.split()),
+                    check=True,
                 )
         yield made
 
 
+@contextmanager
+def _started(name: str, folder: Path, own: Sequence[str]) -> Iterator[int]:
+    setup = ["bash", "-c", HOST, name, str(folder / "hosts"), str(folder / name), *own]
+    words = ["ip", "netns", "exec", name, "unshare", "--fork", "--kill-child", *OWN, *setup]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "up\n", f"{name} did not start"
+        yield psutil.Process(process.pid).children()[0].pid
+    finally:
+        process.kill()
+        process.wait()
+
+
 def plug(made: list[Node], number: int, connected: bool) -> None:
     """Put a node's cable in, or pull it out."""
-    _ip("link", "set", _outside(made[number]), "up" if connected else "down")
+    _ip("link", "set", _outside(made[number].name), "up" if connected else "down")
 
 
-def _outside(node: Node) -> str:
-    """The end of its cable at the bridge."""
-    return f"{node.name}v"
+def _outside(name: str) -> str:
+    """The end of a node's cable at the bridge."""
+    return f"{name}v"
+
+
+def see_late(node: Node, folder: Path) -> None:
+    """From now on the node sees up to half a minute late what others do in a folder, as with NFS.
+    Nothing changes where there is no bindfs."""
+    if not (shutil.which("bindfs") and Path("/dev/fuse").exists()):
+        return
+    late = "attr_timeout=30,entry_timeout=30,negative_timeout=30"
+    subprocess.run(node.command("bindfs", "-o", late, str(folder), str(folder)), check=True)
 
 
 @contextmanager
@@ -133,3 +188,64 @@ def _until_reached(source: Node, node: Node, ssh: str) -> None:
 
 def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True)
+
+
+@contextmanager
+def slurm(made: list[Node], folder: Path) -> Iterator[dict[str, str]]:
+    """munged, slurmctld and a slurmd on each node; gives the variables of its commands, which run
+    on a node. `folder`: for keys, state and logs."""
+    key, socket = folder / "munge.key", folder / "munge.socket"
+    key.write_bytes(os.urandom(64))
+    key.chmod(0o400)
+    (folder / "state").mkdir()
+    settings = {
+        "ClusterName": "wye",
+        "SlurmctldHost": made[0].name,
+        "SlurmUser": "root",
+        "AuthType": "auth/munge",
+        "AuthInfo": f"socket={socket}",
+        "StateSaveLocation": folder / "state",
+        "SlurmdSpoolDir": folder / "%n",
+        "SlurmctldPidFile": folder / "slurmctld.pid",
+        "SlurmdPidFile": folder / "%n.pid",
+        "ProctrackType": "proctrack/linuxproc",
+        "TaskPlugin": "task/none",
+        "SlurmdParameters": "config_overrides",
+        "ReturnToService": 2,
+        "NodeName": f"{','.join(node.name for node in made)} CPUs=8",
+        "PartitionName": "all Nodes=ALL Default=YES",
+    }
+    file = folder / "slurm.conf"
+    file.write_text("".join(f"{name}={value}\n" for name, value in settings.items()))
+    (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # touches none in this version
+    of_munged = {"socket": socket, "key-file": key, "pid-file": folder / "munged.pid"}
+    of_munged |= {"seed-file": folder / "seed", "log-file": folder / "munged.log"}
+    daemons = [
+        (
+            made[0],
+            ["munged", "--foreground", "--force"] + [f"--{k}={v}" for k, v in of_munged.items()],
+        ),
+        (made[0], ["slurmctld", "-D"]),
+        *((node, ["slurmd", "-D", "-N", node.name]) for node in made),
+    ]
+    variables = {**os.environ, "SLURM_CONF": str(file)}
+    with ExitStack() as undo:
+        log = undo.enter_context((folder / "slurm.log").open("w"))
+        for node, words in daemons:
+            daemon = subprocess.Popen(
+                node.command(*words), env=variables, stdout=log, stderr=subprocess.STDOUT
+            )
+            undo.callback(daemon.wait)
+            undo.callback(daemon.kill)
+            while words[0] == "munged" and not socket.exists():
+                time.sleep(0.02)
+        states: list[str] = []
+        deadline = time.monotonic() + 60
+        while states != ["idle"] * len(made):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no Slurm: {(folder / 'slurm.log').read_text()[-3000:]}")
+            time.sleep(0.1)
+            asked = made[0].command("sinfo", "--noheader", "--Node", "--format=%T")
+            shown = subprocess.run(asked, env=variables, capture_output=True, text=True)
+            states = shown.stdout.split()
+        yield variables

@@ -98,6 +98,9 @@ def write_rank(
     Raises OSError or safetensors' error when it cannot be written, BrokenCheckpoint when it reads
     back differently.
     """
+    # The first rank has made it, but on a network's disk another host may go on not seeing what it
+    # has looked for in vain, half a minute with NFS: until it is told to make it.
+    folder.mkdir(parents=True, exist_ok=True)
     file = folder / tensors_file(rank)
     try:
         save_file({fragment.key: tensor for fragment, tensor in tensors.items()}, file)

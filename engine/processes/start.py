@@ -29,13 +29,13 @@ from deepspeed.accelerator import get_accelerator
 from engine.checks import AUTO
 from engine.json_messages import from_first_rank
 from engine.processes.communication import DEVICE, HOST, communication_of
+from engine.processes.launchers import PORTS, adopt_launcher
 from engine.processes.ops import compile_shared_memory_op
 from engine.processes.places import Place, Places, meet
 from engine.processes.store import connect, meeting, open_store, torch_version
 
 COLLECTIVE_LIMIT_S = 1800.0
 PREPARATION_LIMIT = timedelta(days=1)
-LISTENING = range(20_000, 32_000)  # ports; Linux gives 32768 and above to outgoing connections
 # What each rank last did with NCCL is written to /tmp/nccl_trace_rank_N when a collective runs out of
 # time (torch's flight recorder). Newer versions do so by themselves, under other names.
 FLIGHT_RECORDER = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
@@ -142,6 +142,7 @@ def start_processes(
 def _launched() -> tuple[int, int, int]:
     """Rank, number of ranks and rank on the node, by the environment; a group of one without a
     launcher. Errors: ValueError."""
+    adopt_launcher(os.environ)
     if "WORLD_SIZE" not in os.environ:
         os.environ.update(
             RANK="0",
@@ -154,8 +155,9 @@ def _launched() -> tuple[int, int, int]:
     missing = [name for name in names if name not in os.environ]
     if missing:
         raise ValueError(
-            f"WORLD_SIZE is set and {', '.join(missing)} not; start with deepspeed or torchrun, "
-            "which set all, or unset WORLD_SIZE"
+            f"{', '.join(missing)} not set, for {os.environ['WORLD_SIZE']} ranks; start with "
+            "deepspeed, torchrun or srun, which say all, or unset WORLD_SIZE; mpirun on several "
+            "hosts needs -x MASTER_ADDR=HOST, the host of the first rank"
         )
     environment = os.environ
     return int(environment["RANK"]), int(environment["WORLD_SIZE"]), int(environment["LOCAL_RANK"])
@@ -254,7 +256,7 @@ def stop_processes() -> None:
 def free_port() -> int:
     """A port that nobody listens on, below those that the system gives to outgoing connections: one
     of these may be taken before the caller listens on it."""
-    for port in (*random.SystemRandom().sample(LISTENING, 100), 0):
+    for port in (*random.SystemRandom().sample(PORTS, 100), 0):
         with socket.socket() as s, contextlib.suppress(OSError):
             s.bind(("127.0.0.1", port))
             return s.getsockname()[1]

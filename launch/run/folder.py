@@ -184,7 +184,7 @@ class RunFolder:
                 "python": platform.python_version(),
                 **{name: version(name) for name in PACKAGES},
             },
-            "git_commit": _git_commit(),
+            "git_commit": git_commit(),
         }
         self.mark_done(False)
         record = redacted(record)
@@ -370,8 +370,11 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
             yield f"{key}: there {json.dumps(there)}, here {json.dumps(here)}"
 
 
-def _git_commit() -> str | None:
-    """None where the code came without its history, or there is no git."""
+def git_commit() -> str | None:
+    """None where the code came without its history, or there is no git. A copy of the code that
+    launch.tools.submit has made has a file that says it."""
+    if (ROOT / "COMMIT").is_file():
+        return (ROOT / "COMMIT").read_text().strip() or None
     try:
         result = subprocess.run(
             ["git", "-C", str(ROOT), "rev-parse", "HEAD"],

@@ -39,6 +39,7 @@ EXCEPTIONS = {
     "launch/setup/ranks.py": "copies into a temporary folder",
     "engine/checkpoint/together.py": "an empty folder that was just made",
     "launch/inference/gallery.py": "into the new file that `replacing` gives",
+    "launch/tools/submit.py": "code into the new folder that `replacing_folder` gives",
     "data/inspect.py": "into the new file that `replacing` gives",
     "data/formats/speech.py": "sounds into the new folder that `replacing_folder` gives",
     "engine/checkpoint/layout.py": "opens to read, and to flush",

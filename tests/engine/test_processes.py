@@ -13,6 +13,7 @@ from refusals import refused
 from unlike_cases import compare_records, start_unlike
 
 from engine.processes.communication import communication_of
+from engine.processes.launchers import adopt_launcher
 from engine.processes.ops import _check_path
 from engine.processes.places import Place, Places, RefusedByFirstRank, meet
 from engine.processes.start import free_port
@@ -174,3 +175,39 @@ def test_records_that_differ_between_ranks_are_named_on_all():
     (same, first), (_, second) = run_ranks(2, compare_records)
     assert same is None and first == second
     assert "plan.stages: 4 on rank 0; 5 on rank 1" in first and "alike" not in first.splitlines()[1]
+
+
+def test_ranks_of_srun_and_mpirun_know_their_number():
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
+    step |= {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}
+    step |= {"SLURM_STEP_NODELIST": "rack1-n[08-11,15],rack2-n01"}
+    four = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "rack1-n08"}
+    assert adopted(step) == four
+    on_one = {"SLURM_LOCALID": "3", "SLURM_STEP_TASKS_PER_NODE": "4"}
+    alone = four | {"LOCAL_RANK": "3", "LOCAL_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}
+    assert adopted(step | on_one) == alone
+    names = ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE")
+    mpi = {f"OMPI_COMM_WORLD_{name}": number for name, number in zip(names, "2110")}
+    of_mpi = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}  # its daemon is a task of srun
+    assert adopted(step | mpi) == of_mpi
+    assert adopted(mpi | {"MASTER_ADDR": "there"}) == of_mpi
+    for none in (
+        step | {"WORLD_SIZE": "8"},  # of torchrun's agent in each task
+        step | {"SLURM_STEP_NUM_TASKS": "1"},  # srun --pty bash
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"},  # salloc, or sbatch
+        {},
+    ):
+        assert adopted(none) == {}, none
+    ports = {adopted(step | {"SLURM_JOB_ID": job}, "MASTER_PORT")["MASTER_PORT"] for job in "789"}
+    assert len(ports) == 3
+
+
+def adopted(environment, *also):
+    """What is added to it, without the port."""
+    after = dict(environment)
+    adopt_launcher(after)
+    return {
+        name: value
+        for name, value in after.items()
+        if name not in environment and (name != "MASTER_PORT" or name in also)
+    }

@@ -1,0 +1,297 @@
+"""Writes, and on request submits, the job of a run on a cluster.
+
+python -m launch.tools.submit --cluster slurm --nodes 4 --gpus 8 -- --run-dir /shared/long OPTIONS
+python -m launch.tools.submit --cluster mpi --hostfile HOSTS -- --run-dir /shared/long OPTIONS
+python -m launch.tools.submit --cluster kubernetes --nodes 2 --gpus 8 --image IMAGE --claim CLAIM \
+    --mount /shared -- --run-dir /shared/long OPTIONS
+python -m launch.tools.submit --cluster local --gpus 8 -- --run-dir runs/long OPTIONS
+
+The code as it is now goes to RUN_DIR/code, so that a run that is queued, or goes on later, is not
+changed by later edits; the job is a file beside it. Jobs are `supervise.sh` around a launcher: they
+start a failed run again, and end with a checkpoint when they are asked to. Those for Slurm and MPI
+are shell scripts that also run under `bash`, on one machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common.files import replacing_folder, write_text
+from common.options import at_least
+from common.output import outlive_output
+from launch.config.options import ROOT, parse_options
+from launch.tools.command import OneLineParser, run_tool
+
+CLUSTERS = ("slurm", "kubernetes", "mpi", "local")
+COPIED = ("common", "data", "ds_configs", "engine", "examples", "launch", "models")
+SUBMITTED_BY = {"slurm": ["sbatch"], "kubernetes": ["kubectl", "apply", "-f"]}
+
+SCRIPT = """\
+#!/usr/bin/env bash
+{header}# Written by launch.tools.submit. `bash` runs it, too, on one machine.
+set -uo pipefail
+cd {here} || exit 2
+run_dir={run_dir}
+{seed}train=({code}/train.py {options} --run-dir "$run_dir")
+supervise=(bash {code}/launch/supervise.sh --restarts {restarts} --)
+{accelerator}{start}"""
+ALONE = """\
+exec "${{supervise[@]}}" {python} -m deepspeed.launcher.runner --hostfile /dev/null \\
+    --num_gpus {gpus} --master_port $((20000 + RANDOM % 12000)) "${{train[@]}}"
+"""
+SEED = """\
+seed=${SLURM_ARRAY_TASK_ID:-0}
+run_dir=$run_dir/seed-$seed
+"""
+SLURM_HEADER = """\
+#SBATCH --job-name={name}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node={gpus}
+{of_gpus}#SBATCH --signal=B:USR1@{before}
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output={log}
+{more}"""
+SLURM = """\
+if [ -z "${{SLURM_JOB_ID:-}}" ]; then
+    {alone}fi
+# sbatch says it to itself only
+[ -z "${{SLURM_CPUS_PER_TASK:-}}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+"${{supervise[@]}}" srun --kill-on-bad-exit=0 --wait=60 {python} "${{train[@]}}" &
+job=$! asked="" status=127
+# before the time is over, Slurm sends SIGUSR1: the run saves, and the job is queued again
+trap 'asked=yes; kill -USR1 "$job" 2>/dev/null' USR1 TERM INT
+while true; do # a signal ends `wait`, not the job
+    asked=""
+    wait "$job"; code=$?
+    [ "$code" -eq 127 ] || status=$code # 127: it was waited for already
+    [ -n "$asked" ] || break
+done
+[ "$status" -ne 75 ] || scontrol requeue "$SLURM_JOB_ID"
+exit "$status"
+"""
+MPI = """\
+{first}passed=() # mpirun takes no variable to other hosts that is not named
+for name in $(compgen -e); do
+    case $name in
+        PATH | LD_LIBRARY_PATH | PYTHON* | MASTER_* | TORCH* | CUDA_* | NCCL_* | GLOO_* | OMP_* \\
+            | DS_* | WYE_* | WANDB_* | HF_* | TOKENIZERS_* | TMPDIR | *_proxy) passed+=(-x "$name") ;;
+    esac
+done
+# no binding: it would give all threads of a rank one core
+exec "${{supervise[@]}}" mpirun {where} --bind-to none "${{passed[@]}}" {python} "${{train[@]}}"
+"""
+FIRST = """\
+MASTER_ADDR=$(awk '!/^#/ && NF {{ print $1; exit }}' {hostfile})
+export MASTER_ADDR
+"""
+POD = """\
+exec bash {code}/launch/supervise.sh --restarts {restarts} -- \
+{python} -m torch.distributed.run {code}/train.py {options} --run-dir {run_dir}"""
+KUBERNETES = """\
+# Written by launch.tools.submit. `kubectl delete` of the job ends it with a checkpoint.
+apiVersion: kubeflow.org/v1
+kind: PyTorchJob
+metadata:
+  name: {name}
+spec:
+  nprocPerNode: "{gpus}"
+  elasticPolicy:
+    rdzvBackend: c10d
+    minReplicas: {nodes}
+    maxReplicas: {nodes}
+  runPolicy:
+    backoffLimit: {restarts}
+  pytorchReplicaSpecs:
+    Worker:
+      replicas: {nodes}
+      restartPolicy: OnFailure
+      template:
+        spec:
+          terminationGracePeriodSeconds: {before}
+          containers:
+            - name: pytorch
+              image: {image}
+              workingDir: {here}
+              command: {command}
+              resources:
+                limits:
+                  nvidia.com/gpu: {gpus}
+              volumeMounts:
+                - name: shared
+                  mountPath: {mount}
+                - name: shm
+                  mountPath: /dev/shm
+          volumes:
+            - name: shared
+              persistentVolumeClaim:
+                claimName: {claim}
+            - name: shm
+              emptyDir:
+                medium: Memory
+"""
+
+
+# name, its kind, default, help
+FLAGS: tuple[tuple[str, Callable[[str], Any], Any, str], ...] = (
+    ("nodes", at_least(1), 1, "(default: 1)"),
+    ("gpus", at_least(1), None, "ranks of each node; each has a GPU, or DS_ACCELERATOR is cpu"),
+    ("hostfile", Path, None, "mpi: a line such as `node1 slots=8` for each host"),
+    ("seeds", at_least(1), None, "slurm: an array of so many runs, RUN_DIR/seed-0 and so on"),
+    ("sbatch", str, "", 'slurm: further options, such as --sbatch="--time=8:00:00 -p gpu"'),
+    ("image", str, None, "kubernetes: with the packages of requirements.txt"),
+    ("claim", str, None, "kubernetes: the PersistentVolumeClaim with RUN_DIR and the data"),
+    ("mount", Path, None, "kubernetes: where it is, in the pods and here"),
+    ("before", at_least(1), 300, "seconds to save in, before the time is over (default: 300)"),
+    ("restarts", int, 3, "after failures in a row without a new checkpoint (default: 3)"),
+    ("name", str, None, "of the job (default: the name of RUN_DIR)"),
+    ("python", str, None, "that runs train.py (default: this one; kubernetes: python)"),
+)
+
+
+def make_parser() -> OneLineParser:
+    parser = OneLineParser(
+        prog="python -m launch.tools.submit",
+        usage="python -m launch.tools.submit --cluster CLUSTER [FLAGS] -- OPTIONS of train.py",
+        description=(__doc__ or "").split("\n", 1)[0],
+    )
+    parser.add_argument("--cluster", choices=CLUSTERS, required=True)
+    parser.add_argument(
+        "--submit", action="store_true", help="also submit it; start it (mpi, local)"
+    )
+    for name, kind, default, text in FLAGS:
+        parser.add_argument(f"--{name}", type=kind, default=default, metavar="…", help=text)
+    parser.add_argument("options", nargs="*", help="of train.py, after `--`; with --run-dir")
+    return parser
+
+
+def main(arguments: argparse.Namespace) -> None:
+    known, options = _read(arguments)
+    run_dir = Path(known.run_dir).absolute()
+    code = copy_code(run_dir / "code")
+    for flag in ("deepspeed_config", "recipe"):
+        given = getattr(known, flag)
+        if given and Path(given).is_file():
+            copy = code / f"given-{Path(given).name}"
+            write_text(copy, Path(given).read_text(encoding="utf-8"))
+            given = copy
+        options += [f"--{flag}", str(given)] if given else []
+    job = run_dir / ("job.yaml" if arguments.cluster == "kubernetes" else "job.sh")
+    write_text(job, job_text(arguments, run_dir, options))
+    print(job)
+    if arguments.submit:
+        words = [*SUBMITTED_BY.get(arguments.cluster, ["bash"]), str(job)]
+        try:
+            sys.exit(subprocess.run(words).returncode)
+        except FileNotFoundError as error:
+            raise OSError(f"{words[0]} is not installed here; submit {job} elsewhere") from error
+
+
+def _read(arguments: argparse.Namespace) -> tuple[argparse.Namespace, list[str]]:
+    """What of train.py's options this tool deals with, and the other ones. Errors: ValueError."""
+    cluster = arguments.cluster
+    for name, of in (("hostfile", "mpi"), ("seeds", "slurm"), ("sbatch", "slurm")):
+        if getattr(arguments, name) and cluster != of:
+            raise ValueError(f"--{name} is for --cluster {of}; leave it out")
+    if arguments.gpus is None and not arguments.hostfile:
+        raise ValueError("--gpus is missing: how many ranks each node gets")
+    if arguments.nodes > 1 and cluster in ("local", "mpi"):
+        raise ValueError("--nodes: --cluster local is one machine, and mpi takes --hostfile")
+    if arguments.hostfile and not arguments.hostfile.is_file():
+        raise ValueError(f"--hostfile {arguments.hostfile}: there is no such file")
+    parser = OneLineParser(prog="python -m launch.tools.submit", add_help=False, allow_abbrev=False)
+    for flag in ("--run-dir", "--deepspeed_config", "--recipe", "--seed"):
+        parser.add_argument(flag)
+    known, others = parser.parse_known_args(arguments.options)
+    if known.run_dir is None:
+        raise ValueError("the options of train.py have no --run-dir; add it, after `--`")
+    if known.seed is not None:
+        others += ["--seed", known.seed]
+    if arguments.seeds and any(re.match("(--)?seed\\b", word) for word in others):
+        raise ValueError("--seeds gives each run its seed; leave --seed out")
+    if cluster == "kubernetes":
+        if not (arguments.image and arguments.claim and arguments.mount):
+            raise ValueError("--cluster kubernetes needs --image, --claim and --mount")
+        if not Path(known.run_dir).absolute().is_relative_to(arguments.mount):
+            raise ValueError(
+                f"--run-dir {known.run_dir}: pods share --mount {arguments.mount} only; give a "
+                "folder below it"
+            )
+    parse_options(arguments.options)  # what is wrong is better seen before the queue
+    return known, others
+
+
+def copy_code(folder: Path) -> Path:
+    """The code as it is now, unless the folder has one: a run goes on with its own."""
+    if folder.exists():
+        print(f"{folder} is kept; delete it for the code as it is now", file=sys.stderr)
+        return folder
+    from launch.run.folder import git_commit  # imports torch
+
+    with replacing_folder(folder) as part:
+        for name in COPIED:
+            ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
+            shutil.copytree(ROOT / name, part / name, ignore=ignored)
+        for file in ROOT.glob("*.py"):
+            shutil.copy(file, part)
+        write_text(part / "COMMIT", f"{git_commit() or ''}\n")
+    return folder
+
+
+def job_text(arguments: argparse.Namespace, run_dir: Path, options: list[str]) -> str:
+    """Of the job's file. `options`: of train.py, but for --run-dir."""
+    cluster, on_cpu = arguments.cluster, os.environ.get("DS_ACCELERATOR") == "cpu"
+    python = arguments.python or ("python" if cluster == "kubernetes" else sys.executable)
+    quoted = {
+        "code": run_dir / "code",
+        "run_dir": run_dir,
+        "here": Path.cwd(),
+        "python": python,
+        "log": run_dir / "slurm-%j.log",
+        "hostfile": arguments.hostfile and arguments.hostfile.absolute(),
+    }
+    name = re.sub("[^a-z0-9]+", "-", (arguments.name or run_dir.name).lower()).strip("-")
+    values = vars(arguments) | {each: shlex.quote(str(value)) for each, value in quoted.items()}
+    values |= {"name": name[:50] or "wye", "options": shlex.join(options)}
+    if cluster == "kubernetes":
+        command = ["bash", "-c", POD.format(**values)]
+        plain = {"image": arguments.image, "mount": str(arguments.mount), "claim": arguments.claim}
+        plain |= {"here": str(Path.cwd()), "command": command}
+        return KUBERNETES.format(**values | {k: json.dumps(v) for k, v in plain.items()})
+    values |= {"header": "", "seed": "", "first": "", "where": f"-np {arguments.gpus}"}
+    values["accelerator"] = "export DS_ACCELERATOR=cpu\n" if on_cpu else ""
+    start = values["alone"] = ALONE.format(**values)
+    if cluster == "slurm":
+        array = f"--array=0-{arguments.seeds - 1} " if arguments.seeds else ""
+        more = f"{array}{arguments.sbatch}".strip()
+        values["more"] = f"#SBATCH {more}\n" if more else ""
+        values["of_gpus"] = "" if on_cpu else f"#SBATCH --gpus-per-node={arguments.gpus}\n"
+        values["header"], start = SLURM_HEADER.format(**values), SLURM.format(**values)
+        if arguments.seeds:
+            values["seed"] = SEED
+            values["options"] += ' --seed "$seed"'
+    elif cluster == "mpi":
+        if arguments.hostfile:
+            values["where"] = f"--hostfile {values['hostfile']}"
+            values["first"] = FIRST.format(**values)
+        start = MPI.format(**values)
+    return SCRIPT.format(**values, start=start)
+
+
+def run(arguments: list[str] | None = None) -> int:
+    return run_tool(make_parser(), main, arguments)
+
+
+if __name__ == "__main__":
+    outlive_output()
+    sys.exit(run())
