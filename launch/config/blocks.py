@@ -63,12 +63,12 @@ class BalanceBlock:
     min_size: Count = 1
     max_size: Annotated[int | None, Field(ge=1, description="a whole number of at least 1")] = None
     interval: Annotated[int | None, Field(ge=0, description="a whole number of at least 0")] = None
+    ranks: Annotated[str, one_of("equal", "measured")] = "equal"
     captions_per_image: Annotated[Any, bounds(int, 1, 64)] = None
     kept_patches: Annotated[Any, bounds(float, 0.05, 1)] = None
     image_size: Annotated[Any, bounds(int, 8, 4096)] = None
     dead_band: Annotated[float, Field(gt=0, lt=1, description="a number between 0 and 1")] = 0.1
     max_change: Annotated[float, Field(gt=1, lt=16, description="a number between 1 and 16")] = 2.0
-    ranks: Annotated[str, one_of("equal", "measured")] = "equal"
 
     def __post_init__(self) -> None:
         if self.max_size is not None and self.max_size < self.min_size:
