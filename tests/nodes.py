@@ -30,7 +30,7 @@ mount --bind "$1" /etc/hosts
 hostname "$0"
 for own in "${@:3}"; do
     mkdir -p "$2$own" "$own"
-    cp -a "$own/." "$2$own"
+    cp -a "$own/." "$2$own" || : # others may write there
     mount --bind "$2$own" "$own"
 done
 echo up
