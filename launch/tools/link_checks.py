@@ -13,6 +13,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from common.output import outlive_output
+from engine.json_messages import from_all_ranks
 from launch.tools.machine_checks import Finding, judged
 
 MESSAGE = {"nccl": 64 << 20, "gloo": 4 << 20}  # bytes
@@ -50,8 +52,7 @@ def measure(local: int, host: str, first: int, here: int, world: int, meeting: s
             seconds = min(seconds, time.perf_counter() - start)
         if other > rank:
             found.append((rank, other, MESSAGE[backend] / seconds))
-    of_all: list = [None] * world
-    dist.all_gather_object(of_all, (host, found))
+    of_all = from_all_ranks((host, found))
     if rank == 0:
         finding = compare([host for host, _ in of_all], [link for _, own in of_all for link in own])
         print(json.dumps({"findings": [finding]}), flush=True)
@@ -77,6 +78,7 @@ def compare(hosts: Sequence[str], links: Sequence[tuple[int, int, float]]) -> Fi
 
 
 if __name__ == "__main__":
+    outlive_output()
     host, (first, here, world) = sys.argv[1], map(int, sys.argv[2:5])
     # forked: torch is imported once, and no GPU is open yet
     torch.multiprocessing.start_processes(

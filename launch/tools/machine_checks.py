@@ -19,6 +19,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from common.files import write_text
+from common.output import outlive_output
+
 OK, WARN, FAIL = "ok", "warn", "fail"
 PACKAGES = ("torch", "deepspeed", "transformers", "torchvision", "numpy")
 MIB, GIB = 1 << 20, 1 << 30
@@ -116,7 +119,7 @@ def check_folder(file: Path, several: bool, writes: bool) -> Iterator[Finding]:
     if writes:
         time.sleep(several)
         with contextlib.suppress(OSError):
-            file.touch()
+            write_text(file, "")
     else:
         while not file.exists() and (late := time.monotonic() - start) < NEVER_S:
             time.sleep(0.05)
@@ -171,5 +174,6 @@ def look(file: Path, slots: int, port: int, hosts: Sequence[str]) -> dict[str, A
 
 
 if __name__ == "__main__":
+    outlive_output()
     where, slots, port, *names = sys.argv[1:]
     print(json.dumps(look(Path(where), int(slots), int(port), names)))

@@ -23,6 +23,7 @@ try:
 except ImportError as error:
     sys.exit(f"python -m launch.tools.ray_job: error: {error}; pip install -r requirements-ray.txt")
 
+from common.files import write_text
 from common.output import INTERRUPTED, outlive_output
 from launch.config.options import ROOT, parse_options
 from launch.tools.command import OneLineParser, run_tool
@@ -122,7 +123,7 @@ def main(arguments: argparse.Namespace) -> int:
         while not training.done():
             time.sleep(0.5)
             if asked:  # again and again: train.py does not look at a file older than itself
-                (run_dir / "stop").touch()
+                write_text(run_dir / "stop", "")
             if len(asked) > 1:
                 ray.shutdown()  # the workers end with the job
                 os._exit(INTERRUPTED)

@@ -10,8 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
+from psutil import process_iter
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from nodes import lacking, nodes, reached_by_ssh  # noqa: E402
@@ -137,6 +137,8 @@ def hosts(module_folder):
         check=True,
     )
     with nodes(3) as made:
+        for node in made:  # a name that /etc/hosts has not
+            subprocess.run(node.command("hostname", "unheard-of"), check=True)
         wrong = f"SetEnv PYTHONPATH={other.parent} LD_PRELOAD={library}"
         settings = f"Match LocalAddress {made[2].address}\n{wrong}"
         with reached_by_ssh(made, folder, settings) as wrapped:
@@ -186,20 +188,27 @@ def test_every_fault_of_a_host_is_named(on_hosts, tmp_path, monkeypatch):
 def test_ctrl_c_ends_what_was_started_on_all_hosts(on_hosts, tmp_path, monkeypatch):
     hostfile, addresses, here = on_hosts
     with_gpus(monkeypatch, tmp_path)
-    stub = tmp_path / "bin" / "nvidia-smi"
-    stub.write_text(f"#!/bin/sh\ntouch {tmp_path}/pid-$$\nexec sleep 60\n")
-    command = [*here, *words(tmp_path, *hostfile(*addresses[:2]))]
-    run = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    stub, nap = tmp_path / "bin" / "nvidia-smi", ["sleep", f"60.{os.getpid()}"]
+    stub.write_text(f"#!/bin/sh\nexec {' '.join(nap)}\n")
+    # without a process that stands between: it would take the signal
+    command = [*(word for word in here if word != "--pid"), *words(tmp_path)]
+    run = subprocess.Popen(
+        [*command, *map(str, hostfile(*addresses[:2]))], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
     deadline = time.monotonic() + 60
-    while len(pids := list(tmp_path.glob("pid-*"))) < 2 and time.monotonic() < deadline:
-        time.sleep(0.05)
+
+    def wait_until_asleep(number):
+        while (
+            sum(process.info["cmdline"] == nap for process in process_iter(["cmdline"])) != number
+        ):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    wait_until_asleep(2)
     run.send_signal(signal.SIGINT)
     _, said = run.communicate(timeout=30)
     assert run.returncode == 130 and "interrupted" in said, said
-    assert len(pids) == 2
-    while any(psutil.pid_exists(int(file.name[4:])) for file in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until_asleep(0)
 
 
 def test_slow_links_are_compared_with_those_of_their_kind():
