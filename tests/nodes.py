@@ -241,7 +241,9 @@ def slurm(made: list[Node], folder: Path) -> Iterator[dict[str, str]]:
                 time.sleep(0.02)
         states: list[str] = []
         deadline = time.monotonic() + 60
-        while states != ["idle"] * len(made):
+        # the controller takes jobs, and loses them, before it has looked for those of earlier
+        began = "SchedulerParameters="
+        while states != ["idle"] * len(made) or began not in (folder / "slurm.log").read_text():
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no Slurm: {(folder / 'slurm.log').read_text()[-3000:]}")
             time.sleep(0.1)
