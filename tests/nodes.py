@@ -212,6 +212,7 @@ def slurm(made: list[Node], folder: Path) -> Iterator[dict[str, str]]:
         "TaskPlugin": "task/none",
         "SlurmdParameters": "config_overrides",
         "ReturnToService": 2,
+        "MessageTimeout": 100,  # on a busy machine a step takes its time to begin
         "NodeName": f"{','.join(node.name for node in made)} CPUs=8",
         "PartitionName": "all Nodes=ALL Default=YES",
     }

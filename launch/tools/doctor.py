@@ -25,6 +25,7 @@ from pathlib import Path
 from subprocess import PIPE, STDOUT
 from typing import Any
 
+from common.files import remove, write_text
 from common.output import outlive_output, plain
 from launch.tools.command import OneLineParser, run_tool
 from launch.tools.machine_checks import FAIL, OK, Finding, check_versions, judged
@@ -108,7 +109,7 @@ def examine(
             "machine", {h: [*module, *own, *filter(None, hosts)] for h, own in given.items()}
         )
     finally:
-        file.unlink(missing_ok=True)
+        remove(file, within=run_dir)
     reached = {
         h: slots or answers[h]["gpus"] or 1 for h, slots in hosts.items() if "off" in answers[h]
     }
@@ -183,7 +184,7 @@ def main(arguments: argparse.Namespace) -> int:
     show(found)
     if file:
         listed = [{"host": host, **each._asdict()} for host, each in found]
-        file.write_text(json.dumps(listed, indent=1) + "\n", encoding="utf-8")
+        write_text(file, json.dumps(listed, indent=1) + "\n")
     failed = dict.fromkeys(each.check for _, each in found if each.status == FAIL)
     print(f"not ready: {', '.join(failed)}" if failed else "ready")
     return 1 if failed else 0
