@@ -78,10 +78,13 @@ class Journal:
         `samples`: of all steps so far."""
         self.folder.append(self.folder.metrics, line)
         self._track(lambda tracker: tracker.step(line, metrics, samples))
-        for alert in self.alarms.after_step(line, metrics.bad_step is not None):
-            self.folder.append(self.folder.alerts, {"step": line["step"], **alert._asdict()})
-            self.say(f"step {line['step']}: {alert.title}. {alert.text}")
-            self._track(partial(Tracker.alert, alert=alert, step=line["step"]))
+        if not self.folder.first_rank:
+            return
+        with only_shows("an alert is not told"):
+            for alert in self.alarms.after_step(line, metrics.bad_step is not None):
+                self.folder.append(self.folder.alerts, {"step": line["step"], **alert._asdict()})
+                self.say(f"step {line['step']}: {alert.title}. {alert.text}")
+                self._track(partial(Tracker.alert, alert=alert, step=line["step"]))
 
     def measurement(self, step: int, seen: Mapping[str, Any] | None) -> None:
         """balance.jsonl, and the reasons of what was moved. None: there was no measurement."""

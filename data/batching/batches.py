@@ -71,7 +71,10 @@ class TextPacker:
         shares = batch.setting.shares.get("text")
         if shares is None:
             return self._pack(lengths, batch.setting, replicas, numbers)
-        dealt = dealt_alike(lengths, sizes_of_shares(len(lengths), shares, max(numbers)))
+        # each for itself, so it can be one number only that all have
+        (number,) = numbers
+        sizes = sizes_of_shares(len(lengths), shares, number * self.bounds.min_size)
+        dealt = dealt_alike(lengths, sizes)
         return [
             [own[part] for part in self._pack(lengths[own], batch.setting, 1, numbers)[0]]
             for own in dealt
@@ -181,8 +184,8 @@ class Batches:
         self, branch: str, batch: GlobalBatch, replicas: int, number: int
     ) -> list[tuple[np.ndarray, Size | None]]:
         """Positions of each micro-batch and the size of its images, R · M of them: as equal as the
-        global batch and the shares allow, and in the order of their buckets, so that most have one alone. The
-        others have neighbouring shapes, and the size of most of their images."""
+        global batch and the shares allow, and in the order of their buckets, so that most have one
+        alone. The others have neighbouring shapes, and the size of most of their images."""
         shares = batch.setting.shares.get(branch)
         parts = in_parts(len(batch.visited), replicas, number, shares)
         if self.buckets is None:
@@ -217,7 +220,10 @@ def in_parts(
 
 
 def sizes_of_shares(number: int, shares: Sequence[float], least: int) -> np.ndarray:
-    """[R] of `number` samples as many for each replica as its share says, at least `least`."""
+    """[R] of `number` samples as many for each replica as its share says, at least `least`. Errors:
+    ValueError where there are fewer."""
+    if number < least * len(shares):
+        raise ValueError(f"{number} samples are not {least} for each of {len(shares)} replicas")
     ends = np.rint(np.cumsum(shares) / np.sum(shares) * number).astype(np.int64)
     sizes = np.diff(ends, prepend=0)
     while sizes.min() < least:

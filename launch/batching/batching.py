@@ -390,6 +390,7 @@ class Batching:
             "mixes": self.order.mixes,
             "looks": asdict(self._observations),
             "busy_s": self._busy_s,
+            "rank_own_s": self._rank_own_s,
             "trends": asdict(self._trends),
         }
 
@@ -410,6 +411,7 @@ class Batching:
             self.batches.settings = before
             self._observations = Observations(**state["looks"])
             self._busy_s = list(state["busy_s"])
+            self._rank_own_s = list(state.get("rank_own_s", ()))  # not in states of 0.1.0
             return
         anew = replace(self.first, from_step=step, feed_rates=now.feed_rates, reason="planned anew")
         anew = with_numbers(anew, self.batches, self.plan, self.balance)

@@ -195,6 +195,7 @@ def _num_packed(
     most = max(planned.num_micro_batches * captions, MOST_PACKED)
     most = max(1, min(most, positions // (planned.replicas * block.min_size)))
     tokens = max(texts.max_text_tokens, int(MARGIN * texts.bounds.max_tokens))
+    setting = replace(setting, shares={})  # they all have as many micro-batches
     careful = replace(texts, bounds=replace(texts.bounds, max_tokens=tokens))
     packed = (
         careful.pack(batches.at(each, setting), planned.replicas, range(1, most + 1))

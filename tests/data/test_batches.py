@@ -2,16 +2,18 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from plain_requests import plain_requests
 
-from data.batching.batches import Batches, TextPacker, in_parts
+from data.batching.batches import Batches, TextPacker, in_parts, sizes_of_shares
 from data.batching.branch_cost import BranchCost
 from data.batching.buckets import Buckets
 from data.batching.load_control import FeedRates
 from data.batching.order import GlobalOrder
+from data.batching.packing import Bounds
 from data.batching.requests import evaluation_requests
 from data.batching.settings import Setting, setting_at
 from data.modalities.lengths import TokenCounts
@@ -91,6 +93,11 @@ def test_replicas_get_their_shares_and_texts_of_all_lengths_alike():
         ]
         assert [len(each) for each in own] == [9, 3]
         assert sorted(np.concatenate(own).tolist()) == list(range(12))
+    # a micro-batch has at least `min_size` texts, on the replica with the least as well
+    least = replace(TEXTS, bounds=Bounds(min_size=2)).pack(batches.at(0), 2, (2,))
+    assert all(len(part) >= 2 for parts in least for part in parts)
+    with pytest.raises(ValueError, match="for each of 2 replicas"):
+        sizes_of_shares(3, (3, 1), 2)
     means = [lengths[each].mean() for each in own]
     assert means[0] == pytest.approx(means[1], rel=0.2)
 
