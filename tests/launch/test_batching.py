@@ -113,6 +113,21 @@ def test_by_default_less_than_5_percent_of_the_demo_is_padding(tmp_path):
     assert np.mean([padding_share([parts], lengths) for parts, lengths in packed]) < 0.05
 
 
+def test_replicas_of_unequal_shares_have_as_many_micro_batches_as_those_of_equal_ones(
+    data, tmp_path
+):
+    batching = made(data, tmp_path, "fork", "deal")
+    two = replace(batching.plan.batches["text"], replicas=2)
+    batching.plan = replace(batching.plan, batches={**batching.plan.batches, "text": two})
+    shares = replace(batching.first, shares={"text": (0.6, 0.4)})
+    number = numbers(batching, shares)["text"]
+    assert number == numbers(batching, batching.first)["text"]
+    batch = batching.batches.at(0, replace(shares, num_micro_batches={"text": number}))
+    packed = batching.batches.texts.pack(batch, 2, (number,))
+    assert [len(own) for own in packed] == [number] * 2
+    assert sum(map(len, packed[0])) > sum(map(len, packed[1]))
+
+
 def test_branches_on_shared_stages_keep_the_planned_micro_batches(data, tmp_path):
     """Whatever another micro-batch would cost: memory and batch normalisation see their images."""
     for layout, fixed_s in itertools.product(("chain", "merged"), (0.0, 1.0, 1e3)):
