@@ -116,7 +116,7 @@ def test_by_default_less_than_5_percent_of_the_demo_is_padding(tmp_path):
 def test_replicas_of_unequal_shares_have_as_many_micro_batches_as_those_of_equal_ones(
     data, tmp_path
 ):
-    batching = made(data, tmp_path, "fork", "deal")
+    batching = made(data, tmp_path, "fork", {"strategy": "deal"})
     two = replace(batching.plan.batches["text"], replicas=2)
     batching.plan = replace(batching.plan, batches={**batching.plan.batches, "text": two})
     shares = replace(batching.first, shares={"text": (0.6, 0.4)})
