@@ -194,7 +194,9 @@ def _ip(*words: str) -> None:
 def slurm(made: list[Node], folder: Path) -> Iterator[dict[str, str]]:
     """munged, slurmctld and a slurmd on each node; gives the variables of its commands, which run
     on a node. `folder`: for keys, state and logs."""
-    key, socket = folder / "munge.key", folder / "munge.socket"
+    # of sockets, whose whole names may have 107 characters
+    spool = Path(tempfile.mkdtemp(prefix="slurm-"))
+    key, socket = folder / "munge.key", spool / "munge.socket"
     key.write_bytes(os.urandom(64))
     key.chmod(0o400)
     (folder / "state").mkdir()
@@ -205,7 +207,7 @@ def slurm(made: list[Node], folder: Path) -> Iterator[dict[str, str]]:
         "AuthType": "auth/munge",
         "AuthInfo": f"socket={socket}",
         "StateSaveLocation": folder / "state",
-        "SlurmdSpoolDir": folder / "%n",
+        "SlurmdSpoolDir": spool / "%n",
         "SlurmctldPidFile": folder / "slurmctld.pid",
         "SlurmdPidFile": folder / "%n.pid",
         "ProctrackType": "proctrack/linuxproc",
@@ -231,6 +233,7 @@ def slurm(made: list[Node], folder: Path) -> Iterator[dict[str, str]]:
     ]
     variables = {**os.environ, "SLURM_CONF": str(file)}
     with ExitStack() as undo:
+        undo.callback(shutil.rmtree, spool, ignore_errors=True)
         log = undo.enter_context((folder / "slurm.log").open("w"))
         for node, words in daemons:
             daemon = subprocess.Popen(

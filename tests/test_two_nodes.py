@@ -255,7 +255,9 @@ def waits_again(shown: str) -> bool:
 def until(condition, log: Path) -> None:
     # where a job cannot begin, Slurm waits two minutes before it tries again
     deadline = time.monotonic() + LIMIT_S / 2
+    of_slurm = log.parents[1] / "slurm" / "slurm.log"
     while not (log.exists() and condition()):
         if time.monotonic() > deadline:
-            pytest.fail(log.read_text()[-5000:] if log.exists() else "not started")
+            said = log.read_text() if log.exists() else "not started"
+            pytest.fail(f"{said[-5000:]}\n{of_slurm.read_text()[-5000:]}")
         time.sleep(0.1)
