@@ -76,6 +76,19 @@ def open_own(path: Path) -> IO[str]:
     return os.fdopen(os.open(path, flags, 0o666), "a+", encoding="utf-8")
 
 
+def open_part(path: Path) -> IO[bytes]:
+    """To go on writing where the file ends. Errors: as `append_text`."""
+    refuse_link(path)
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, 0o666), "ab")
+
+
+def open_folder(path: Path) -> int:
+    """A descriptor to lock the folder with, for the caller to close. No program started inherits
+    it. Errors: OSError."""
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
 def refuse_link(path: Path) -> None:
     """Raise OSError where `path` is there and is a link, a file of several names, or no file."""
     with contextlib.suppress(FileNotFoundError):

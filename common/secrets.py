@@ -16,6 +16,7 @@ URL = re.compile(
 # Options of data specs, which stand where an address has its query.
 OF_SPECS = frozenset(
     {"image", "text", "id", "audio", "root", "label", "language", "split", "separator"}
+    | {"mixed", "where", "unseen", "unseen_by"}
 )
 SECRET_NAME = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.I)
 SHORTEST = 8  # characters of a value that is looked for everywhere

@@ -25,7 +25,7 @@ from data.formats.rows import (
     Row,
     attempt,
 )
-from data.formats.shards import ShardsFormat
+from data.formats.shards import Shard, ShardsFormat
 from data.formats.specs import ROOT, chosen_columns, is_remote, split_options
 
 USAGE = (
@@ -61,11 +61,12 @@ class ParquetFormat(ShardsFormat):
     unit = "row group"
     without_bytes = ""  # for messages: why paths are not looked up
 
-    def __init__(self, where: str) -> None:
-        """`where`: `PATTERN[?image=COLUMN&…&root=DIR]`. Errors: ValueError, OSError."""
+    def __init__(self, where: str, shard: Shard | None = None) -> None:
+        """`where`: `PATTERN[?image=COLUMN&…&root=DIR]`. `shard`: instead of what the pattern names.
+        Errors: ValueError, OSError."""
         pattern, options, more = split_options("parquet", where, (*COLUMNS, ROOT))
         spec = f"data spec 'parquet:{where}':"
-        super().__init__("parquet", pattern, USAGE)
+        super().__init__("parquet", pattern, USAGE, shard)
         schema = self._schema(spec)
         self.columns = chosen_columns(spec, schema.names, COLUMNS, options)
         self.holds = tuple(key for key in ("image", "text", "audio") if key in self.columns)

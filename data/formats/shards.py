@@ -5,14 +5,16 @@ import os
 import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 from braceexpand import braceexpand
 from filelock import FileLock
 
-from common.files import make_folder, replacing
+from common.files import make_folder, move
 from common.secrets import redact
 from data.formats.rows import Format, Stamp, stamp
 from data.formats.specs import cache_folder, is_remote, local_path
+from data.formats.store import fetch
 from data.keys import content_hash
 
 COPIES_AT_ONCE = 8
@@ -24,11 +26,25 @@ BRACES = re.compile(
 )
 
 
+class Shard(NamedTuple):
+    """A file that was fetched: its address, where it lies now, and its short name in ids."""
+
+    name: str
+    file: str
+    short: str
+
+
 class ShardsFormat(Format):
     """The rows of all files that a pattern names, in order."""
 
-    def __init__(self, kind: str, pattern: str, usage: str) -> None:
-        """Errors: ValueError, OSError."""
+    def __init__(self, kind: str, pattern: str, usage: str, shard: Shard | None = None) -> None:
+        """`shard`: the only file, instead of those of the pattern. Errors: ValueError, OSError."""
+        if shard is not None:
+            self.names, self.files = [shard.name], [shard.file]
+            self.shown = {shard.file: redact(shard.name)}
+            self.short = {shard.file: shard.short}
+            self.spec = redact(f"{kind}:{shard.name}")
+            return
         self.names = expand(kind, pattern, usage)
         for name in self.names:
             self.check(name)
@@ -122,25 +138,16 @@ def local_copies(names: list[str]) -> list[str]:
 
 
 def _local_copy(url: str) -> str:
-    import fsspec
-
     folder = cache_folder() / "copies" / content_hash(url.encode()).hex()
     copy = folder / (os.path.basename(url.partition("?")[0]) or "file")
     if copy.is_file():
         return str(copy)
     make_folder(folder)
     with FileLock(folder / "lock"):
-        if copy.is_file():
-            return str(copy)
-        try:
-            files, path = fsspec.core.url_to_fs(url)
-            with replacing(copy) as beside:
-                files.get_file(path, str(beside))
-        except Exception as error:  # each kind of address raises its own
-            raise OSError(
-                f"cannot copy {url} to {folder}: {type(error).__name__}: {error}; check the "
-                "address and its credentials"
-            ) from error
+        if not copy.is_file():
+            part = copy.with_name(f"{copy.name}.part")
+            fetch(url, part)
+            move(part, copy)
     return str(copy)
 
 
