@@ -9,6 +9,7 @@ import os
 import re
 import tarfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from posixpath import splitext
 from typing import Any, BinaryIO, cast
@@ -25,7 +26,7 @@ from data.formats.rows import (
     Unused,
     checked_captions,
 )
-from data.formats.shards import ShardsFormat
+from data.formats.shards import Shard, ShardsFormat
 from data.formats.tables import parsed_object
 
 USAGE = "webdataset:PATTERN, for example webdataset:shards/{000..012}.tar"
@@ -57,9 +58,10 @@ class WebdatasetFormat(ShardsFormat):
     unit = "B"
     holds = ("image", "text", "audio")
 
-    def __init__(self, where: str) -> None:
-        """`where`: patterns of shards, joined by `::`. Errors: ValueError, OSError."""
-        super().__init__("webdataset", where, USAGE)
+    def __init__(self, where: str, shard: Shard | None = None) -> None:
+        """`where`: patterns of shards, joined by `::`. `shard`: instead of these. Errors:
+        ValueError, OSError."""
+        super().__init__("webdataset", where, USAGE, shard)
 
     def check(self, name: str) -> None:
         if name.partition("?")[0].lower().endswith(PACKED):
@@ -76,9 +78,7 @@ class WebdatasetFormat(ShardsFormat):
             yield Row(short, 0, BadSample("empty-file", f"{name} has no byte"))
             return
         with open(part.file, "rb") as file:
-            if file.read(2) == b"\x1f\x8b":
-                raise ValueError(_refusal(name))
-            shard, number = _Shard(file, size), 0
+            shard, number = _shard_of(file, size, name), 0
             last: Row | None = None  # held back until it is known whether the shard goes on
             for found in shard.samples():
                 if isinstance(found, Unused):
@@ -138,6 +138,40 @@ class WebdatasetFormat(ShardsFormat):
         name = self.shown.get(file, file)
         key = path.removeprefix(self.short.get(file, "")).removeprefix("/")
         return f"{name}#{key}" if key else name
+
+
+def count_rows(file: BinaryIO, size: int, name: str) -> int:
+    """How many the format gives for a shard, by its headers alone; for one with a damaged end, of
+    which it reads the texts, at most one more. `name`: for messages. Errors: ValueError."""
+    if size == 0:
+        return 1
+    shard = _shard_of(file, size, name)
+    samples = sum(not isinstance(found, Unused) for found in shard.samples())
+    return samples + bool(shard.fault)
+
+
+def records(
+    file: BinaryIO, size: int, name: str, fields: bool, captions: bool
+) -> Iterator[tuple[dict[str, Any], list[str]]]:
+    """Of each sample of a shard what its .json says, if `fields` are asked for, and its good
+    captions. Errors: as `count_rows`."""
+    shard = _shard_of(file, size, name)
+    for found in shard.samples():
+        if isinstance(found, Unused):
+            continue
+        record, texts, members = dict[str, Any](), None, found[1]
+        if fields and "json" in members:
+            with suppress(BadSample):
+                record = shard.text(members["json"], "")
+        if captions:
+            texts = _first_good_text(shard, members, set())
+        yield record, texts.good if isinstance(texts, Captions) else []
+
+
+def _shard_of(file: BinaryIO, size: int, name: str) -> "_Shard":
+    if file.read(2) == b"\x1f\x8b":
+        raise ValueError(_refusal(name))
+    return _Shard(file, size)
 
 
 class _Shard:
@@ -206,7 +240,7 @@ class _Shard:
             self.fault = f"{what} at byte {end}: an empty block must end a tar file"
 
     def text(self, member: Media, key: str | None) -> Any:
-        """The captions as given, in JSON under `key`. Raises BadSample."""
+        """The captions as given, in JSON under `key`; with "" all of the JSON. Raises BadSample."""
         if member.size > TEXT_LIMIT:
             raise BadSample(
                 "huge-caption",
@@ -215,7 +249,8 @@ class _Shard:
         self._file.seek(member.offset)
         content = self._file.read(member.size)
         if key is not None:
-            return parsed_object(content, member.path).get(key)
+            fields = parsed_object(content, member.path)
+            return fields.get(key) if key else fields
         # Bytes that are not UTF-8 become lone surrogates, which the checks of texts find.
         return content.decode("utf-8-sig", "surrogateescape").strip("\r\n")
 

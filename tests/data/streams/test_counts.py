@@ -1,0 +1,156 @@
+"""Counts of shards equal the rows that the formats give, whatever they are taken from."""
+
+import json
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from stores import Faults, http_server, put, s3_server
+
+from data.formats.rows import Row
+from data.formats.webdataset import WebdatasetFormat
+from data.streams.counts import counts_of
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from bad_sets import add, encoded_image  # noqa: E402
+
+IMAGE = encoded_image()
+# names of members -> samples
+SHARDS = (
+    ([], 0),
+    (["a.jpg", "a.txt", "b.jpg", "b.txt"], 2),
+    (["a.jpg", "a.seg.png", "a.txt", ".hidden.jpg", "__x__/a.jpg", "b.txt"], 2),
+    (["v_1.20.jpg", "v_1.20.txt", "v_1.21.jpg", "v_1.21.txt", "v_1.22.xyz"], 2),
+    (["a.jpg", "a.txt", "a.jpg", "a.txt", "a.1.jpg", "a.1.txt"], 3),
+    ([f"{n}{end}" for n in range(70) for end in (".jpg", ".txt", ".json")], 70),
+)
+
+
+@pytest.fixture
+def served(tmp_path):
+    folder = tmp_path / "served"
+    folder.mkdir()
+    return folder
+
+
+def write_tar(file: Path, names: list[str]) -> None:
+    with tarfile.open(file, "w") as tar:
+        for name in names:
+            content = {".jpg": IMAGE, ".json": b"{}"}.get(Path(name).suffix, b"some words")
+            add(tar, name, content)
+
+
+def counted(names: list[str], kept: Path | None = None) -> list[int]:
+    return counts_of(names, kept, shown=False, limit_s=60)[0].tolist()
+
+
+def test_tars_are_counted_as_their_format_reads_them(served):
+    for number, (names, _) in enumerate(SHARDS):
+        write_tar(served / f"{number}.tar", names)
+    damaged = (served / "5.tar").read_bytes()
+    (served / "6.tar").write_bytes(damaged[: len(damaged) // 2])
+    (served / "7.tar").write_bytes(b"")
+    (served / "8.tar").write_bytes(bytes(range(256)) * 100)
+    local = [str(served / f"{number}.tar") for number in range(9)]
+    with http_server(served, Faults(seed=1, cuts=0.2, refusals=0.2)) as url:
+        counts, sizes = counts_of([f"{url}/{number}.tar" for number in range(9)], limit_s=60)
+    assert counts.dtype == sizes.dtype == np.int64
+    assert sizes.tolist() == [Path(file).stat().st_size for file in local]
+    assert counts[: len(SHARDS)].tolist() == [count for _, count in SHARDS]
+    assert counted(local) == counts.tolist()
+    # also of damaged ones, and of the one without a byte
+    format = WebdatasetFormat("::".join(local))
+    rows = [sum(isinstance(row, Row) for row in format.rows(part)) for part in format.parts()]
+    assert counts.tolist() == rows
+    (served / "6.tar").write_bytes(b"\x1f\x8b and so on")
+    with pytest.raises(ValueError, match="6.tar is compressed"):
+        counted(local)
+    (served / "6.tar").unlink()
+    with pytest.raises(FileNotFoundError, match="6.tar"):
+        counted(local)
+
+
+def test_parquet_is_counted_by_its_footers(served):
+    for number in range(3):
+        table = pa.table({"text": ["words"] * 100 * number})
+        # the last footer is larger than what is read first
+        pq.write_table(table, served / f"{number}.parquet", row_group_size=max(number % 2, 1))
+    (served / "3.parquet").write_bytes(b"damaged")
+    pq.write_table(pa.table({"text": ["words"] * 5000}), served / "4.parquet", row_group_size=1)
+    assert (served / "4.parquet").stat().st_size > 1 << 17
+    wanted = [0, 100, 200, 1, 5000]
+    with http_server(served, faults := Faults()) as url:
+        assert counted([f"{url}/{number}.parquet" for number in range(5)]) == wanted
+    assert faults.sent < sum(file.stat().st_size for file in served.iterdir())
+    assert counted([str(served / f"{number}.parquet") for number in range(5)]) == wanted
+
+
+def test_ten_thousand_shards_of_a_sizes_json_ask_for_it_alone(served, tmp_path):
+    names = [f"{number:05}.tar" for number in range(10_000)]
+    (served / "sizes.json").write_text(json.dumps({name: n for n, name in enumerate(names)}))
+    with http_server(served, faults := Faults(cuts=1, most=2)) as url:
+        for signature in ("one", "another"):
+            signed = [f"{url}/{name}?Signature={signature}" for name in names]
+            counts, sizes = counts_of(signed, tmp_path, shown=False)
+            assert counts.tolist() == list(range(10_000)) and not sizes.any()
+            assert faults.requests == ["GET /sizes.json?Signature=one"] * 3
+        counted(signed[:-1], tmp_path)
+        assert len(faults.requests) == 4
+        (kept,) = [file for file in tmp_path.glob("*.npy") if len(np.load(file)[0]) == 10_000]
+        kept.write_bytes(kept.read_bytes()[:1000])  # of a full disk, say
+        assert counted(signed, tmp_path) == list(range(10_000))
+
+
+def test_statistics_of_img2dataset(served):
+    """One shard without them is counted itself; a folder with a sizes.json needs none."""
+    for number in range(3):
+        write_tar(served / f"{number}.tar", ["a.jpg", "a.txt"])
+    for number in range(2):
+        stats = {"count": 100, "successes": 90 + number}
+        (served / f"{number}_stats.json").write_text(json.dumps(stats))
+    (served / "more").mkdir()
+    (served / "more" / "sizes.json").write_text('{"0.tar": 7, "1.tar": 0}')
+    with http_server(served) as url:
+        shards = ["more/1.tar", "0.tar", "1.tar", "more/0.tar", "2.tar"]
+        assert counted([f"{url}/{shard}?Signature=x" for shard in shards]) == [0, 90, 91, 7, 1]
+
+
+def test_stores_without_files_of_counts(served):
+    """S3 forbids to read what is not there to those who may not list."""
+    for number in range(3):
+        write_tar(served / f"{number}.tar", ["a.jpg", "a.txt"])
+    with http_server(served, Faults(missing=403)) as url:
+        assert counted([f"{url}/{number}.tar" for number in range(3)]) == [1, 1, 1]
+        with pytest.raises(PermissionError, match="/3.tar"):
+            counted([f"{url}/{number}.tar" for number in range(4)])
+    with s3_server() as variables, pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        for number in range(3):
+            content = (served / f"{number}.tar").read_bytes()
+            put(variables, f"bucket/of shards/{number}.tar", content)
+        names = [f"s3://bucket/of shards/{number}.tar" for number in range(3)]
+        assert counted(names) == [1, 1, 1]
+        put(variables, "bucket/of shards/sizes.json", b'{"0.tar": 1, "1.tar": 2, "2.tar": 3}')
+        assert counted(names) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["sizes.json", "0_stats.json"])
+def test_what_is_wrong_with_a_file_of_counts(served, name):
+    key = {"sizes.json": "0.tar", "0_stats.json": "successes"}[name]
+    for content in (
+        *(f'{{"{key}": {given}}}' for given in ("-1", "1.5", "true", "null", '"3"', "1e3", "[]")),
+        "{}",
+        "[]",
+        "{",
+        "[" * 100_000,
+        "NaN",
+        '{"other": 3}',
+    ):
+        (served / name).write_text(content)
+        with pytest.raises(ValueError, match=f"{name}.*remove it"):
+            counted([str(served / "0.tar")])
