@@ -7,6 +7,7 @@ import numpy as np
 # which ends in 0
 # (numpy reads [seed, epoch] as [seed, epoch, 0, 0]).
 AUGMENTATION, CAPTION, PARTS, LIMIT, PATCHES = 1, 2, 3, 4, 5
+SHARDS, SHARD, GROUP, HELD_OUT = 6, 7, 8, 9
 
 
 def caption_numbers(seed: int, epoch: int, i: int, captions: int, shown: int = 1) -> list[int]:

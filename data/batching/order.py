@@ -81,10 +81,14 @@ class GlobalOrder:
         the global batch."""
         stretch = self._stretch(step)
         epoch, start = stretch.place(step)
-        visits = _visits(self.seed, self.num_samples, self._mixes_until(epoch), epoch)
-        batch = visits[start : start + stretch.size].astype(np.int64)
+        batch = self._visited(epoch, start, start + stretch.size)
         batch.flags.writeable = False
         return batch
+
+    def _visited(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        """[stop - start] int64: the samples of so many visits of an epoch."""
+        visits = _visits(self.seed, self.num_samples, self._mixes_until(epoch), epoch)
+        return visits[start:stop].astype(np.int64)
 
     def visits(self, step: int) -> tuple[float, ...]:
         """By part: how often each of its samples has come before `step`, on average over shuffles;

@@ -1,0 +1,273 @@
+"""The order of samples that lie in shards, of which few are at hand at a time: a pure function of
+(seed, step) and of how many samples each shard has; numpy only.
+
+S: shards of a data set, n: samples of one, K: shards that are mixed, N: samples of the data set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+
+from data.batching.draws import GROUP, SHARD, SHARDS
+from data.batching.order import GlobalOrder
+
+LAPS_KEPT = 4  # of each data set: those of a batch, and those that are looked up ahead
+GROUPS_KEPT = 8
+MEASURED_GROUPS = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Shards:
+    """`counts` [S] int64: samples of each shard of a data set; `mixed`: K."""
+
+    counts: np.ndarray
+    mixed: int
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """[S + 1]: the first sample of each shard."""
+        return np.concatenate([[0], np.cumsum(self.counts)])
+
+    def of(self, samples: np.ndarray) -> np.ndarray:
+        """[n]: the shards of samples."""
+        return np.searchsorted(self.starts, samples, side="right") - 1
+
+
+@dataclass(frozen=True, eq=False)
+class StreamOrder(GlobalOrder):
+    """A `GlobalOrder` in which neighbouring steps read the same few shards.
+
+    A lap, one pass over a data set, puts its shards in a random order, and cuts the samples of each
+    at random into K pieces. Group g of a lap has a piece of each of the shards at the places
+    g - K + 1 .. g, counted round the end, and its samples are shuffled. So from group to group one
+    shard comes and one leaves, K are needed at any time, and with S <= K every group is drawn from
+    all. MosaicML's py1e spreads the samples of a shard over a range in the same spirit; there they
+    are fewer at both ends of an epoch, here the K - 1 shards that begin an epoch come again at its
+    end.
+
+    A data set with weight w has w laps an epoch; they go on from epoch to epoch, so that no sample
+    comes again before all have come. Data sets with several `parts` come by turns, evenly.
+
+    Within a global batch samples are sorted by the place of their shard modulo K. A shard keeps
+    that place as long as it is needed, so a replica, which computes consecutive positions, reads a
+    part of the K shards. The loss does not depend on the order within a global batch.
+    """
+
+    shards: tuple[Shards, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        counts = [int(each.counts.sum()) for each in self.shards]
+        if counts != [count for count, _ in self._newest(0)]:
+            raise ValueError(f"shards with {counts} samples: those of {self.parts} are needed")
+
+    def _newest(self, epoch: int) -> Sequence[tuple[int, float]]:
+        return self._mixes_until(epoch)[-1][1] or ((self.num_samples, 1.0),)
+
+    def _visited(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        samples, slots = [], []
+        first_sample = 0
+        for number, (count, visits) in enumerate(self._shares(epoch, start, stop)):
+            for lap, begin, end in _laps(count, visits):
+                found, slot = self._lap(number, lap).samples(begin, end)
+                samples.append(first_sample + found)
+                slots.append(slot)
+            first_sample += count
+        # by turns before they are sorted, so that the shards of all data sets come evenly
+        by_slot = np.argsort(np.concatenate(slots), kind="stable")
+        return np.concatenate(samples)[by_slot]
+
+    def _shares(self, epoch: int, start: int, stop: int) -> Iterator[tuple[int, range]]:
+        """Of each data set: its samples, and which of its visits, counted over all epochs, are
+        among the visits start..stop-1 of an epoch."""
+        mixes = self._mixes_until(epoch)
+        ends = [*(first for first, _ in mixes[1:]), epoch]
+        parts = self._newest(epoch)
+        visits = [round(weight * count) for count, weight in parts]
+        own = zip(*(_turns(visits, position) for position in (start, stop)))
+        for number, ((count, _), (first, last)) in enumerate(zip(parts, own)):
+            before = 0
+            for (begin, at), end in zip(mixes, ends):
+                n, weight = (at or parts)[number]
+                before += (end - begin) * round(weight * n)
+            yield count, range(before + first, before + last)
+
+    @cached_property
+    def _lap(self) -> Callable[[int, int], _Lap]:
+        return lru_cache(LAPS_KEPT * len(self.shards))(
+            lambda number, lap: _Lap(self.seed, number, lap, self.shards[number])
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    # -- what is needed when
+
+    def needed(self, samples: np.ndarray) -> dict[int, np.ndarray]:
+        """Number of each data set -> the shards, ascending, that training samples [n] lie in."""
+        ends = np.cumsum([0, *(int(each.counts.sum()) for each in self.shards)])
+        of = np.searchsorted(ends, samples, side="right") - 1
+        return {
+            number: np.unique(self.shards[number].of(samples[of == number] - ends[number]))
+            for number in np.unique(of).tolist()
+        }
+
+    def live(self, step: int) -> dict[int, np.ndarray]:
+        """Number of each data set -> the shards that a step and those near it read."""
+        stretch = self._stretch(step)
+        epoch, start = stretch.place(step)
+        found = {}
+        for number, (count, visits) in enumerate(self._shares(epoch, start, start + stretch.size)):
+            lives = [self._lap(number, k).live(a, b) for k, a, b in _laps(count, visits)]
+            if lives:
+                found[number] = np.unique(np.concatenate(lives))
+        return found
+
+    def coming(self, number: int) -> np.ndarray:
+        """[S]: the shards of a data set in the order in which its first lap needs them."""
+        return self._lap(number, 0).coming()
+
+    def next_use(self, number: int, shard: int, step: int) -> float:
+        """Epochs until a shard is read again, from `step` on; 0 while it is."""
+        stretch = self._stretch(step)
+        epoch, start = stretch.place(step)
+        count, visits = list(self._shares(epoch, start, start))[number]
+        per_epoch = round(self._newest(epoch)[number][1] * count)
+        if not count or not per_epoch:
+            return float("inf")
+        lap, within = divmod(visits.start, count)
+        wait = self._lap(number, lap).visits_until(shard, within)
+        if wait is None:
+            wait = count - within + (self._lap(number, lap + 1).visits_until(shard, 0) or 0)
+        return wait / per_epoch
+
+    def mixing(self, step: int = 0) -> Mixing:
+        """How well samples are mixed around a step."""
+        batch = self.batch(step)
+        of = [int(shards.size) for shards in self.needed(batch).values()]
+        places, numbers = [], []
+        lap = self._lap(0, 0)
+        for group in np.linspace(0, len(lap.starts) - 2, MEASURED_GROUPS).astype(int).tolist():
+            samples, _ = lap.samples(int(lap.starts[group]), int(lap.starts[group + 1]))
+            numbers.append(samples)
+            places.append(np.arange(len(samples)) + lap.starts[group])
+        return Mixing(sum(of), _rank_correlation(np.concatenate(places), np.concatenate(numbers)))
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """`shards_per_batch`: of how many shards a global batch has samples. `rank_correlation`: of
+    where samples are stored and when they come in an epoch (Spearman's), 0 for a full shuffle, 1
+    without any."""
+
+    shards_per_batch: int
+    rank_correlation: float
+
+
+class _Lap:
+    """One pass over a data set. `starts` [groups + 1]: the first visit of each group."""
+
+    def __init__(self, seed: int, number: int, lap: int, shards: Shards) -> None:
+        self._seed = (seed, number, lap)
+        self._shards = shards
+        num_shards = len(shards.counts)
+        self._mixed = max(1, min(shards.mixed, num_shards))
+        self._order = np.random.default_rng([*self._seed, SHARDS]).permutation(num_shards)
+        self._place = np.argsort(self._order)
+        counts = shards.counts[self._order]
+        sizes = np.zeros(num_shards, np.int64)
+        for piece in range(self._mixed):
+            whole, rest = np.divmod(counts, self._mixed)
+            sizes += np.roll(whole + (piece < rest), piece)
+        self.starts = np.concatenate([[0], np.cumsum(sizes)])
+        self._group = lru_cache(GROUPS_KEPT)(self._make_group)
+        # each is needed for K groups
+        self._permutation = lru_cache(self._mixed + GROUPS_KEPT)(self._permuted)
+
+    def samples(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """[stop - start] samples of these visits, and the slots of their shards, from 0 to 1."""
+        first = int(np.searchsorted(self.starts, start, side="right")) - 1
+        found = []
+        while self.starts[first] < stop:
+            begin = int(self.starts[first])
+            found.append(self._group(first)[max(0, start - begin) : stop - begin])
+            first += 1
+        samples = np.concatenate(found)
+        slots = self._place[self._shards.of(samples)] % self._mixed / self._mixed
+        return samples, slots
+
+    def live(self, start: int, stop: int) -> np.ndarray:
+        """The shards of the groups that these visits are in."""
+        first = int(np.searchsorted(self.starts, start, side="right")) - 1
+        last = int(np.searchsorted(self.starts, stop, side="left"))
+        places = np.arange(first - self._mixed + 1, max(last, first + 1))
+        return self._order[places % len(self._order)]
+
+    def coming(self) -> np.ndarray:
+        """[S]: the shards of the first group, then the others as they come."""
+        first = -np.arange(self._mixed) % len(self._order)
+        return self._order[np.concatenate([first, np.arange(1, len(self._order) - len(first) + 1)])]
+
+    def visits_until(self, shard: int, visit: int) -> int | None:
+        """How many visits come between `visit` and the next of a shard; None: it comes no more."""
+        place, groups = int(self._place[shard]), len(self._order)
+        at = int(np.searchsorted(self.starts, visit, side="right")) - 1
+        if (at - place) % groups < self._mixed:
+            return 0
+        return int(self.starts[place]) - visit if place > at else None
+
+    def _make_group(self, group: int) -> np.ndarray:
+        pieces = []
+        for piece in range(self._mixed):
+            shard = int(self._order[(group - piece) % len(self._order)])
+            own = np.array_split(self._permutation(shard), self._mixed)[piece]
+            pieces.append(self._shards.starts[shard] + own)
+        samples = np.concatenate(pieces).astype(np.int64)
+        np.random.default_rng([*self._seed, group, GROUP]).shuffle(samples)
+        return samples
+
+    def _permuted(self, shard: int) -> np.ndarray:
+        count = int(self._shards.counts[shard])
+        kind = np.int32 if count <= np.iinfo(np.int32).max else np.int64
+        order = np.arange(count, dtype=kind)
+        np.random.default_rng([*self._seed, shard, SHARD]).shuffle(order)
+        return order
+
+
+def _laps(count: int, visits: range) -> Iterator[tuple[int, int, int]]:
+    """(lap, first, one after the last visit within it) of visits counted over all laps."""
+    at = visits.start
+    while at < visits.stop:
+        lap, within = divmod(at, count)
+        end = min(count, within + visits.stop - at)
+        yield lap, within, end
+        at += end - within
+
+
+def _turns(visits: Sequence[int], position: int) -> list[int]:
+    """How many of the first `position` visits of an epoch are of each data set, which has so many
+    `visits` in it: those at the times (k + 1/2) / visits, in the order of these times."""
+    total = sum(visits)
+    around = position / total
+    # each is at most one off its share, so all that are in question lie this near
+    near = (len(visits) + 1) / total
+    least = [max(0, int((around - near) * each)) for each in visits]
+    most = [min(each, int((around + near) * each) + 2) for each in visits]
+    times = [(np.arange(a, b) + 0.5) / each for a, b, each in zip(least, most, visits) if each]
+    of = [np.full(b - a, n) for n, (a, b, each) in enumerate(zip(least, most, visits)) if each]
+    missing = position - sum(least)
+    first = np.lexsort((np.concatenate(of), np.concatenate(times)))[:missing]
+    chosen = np.bincount(np.concatenate(of)[first], minlength=len(visits))
+    return [a + int(more) for a, more in zip(least, chosen)]
+
+
+def _rank_correlation(first: np.ndarray, second: np.ndarray) -> float:
+    if len(first) < 2:
+        return 0.0
+    ranks = [np.argsort(np.argsort(each)).astype(np.float64) for each in (first, second)]
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
