@@ -33,7 +33,7 @@ from common.options import Once, at_least
 from common.output import outlive_output, run_program
 from common.secrets import redact
 from data.index.roots import add_root_flag, from_anywhere, given_roots, with_roots
-from data.index.sources import Source
+from data.index.sources import KnownSource
 from data.loader import resolve_workers
 from data.modules import add_trust_flags, import_named
 from launch.inference.classes import benchmark_metrics, classification, classification_table
@@ -323,7 +323,7 @@ def of_pairs(
     return numbers, table, pictures
 
 
-def draw_examples(embedded: Embedded, source: Source, title: str, file: Path) -> None:
+def draw_examples(embedded: Embedded, source: KnownSource, title: str, file: Path) -> None:
     draw_rows(examples(embedded, source, NUM_EXAMPLES), title, file)
 
 

@@ -26,6 +26,7 @@ from data.index.sources import Source
 from data.modalities import memory
 from data.modalities.modality import Loaded, Modality
 from data.processes import end_with_parent, outlast_signals, start_method
+from data.streams.several import keep_shards, stream_counts
 
 MAX_WORKERS_GPU, MAX_WORKERS_CPU = 16, 2
 # exit codes where memory, or /dev/shm, is full
@@ -74,6 +75,8 @@ class MicroBatchDataset(Dataset):
                 f"samples {asked.min()}..{asked.max()} asked for; {self.source.spec} has "
                 f"0..{len(self.source) - 1}"
             )
+        if request.shards is not None:
+            keep_shards(self.source, request.shards)
         micro_batch: dict[str, Tensor] = {}
         bad: list[tuple[int, str, str]] = []
         counts: dict[str, float] = {}
@@ -84,7 +87,7 @@ class MicroBatchDataset(Dataset):
             bad += loaded.bad
             counts |= loaded.counts
             num_decoded += len(loaded.index) if modality.decodes else 0
-        return micro_batch, LoadReport(bad, counts, num_decoded)
+        return micro_batch, LoadReport(bad, counts | stream_counts(self.source), num_decoded)
 
     def meta_batch(self, request: MicroBatchRequest) -> dict[str, Tensor]:
         """The micro-batch on the meta device: its names, dtypes and shapes. No image is decoded."""

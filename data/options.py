@@ -27,7 +27,7 @@ IMAGE_TEXT = "image:text"
 SPECS = (
     "demo | demo:LANG[+LANG...] | demo:voices | jsonl:FILE | csv:FILE | tsv:FILE | parquet:FILES | "
     "coco:IMAGES:CAPTIONS.json | karpathy:FILE?split=train+restval | imagefolder:DIR | "
-    "audiofolder:DIR | webdataset:SHARDS | python:MODULE:NAME"
+    "audiofolder:DIR | webdataset:SHARDS | stream:SHARDS | python:MODULE:NAME"
 )
 
 
@@ -228,6 +228,14 @@ class DataOptions(SeedOptions, PairsOptions, BadSampleOptions):
         "N",
         at_least(0),
         shown="only equal files do",
+    )
+    stream_cache: float | None = option(
+        None,
+        "disk that the shards of stream: may take on a machine, in WYE_CACHE",
+        "GB",
+        positive,
+        shown="half of what is free",
+        free=True,
     )
     index_check: str = option(
         "decode",

@@ -4,31 +4,40 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from common.files import read_json, remove, replacing, replacing_folder, write_text
 from common.secrets import redacted
-from data.bad_samples import REASON_OF_CODE, REASONS
+from data.bad_samples import REASONS
 from data.batching.draws import LIMIT
 from data.batching.mixing import mixed
 from data.batching.mixture import Mixture, open_sources
-from data.batching.order import Parts
+from data.batching.order import BatchSizes, GlobalOrder, Parts
+from data.batching.rows import Rows
+from data.batching.stream_order import Shards, StreamOrder
 from data.index.leaks import count_leaks, describe_leaks, find_leaks
 from data.index.roots import with_roots
-from data.index.sources import Source, open_source
+from data.index.sources import KnownSource, Source, open_source
 from data.index.splits import Splits, split_source
 from data.modalities.tokenizer import load_tokenizer, refuse_unknown_words, train_tokenizer
 from data.options import DataOptions, compared
+from data.streams.division import MOST_HELD_OUT, divide_shards
+from data.streams.filters import Kept
+from data.streams.opening import is_stream, open_stream
+from data.streams.several import kept_samples
+from data.streams.source import StreamSource
 
 TRAIN = "train"
 SAMPLES_TRIED = 1000  # with a tokenizer that is given
+EXAMPLES = 100_000  # training samples of streams that make a tokenizer
+GB = 10**9
 # options that do not say which samples there are, but how often they come and how many may be bad
 NOT_OF_SAMPLES = {
     "data_weights",
@@ -36,6 +45,7 @@ NOT_OF_SAMPLES = {
     "data_floors",
     "data_adapt",
     "max_bad_fraction",
+    "stream_cache",
 }
 
 
@@ -43,7 +53,7 @@ NOT_OF_SAMPLES = {
 class HeldOut:
     """A named set of samples that training never sees: `subset` [n] of `source`."""
 
-    source: Source
+    source: KnownSource
     subset: np.ndarray
 
 
@@ -53,16 +63,57 @@ class PreparedData:
     (None where no pair has texts).
 
     `parts`: (samples, weight) of each data set in `train`, none where there is one. `leaks`: what
-    was found and dropped. `length_multiple`: what texts are padded to.
+    was found and dropped. `length_multiple`: what texts are padded to. `shards`: of each data set,
+    where one is a stream. `seed`: of their order.
     """
 
     source: Source
-    train: np.ndarray
+    train: np.ndarray | Rows
     held_out: dict[str, HeldOut]
     tokenizer: PreTrainedTokenizerBase | None
     parts: Parts = ()
     leaks: Mapping[str, int] = field(default_factory=dict)
     length_multiple: int = 1
+    shards: tuple[Shards, ...] = ()
+    seed: int = 0
+
+    def order(self, global_batch_size: int, earlier: BatchSizes = ()) -> GlobalOrder:
+        """In which the training samples come."""
+        sizes = (len(self.train), global_batch_size, self.seed, self.parts, earlier)
+        if not self.shards:
+            return GlobalOrder(*sizes)
+        return StreamOrder(*sizes, shards=self.shards)
+
+    @property
+    def stream_order(self) -> StreamOrder:
+        """As `order`, one sample after the other, of streams."""
+        order = self.order(1)
+        assert isinstance(order, StreamOrder)
+        return order
+
+    @property
+    def known(self) -> KnownSource:
+        """The source, where no data set is a stream."""
+        assert not self.shards
+        return cast(KnownSource, self.source)
+
+    def examples(self, most: int = EXAMPLES) -> np.ndarray:
+        """Training samples to try things on; of streams those that are needed first."""
+        return self.train[self.example_numbers(most)]
+
+    def example_numbers(self, most: int = EXAMPLES) -> np.ndarray:
+        """Their numbers among the training samples."""
+        if not self.shards:
+            return np.arange(min(most, len(self.train)))
+        found: list[np.ndarray] = []
+        first, share = 0, -(-most // len(self.shards))
+        for number, shards in enumerate(self.shards):
+            coming = self.stream_order.coming(number)
+            ends = np.cumsum(shards.counts[coming])
+            for shard in coming[: int(np.searchsorted(ends, share)) + 1].tolist():
+                found.append(first + shards.starts[shard] + np.arange(shards.counts[shard]))
+            first += int(shards.counts.sum())
+        return np.concatenate(found)[:most]
 
     @property
     def source_starts(self) -> tuple[int, ...] | None:
@@ -113,51 +164,159 @@ def prepare_data(
         "pairs": options.compared(),
     }
     specs = [with_roots(spec, options.data_root) for spec in options.data]
-    sources: list[Source] = [open_sources(specs, **building)]
+    validation = None
     if options.val_data is not None:
-        sources.append(open_source(with_roots(options.val_data, options.data_root), **building))
-    for each in sources:
-        refuse_too_many_bad(each, options.max_bad_fraction)
-    source, validation = sources[0], sources[1] if options.val_data is not None else None
-    samples, made_of = folder / "samples", _made_of(options, sources)
-    splits = _read_splits(samples, made_of)
-    if splits is None:
-        write_bad_samples(folder / "bad_samples.jsonl", sources)
-        _write_splits(samples, made_of, _divide(options, source, validation))
-        splits = _read_splits(samples, made_of)
-        assert splits is not None
-    held_out = {name: HeldOut(sources[-1], subset) for name, subset in splits.held_out.items()}
-    parts: Parts = ()
-    if isinstance(source, Mixture):
-        asked = source.parts(splits.train, options.data_weights or (1.0,) * len(options.data))
-        parts = mixed(asked, options.data_temperature, options.data_floors)
-    return PreparedData(
-        source=source,
-        train=splits.train,
-        held_out=held_out,
-        tokenizer=_tokenizer(options, tokenizer, folder / "tokenizer", source, splits.train),
-        parts=parts,
-        leaks=splits.leaks,
+        validation = open_source(with_roots(options.val_data, options.data_root), **building)
+        refuse_too_many_bad(validation, options.max_bad_fraction)
+    if any(map(is_stream, specs)):
+        opened = _open_streams(specs, options, building, folder, validation)
+    else:
+        opened = _open_known(specs, options, building, folder, validation)
+    return replace(
+        opened,
+        tokenizer=_tokenizer(options, tokenizer, folder / "tokenizer", opened),
         length_multiple=length_multiple,
     )
 
 
+def _open_known(
+    specs: Sequence[str],
+    options: DataOptions,
+    building: Mapping[str, Any],
+    folder: Path,
+    validation: KnownSource | None,
+) -> PreparedData:
+    """Data sets of which every sample is looked at beforehand."""
+    source = open_sources(specs, **building)
+    refuse_too_many_bad(source, options.max_bad_fraction)
+    splits = _kept_splits(
+        folder, options, [source], validation, lambda: _divide(options, source, validation)
+    )
+    whose = source if validation is None else validation
+    held_out = {name: HeldOut(whose, subset) for name, subset in splits.held_out.items()}
+    parts: Parts = ()
+    if isinstance(source, Mixture):
+        parts = _parts(options, source.parts(splits.train, _weights(options)))
+    seed = options.seed
+    return PreparedData(source, splits.train, held_out, None, parts, splits.leaks, seed=seed)
+
+
+def _open_streams(
+    specs: Sequence[str],
+    options: DataOptions,
+    building: Mapping[str, Any],
+    folder: Path,
+    validation: KnownSource | None,
+) -> PreparedData:
+    """Streams, maybe beside data sets that are looked at beforehand: these are trained on whole.
+    What is held out are whole shards."""
+    sources: list[Source] = []
+    orders: list[Shards] = []
+    rows: list[np.ndarray | int] = []
+    held_out: list[str] = []
+    kept: list[tuple[Kept | None, int]] = []  # of each of these
+    for spec in specs:
+        if not is_stream(spec):
+            known = open_source(spec, **building)
+            refuse_too_many_bad(known, options.max_bad_fraction)
+            sources.append(known)
+            usable = known.usable()
+            rows.append(usable)
+            orders.append(Shards(np.array([len(usable)]), 1))
+            continue
+        whole, mixed_shards = open_stream(
+            spec,
+            options.compared(),
+            None if options.stream_cache is None else int(options.stream_cache * GB),
+            options.max_audio_seconds,
+            bool(building["progress"]),
+        )
+        fraction = 0.0 if validation is not None else options.val_fraction
+        division = divide_shards(whole.table.counts, fraction, options.limit_samples, options.seed)
+        held_out += [whole.table.known_spec(int(n)) for n in division.held_out]
+        kept += [(whole.table.kept, int(n)) for n in division.held_out]
+        stream = whole.of_shards(division.train, division.counts)
+        sources.append(stream)
+        rows.append(len(stream))
+        orders.append(Shards(division.counts, mixed_shards))
+    starts = np.cumsum([0, *map(len, sources)]).tolist()
+    train = Rows(list(zip(starts, rows)))
+    if validation is None and held_out:
+        validation = open_sources(held_out, **building)
+        refuse_too_many_bad(validation, options.max_bad_fraction)
+    source = sources[0] if len(sources) == 1 else Mixture(sources)
+
+    def divide() -> Splits:
+        subset = validation.usable() if validation is not None else np.empty(0, np.int64)
+        if validation is not None and kept:
+            subset = kept_samples(validation, kept)
+        names = ["validation"] if len(subset) else []
+        return Splits(np.empty(0, np.int64), dict.fromkeys(names, subset[:MOST_HELD_OUT]))
+
+    splits = _kept_splits(folder, options, sources, validation, divide)
+    held = {
+        name: HeldOut(validation, subset)
+        for name, subset in splits.held_out.items()
+        if validation is not None
+    }
+    parts: Parts = ()
+    if len(orders) > 1:
+        counts = [int(each.counts.sum()) for each in orders]
+        parts = _parts(options, tuple(zip(counts, _weights(options), strict=True)))
+    shards = tuple(orders)
+    return PreparedData(source, train, held, None, parts, shards=shards, seed=options.seed)
+
+
+def _weights(options: DataOptions) -> tuple[float, ...]:
+    return options.data_weights or (1.0,) * len(options.data)
+
+
+def _parts(options: DataOptions, asked: Parts) -> Parts:
+    return mixed(asked, options.data_temperature, options.data_floors)
+
+
+def _kept_splits(
+    folder: Path,
+    options: DataOptions,
+    sources: Sequence[Source],
+    validation: KnownSource | None,
+    divide: Callable[[], Splits],
+) -> Splits:
+    """The division that `folder` keeps, else the one that is made and kept there."""
+    every = [*sources, *([] if validation is None else [validation])]
+    samples, made_of = folder / "samples", _made_of(options, every)
+    splits = _read_splits(samples, made_of)
+    if splits is None:
+        write_bad_samples(folder / "bad_samples.jsonl", every)
+        _write_splits(samples, made_of, divide())
+        splits = _read_splits(samples, made_of)
+        assert splits is not None
+    return splits
+
+
 def _tokenizer(
-    options: DataOptions, where: str | None, kept: Path, source: Source, train: np.ndarray
+    options: DataOptions, where: str | None, kept: Path, data: PreparedData
 ) -> PreTrainedTokenizerBase | None:
     """The tokenizer at `where`, else the one that is kept or trained into the folder `kept`."""
     if not any("text" in pair for pair in options.compared()):
         return None
+    if where is None and kept.is_dir():
+        return load_tokenizer(str(kept))
+    few = data.examples(EXAMPLES if where is None else SAMPLES_TRIED)
+    whole = few if data.shards else data.train
     if where is None:
-        captions = (text for i in train for text in source.captions(int(i)))
-        return load_tokenizer(str(kept)) if kept.is_dir() else train_tokenizer(captions, kept)
+        return train_tokenizer(_captions(data.source, whole), kept)
     tokenizer = load_tokenizer(where)
-    tried = train[:: 1 + len(train) // SAMPLES_TRIED]
-    refuse_unknown_words(where, tokenizer, (t for i in tried for t in source.captions(int(i))))
+    tried = whole[:: 1 + len(whole) // SAMPLES_TRIED]
+    refuse_unknown_words(where, tokenizer, _captions(data.source, tried))
     return tokenizer
 
 
-def _divide(options: DataOptions, source: Source, validation: Source | None) -> Splits:
+def _captions(source: Source, samples: np.ndarray | Rows) -> Iterator[str]:
+    return (text for i in samples[:] for text in source.captions(int(i)))
+
+
+def _divide(options: DataOptions, source: KnownSource, validation: KnownSource | None) -> Splits:
     if validation is None:
         splits = split_source(source, options.val_fraction, options.seed, progress=True)
     else:
@@ -185,13 +344,7 @@ def _divide(options: DataOptions, source: Source, validation: Source | None) -> 
 def count_bad(source: Source) -> dict[str, int]:
     """Bad samples by reason, and those that are used without a value or captions that are bad."""
     broken = Counter(reason for _, _, reason, _ in source.broken_values())
-    return dict(Counter(count_unusable(source)) + broken)
-
-
-def count_unusable(source: Source) -> dict[str, int]:
-    """Samples by the reason for which they are not used."""
-    codes, counts = np.unique(source.column("bad"), return_counts=True)
-    return {REASON_OF_CODE[int(code)]: int(count) for code, count in zip(codes, counts) if code}
+    return dict(Counter(source.bad_counts()) + broken)
 
 
 def bad_values(source: Source) -> Iterator[tuple[str, str, str, str]]:
@@ -249,8 +402,15 @@ def write_bad_samples(file: Path, sources: Sequence[Source]) -> None:
 
 def _made_of(options: DataOptions, sources: Sequence[Source]) -> dict[str, Any]:
     """The options and sizes that a division is made by, as JSON gives them back."""
-    sizes = [[len(source), len(source.usable())] for source in sources]
+    sizes = [[len(source), _usable(source)] for source in sources]
     return {"options": redacted(json.loads(json.dumps(vars(options)))), "sizes": sizes}
+
+
+def _usable(source: Source) -> int:
+    """Another number where other samples are trained on."""
+    if isinstance(source, StreamSource):
+        return source.fingerprint()
+    return len(cast(KnownSource, source).usable())
 
 
 def _of_samples(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from data.batching.requests import MicroBatchRequest
+from data.batching.stream_order import StreamOrder
 from data.cache import GIB, SampleCache, default_folder, open_cache
 from data.index.sources import Source
 from data.loader import LoadReport, micro_batches, resolve_workers
@@ -22,6 +23,9 @@ from data.modalities.text import Languages
 from data.options import LoadingOptions
 from data.prepare import PreparedData, bad_table
 from data.processes import start_early
+from data.streams.lengths import of_streams
+from data.streams.prefetch import Prefetcher
+from data.streams.source import COUNTS as STREAM_COUNTS
 from engine.executor import ForkEngine
 from engine.processes.start import Processes
 from launch.batching.batching import Batching
@@ -75,7 +79,8 @@ class Feeding:
             for branch in inputs.branches
             for name in MODALITIES[branch].load(self.inputs).count_names
         )
-        self._counts = dict.fromkeys(every, 0.0)
+        self._counts = dict.fromkeys([*every, *(STREAM_COUNTS if data.shards else ())], 0.0)
+        self._prefetcher: Prefetcher | None = None
         self._unreadable: Counter[str] = Counter()
         self._loaded = 0
         self._listed: set[tuple[str, int]] = set()
@@ -84,6 +89,8 @@ class Feeding:
         """This rank's micro-batches for the steps start_step..stop_step-1, those of each step after
         their meta batches where a next stage waits for these; None where nothing enters."""
         requests = self.batching.requests(start_step, stop_step, self.meta_first)
+        if self.data.shards and self.modalities:
+            requests = self._prefetched(requests, start_step)
         return self._micro_batches(
             self.data.source, requests, self.loading.num_workers, training=True
         )
@@ -91,7 +98,29 @@ class Feeding:
     def counts(self) -> dict[str, float]:
         """What was counted since the last call; the same names on every rank."""
         counts, self._counts = self._counts, dict.fromkeys(self._counts, 0.0)
+        if self._prefetcher is not None:
+            counts["stream_bytes"] += self._prefetcher.taken_bytes()
         return counts
+
+    def _prefetched(self, requests: Iterable[Any], start_step: int) -> Iterator[Any]:
+        """The requests, of which a process of this rank knows the coming shards."""
+        batches = self.batching.batches
+        in_order = batches.buckets is None and batches.weights_of is None
+        alone = in_order and "text" not in self.modalities
+        share = (self.engine.comm.replica, self.batch.replicas) if alone else None
+        texts = batches.texts if "text" in self.modalities else None
+        tokens = of_streams(texts.tokens) if texts else {}
+        known = (self.data.source, self._order(), share, start_step, tokens)
+        with Prefetcher(*known) as self._prefetcher:
+            for request in requests:
+                step = request[0].step if isinstance(request, list) else request.step
+                self._prefetcher.at(step, self._order())
+                yield request
+
+    def _order(self) -> StreamOrder:
+        order = self.batching.order
+        assert isinstance(order, StreamOrder)
+        return order
 
     def held_out(self, source: Source, requests: list[MicroBatchRequest]) -> MicroBatches | None:
         """This rank's micro-batches of a held-out set; None where nothing enters."""

@@ -41,7 +41,7 @@ from models.towers.layers import Tower
 from models.towers.text import text_tower
 
 if TYPE_CHECKING:
-    from data.index.sources import Source
+    from data.index.sources import KnownSource
     from launch.config.groups import InputOptions
 
 
@@ -235,7 +235,7 @@ def view_of(modality: str) -> type[View] | None:
     return MODALITIES[modality].view if modality in MODALITIES else None
 
 
-def encoded(source: Source, modality: str, i: int) -> View | None:
+def encoded(source: KnownSource, modality: str, i: int) -> View | None:
     """The value of a sample; None for a modality that is not shown. Raises BadSample, Absent."""
     view = view_of(modality)
     return None if view is None else view.of(source, i)

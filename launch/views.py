@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from typing_extensions import Self  # in typing from Python 3.11 on
 
-    from data.index.sources import Source
+    from data.index.sources import KnownSource
 
 SPECTROGRAM_INCHES, DOTS_PER_INCH = (1.8, 1.2), 100  # of a small picture of a sound
 MOST_KEPT = 400  # pictures, and files to play, of 90 kB at most
@@ -45,12 +45,12 @@ class View(ABC):
 
     @classmethod
     @abstractmethod
-    def of(cls, source: Source, i: int) -> Self:
+    def of(cls, source: KnownSource, i: int) -> Self:
         """The value of a sample. Raises Absent, too."""
 
     @staticmethod
     @abstractmethod
-    def content(source: Source, i: int) -> str:
+    def content(source: KnownSource, i: int) -> str:
         """Equal for samples with the same value."""
 
     @abstractmethod
@@ -80,11 +80,11 @@ class ImageView(View):
     others, side = frozenset({"not-an-image"}), 96
 
     @classmethod
-    def of(cls, source: Source, i: int) -> Self:
+    def of(cls, source: KnownSource, i: int) -> Self:
         return cls(source.value("image", i))
 
     @staticmethod
-    def content(source: Source, i: int) -> str:
+    def content(source: KnownSource, i: int) -> str:
         return source.content_hash("image", i).hex()
 
     def decode(self) -> np.ndarray:
@@ -109,11 +109,11 @@ class SoundView(View):
     others, side = frozenset({"not-audio", "no-sound"}), 180
 
     @classmethod
-    def of(cls, source: Source, i: int) -> Self:
+    def of(cls, source: KnownSource, i: int) -> Self:
         return cls(source.value("audio", i))
 
     @staticmethod
-    def content(source: Source, i: int) -> str:
+    def content(source: KnownSource, i: int) -> str:
         return f"{int(source.keys('audio')[i]):016x}"
 
     def decode(self) -> Sound:

@@ -6,7 +6,9 @@ import io
 import json
 import re
 import sys
+import tarfile
 from itertools import permutations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -90,17 +92,7 @@ def test_a_fork_of_three_real_branches_trains_as_one_rank_does(tmp_path, sets, m
         assert status == 0, output[-3000:]
         assert "audio → text" in output
         seen[ranks] = metrics(run_dir), metrics(run_dir, "held_out")[2]
-    whole, split = (steps for steps, _ in seen.values())
-    compared = [
-        name
-        for name in whole[1]
-        if name == "loss" or name.startswith(("contrastive_loss/", "grad_norm/"))
-    ]
-    assert len(compared) == 1 + 2 + 4  # pairs; branches and heads
-    for step in (1, 2):
-        assert {name: split[step][name] for name in compared} == pytest.approx(
-            {name: whole[step][name] for name in compared}, rel=RELATIVE
-        )
+    check_losses(*(steps for steps, _ in seen.values()))
     directions = [f"{a}_to_{b}" for a, b in permutations(("image", "text", "audio"), 2)]
     for direction in directions:  # also between images and sounds, which no loss compared
         # one sample more or less among the first ten is what rounding may change
@@ -121,6 +113,52 @@ def test_a_fork_of_three_real_branches_trains_as_one_rank_does(tmp_path, sets, m
     check_panels(run_dir)
     check_queries(run_dir)
     check_answers(run_dir, tmp_path, monkeypatch, capsys)
+
+
+def check_losses(whole, split):
+    compared = [
+        name
+        for name in whole[1]
+        if name == "loss" or name.startswith(("contrastive_loss/", "grad_norm/"))
+    ]
+    assert len(compared) == 1 + 2 + 4  # pairs; branches and heads
+    for step in (1, 2):
+        assert {name: split[step][name] for name in compared} == pytest.approx(
+            {name: whole[step][name] for name in compared}, rel=RELATIVE
+        )
+
+
+def test_streams_of_three_modalities_train_on_four_ranks_as_on_one(tmp_path, sets):
+    """The same samples in tar shards, of which the sounds come one and a half times an epoch."""
+    specs = []
+    for spec in sets[1::2]:
+        name = Path(spec.partition(":")[2]).stem
+        source = open_source(spec, (("image", "text"), ("audio", "text")))
+        lacking = {modality: source.lacking(modality) for modality in ("image", "audio")}
+        (tmp_path / name).mkdir()
+        for shard in range(6):
+            with tarfile.open(tmp_path / name / f"{shard}.tar", "w") as tar:
+                for i in range(15 * shard, 15 * shard + 15):
+                    values = {"txt": source.captions(i)[0].encode()}
+                    for modality, ending in (("image", "png"), ("audio", "wav")):
+                        if not lacking[modality][i]:
+                            values[ending] = source.value(modality, i)
+                    for ending, content in values.items():
+                        member = tarfile.TarInfo(f"{i}.{ending}")
+                        member.size = len(content)
+                        tar.addfile(member, io.BytesIO(content))
+        specs += ["--data", f"stream:{tmp_path}/{name}/{{0..5}}.tar?mixed=2"]
+    seen = []
+    for ranks in SPLITS:
+        run_dir = tmp_path / f"run{ranks}"
+        flags = ["--deepspeed_config", configuration(tmp_path, ranks), "--run-dir", run_dir]
+        flags += ["--pairs", "image:text,audio:text:0.5", "--workers", 0, "--steps", 2]
+        flags += ["--data-weights", "1,1.5", "--val-fraction", 0]
+        status, output = run_to_end("train.py", *specs, *TOWERS, *SIZES, *flags, ranks=ranks)
+        assert status == 0, output[-3000:]
+        seen.append(metrics(run_dir))
+    check_losses(*seen)
+    assert all(line["stream_hits"] + line["stream_misses"] > 0 for line in seen[1].values())
 
 
 def check_panels(run_dir):

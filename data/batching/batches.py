@@ -21,10 +21,12 @@ from data.batching.buckets import Buckets
 from data.batching.order import GlobalOrder
 from data.batching.packing import Bounds, Packing, pack, padded_lengths
 from data.batching.requests import MicroBatchRequest, Size, TextRows, check_replica
+from data.batching.rows import Rows
 from data.batching.settings import Setting, setting_at
+from data.batching.stream_order import StreamOrder
 
 if TYPE_CHECKING:
-    from data.modalities.lengths import TokenCounts
+    from data.modalities.lengths import Counts
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +52,7 @@ class TextPacker:
     image. `length_multiple`: to which lengths are rounded up.
     """
 
-    tokens: TokenCounts
+    tokens: Counts
     max_text_tokens: int
     seed: int
     bounds: Bounds = Bounds()
@@ -101,17 +103,19 @@ class Batches:
     `train` [N]: the source's indices of the training samples. `buckets`: the shapes of their
     images; None: one square. `texts`: what packs texts by cost; None: they come with their samples,
     which are packed in order. `weights_of`: a global batch -> what its samples count in its loss,
-    [G] int64 millionths; None: all the same.
+    [G] int64 millionths; None: all the same. `examples`: numbers of training samples that stand for
+    others that are not known yet; None: all are known.
 
     `order` and `settings` change in the course of a run, for steps that no loader has begun with.
     """
 
     order: GlobalOrder
-    train: np.ndarray
+    train: np.ndarray | Rows
     settings: list[Setting]
     buckets: Buckets | None = None
     texts: TextPacker | None = None
     weights_of: Callable[[GlobalBatch], np.ndarray] | None = None
+    examples: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if len(self.train) != self.order.num_samples:
@@ -126,6 +130,15 @@ class Batches:
         setting = setting_at(self.settings, step) if setting is None else setting
         indices = np.asarray(self.train[visited])
         return GlobalBatch(step, self.order.epoch(step), visited, indices, setting)
+
+    def like(self, step: int, setting: Setting) -> GlobalBatch:
+        """A global batch to plan with: that of the step, or where its samples are not known yet, one
+        of `examples`."""
+        if self.examples is None:
+            return self.at(step, setting)
+        size, rng = self.order.global_batch_size, np.random.default_rng([self.order.seed, step])
+        visited = rng.choice(self.examples, size)
+        return GlobalBatch(step, 0, visited, np.asarray(self.train[visited]), setting)
 
     def requests(
         self,
@@ -156,6 +169,7 @@ class Batches:
         number = batch.setting.num_micro_batches[branch]
         weights = None if self.weights_of is None else self.weights_of(batch)  # [G]
         feed_rates = batch.setting.feed_rates
+        live = self.order.live(step) if isinstance(self.order, StreamOrder) else None
         nothing = np.zeros(0, dtype=np.int64)
         samples: list[tuple[np.ndarray, Size | None]] = [(nothing, None)] * number
         if self.texts is None or any(branch != "text" for branch in loads):
@@ -176,6 +190,7 @@ class Batches:
                 feed_rates=feed_rates,
                 weight=None if weights is None else weights[position],
                 packed_texts=rows,
+                shards=live,
             )
             for (position, size), rows in zip(samples, texts)
         ]

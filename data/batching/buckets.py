@@ -10,8 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from data.batching.rows import Rows
+    from data.index.sources import Source
 
 MAX_RATIO = 4.0  # no bucket is longer than four times its other side
 CONV_STRIDE = 32  # of ResNets and ConvNeXts, in pixels
@@ -22,10 +27,10 @@ SHAPES = 512  # quantiles, which stand for the shapes of all images
 @dataclass(frozen=True, eq=False)
 class Buckets:
     """`sizes`: K pairs (H, W) in pixels, from the widest to the tallest. `number` [N] int8: the
-    bucket of each training sample."""
+    bucket of each training sample; or what gives those of some by their numbers."""
 
     sizes: tuple[tuple[int, int], ...]
-    number: np.ndarray
+    number: np.ndarray | NearestSizes
 
     @classmethod
     def choose(
@@ -38,6 +43,23 @@ class Buckets:
         number = np.zeros(len(shown), np.int8)
         number[shown] = nearest_sizes(width[shown], height[shown], sizes)
         return cls(sizes, number)
+
+
+class NearestSizes:
+    """The buckets of training samples whose sizes are not known before they are read. `train`: the
+    source's indices of the training samples."""
+
+    def __init__(self, source: Source, train: Rows, sizes: Sequence[tuple[int, int]]) -> None:
+        self._source, self._train, self._sizes = source, train, sizes
+
+    def __getitem__(self, visited: np.ndarray) -> np.ndarray:
+        """[G] int8 of the training samples `visited` [G]; 0 of those without an image."""
+        index = self._train[visited]
+        width, height = (self._source.numbers(name, index) for name in ("width", "height"))
+        shown = np.minimum(width, height) > 0
+        number = np.zeros(len(visited), np.int8)
+        number[shown] = nearest_sizes(width[shown], height[shown], self._sizes)
+        return number
 
 
 def choose_sizes(

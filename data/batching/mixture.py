@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from data.batching.order import Parts
 from data.index.mapped import UnusedCounts, add_unused
-from data.index.sources import Source, open_source
+from data.index.sources import KnownSource, Source, open_source
 
 
 def _of_its_source(name: str) -> Callable[..., Any]:
@@ -33,6 +33,11 @@ class Mixture:
         self.spec = " + ".join(source.spec for source in sources)
         self._starts = np.cumsum([0, *map(len, sources)])
 
+    @property
+    def known(self) -> tuple[KnownSource, ...]:
+        """The sources, where every sample of each was looked at beforehand."""
+        return cast(tuple[KnownSource, ...], self.sources)
+
     def __len__(self) -> int:
         return int(self._starts[-1])
 
@@ -52,22 +57,36 @@ class Mixture:
         _, source, own = self._of(i)
         return source.content_hash(modality, own)
 
+    def numbers(self, name: str, index: np.ndarray) -> np.ndarray:
+        of = np.searchsorted(self._starts, index, side="right") - 1
+        found = [
+            (of == n, self.sources[n].numbers(name, index[of == n] - self._starts[n]))
+            for n in np.unique(of).tolist()
+        ]
+        together = np.zeros(len(index), found[0][1].dtype if found else np.int64)
+        for own, values in found:
+            together[own] = values
+        return together
+
+    def bad_counts(self) -> dict[str, int]:
+        return dict(sum((Counter(source.bad_counts()) for source in self.sources), Counter()))
+
     def lacking(self, modality: str) -> np.ndarray:
-        return np.concatenate([source.lacking(modality) for source in self.sources])
+        return np.concatenate([source.lacking(modality) for source in self.known])
 
     def column(self, name: str) -> np.ndarray:
         """[N], put together when first asked for: a copy, unlike that of a single source."""
         if name not in self._columns:
-            self._columns[name] = np.concatenate([source.column(name) for source in self.sources])
+            self._columns[name] = np.concatenate([source.column(name) for source in self.known])
         return self._columns[name]
 
     def keys(self, kind: str) -> np.ndarray:
         """[N] uint64; ids of different sets are equal when their own are."""
-        return np.concatenate([source.keys(kind) for source in self.sources])
+        return np.concatenate([source.keys(kind) for source in self.known])
 
     def usable(self) -> np.ndarray:
         return np.concatenate(
-            [start + source.usable() for start, source in zip(self._starts, self.sources)]
+            [start + source.usable() for start, source in zip(self._starts, self.known)]
         )
 
     def bad_samples(self) -> Iterator[tuple[str, str, str, str]]:
@@ -122,10 +141,10 @@ def specs_of(source: Source) -> list[str]:
     return [each.spec for each in source.sources] if isinstance(source, Mixture) else [source.spec]
 
 
-def open_sources(specs: Sequence[str], **building) -> Source:
+def open_sources(specs: Sequence[str], **building) -> KnownSource:
     """One data set as it is, several as a `Mixture`. Errors: ValueError, OSError; see
     `open_source`."""
-    sources = [open_source(spec, **building) for spec in specs]
+    sources: list[KnownSource] = [open_source(spec, **building) for spec in specs]
     return sources[0] if len(sources) == 1 else Mixture(sources)
 
 

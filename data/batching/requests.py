@@ -5,6 +5,7 @@ b: samples of one micro-batch, t: its texts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -41,6 +42,8 @@ class MicroBatchRequest:
     # [b] int64, millionths: what each counts in the loss; None: all the same
     weight: np.ndarray | None = None
     packed_texts: TextRows | None = None  # texts that were packed by themselves; None: its samples'
+    # of streams, by data set: the shards that this step and those near it read
+    shards: Mapping[int, np.ndarray] | None = None
 
     def texts(self) -> TextRows:
         """Its texts: those that were packed by themselves, else the c captions that each of its

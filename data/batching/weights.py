@@ -10,12 +10,12 @@ longest caption in tokens, counted once: in characters a Chinese caption would w
 English one that takes as many tokens. Seconds are those of the sound. So every rank knows all of
 every sample, and nothing is decoded for it.
 
-G: samples of a global batch, N: training samples.
+G: samples of a global batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -41,7 +41,7 @@ def _of_mean_one(values: np.ndarray) -> np.ndarray:
 
 def loss_weights(
     source: Source,
-    lengths: np.ndarray,
+    lengths: Callable[[GlobalBatch], np.ndarray] | None,
     image: float,
     text: float,
     audio: float,
@@ -50,13 +50,13 @@ def loss_weights(
     """[G] int64, millionths: what the samples of a global batch count in its loss, 1,000,000 on
     average.
 
-    `lengths` [N] of the training samples' texts. Whole numbers, so that they are the same on every
+    `lengths`: [G] of the texts of a global batch; None: there are none. Whole numbers, so that they are the same on every
     machine and travel unchanged in any precision.
     """
     terms = [
-        (image, source.column("complexity")[batch.indices]),
-        (text, lengths[batch.visited]),
-        (audio, source.column("audio_seconds")[batch.indices]),
+        (image, source.numbers("complexity", batch.indices)),
+        (text, np.zeros(len(batch.indices)) if lengths is None else lengths(batch)),
+        (audio, source.numbers("audio_seconds", batch.indices)),
     ]
     weights = sample_weights(terms)
     return np.minimum(np.rint(weights * MILLIONTHS), LARGEST).astype(np.int64)

@@ -36,7 +36,7 @@ from torch import Tensor
 from common.files import make_folder, refuse_link
 from data.bad_samples import BadSample
 from data.formats.specs import cache_folder
-from data.index.sources import Source
+from data.index.sources import KnownSource
 from data.loader import LoadReport, micro_batches
 from data.modalities.transforms import Stored
 from data.progress import progress_bar
@@ -239,7 +239,11 @@ def _open(folder: Path) -> sqlite3.Connection:
 
 
 def fill(
-    source: Source, stored: Stored, cache: SampleCache, workers: int = 0, progress: bool = False
+    source: KnownSource,
+    stored: Stored,
+    cache: SampleCache,
+    workers: int = 0,
+    progress: bool = False,
 ) -> tuple[Counter[str], list[str]]:
     """Put every usable image of `source` into `cache`, in `workers` processes (0: here).
 
@@ -272,7 +276,7 @@ class _Filling:
     """What the loader's workers do to fill a cache: their "micro-batches" are empty, and only their
     reports count."""
 
-    source: Source
+    source: KnownSource
     stored: Stored
     cache: SampleCache
 

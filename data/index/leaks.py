@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from data.index.sources import Source
+from data.index.sources import KnownSource
 
 MAX_SHOWN = 5
 HASH_BITS = 64
@@ -26,9 +26,9 @@ class Leak:
 
 
 def find_leaks(
-    train: Source,
+    train: KnownSource,
     train_subset: np.ndarray,
-    held_out: Source,
+    held_out: KnownSource,
     held_out_subset: np.ndarray,
     near_bits: int | None = None,
 ) -> list[Leak]:
@@ -59,7 +59,7 @@ def find_leaks(
     return [leak for leak in found if len(leak.train)]
 
 
-def _is_same(train: Source, i: int, held_out: Source, j: int) -> bool:
+def _is_same(train: KnownSource, i: int, held_out: KnownSource, j: int) -> bool:
     """Whether two samples with the same id also have a caption in common."""
     captions, others = train.captions(i), held_out.captions(j)
     if not captions and not others and not train.keys("content")[i]:
@@ -111,7 +111,7 @@ def _bits_set(values: np.ndarray) -> np.ndarray:
     return np.unpackbits(values.astype("<u8").view(np.uint8).reshape(-1, 8), axis=1).sum(1)
 
 
-def describe_leaks(train: Source, held_out: Source, name: str, leaks: list[Leak]) -> str:
+def describe_leaks(train: KnownSource, held_out: KnownSource, name: str, leaks: list[Leak]) -> str:
     """How many of each kind, and the first few."""
     counts = ", ".join(f"{number} by {kind}" for kind, number in count_leaks(leaks).items())
     pairs = [

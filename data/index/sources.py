@@ -55,9 +55,6 @@ class Source(Protocol):
         """What the sample holds of a modality: the encoded image, the encoded sound, or what a
         modality of one's own has. Raises Absent, BadSample."""
 
-    def lacking(self, modality: str) -> np.ndarray:
-        """[N] bool: which usable samples have nothing of a modality."""
-
     def content_hash(self, modality: str, i: int) -> bytes:
         """16 bytes: blake2b of the encoded image or sound; zeros without one."""
 
@@ -65,11 +62,34 @@ class Source(Protocol):
         """For messages: FILE:LINE, SHARD.tar#member, folder/name.jpg. `modality`: of this one of
         what the sample has."""
 
+    def numbers(self, name: str, index: np.ndarray) -> np.ndarray:
+        """[n] of the samples `index` [n]: width and height int32 (pixels), num_captions int16,
+        num_characters int32 (longest caption), complexity float32 (bytes / pixel), perceptual_hash
+        uint64, bad int8 (0: usable, else 1 + position in REASONS); audio_seconds float32,
+        audio_rate int32 (Hz), audio_channels int16, 0 without a sound."""
+
+    def bad_counts(self) -> dict[str, int]:
+        """Samples that are known to be bad, by reason."""
+
+    def bad_samples(self) -> Iterator[tuple[str, str, str, str]]:
+        """(identity, where, reason, detail) of each of them."""
+
+    def broken_values(self) -> Iterator[tuple[str, str, str, str]]:
+        """(identity, where, reason, detail) of each value that a usable sample is used without, and
+        of captions that are dropped beside good ones."""
+
+    def unused(self) -> UnusedCounts:
+        """What is no part of a sample -> how many there are, and where the first is."""
+
+
+class KnownSource(Source, Protocol):
+    """One of which every sample was looked at beforehand."""
+
     def column(self, name: str) -> np.ndarray:
-        """[N] of all samples, not copied, not to be written to: width and height int32 (pixels),
-        num_captions int16, num_characters int32 (longest caption), complexity float32 (bytes /
-        pixel), perceptual_hash uint64, bad int8 (0: usable, else 1 + position in REASONS);
-        audio_seconds float32, audio_rate int32 (Hz), audio_channels int16, 0 without a sound."""
+        """[N], see `numbers`, of all samples, not to be written to."""
+
+    def lacking(self, modality: str) -> np.ndarray:
+        """[N] bool: which usable samples have nothing of a modality."""
 
     def keys(self, kind: str) -> np.ndarray:
         """[N] uint64, equal for samples with equal encoded images (kind "content"), equal decoded
@@ -78,16 +98,6 @@ class Source(Protocol):
 
     def usable(self) -> np.ndarray:
         """[n] int64, ascending: the samples that are not bad."""
-
-    def bad_samples(self) -> Iterator[tuple[str, str, str, str]]:
-        """(identity, where, reason, detail) of each."""
-
-    def broken_values(self) -> Iterator[tuple[str, str, str, str]]:
-        """(identity, where, reason, detail) of each value that a usable sample is used without, and
-        of captions that are dropped beside good ones."""
-
-    def unused(self) -> UnusedCounts:
-        """What is no part of a sample -> how many there are, and where the first is."""
 
 
 class IndexedSource:
@@ -160,6 +170,9 @@ class IndexedSource:
     def column(self, name: str) -> np.ndarray:
         return self.index.column(name)
 
+    def numbers(self, name: str, index: np.ndarray) -> np.ndarray:
+        return self.column(name)[index]
+
     def keys(self, kind: str) -> np.ndarray:
         if kind == "content":
             return self.column("image_hash").view(np.uint64)[::2]  # the first half of each
@@ -167,6 +180,11 @@ class IndexedSource:
 
     def usable(self) -> np.ndarray:
         return np.flatnonzero(self.column("bad") == 0).astype(np.int64, copy=False)
+
+    def bad_counts(self) -> dict[str, int]:
+        codes, counts = np.unique(self.column("bad"), return_counts=True)
+        found = zip(codes.tolist(), counts.tolist())
+        return {REASON_OF_CODE[code]: count for code, count in found if code}
 
     def bad_samples(self) -> Iterator[tuple[str, str, str, str]]:
         bad = self.column("bad")
@@ -225,6 +243,11 @@ def open_format(spec: str, pairs: Pairs = DEFAULT_PAIRS) -> Format:
     """What lists the rows of a data set. `pairs`: of modalities that will be compared. Errors:
     ValueError, OSError."""
     kind, _, where = spec.partition(":")
+    if kind == "stream":
+        raise ValueError(
+            f"data spec '{spec}': a stream is read in its own order, by --data of train.py; give its "
+            "shards, or some of them, as webdataset:SHARDS or parquet:SHARDS"
+        )
     if kind not in KINDS:
         known = ", ".join(usage for usage, _ in KINDS.values())
         hint = near(kind, KINDS) or "; give one of these"
@@ -267,8 +290,7 @@ def open_source(spec: str, pairs: Pairs = DEFAULT_PAIRS, **building: Any) -> Ind
 
 
 def _no_usable_sample(source: IndexedSource) -> str:
-    codes, counts = np.unique(source.column("bad"), return_counts=True)
-    reasons = Counter({REASON_OF_CODE[int(code)]: int(count) for code, count in zip(codes, counts)})
+    reasons = Counter(source.bad_counts())
     of = ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
     other = ""
     if reasons.keys() <= {"no-value", "no-caption"}:

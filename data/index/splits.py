@@ -15,7 +15,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from data.decoding.images import decode_bytes, pixel_key
-from data.index.sources import ConceptSource, Source
+from data.index.sources import ConceptSource, KnownSource
 from data.keys import hash64, plain_caption
 from data.progress import progress_bar
 
@@ -31,7 +31,7 @@ class Splits:
 
 
 def split_source(
-    source: Source, val_fraction: float = 0.1, seed: int = 0, progress: bool = False
+    source: KnownSource, val_fraction: float = 0.1, seed: int = 0, progress: bool = False
 ) -> Splits:
     """Hold out samples; a pure function of the source's content, `val_fraction` and `seed`.
 
@@ -84,7 +84,11 @@ def split_source(
 
 
 def _of_trained(
-    source: Source, spoken: np.ndarray, train: np.ndarray, wanted: int, rng: np.random.Generator
+    source: KnownSource,
+    spoken: np.ndarray,
+    train: np.ndarray,
+    wanted: int,
+    rng: np.random.Generator,
 ) -> np.ndarray:
     """At most `wanted` of the samples `spoken`, ascending, of which `train` has the captions."""
     trained = {text for i in train for text in source.captions(int(i))}
@@ -92,7 +96,7 @@ def _of_trained(
     return np.sort(rng.permutation(np.array(known, np.int64))[:wanted])
 
 
-def content_groups(source: Source, subset: np.ndarray, progress: bool = False) -> np.ndarray:
+def content_groups(source: KnownSource, subset: np.ndarray, progress: bool = False) -> np.ndarray:
     """[n] int64: equal numbers for samples of the subset joined, directly or through others, by an
     equal image, sound or caption."""
     has = {
@@ -124,7 +128,7 @@ def concept_groups(source: ConceptSource, subset: np.ndarray, groups: np.ndarray
     )
 
 
-def _image_keys(source: Source, subset: np.ndarray) -> np.ndarray:
+def _image_keys(source: KnownSource, subset: np.ndarray) -> np.ndarray:
     """[n] uint64, equal for images with equal pixels. Only those are decoded that look alike and
     are not equal byte for byte."""
     keys = source.keys("content")[subset]

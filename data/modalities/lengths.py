@@ -6,8 +6,10 @@ N: training samples, T: their captions, all in a row.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -19,6 +21,19 @@ from data.modalities.tokenizer import token_lengths
 from data.progress import progress_bar
 
 TEXTS_AT_ONCE = 1000
+TYPICAL_TEXTS = 1 << 16
+
+
+class Counts(Protocol):
+    """Token counts of training samples, see `TokenCounts`."""
+
+    def of(
+        self, visited: np.ndarray, indices: np.ndarray, seed: int, epoch: int, captions: int = 1
+    ) -> np.ndarray: ...
+
+    def longest(self, visited: np.ndarray, indices: np.ndarray) -> np.ndarray: ...
+
+    def typical(self) -> np.ndarray: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,9 +62,20 @@ class TokenCounts:
             shown[k] = caption_numbers(seed, epoch, sample, captions, captions_per_image)
         return self.counts[first[:, None] + shown].astype(np.int64)
 
-    def longest(self) -> np.ndarray:
-        """[N] int64: tokens of the longest caption of each sample."""
-        return np.maximum.reduceat(self.counts, self.starts[:-1]).astype(np.int64)
+    def longest(self, visited: np.ndarray, indices: np.ndarray) -> np.ndarray:
+        """[G] int64: tokens of the longest caption of each sample."""
+        return longest_of(self.counts, self.starts, visited)
+
+    def typical(self) -> np.ndarray:
+        """[n]: counts of some captions."""
+        return self.counts[:TYPICAL_TEXTS]
+
+
+def longest_of(counts: np.ndarray, starts: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """[n] int64: the largest of `counts[starts[row] : starts[row + 1]]` of each row [n]."""
+    first, last = starts[rows], starts[rows + 1] - 1
+    each = first[:, None] + np.arange((last - first).max(initial=0) + 1)
+    return counts[np.minimum(each, last[:, None])].max(axis=1).astype(np.int64)
 
 
 def token_counts(
@@ -69,7 +95,9 @@ def token_counts(
     }
     file = folder / "made_of.json"
     if not (file.is_file() and read_json(file) == made_of):
-        counts, starts = _count(source, subset, tokenizer, max_text_tokens, progress)
+        shown = progress_bar(subset, "counting tokens", "sample", shown=progress)
+        captions = (source.captions(int(i)) for i in shown)
+        counts, starts = counts_of_captions(captions, tokenizer, max_text_tokens)
         with replacing_folder(folder) as beside:
             np.save(beside / "counts.npy", counts)
             np.save(beside / "starts.npy", starts)
@@ -79,22 +107,24 @@ def token_counts(
     )
 
 
-def _count(
-    source: Source,
-    subset: np.ndarray,
-    tokenizer: PreTrainedTokenizerBase,
-    max_text_tokens: int,
-    progress: bool,
+def counts_of_captions(
+    captions: Iterable[Sequence[str]], tokenizer: PreTrainedTokenizerBase, max_text_tokens: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    counts: list[np.ndarray] = []
-    numbers, waiting = np.empty(len(subset), np.int64), []
-    for k, i in enumerate(progress_bar(subset, "counting tokens", "sample", shown=progress)):
-        # a sample without a text shows an empty one, which no pair compares
-        captions = source.captions(int(i)) or [""]
-        numbers[k] = len(captions)
-        waiting += captions
-        if len(waiting) >= TEXTS_AT_ONCE or k + 1 == len(subset):
-            lengths = token_lengths(tokenizer, waiting, max_text_tokens)
-            counts.append(np.array(lengths, np.uint16))
-            waiting = []
-    return np.concatenate(counts), np.concatenate([[0], np.cumsum(numbers)])
+    """`counts` and `starts` of the captions of each sample; one without shows an empty text, which
+    no pair compares."""
+    counts: list[np.ndarray] = [np.empty(0, np.uint16)]
+    numbers: list[int] = []
+    waiting: list[str] = []
+
+    def count() -> None:
+        counts.append(np.array(token_lengths(tokenizer, waiting, max_text_tokens), np.uint16))
+        waiting.clear()
+
+    for texts in captions:
+        numbers.append(len(texts) or 1)
+        waiting += texts or [""]
+        if len(waiting) >= TEXTS_AT_ONCE:
+            count()
+    if waiting:
+        count()
+    return np.concatenate(counts), np.concatenate([[0], np.cumsum(numbers, dtype=np.int64)])

@@ -58,6 +58,7 @@ from launch.config.groups import BatchingOptions
 from launch.run.resuming import earlier_sizes
 from launch.run.step_line import step_line
 
+MOST_EXAMPLES = 4096
 OBSERVED = 3  # steps of every interval whose micro-batches are measured one by one, the last ones
 
 Decision = Mapping[str, Any]  # JSON-like: "setting", "observations", "mix", "record"
@@ -84,9 +85,12 @@ class Batching:
         self.balance = balancing(block)
         self.sources = source_names(options.data)
         earlier = earlier_sizes(state["batch_sizes"], batch_size)
-        order = GlobalOrder(len(data.train), batch_size, options.seed, data.parts, earlier)
+        order = data.order(batch_size, earlier)
         weights_of = sample_weights_of(data, weighting(block), options.max_text_tokens, folder)
-        self.batches = Batches(order, data.train, [Setting(0, {})], weights_of=weights_of)
+        examples = data.example_numbers(MOST_EXAMPLES) if data.shards else None
+        self.batches = Batches(
+            order, data.train, [Setting(0, {})], weights_of=weights_of, examples=examples
+        )
         self.total_steps = options.steps or order.first_step(options.epochs or 0)
 
     @property

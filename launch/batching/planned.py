@@ -12,23 +12,24 @@ import numpy as np
 
 from data.batching.batches import Batches, GlobalBatch, TextPacker
 from data.batching.branch_cost import BranchCost
-from data.batching.buckets import Buckets, side_multiple
+from data.batching.buckets import Buckets, NearestSizes, side_multiple
 from data.batching.load_control import BRANCH_OF, LoadControl, patch_ladder, size_ladder
 from data.batching.mixing import Adaptation
 from data.batching.mixture import source_names
 from data.batching.order import Parts
 from data.batching.packing import Bounds, explain, padded_lengths
+from data.batching.rows import Rows
 from data.batching.settings import Setting
 from data.batching.weights import loss_weights
-from data.modalities.lengths import TokenCounts, token_counts
+from data.modalities.lengths import Counts, token_counts
 from data.prepare import PreparedData
+from data.streams.lengths import stream_token_counts
 from engine.planning.planner import RunPlan
 from launch.config.blocks import BalanceBlock, SampleWeightsBlock
 from launch.config.groups import BatchingOptions
 
 INSTRUCTIONS = 3  # of a micro-batch on a stage, at least: load or receive, forward, backward
 MARGIN = 0.9  # of the memory of a micro-batch: other global batches may have longer texts
-TYPICAL_TEXTS = 1 << 16
 SAMPLED_BATCHES = 4  # global batches that decide how many micro-batches there are
 # micro-batches of texts that are packed alone: more leave next to no padding to save
 MOST_PACKED = 32
@@ -41,10 +42,13 @@ def image_buckets(
     images; None: one square."""
     if options.image_buckets == 1:
         return None
-    widths, heights = (data.source.column(name)[data.train] for name in ("width", "height"))
-    return Buckets.choose(
-        widths, heights, options.image_size, side_multiple(patch_size), options.image_buckets
-    )
+    known = data.examples() if data.shards else data.train[:]
+    widths, heights = (data.source.numbers(name, known) for name in ("width", "height"))
+    how = (options.image_size, side_multiple(patch_size), options.image_buckets)
+    buckets = Buckets.choose(widths, heights, *how)
+    if isinstance(data.train, Rows):
+        return replace(buckets, number=NearestSizes(data.source, data.train, buckets.sizes))
+    return buckets
 
 
 def adaptation(block: BalanceBlock, parts: Parts, options: BatchingOptions) -> Adaptation | None:
@@ -71,22 +75,35 @@ def sample_weights_of(
     same."""
     if block is None:
         return None
-    lengths = np.zeros(len(data.train))
-    if data.tokenizer is not None:
-        counts = counted_tokens(data, max_text_tokens, folder)
-        lengths = np.where(data.source.lacking("text")[data.train], 0, counts.longest())
+    if data.tokenizer is None:
+        return partial(loss_weights, data.source, None, block.image, block.text, block.audio)
+    counts = counted_tokens(data, max_text_tokens, folder)
+
+    def lengths(batch: GlobalBatch) -> np.ndarray:
+        has_text = data.source.numbers("num_captions", batch.indices) > 0
+        return np.where(has_text, counts.longest(batch.visited, batch.indices), 0)
+
     return partial(loss_weights, data.source, lengths, block.image, block.text, block.audio)
 
 
 # -- texts that are packed by cost
 
 
-def counted_tokens(data: PreparedData, max_text_tokens: int, folder: Path) -> TokenCounts:
+def counted_tokens(data: PreparedData, max_text_tokens: int, folder: Path) -> Counts:
     """Tokens of all captions, counted by the first process that comes and kept in the run's
     folder."""
+    if isinstance(data.train, Rows):
+        return stream_token_counts(
+            data.source,
+            data.train,
+            data.stream_order,
+            data.text_tokenizer,
+            max_text_tokens,
+            folder / "token_counts",
+        )
     return token_counts(
         data.source,
-        data.train,
+        data.train[:],
         data.text_tokenizer,
         max_text_tokens=max_text_tokens,
         folder=folder / "token_counts",
@@ -119,7 +136,7 @@ def text_packer(
 
 def mean_length(texts: TextPacker) -> float:
     """What a text is padded to alone, on average."""
-    counts = texts.tokens.counts[:TYPICAL_TEXTS]
+    counts = texts.tokens.typical()
     return float(padded_lengths(counts, texts.max_text_tokens, texts.length_multiple).mean())
 
 
@@ -198,7 +215,7 @@ def _num_packed(
     setting = replace(setting, shares={})  # they all have as many micro-batches
     careful = replace(texts, bounds=replace(texts.bounds, max_tokens=tokens))
     packed = (
-        careful.pack(batches.at(each, setting), planned.replicas, range(1, most + 1))
+        careful.pack(batches.like(each, setting), planned.replicas, range(1, most + 1))
         for each in range(step, step + SAMPLED_BATCHES)
     )
     return max(len(packing[0]) for packing in packed)
@@ -270,7 +287,8 @@ def load_control(
     ladders: dict[str, tuple] = {}
     if block.captions_per_image is not None:
         least, most = block.captions_per_image
-        have = int(data.source.column("num_captions")[data.train].max())
+        known = data.examples() if data.shards else data.train[:]
+        have = int(data.source.numbers("num_captions", known).max())
         if least > have:
             raise ValueError(
                 f"branches.balance.captions_per_image: [{least}, {most}], but no image of this "

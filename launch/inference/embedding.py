@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from data.batching.requests import evaluation_requests
-from data.index.sources import Source
+from data.index.sources import KnownSource
 from data.keys import content_hash
 from data.loader import LoadReport, micro_batches
 from data.modalities.tokenizer import length_multiple
@@ -76,7 +76,7 @@ class Embedded:
 
 @dataclass(frozen=True)
 class Values:
-    """Not a whole Source, but all of one that values of one modality are loaded by: a sample each,
+    """Not a whole KnownSource, but all of one that values of one modality are loaded by: a sample each,
     which are texts, or what files hold. `languages`: of texts, None where it is not known."""
 
     values: Sequence[Any]
@@ -104,9 +104,9 @@ class Values:
 
 def as_source(
     values: Sequence[Any], spec: str = "texts", languages: Sequence[Any] | None = None
-) -> Source:
+) -> KnownSource:
     """`Values`, for what loads them."""
-    return cast(Source, Values(values, spec, languages))
+    return cast(KnownSource, Values(values, spec, languages))
 
 
 class Embedder:
@@ -136,7 +136,9 @@ class Embedder:
     def branches(self) -> tuple[str, ...]:
         return tuple(self.layers)
 
-    def embedded(self, source: Source, subset: np.ndarray, all_captions: bool = False) -> Embedded:
+    def embedded(
+        self, source: KnownSource, subset: np.ndarray, all_captions: bool = False
+    ) -> Embedded:
         """A data set: with the first caption of each sample, as training evaluates, or with all.
         Samples that have one modality alone are left out."""
         compared = self.trained.compared
@@ -156,7 +158,7 @@ class Embedder:
         return Embedded({name: rows[name] for name in self.branches}, compared)
 
     def rows(
-        self, branch: str, source: Source, subset: np.ndarray, all_captions: bool = False
+        self, branch: str, source: KnownSource, subset: np.ndarray, all_captions: bool = False
     ) -> Rows:
         """Of the samples `subset` that have a value of this modality that can be read; of texts the
         first one of each sample, or all. Raises OSError where none can be read."""
@@ -173,7 +175,7 @@ class Embedder:
         """[m, D]"""
         return self._rows("text", as_source(texts), np.arange(len(texts))).embeds
 
-    def _rows(self, branch: str, source: Source, subset: np.ndarray) -> Rows:
+    def _rows(self, branch: str, source: KnownSource, subset: np.ndarray) -> Rows:
         nothing = torch.zeros(0, dtype=torch.int64)
         index, keys, embeds = [nothing], [nothing], []
         for batch, outputs in self.outputs(branch, source, subset):
@@ -186,7 +188,7 @@ class Embedder:
         )
 
     def outputs(
-        self, branch: str, source: Source, subset: np.ndarray
+        self, branch: str, source: KnownSource, subset: np.ndarray
     ) -> Iterator[tuple[Tensors, Tensors]]:
         """(what was loaded, what the tower makes of it) of one batch after the other. Raises
         OSError where nothing can be read."""

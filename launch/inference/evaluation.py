@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common.files import make_folder, write_text
 from common.secrets import redacted
-from data.index.sources import Source
+from data.index.sources import KnownSource
 from launch.inference.embedding import Embedded, Rows
 from launch.inference.gallery import Cell, Row
 from launch.modalities import encoded
@@ -78,7 +78,7 @@ def benchmark_metrics(values: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def by_language(embedded: Embedded, source: Source) -> dict[str, Embedded]:
+def by_language(embedded: Embedded, source: KnownSource) -> dict[str, Embedded]:
     """The samples of each language, where the data says of several; a sample that does not say it
     is of none. Each is compared with samples of its own language."""
     found: dict[str, list[int]] = {}
@@ -113,7 +113,7 @@ def rank_figures(direction: str, ranks: Tensor, relevance: Relevance) -> dict[st
     return figures | {f"{direction}_median_rank": median_rank(ranks)}
 
 
-def examples(embedded: Embedded, source: Source, number: int, seed: int = 0) -> list[Row]:
+def examples(embedded: Embedded, source: KnownSource, number: int, seed: int = 0) -> list[Row]:
     """Queries drawn by chance, equally many of each direction, with their first `SHOWN` answers; of
     every pair texts are asked about first."""
     draw = torch.Generator().manual_seed(seed)
@@ -135,7 +135,7 @@ def examples(embedded: Embedded, source: Source, number: int, seed: int = 0) -> 
     return rows
 
 
-def _cell(source: Source, modality: str, rows: Rows, row: int, *judged: Any) -> Cell:
+def _cell(source: KnownSource, modality: str, rows: Rows, row: int, *judged: Any) -> Cell:
     """What is drawn of a row. `judged`: the similarity of an answer, and whether it is right."""
     sample = int(rows.sample[row])
     if rows.texts:
@@ -143,7 +143,7 @@ def _cell(source: Source, modality: str, rows: Rows, row: int, *judged: Any) -> 
     return Cell(encoded(source, modality, sample), caption_of(source, sample), *judged)
 
 
-def caption_of(source: Source, i: int) -> str:
+def caption_of(source: KnownSource, i: int) -> str:
     """The first caption of a sample, or else its name."""
     return next(iter(source.captions(i)), source.identity(i))
 

@@ -20,7 +20,7 @@ import numpy as np
 from common.files import make_folder, read_json, remove, replacing, write_text
 from common.secrets import redacted
 from data.batching.mixture import specs_of
-from data.index.sources import Source
+from data.index.sources import KnownSource
 from launch.inference.embedding import Rows
 from launch.modalities import view_of
 
@@ -30,7 +30,7 @@ Line = dict[str, Any]
 
 
 def write_embeddings(
-    folder: Path, rows: Mapping[str, Rows], source: Source, about: Mapping[str, Any]
+    folder: Path, rows: Mapping[str, Rows], source: KnownSource, about: Mapping[str, Any]
 ) -> None:
     """`rows`: by modality. about.json last: a folder counts with it."""
     make_folder(folder)
@@ -48,7 +48,7 @@ def write_embeddings(
     write_text(folder / ABOUT, json.dumps(redacted(record), indent=2) + "\n")
 
 
-def lines_for(rows: Mapping[str, Rows], source: Source, modality: str) -> Iterator[Line]:
+def lines_for(rows: Mapping[str, Rows], source: KnownSource, modality: str) -> Iterator[Line]:
     """What is written beside each row of a modality."""
     own = rows[modality]
     # of a sample the first row of each other modality
@@ -66,13 +66,13 @@ def lines_for(rows: Mapping[str, Rows], source: Source, modality: str) -> Iterat
             yield line | {"content": _content(source, i, modality)}
 
 
-def _content(source: Source, i: int, modality: str) -> str:
+def _content(source: KnownSource, i: int, modality: str) -> str:
     view = view_of(modality)
     return view.content(source, i) if view else source.identity(i)
 
 
 def refuse_other_data(
-    folder: Path, lines: Sequence[Mapping[str, Any]], source: Source, modality: str
+    folder: Path, lines: Sequence[Mapping[str, Any]], source: KnownSource, modality: str
 ) -> None:
     """Errors: ValueError where the samples of `source` are not those that were embedded. A text is
     as it was written down."""

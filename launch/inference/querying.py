@@ -16,7 +16,7 @@ from torch import Tensor
 
 from common.output import plain
 from data.batching.mixture import open_sources
-from data.index.sources import Source
+from data.index.sources import KnownSource
 from data.modules import import_recorded, modules_of_specs
 from launch.inference.embedding import Embedder, as_source
 from launch.inference.evaluation import caption_of
@@ -130,7 +130,7 @@ def search_table(query: str, found: Sequence[Line]) -> Table:
 
 def _searched(
     arguments: argparse.Namespace, embedder: Embedder, model: Mapping[str, str], modality: str
-) -> tuple[np.ndarray | Tensor, Sequence[Line], Source | None]:
+) -> tuple[np.ndarray | Tensor, Sequence[Line], KnownSource | None]:
     """(rows [n, D], the line of each, where they are from if that is needed)."""
     if arguments.embeddings:
         embeds, lines, specs = read_embeddings(arguments.embeddings, model, modality)
@@ -156,7 +156,7 @@ def _searched(
     return rows[modality].embeds, [*lines_for(rows, source, modality)], source
 
 
-def _cell(source: Source, modality: str, line: Line) -> Cell:
+def _cell(source: KnownSource, modality: str, line: Line) -> Cell:
     value = encoded(source, modality, line["index"])
     text = line["text"] if "text" in line else caption_of(source, line["index"])
     return Cell(value, text, line["similarity"])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from data.index.sources import Source
+from data.index.sources import KnownSource
 from launch.inference.embedding import Embedded, Embedder, as_source
 from launch.inference.evaluation import directions, rank_figures
 from models.metrics.retrieval import nearest, relevant_ranks, reranked
@@ -21,7 +21,7 @@ from models.towers.head import TextTokensHead
 
 
 def reranked_retrieval(
-    embedder: Embedder, embedded: Embedded, source: Source, number: int
+    embedder: Embedder, embedded: Embedded, source: KnownSource, number: int
 ) -> dict[str, float]:
     """As `retrieval` counts, after the first `number` candidates of each query were scored. Empty
     data: none. Raises ValueError for a model without fusion."""
@@ -60,7 +60,7 @@ def _scores(
     embedder: Embedder,
     fusion: Fusion,
     embedded: Embedded,
-    source: Source,
+    source: KnownSource,
     image: Tensor,
     text: Tensor,
 ) -> Tensor:

@@ -7,7 +7,7 @@ import argparse
 from data.index.roots import with_roots
 from data.index.sources import open_source
 from data.options import DataOptions
-from data.prepare import HeldOut, count_unusable, first_bad, prepare_data
+from data.prepare import HeldOut, first_bad, prepare_data
 from launch.inference.trained import Trained, import_of_data
 from launch.terminal.tables import show
 
@@ -59,4 +59,4 @@ def opened(spec: str, trained: Trained, max_audio_seconds: float | None = None) 
 
 
 def left_out(part: HeldOut) -> int:
-    return sum(count_unusable(part.source).values())
+    return sum(part.source.bad_counts().values())

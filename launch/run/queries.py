@@ -17,7 +17,7 @@ from common.files import read_json
 from launch.modalities import encoded, view_of
 
 if TYPE_CHECKING:
-    from data.index.sources import Source
+    from data.index.sources import KnownSource
     from data.prepare import HeldOut
 
 FILE = "queries.json"
@@ -35,7 +35,7 @@ class Answers:
     float64 [q, k, 3], see `models.metrics.retrieval.first_answers`. `queries` [q]: rows.
     """
 
-    source: Source
+    source: KnownSource
     samples: np.ndarray
     queries: np.ndarray
     found: Mapping[str, Any]
@@ -118,7 +118,7 @@ def _answers(samples: np.ndarray, found: Sequence[Sequence[float]]) -> list[dict
     ]
 
 
-def _sample(source: Source, i: int, modalities: Sequence[str]) -> dict[str, Any]:
+def _sample(source: KnownSource, i: int, modalities: Sequence[str]) -> dict[str, Any]:
     """Its id and text, and by `<modality>_picture` and `<modality>_sound` in base64 a small JPEG
     and an MP3 of a short sound; None where the sample cannot be read."""
     captions = source.captions(i)

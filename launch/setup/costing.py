@@ -301,14 +301,15 @@ def _example(
     if branch == "text" and lengths is not None:
         wanted = lengths.mean() if num_tokens is None else num_tokens
         number = np.resize(np.argsort(np.abs(lengths - wanted), kind="stable"), size)
-    index = data.train[number % len(data.train)]
+    examples = data.examples(size)
+    index = examples[number % len(examples)]
     example = dataset[MicroBatchRequest(0, 0, index, np.arange(size), training=True)]
     return as_values(example, inputs.preprocessing)
 
 
 def _text_lengths(data: PreparedData, inputs: InputOptions) -> np.ndarray:
     """Tokens of the first training samples' texts, at most those that the tower takes."""
-    first = [(data.source.captions(int(i)) or [""])[0] for i in data.train[:EXAMPLE_TEXTS]]
+    first = [(data.source.captions(int(i)) or [""])[0] for i in data.examples(EXAMPLE_TEXTS)]
     return np.array(token_lengths(data.text_tokenizer, first, inputs.max_text_tokens))
 
 
@@ -344,7 +345,8 @@ def _sample_s(
     one."""
     known = Inputs(inputs, data.tokenizer, data.length_multiple, sample_cache(loading))
     dataset = micro_batch_dataset(data.source, known, {branch})
-    index = np.random.default_rng(inputs.seed).choice(data.train, SAMPLES_LOADED)
+    examples = data.examples() if data.shards else data.train[:]
+    index = np.random.default_rng(inputs.seed).choice(examples, SAMPLES_LOADED)
     place = np.arange(SAMPLES_LOADED)
     seconds: list[float] = []
     while len(seconds) < 2 or (len(seconds) < LOADED and sum(seconds) < LOADING_BUDGET_S):

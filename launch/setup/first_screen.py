@@ -17,8 +17,10 @@ from rich.console import Console
 from rich.text import Text
 
 from common.output import plain
+from data.batching.stream_order import StreamOrder
 from data.index.sources import Source
-from data.prepare import PreparedData, count_bad, count_unusable
+from data.prepare import GB, PreparedData, count_bad
+from data.streams.several import streams_of
 from engine.optimizer.preview import preview
 from engine.planning.costs import precision_of
 from engine.planning.planner import GIB, RunPlan
@@ -82,6 +84,7 @@ def first_screen(run: PreparedRun, ranks: Ranks) -> list[tuple[str, str]]:
     ]
     screen = [
         ("data", "\n".join([_data(data), *_repeated(data, options)])),
+        ("stream", _streams(data, config["train_batch_size"])),
         ("towers", _towers(options, model.towers, plan)),
         ("tokenizer", _tokenizer(options, data)),
         ("ranks", f"{ranks.described}; {precision_of(config)}, ZeRO stage {zero}"),
@@ -148,12 +151,14 @@ def _published(options: Options, towers: Sequence[Tower]) -> str:
 def _repeated(data: PreparedData, options: Options) -> list[str]:
     """A line for each modality of which values stand in several training samples, not just a
     few."""
-    lines = []
+    lines: list[str] = []
+    if data.shards:
+        return lines
     meaning = f"{DUPLICATES[options.duplicates]} (--duplicates {options.duplicates})"
     if isinstance(build_loss(options.loss), PlainLoss):
         meaning = f"what '{options.loss}' makes of them: --duplicates is for other losses"
     for kind, name in (("content", "images"), ("audio", "sounds")):
-        keys = data.source.keys(kind)[data.train]
+        keys = data.known.keys(kind)[data.train[:]]
         keys = keys[keys != 0]
         if (different := len(np.unique(keys))) < (1 - FEW) * len(keys):
             lines.append(
@@ -163,10 +168,34 @@ def _repeated(data: PreparedData, options: Options) -> list[str]:
     return lines
 
 
+def _streams(data: PreparedData, batch_size: int) -> str:
+    """How the samples of shards are mixed, and how many shards this machine keeps."""
+    order = data.order(batch_size)
+    if not isinstance(order, StreamOrder):
+        return ""
+    lines = []
+    for number, stream in streams_of(data.source).items():
+        cache, table = stream.cache, stream.table
+        size = table.sizes.sum() / max(1, np.count_nonzero(table.sizes))
+        room = f", {cache.limit_bytes / size:,.0f} shards" if size else ""
+        lines.append(
+            f"{len(table.names):,} shards, {data.shards[number].mixed} of them mixed; at most "
+            f"{cache.limit_bytes / GB:,.1f} GB{room} in {cache.folder}"
+        )
+    mixing = order.mixing()
+    lines.append(
+        f"a global batch has samples of {mixing.shards_per_batch:,} shards; rank correlation of how "
+        f"they come with how they are stored {mixing.rank_correlation:.2f} (0: fully mixed)"
+    )
+    if data.held_out:
+        lines.append("samples of streams are not compared with those held out")
+    return "\n".join(lines)
+
+
 def _left_out(source: Source) -> str:
     """What lies in a data set and is not used."""
     reasons, unused = count_bad(source), source.unused()
-    bad = sum(count_unusable(source).values())
+    bad = sum(source.bad_counts().values())
     in_part = sum(reasons.values()) - bad
     said = f"; {bad:,} cannot be used" if bad else ""
     said += f"; {in_part:,} are used in part" if in_part else ""
@@ -202,7 +231,8 @@ def _tokenizer(options: Options, data: PreparedData) -> str:
         return ""
     entries, source = f"{len(data.tokenizer):,} entries", options.tokenizer_source()
     if source is None:
-        captions = data.source.column("num_captions")[data.train].sum(dtype=int)
+        known = data.examples() if data.shards else data.train[:]
+        captions = data.source.numbers("num_captions", known).sum(dtype=int)
         return f"trained on {captions:,} captions, {entries}"
     is_described = not Path(source).is_dir() or (Path(source) / DESCRIPTION).is_file()
     assumed = f"; without {DESCRIPTION}, so transformers' special tokens and lower case are assumed"

@@ -20,6 +20,7 @@ PANELS = {
     "throughput": "samples_per_s step_s sent_bytes",
     "padding": "text_tokens padded_text_tokens audio_seconds padded_audio_seconds",
     "balance": "captions_per_image kept_patches image_size",
+    "stream": "stream_wait_s stream_hits stream_misses stream_bytes",
 }
 # Key of a step's line -> name. What follows a slash in the key follows in the name:
 # `grad_norm/image` is `clipping/grad_norm/image`.

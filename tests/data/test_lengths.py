@@ -29,7 +29,7 @@ def test_counts_are_the_lengths_of_what_is_loaded(emoji_set, tokenizer, tmp_path
 def test_they_are_counted_once(emoji_set, tokenizer, tmp_path, monkeypatch):
     source = open_source(f"jsonl:{emoji_set(12)}")
     first = token_counts(source, source.usable(), tokenizer, 16, tmp_path / "counts")
-    monkeypatch.setattr(lengths, "_count", lambda *_: pytest.fail("counted again"))
+    monkeypatch.setattr(lengths, "counts_of_captions", lambda *_: pytest.fail("counted again"))
     again = token_counts(source, source.usable(), tokenizer, 16, tmp_path / "counts")
     assert np.array_equal(first.counts, again.counts) and isinstance(again.counts, np.memmap)
     monkeypatch.undo()

@@ -77,7 +77,8 @@ def test_the_weights_of_a_global_batch_are_whole_millionths_of_the_indexs_column
     source = open_sources([f"jsonl:{file}"])
     visited, indices = np.array([1, 4, 0, 3]), np.array([3, 11, 0, 7])
     lengths = np.array([9, 4, 100, 6, 2])
-    found = loss_weights(source, lengths, 0.3, 0.7, 0.0, batch_of(visited, indices))
+    batch = batch_of(visited, indices)
+    found = loss_weights(source, lambda batch: lengths[batch.visited], 0.3, 0.7, 0.0, batch)
     assert found.dtype == np.int64 and len(set(found.tolist())) == 4
     expected = weights(source.column("complexity")[indices], np.array([4, 2, 9, 6]), 0.3, 0.7)
     assert found / 1e6 == pytest.approx(expected, abs=1e-6)
@@ -85,11 +86,11 @@ def test_the_weights_of_a_global_batch_are_whole_millionths_of_the_indexs_column
 
 def test_no_weight_leaves_31_bits():
     class Source:
-        def column(self, name):
+        def numbers(self, name, index):
             return np.array([1e8] + [1] * 9999)
 
     numbers = np.arange(10_000)
-    found = loss_weights(Source(), numbers, 1, 0, 0, batch_of(numbers, numbers))
+    found = loss_weights(Source(), None, 1, 0, 0, batch_of(numbers, numbers))
     assert found.tolist() == [LARGEST] + [100] * 9999 and LARGEST < 2**31
 
 
@@ -110,7 +111,7 @@ def test_every_row_of_a_batch_has_the_weight_of_its_sample_in_the_whole_batch(
         np.arange(300, 340),
         [setting],
         texts=texts,
-        weights_of=partial(loss_weights, demo, lengths, 0.3, 0.7, 0.0),
+        weights_of=partial(loss_weights, demo, lambda batch: lengths[batch.visited], 0.3, 0.7, 0),
     )
     expected = batches.weights_of(batches.at(2))
     dataset = {

@@ -44,7 +44,7 @@ class AudioModality(ValueModality):
         loaded = replace(super().load(source, request, seed), key=key)
         if not request.training:  # nothing is counted of it, and a source may have no index
             return loaded
-        seconds = source.column("audio_seconds")[request.index]  # 0 without a sound
+        seconds = source.numbers("audio_seconds", request.index)  # 0 without a sound
         clip = self.features.num_samples / self.features.rate
         counts = {
             "audio_seconds": float(np.minimum(seconds, clip).sum()),
@@ -60,7 +60,7 @@ class AudioModality(ValueModality):
         self, source: Source, i: int, generator: np.random.Generator | None
     ) -> dict[str, Tensor]:
         # without a length the sound is missing or bad, and the source says which
-        if self.cache is None or not source.column("audio_seconds")[i] > 0:
+        if self.cache is None or not source.numbers("audio_seconds", np.array([i]))[0] > 0:
             return super().row(source, i, generator)
         made = self._spectrogram(self.cache, source, i, generator)
         return {"input_features": self.features.finished(made, generator)}

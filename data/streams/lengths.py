@@ -1,0 +1,160 @@
+"""Token counts of the captions of a stream, counted when a shard is read.
+
+n: samples of a shard, T: their captions, G: samples of a global batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from common.files import replacing
+from data.batching.mixture import Mixture
+from data.batching.rows import Rows
+from data.batching.stream_order import StreamOrder
+from data.index.mapped import fingerprint
+from data.index.sources import Source
+from data.modalities.lengths import Counts, TokenCounts, counts_of_captions, token_counts
+from data.streams.source import OpenShard, StreamSource
+
+SHARDS_KEPT = 256  # token counts of a shard of 10,000 texts take 100 KB
+
+
+def stream_token_counts(
+    source: Source,
+    train: Rows,
+    order: StreamOrder,
+    tokenizer: PreTrainedTokenizerBase,
+    max_text_tokens: int,
+    folder: Path,
+) -> Counts:
+    """Token counts of the training samples of data sets of which some are streams; `folder`: for
+    those of the others."""
+    found: list[Counts] = []
+    sources = source.sources if isinstance(source, Mixture) else (source,)
+    for number, (each, (_, rows)) in enumerate(zip(sources, train.pieces)):
+        if isinstance(each, StreamSource):
+            first = int(order.coming(number)[0])
+            found.append(StreamTokenCounts(each, tokenizer, max_text_tokens, first))
+        else:
+            assert not isinstance(rows, int)
+            own = folder / str(number)
+            found.append(token_counts(each, rows, tokenizer, max_text_tokens, own, True))
+    return found[0] if len(found) == 1 else SeveralTokenCounts(found, train.starts)
+
+
+class StreamTokenCounts:
+    """As `TokenCounts`, where every sample of a stream is a training sample. Counts are kept beside
+    their shard. `first_shard`: one that is at hand when a run begins."""
+
+    def __init__(
+        self,
+        source: StreamSource,
+        tokenizer: PreTrainedTokenizerBase,
+        max_text_tokens: int,
+        first_shard: int,
+    ) -> None:
+        self.source, self.tokenizer, self.max_text_tokens = source, tokenizer, max_text_tokens
+        self.first_shard = first_shard
+
+    @cached_property
+    def _of_shard(self) -> Callable[[int], TokenCounts]:
+        return lru_cache(SHARDS_KEPT)(self._counted)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_of_shard"}
+
+    def of(
+        self, visited: np.ndarray, indices: np.ndarray, seed: int, epoch: int, captions: int = 1
+    ) -> np.ndarray:
+        found = np.zeros((len(visited), captions), np.int64)
+        for own, counts, rows in self._by_shard(visited):
+            found[own] = counts.of(rows, indices[own], seed, epoch, captions)
+        return found
+
+    def longest(self, visited: np.ndarray, indices: np.ndarray) -> np.ndarray:
+        found = np.zeros(len(visited), np.int64)
+        for own, counts, rows in self._by_shard(visited):
+            found[own] = counts.longest(rows, indices[own])
+        return found
+
+    def typical(self) -> np.ndarray:
+        return self._of_shard(self.first_shard).typical()
+
+    def _by_shard(self, visited: np.ndarray):
+        """(positions, token counts, rows in the shard) of the samples of each shard."""
+        of = self.source.shards_of(visited)
+        for shard in np.unique(of).tolist():
+            own = np.flatnonzero(of == shard)
+            yield own, self._of_shard(shard), visited[own] - self.source.starts[shard]
+
+    @cached_property
+    def _words(self) -> str:
+        words = self.tokenizer.backend_tokenizer.to_str()
+        return fingerprint((words, self.max_text_tokens))
+
+    def _name(self, shard: int) -> str:
+        kept = self.source.table.kept
+        return f"tokens-{self._words}{f'-{kept.marks[shard]:x}' if kept else ''}.npz"
+
+    def count(self, shard: int, opened: OpenShard) -> Path:
+        """Count those of a shard, unless that was done; the file that has them."""
+        file = opened.folder / self._name(shard)
+        if not file.is_file():
+            captions = map(opened.source.captions, opened.rows.tolist())
+            counts, starts = counts_of_captions(captions, self.tokenizer, self.max_text_tokens)
+            with replacing(file) as beside, beside.open("wb") as written:
+                np.savez(written, counts=counts, starts=starts)
+        return file
+
+    def _counted(self, shard: int) -> TokenCounts:
+        with self.source.opened(shard) as opened, np.load(self.count(shard, opened)) as found:
+            counts, starts = found["counts"], found["starts"]
+        # samples that are announced and not there show an empty text
+        missing = int(self.source.table.counts[shard]) - (len(starts) - 1)
+        if missing > 0:
+            (empty, _) = counts_of_captions([[]], self.tokenizer, self.max_text_tokens)
+            counts = np.concatenate([counts, np.repeat(empty, missing)])
+            starts = np.concatenate([starts, starts[-1] + np.arange(1, missing + 1)])
+        return TokenCounts(counts, starts)
+
+
+class SeveralTokenCounts:
+    """Those of several data sets in a row. `starts` [D + 1]: the first training sample of each."""
+
+    def __init__(self, counts: Sequence[Counts], starts: np.ndarray) -> None:
+        self.counts, self.starts = tuple(counts), starts
+
+    def of(
+        self, visited: np.ndarray, indices: np.ndarray, seed: int, epoch: int, captions: int = 1
+    ) -> np.ndarray:
+        found = np.zeros((len(visited), captions), np.int64)
+        for own, counts, numbers in self._by_set(visited):
+            found[own] = counts.of(numbers, indices[own], seed, epoch, captions)
+        return found
+
+    def longest(self, visited: np.ndarray, indices: np.ndarray) -> np.ndarray:
+        found = np.zeros(len(visited), np.int64)
+        for own, counts, numbers in self._by_set(visited):
+            found[own] = counts.longest(numbers, indices[own])
+        return found
+
+    def typical(self) -> np.ndarray:
+        return np.concatenate([counts.typical() for counts in self.counts])
+
+    def _by_set(self, visited: np.ndarray):
+        of = np.searchsorted(self.starts, visited, side="right") - 1
+        for number in np.unique(of).tolist():
+            own = np.flatnonzero(of == number)
+            yield own, self.counts[number], visited[own] - self.starts[number]
+
+
+def of_streams(counts: Counts) -> dict[int, StreamTokenCounts]:
+    """Those of the data sets that are streams, by their number."""
+    every = counts.counts if isinstance(counts, SeveralTokenCounts) else (counts,)
+    return {n: each for n, each in enumerate(every) if isinstance(each, StreamTokenCounts)}

@@ -1,0 +1,128 @@
+"""Opens a stream by its spec, from the counts of its shards alone."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from data.formats.rows import DEFAULT_PAIRS, Pairs
+from data.formats.shards import expand
+from data.formats.specs import cache_folder, is_remote, local_path, split_options
+from data.formats.store import listed, size_of
+from data.streams.bloom import CAPTION, Unseen, open_unseen
+from data.streams.cache import ShardCache
+from data.streams.counts import counts_of
+from data.streams.filters import kept_rows
+from data.streams.source import FORMATS, ShardTable, StreamSource, _ending
+
+USAGE = "stream:PATTERN, for example stream:s3://bucket/{00000..01242}.tar"
+MIXED = 64  # shards
+SPARE = 2  # that come while as many leave
+OPTIONS = ("mixed", "where", "unseen", "unseen_by")
+OF_PARQUET = ("image", "text", "audio", "id")
+DISK_SHARE = 0.5  # of what is free, where no limit is given
+
+
+def is_stream(spec: str) -> bool:
+    return spec.startswith("stream:")
+
+
+def open_stream(
+    spec: str,
+    pairs: Pairs = DEFAULT_PAIRS,
+    cache_bytes: int | None = None,
+    max_audio_seconds: float | None = None,
+    progress: bool = False,
+) -> tuple[StreamSource, int]:
+    """`stream:PATTERN[?mixed=K&image=COLUMN&…]` -> its samples, and how many shards are mixed.
+    `cache_bytes`: limit of the shards that are kept on this machine; None: half of what is free
+    there. Errors: ValueError, OSError."""
+    names, options = named_shards(spec)
+    columns = {key: value for key, value in options.items() if key in OF_PARQUET}
+    folder = cache_folder() / "streams"
+    kept = kept_rows(
+        names,
+        folder / "counts",
+        options.get("where"),
+        _unseen(spec, options),
+        options.get("text"),
+        progress,
+    )
+    if kept is not None:
+        counts, sizes = kept.counts, kept.sizes
+    else:
+        counts, sizes = counts_of(names, folder / "counts", progress)
+    if not counts.any():
+        raise ValueError(f"data spec '{spec:.1000}': its {len(names)} shards hold no sample")
+    table = ShardTable(tuple(names), counts, sizes, _written(columns), kept)
+    if not counts.all():
+        table = table.chosen(np.flatnonzero(counts))  # the others would be fetched for nothing
+    cache = ShardCache(folder / "shards", cache_bytes or _share_of_disk(folder))
+    mixed = min(_mixed(spec, options), len(table.names))
+    _refuse_small_cache(spec, table, cache, mixed)
+    return StreamSource(spec, table, cache, pairs, max_audio_seconds), mixed
+
+
+def named_shards(spec: str) -> tuple[list[str], dict[str, str]]:
+    """The shards of a stream, and its options. Errors: ValueError, OSError."""
+    where = spec.partition(":")[2]
+    pattern, options, _ = split_options("stream", where, (*OPTIONS, *OF_PARQUET))
+    names = [
+        name
+        for each in expand("stream", pattern, USAGE)
+        for name in (listed(each) if is_remote(each) and set(each) & {*"*?["} else [each])
+    ]
+    endings = sorted({_ending(name) for name in names})
+    if len(endings) != 1 or endings[0] not in FORMATS:
+        raise ValueError(
+            f"data spec '{spec:.1000}': its shards end in {', '.join(endings) or 'nothing'}; a "
+            f"stream has shards that all end in one of {', '.join(FORMATS)}"
+        )
+    if options.keys() & {*OF_PARQUET} and endings[0] != ".parquet":
+        raise ValueError(f"data spec '{spec:.1000}': only .parquet has columns; leave them out")
+    return names, options
+
+
+def _unseen(spec: str, options: dict[str, str]) -> Unseen | None:
+    if "unseen" in options:
+        return open_unseen(Path(local_path(options["unseen"])), options.get("unseen_by", CAPTION))
+    if "unseen_by" in options:
+        raise ValueError(f"data spec '{spec:.1000}': unseen_by needs &unseen=FILE; give both")
+    return None
+
+
+def _mixed(spec: str, options: dict[str, str]) -> int:
+    given = options.get("mixed", str(MIXED))
+    if not given.isdecimal() or int(given) < 1:
+        raise ValueError(
+            f"data spec '{spec:.1000}': mixed={given}; a whole number of shards from 1 on is needed"
+        )
+    return int(given)
+
+
+def _written(options: dict[str, str]) -> str:
+    words = "&".join(f"{key}={value}" for key, value in options.items())
+    return f"?{words}" if words else ""
+
+
+def _share_of_disk(folder: Path) -> int:
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    own = ShardCache(folder / "shards", 1).usage()
+    return int((shutil.disk_usage(there).free + own) * DISK_SHARE)
+
+
+def _refuse_small_cache(spec: str, table: ShardTable, cache: ShardCache, mixed: int) -> None:
+    """Raise ValueError where the shards that are needed at a time do not fit."""
+    remote = [n for n, name in enumerate(table.names) if is_remote(name)]
+    if not remote:
+        return
+    size = int(table.sizes[remote].mean()) or size_of(table.names[remote[0]]).size
+    if (mixed + SPARE) * size > cache.limit_bytes:
+        most = max(1, cache.limit_bytes // size - SPARE)
+        raise ValueError(
+            f"data spec '{spec:.1000}': {mixed} shards of {size / 1e6:,.0f} MB are mixed, and the "
+            f"cache of this machine has {cache.limit_bytes / 1e9:,.1f} GB for them; give a larger "
+            f"--stream-cache, WYE_CACHE on another disk, or mix fewer: ?mixed={most}"
+        )

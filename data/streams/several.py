@@ -1,0 +1,44 @@
+"""What is asked of all streams of a run, which may stand beside other data sets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from data.batching.mixture import Mixture
+from data.index.sources import IndexedSource, KnownSource, Source
+from data.streams.filters import Kept
+from data.streams.source import StreamSource
+
+
+def streams_of(source: Source) -> dict[int, StreamSource]:
+    """Number of a data set -> the stream that it is."""
+    sources = source.sources if isinstance(source, Mixture) else (source,)
+    return {n: each for n, each in enumerate(sources) if isinstance(each, StreamSource)}
+
+
+def keep_shards(source: Source, shards: Mapping[int, np.ndarray]) -> None:
+    """Let go of all other shards. `shards`: by number of the data set."""
+    for number, stream in streams_of(source).items():
+        stream.keep(shards[number].tolist() if number in shards else ())
+
+
+def stream_counts(source: Source) -> dict[str, float]:
+    """What streams have counted since the last call; empty where there are none."""
+    return dict(sum((Counter(s.taken_counts()) for s in streams_of(source).values()), Counter()))
+
+
+def kept_samples(held_out: KnownSource, kept: Sequence[tuple[Kept | None, int]]) -> np.ndarray:
+    """The usable samples of shards that were opened as known data sets, without what their streams
+    leave out. `kept`: for each its stream's rows, and its number there."""
+    mixture = held_out if isinstance(held_out, Mixture) else Mixture([held_out])
+    found = []
+    for source, start, (rows, shard) in zip(mixture.known, mixture.starts, kept, strict=True):
+        assert isinstance(source, IndexedSource)
+        own = source.usable()
+        if rows is not None:
+            own = np.intersect1d(own, rows.rows_of(shard, source))
+        found.append(start + own)
+    return np.concatenate(found)

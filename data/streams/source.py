@@ -1,0 +1,360 @@
+"""A data set in shards of which few are at hand at a time.
+
+S: shards, N: samples.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.secrets import redact
+from data.bad_samples import BadSample
+from data.formats.parquet import ParquetFormat
+from data.formats.rows import DEFAULT_PAIRS, Format, Pairs
+from data.formats.shards import Shard, short_names
+from data.formats.specs import is_remote
+from data.formats.store import fetch, size_of
+from data.formats.webdataset import WebdatasetFormat
+from data.index.building import load_index
+from data.index.mapped import UnusedCounts
+from data.index.sources import IndexedSource
+from data.keys import HASH_BYTES
+from data.streams.cache import Held, ShardCache
+from data.streams.filters import Kept
+
+FORMATS: dict[str, Callable[[str, Shard], Format]] = {
+    ".tar": WebdatasetFormat,
+    ".parquet": ParquetFormat,
+}
+INDEX_BYTES = 1 << 10  # of a sample, at most on average: its row, captions and token counts
+HELD_UNTOLD = 2  # shards that are held by who reads samples in any order
+KEPT_NUMBERS = 256  # columns of shards
+
+# seconds in which a reader waited for shards, shards that were there and that were not when they
+# were needed, and bytes that were fetched
+COUNTS = ("stream_wait_s", "stream_hits", "stream_misses", "stream_bytes")
+
+
+@dataclass(frozen=True, eq=False)
+class ShardTable:
+    """The shards of a data set. `counts` [S] int64: samples of each; `sizes` [S] int64: bytes, 0
+    where they are not known yet. `options`: of the format, as in a spec. `kept`: the rows that are
+    samples, which `counts` counts; None: all."""
+
+    names: tuple[str, ...]
+    counts: np.ndarray
+    sizes: np.ndarray
+    options: str = ""
+    kept: Kept | None = None
+
+    def known_spec(self, shard: int) -> str:
+        """The spec of a shard by itself, as a data set that is looked at beforehand."""
+        kind = {".tar": "webdataset", ".parquet": "parquet"}[_ending(self.names[shard])]
+        return f"{kind}:{self.names[shard]}{self.options}"
+
+    @cached_property
+    def short(self) -> list[str]:
+        return short_names([redact(name) for name in self.names])
+
+    def chosen(self, shards: np.ndarray) -> ShardTable:
+        names = tuple(self.names[shard] for shard in shards.tolist())
+        kept = self.kept and self.kept.chosen(shards)
+        counts, sizes = self.counts[shards], self.sizes[shards]
+        return replace(self, names=names, counts=counts, sizes=sizes, kept=kept)
+
+
+@dataclass
+class OpenShard:
+    """A shard that is held in the cache, and its samples."""
+
+    held: Held
+    source: IndexedSource
+    rows: np.ndarray  # of each sample, in `source`; fewer where the shard lacks some
+
+    @property
+    def folder(self) -> Path:
+        """In which what is known of the shard can be kept as long as it is in the cache."""
+        return self.held.folder
+
+
+class StreamSource:
+    """The samples of all shards in a row. A shard is fetched into the cache, and listed there, when
+    one of its samples is first asked for; so what is bad is found while training, and is left out
+    of the loss as an image that breaks under a run is.
+
+    Once `keep` was called, a shard that was opened stays in the cache until `keep` says that it is
+    not needed; before that until others are. Pickled it is the table and the cache's folder.
+    """
+
+    def __init__(
+        self,
+        spec: str,
+        table: ShardTable,
+        cache: ShardCache,
+        pairs: Pairs = DEFAULT_PAIRS,
+        max_audio_seconds: float | None = None,
+    ) -> None:
+        self.spec = redact(spec)
+        self.table, self.cache, self.pairs = table, cache, pairs
+        self.max_audio_seconds = max_audio_seconds
+        # [S + 1]: the first sample of each shard
+        self.starts = np.concatenate([[0], np.cumsum(table.counts)])
+        self._reset()
+
+    def _reset(self) -> None:
+        self._open: dict[int, OpenShard] = {}
+        self._is_told = False  # by `keep`
+        self._numbers: dict[tuple[int, str], np.ndarray] = {}
+        self._counts = dict.fromkeys(COUNTS, 0.0)
+        self._lock = threading.RLock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {name: value for name, value in self.__dict__.items()}
+        for name in ("_open", "_is_told", "_numbers", "_counts", "_lock"):
+            del state[name]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._reset()
+
+    # -- samples
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def identity(self, i: int) -> str:
+        source, row = self._of(i)
+        return f"{self.where(i)}" if row is None else source.identity(row)
+
+    def captions(self, i: int) -> list[str]:
+        source, row = self._of(i)
+        return [] if row is None else source.captions(row)
+
+    def language(self, i: int) -> str | int | None:
+        source, row = self._of(i)
+        return None if row is None else source.language(row)
+
+    def value(self, modality: str, i: int) -> Any:
+        source, row = self._of(i)
+        if row is None:
+            shard = self._shard_of(i)
+            raise BadSample(
+                "truncated-archive",
+                f"it has {len(source)} samples, which lack some of the {self.table.counts[shard]} "
+                "that were announced",
+            )
+        return source.value(modality, row)
+
+    def content_hash(self, modality: str, i: int) -> bytes:
+        source, row = self._of(i)
+        return bytes(HASH_BYTES) if row is None else source.content_hash(modality, row)
+
+    def where(self, i: int, modality: str | None = None) -> str:
+        source, row = self._of(i)
+        if row is None:
+            shard = self._shard_of(i)
+            return f"{redact(self.table.names[shard])}#row {i - self.starts[shard]}"
+        return source.where(row, modality)
+
+    def numbers(self, name: str, index: np.ndarray) -> np.ndarray:
+        """What is known when a shard is read, of `IndexedSource.numbers`; of samples that are not
+        there 0."""
+        of, found = self.shards_of(index), None
+        for shard in np.unique(of).tolist():
+            own = of == shard
+            column = self._column(shard, name)
+            if found is None:
+                found = np.zeros(len(index), column.dtype)
+            rows = index[own] - self.starts[shard]
+            there = rows < len(column)
+            found[np.flatnonzero(own)[there]] = column[rows[there]]
+        return np.zeros(len(index)) if found is None else found
+
+    def bad_counts(self) -> dict[str, int]:
+        return {}
+
+    def bad_samples(self) -> Iterator[tuple[str, str, str, str]]:
+        return iter(())
+
+    def broken_values(self) -> Iterator[tuple[str, str, str, str]]:
+        return iter(())
+
+    def unused(self) -> UnusedCounts:
+        return {}
+
+    def shards_of(self, index: np.ndarray) -> np.ndarray:
+        """[n]: the shards of samples."""
+        return np.searchsorted(self.starts, index, side="right") - 1
+
+    def _shard_of(self, i: int) -> int:
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of {self.spec}: there are 0..{len(self) - 1}")
+        return int(self.shards_of(np.array(i)))
+
+    def _of(self, i: int) -> tuple[IndexedSource, int | None]:
+        """The samples of its shard, and its row there; None: it is announced, and not there."""
+        shard = self._shard_of(i)
+        with self._lock:
+            source, rows = self.shard(shard), self._open[shard].rows
+        sample = int(i - self.starts[shard])
+        return source, int(rows[sample]) if sample < len(rows) else None
+
+    def _column(self, shard: int, name: str) -> np.ndarray:
+        if (shard, name) not in self._numbers:
+            while len(self._numbers) >= KEPT_NUMBERS:
+                del self._numbers[next(iter(self._numbers))]
+            with self.opened(shard) as opened:
+                self._numbers[shard, name] = opened.source.column(name)[opened.rows]
+        return self._numbers[shard, name]
+
+    # -- shards
+
+    @property
+    def shown(self) -> list[str]:
+        """The shards' names, without credentials."""
+        return [redact(name) for name in self.table.names]
+
+    def of_shards(self, shards: np.ndarray, counts: np.ndarray) -> StreamSource:
+        """Some of the shards, of each the first `counts` samples."""
+        table = replace(self.table.chosen(shards), counts=counts)
+        return StreamSource(self.spec, table, self.cache, self.pairs, self.max_audio_seconds)
+
+    def fingerprint(self) -> int:
+        """Another number where shards have other names, counts or kept rows."""
+        names = "\n".join(map(redact, self.table.names)).encode(errors="backslashreplace")
+        kept = b"" if self.table.kept is None else self.table.kept.marks.tobytes()
+        return zlib.crc32(names, zlib.crc32(self.table.counts.tobytes() + kept))
+
+    def shard(self, shard: int) -> IndexedSource:
+        """The samples of a shard, which is held from now on. Errors: OSError."""
+        with self._lock:  # readers of one process are few threads, and need it all
+            if shard not in self._open:
+                if not self._is_told:
+                    self._close([*self._open][: 1 - HELD_UNTOLD])
+                began = time.monotonic()
+                opened = self._opened(shard)
+                assert opened is not None
+                self._open[shard] = opened
+                self._counts["stream_wait_s"] += time.monotonic() - began
+            return self._open[shard].source
+
+    @contextmanager
+    def opened(self, shard: int) -> Iterator[OpenShard]:
+        """A shard that is held no longer than before. Errors: OSError."""
+        with self._lock:
+            known = self._open.get(shard)
+        opened = known or self._opened(shard)
+        assert opened is not None
+        try:
+            yield opened
+        finally:
+            if known is None:
+                opened.held.close()
+
+    def prefetch(
+        self,
+        shard: int,
+        next_use: Callable[[str], float],
+        then: Callable[[int, OpenShard], Any] | None = None,
+    ) -> bool:
+        """Have a shard in the cache, if there is room for it, and do something with it. Errors:
+        OSError."""
+        opened = self._opened(shard, needed=False, next_use=next_use)
+        if opened is None:
+            return False
+        try:
+            if then is not None:
+                then(shard, opened)
+        finally:
+            opened.held.close()
+        return True
+
+    def keep(self, shards: Iterable[int]) -> None:
+        """Hold none but these from now on."""
+        kept = {*shards}
+        with self._lock:
+            self._is_told = True
+            self._close([each for each in self._open if each not in kept])
+
+    def _close(self, shards: Iterable[int]) -> None:
+        for shard in shards:
+            self._open.pop(shard).held.close(done=True)
+
+    def taken_counts(self) -> dict[str, float]:
+        """What was counted since the last call, see `COUNTS`."""
+        counts, self._counts = self._counts, dict.fromkeys(COUNTS, 0.0)
+        return counts
+
+    def held(
+        self, shard: int, needed: bool = True, next_use: Callable[[str], float] | None = None
+    ) -> tuple[Held, bool] | None:
+        """A shard in the cache, and whether it was not there before; None, and the rest: see
+        `ShardCache.hold`. Errors: OSError."""
+        name, table = self.table.names[shard], self.table
+        remote = is_remote(name)
+        counts = table.counts if table.kept is None else table.kept.totals
+        size = int(counts[shard]) * INDEX_BYTES
+        if remote:
+            size += int(table.sizes[shard]) or size_of(name).size
+        filled = False
+
+        def fill(folder: Path) -> None:
+            nonlocal filled
+            filled = True
+            if remote:
+                fetched = fetch(name, folder / _file_name(name))
+                with self._lock:
+                    self._counts["stream_bytes"] += fetched.size
+
+        held = self.cache.hold(name, size, fill, needed, next_use)
+        return None if held is None else (held, filled)
+
+    def _opened(
+        self, shard: int, needed: bool = True, next_use: Callable[[str], float] | None = None
+    ) -> OpenShard | None:
+        name, table = self.table.names[shard], self.table
+        found = self.held(shard, needed, next_use)
+        if found is None:
+            return None
+        held, filled = found
+        with ExitStack() as undo:
+            undo.callback(held.close)
+            file = held.folder / _file_name(name) if is_remote(name) else Path(name)
+            given = Shard(name, str(file), table.short[shard])
+            format = FORMATS[_ending(name)](f"shard{table.options}", given)
+            format.pairs = self.pairs
+            index = load_index(
+                format,
+                folder=held.folder / "index",
+                workers=1,
+                check="header",
+                max_audio_seconds=self.max_audio_seconds,
+            )
+            source = IndexedSource(self.spec, format, index)
+            rows = np.arange(len(source))
+            if needed and table.kept is not None:
+                rows = table.kept.rows_of(shard, source)
+            undo.pop_all()
+        if needed:
+            self._counts["stream_misses" if filled else "stream_hits"] += 1
+        return OpenShard(held, source, rows)
+
+
+def _ending(name: str) -> str:
+    return os.path.splitext(name.partition("?")[0])[1].lower()
+
+
+def _file_name(name: str) -> str:
+    return f"shard{_ending(name)}"

@@ -1,0 +1,43 @@
+"""Shards are fetched before they are needed."""
+
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
+
+from stores import Faults, http_server
+from stream_shards import write_shards
+
+from data.batching.stream_order import Shards, StreamOrder
+from data.streams.opening import open_stream
+from data.streams.prefetch import AT_ONCE, _Following
+
+SAMPLES = 6
+
+
+def test_room_is_for_the_shard_that_is_needed_first(tmp_path):
+    pattern = write_shards(tmp_path / "shards", [SAMPLES] * 16)
+    with http_server(tmp_path / "shards", faults := Faults()) as url:
+        source, mixed = open_stream(f"stream:{url}/{pattern}?mixed=1")
+        order = StreamOrder(len(source), SAMPLES, 0, shards=(Shards(source.table.counts, mixed),))
+        by_step = [int(order.needed(order.batch(step))[0][0]) for step in range(16)]
+        for shard in by_step[:3]:
+            source.shard(shard)
+        source.cache = replace(source.cache, limit_bytes=source.cache.usage())  # all is taken
+        following = _Following(source, order, None, 3, {}, None, None)
+
+        def fetch(step):
+            return pool.submit(following.fetch, 0, by_step[step], step)
+
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            try:
+                later = [fetch(step) for step in range(5, 4 + AT_ONCE)]
+                wait(later, 0.5)
+                first = fetch(4)
+                faults.requests.clear()
+                wait([first], 0.5)
+                source.keep(by_step[1:3])
+                first.result(30)
+                asked = [each.split()[1] for each in faults.requests if each.startswith("GET")]
+                assert asked == [f"/{by_step[4]:05d}.tar"]
+            finally:
+                following.step = 16  # which ends the others
+        assert all(each.result() is None for each in later)

@@ -1,0 +1,95 @@
+"""Training from a store that fails, with a cache that holds a part of the shards."""
+
+import os
+import threading
+from contextlib import contextmanager, suppress
+
+import pytest
+from launched import SMALL, finish, fork_flags, metrics, ranks_of, reached, start, wait_for
+from stores import Faults, put, s3_server
+from stream_shards import write_shards
+
+STEPS = 24
+SHARDS = 10
+OF_A_SHARD = 48
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """(the pattern of the shards, the bytes of one) in an S3 store with faults."""
+    folder = tmp_path_factory.mktemp("shards")
+    pattern = write_shards(folder, [OF_A_SHARD] * SHARDS)
+    faults = Faults(seed=1, latency_s=0.01, resets=0.05, cuts=0.05, refusals=0.05)
+    with s3_server(faults) as variables, pytest.MonkeyPatch.context() as patched:
+        for file in folder.iterdir():
+            put(variables, f"pairs/set/{file.name}", file.read_bytes())
+        for name, value in variables.items():
+            patched.setenv(name, value)
+        yield f"s3://pairs/set/{pattern}", max(f.stat().st_size for f in folder.glob("*.tar"))
+
+
+@contextmanager
+def a_cache(folder, limit, monkeypatch):
+    """A cache that fails the test where it is larger than its limit."""
+    monkeypatch.setenv("WYE_CACHE", str(folder))
+    done, over = threading.Event(), []
+
+    def watch():
+        while not done.wait(0.05):
+            held = 0
+            for parent, _, names in os.walk(folder / "streams" / "shards"):
+                for name in names:
+                    with suppress(FileNotFoundError):
+                        held += os.lstat(os.path.join(parent, name)).st_size
+            if held > limit:
+                over.append(held)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+    assert not over, (limit, max(over))
+
+
+def losses(run_dir):
+    return {step: line["loss"] for step, line in metrics(run_dir).items()}
+
+
+def test_a_run_is_killed_twice_and_goes_on_with_fewer_ranks(store, tmp_path, monkeypatch):
+    """From a store with resets, cut answers and 503s: the losses are those of an undisturbed run,
+    to the last bit on the same ranks, and no shard too many is kept."""
+    pattern, size = store
+    limit = 6 * (size + OF_A_SHARD * 1024)
+    arguments = [*SMALL, *fork_flags(tmp_path), "--data", f"stream:{pattern}?mixed=2"]
+    arguments += ["--text-tower", "bert-tiny:hidden_dropout_prob=0,attention_probs_dropout_prob=0"]
+    arguments += ["--max-text-tokens", 16, "--steps", STEPS, "--save-every", 3]
+    arguments += ["--stream-cache", limit / 1e9]
+    one = ["--set", "branches.layout=merged", "branches.stages=auto"]
+
+    with a_cache(tmp_path / "cache 1", limit, monkeypatch):
+        run = start("train.py", *arguments, "--run-dir", tmp_path / "whole", ranks=2)
+        status, output = finish(run)
+    assert status == 0, output[-5000:]
+    whole = metrics(tmp_path / "whole")
+    assert sum(line["stream_bytes"] for line in whole.values()) > 5 * size
+    assert sum(line.get("left_out_samples", 0) for line in whole.values()) == 0
+
+    killed, expected = tmp_path / "killed", losses(tmp_path / "whole")
+    with a_cache(tmp_path / "cache 2", limit, monkeypatch):
+        for until in (5, 10):
+            run = start("train.py", *arguments, "--run-dir", killed, ranks=2)
+            wait_for(reached(killed, until), run)
+            found = losses(killed)
+            assert found == {step: expected[step] for step in found}
+            for rank in ranks_of(run):
+                rank.kill()
+            finish(run)
+        run = start("train.py", *arguments, *one, "--run-dir", killed, ranks=1)
+        status, output = finish(run)
+    assert status == 0, output[-5000:]
+    found = losses(killed)
+    assert sorted(found) == list(range(1, STEPS + 1))
+    assert found == pytest.approx(expected, rel=1e-4)
