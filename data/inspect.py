@@ -3,11 +3,13 @@ spectrograms with their captions.
 
     python -m data.inspect demo
     python -m data.inspect 'webdataset:/data/cc3m/{00000..00331}.tar' --sheet cc3m.png --count 48
+    python -m data.inspect 'stream:s3://bucket/{00000..01242}.tar' --speed --gpus 8
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,16 +23,20 @@ from rich.table import Table
 from rich.text import Text
 
 from common.files import make_folder, replacing
+from common.options import at_least, positive
 from common.output import outlive_output, plain, run_program
 from data.bad_samples import REASONS, Absent, BadSample
 from data.decoding.images import decode_bytes, upright_8bit
 from data.decoding.sounds import decode_audio
 from data.index.roots import add_root_flag, given_roots, with_roots
-from data.index.sources import IndexedSource, Source, open_source
+from data.index.sources import IndexedSource, KnownSource, open_source
 from data.modalities.fonts import columns_of, fonts_for, wrapped
 from data.modules import import_modules
 from data.options import add_pairs_flags, compared
 from data.prepare import bad_values, count_bad
+from data.speed import NEEDED, measured
+from data.streams.opening import is_stream, open_stream
+from data.streams.source import StreamSource
 
 TILE = 160  # pixels a side
 DOTS_PER_INCH, CELL_INCHES = 100, (1.8, 2.3)
@@ -114,7 +120,7 @@ def report(source: IndexedSource, most_bad: int = 10) -> list[Table]:
 
 
 def contact_sheet(
-    source: Source, count: int = 24, seed: int = 0, columns: int = 6
+    source: KnownSource, count: int = 24, seed: int = 0, columns: int = 6
 ) -> tuple[Figure, str | None]:
     """`count` usable samples drawn at random, each with its first caption below, cut after three
     lines; and what to say of characters that no font has."""
@@ -145,7 +151,7 @@ def contact_sheet(
     return sheet, fonts.notice()
 
 
-def _tile(source: Source, i: int) -> Image.Image:
+def _tile(source: KnownSource, i: int) -> Image.Image:
     """RGBA, at most `TILE` a side: the image, the spectrogram of the sound, or one above the
     other. Raises Absent where the sample has neither, BadSample."""
     has_sound = source.column("audio_seconds")[i] > 0
@@ -212,6 +218,27 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="processes that read images and sounds (default: one per core)",
     )
+    parser.add_argument(
+        "--speed",
+        action="store_true",
+        help="measure instead how fast samples are fetched, read and decoded, and what limits it; "
+        "also of a stream:",
+    )
+    parser.add_argument(
+        "--needs",
+        type=positive,
+        default=NEEDED,
+        metavar="X",
+        help="samples/s of one GPU (default: %(default)s, a ViT-B-32 on an H200)",
+    )
+    parser.add_argument("--gpus", type=at_least(1), default=1, metavar="N", help="(default: 1)")
+    parser.add_argument(
+        "--seconds",
+        type=positive,
+        default=15.0,
+        metavar="S",
+        help="for which --speed measures (default: 15)",
+    )
     return parser
 
 
@@ -225,15 +252,18 @@ def _inspect(arguments: Sequence[str] | None) -> None:
     options = parser.parse_args(arguments)
     roots = given_roots(parser, options.data_root, [options.spec])
     import_modules(options.import_module)
-    source = open_source(
-        with_roots(options.spec, roots),
-        compared(options.pairs),
-        workers=options.workers,
-        progress=True,
-    )
+    spec, pairs = with_roots(options.spec, roots), compared(options.pairs)
     # a name with brackets is no markup
     width = max(100, Console().width)
     console = Console(highlight=False, markup=False, emoji=False, width=width)
+    if options.speed and is_stream(spec):
+        stream, _ = open_stream(spec, pairs, progress=True)
+        _show_speed(console, stream, options)
+        return
+    source = open_source(spec, pairs, workers=options.workers, progress=True)
+    if options.speed:
+        _show_speed(console, source, options)
+        return
     for table in report(source, options.bad):
         console.print(table)
     if options.count > 0:
@@ -247,6 +277,15 @@ def _inspect(arguments: Sequence[str] | None) -> None:
         if notice:
             print(notice)
         print(options.sheet)
+
+
+def _show_speed(
+    console: Console, source: IndexedSource | StreamSource, options: argparse.Namespace
+) -> None:
+    speed = measured(source, options.seconds, options.seed)
+    console.print(speed.table(source.spec))
+    cores = len(os.sched_getaffinity(0))
+    console.print(speed.verdict(options.needs, options.gpus, cores), soft_wrap=True)
 
 
 if __name__ == "__main__":
