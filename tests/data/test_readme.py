@@ -36,10 +36,15 @@ def test_every_reason_and_every_kind_is_documented():
 
 def test_every_flag_it_names_exists():
     known = {option for action in make_parser()._actions for option in action.option_strings}
-    # of data.cache, data.inspect and evaluate.py
+    # of data.cache, data.inspect, data.streams.unseen and evaluate.py
     of_commands = {
+        "--by",
+        "--out",
+        "--rate",
         "--image-size",
         "--sheet",
+        "--speed",
+        "--gpus",
         "--picture",
     }
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)) <= known | of_commands
@@ -53,6 +58,7 @@ def test_every_room_is_in_the_figure():
         "processes",
         "fork_server",
         "inspect",
+        "speed",
         "modules",
         "fonts",
         "draws",
