@@ -26,6 +26,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from common.files import make_folder, move, open_folder, read_json, remove_folder, write_text
@@ -34,6 +35,7 @@ from common.secrets import redact
 WAIT_S = 600.0  # how long room is waited for: others hold their shards for minutes at most
 PAUSES_S = (0.02, 1.0)  # between two looks whether there is room: the first, the longest
 ABOUT = ".about.json"
+ABOUTS_KEPT = 1 << 14  # in memory
 NAMES = re.compile(r"[0-9a-f]{32}(\.part|\.gone)?")
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -151,15 +153,12 @@ class ShardCache:
                 f"{shown}: takes {size} bytes, and --stream-cache allows {self.limit_bytes} for "
                 "all shards of this machine; give more there, or make smaller shards"
             )
-        whole = self.folder / hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
+        whole = self._whole(name)
         order = _order(next_use, None if needed else shown)
         until, pause = time.monotonic() + wait_s, PAUSES_S[0]
         while True:
-            held = _lock(whole, fcntl.LOCK_SH)
-            if held is not None and _is_complete(whole):
+            if held := _complete(whole):
                 return held
-            if held is not None:
-                held._release()
             part: Held | None = None
             try:
                 part, missing = self._begin(whole, shown, size, order)
@@ -195,10 +194,27 @@ class ShardCache:
                 if part is not None and part.folder != whole:
                     part._release()
 
+    def find(self, name: str) -> Held | None:
+        """The entry of `name` if it is there."""
+        return _complete(self._whole(name))
+
+    def _whole(self, name: str) -> Path:
+        return self.folder / hashlib.blake2b(name.encode(), digest_size=16).hexdigest()
+
     def usage(self) -> int:
         """The bytes that count towards the limit: those that entries and parts may come to have."""
         with self._alone():
             return sum(each.bytes for each in self._found())
+
+    def count_anew(self, held: Held) -> None:
+        """Count an entry in which more was written by what is there now."""
+        with self._alone():
+            about, there = _about(held.folder), _bytes_in(held.folder)
+            if about is not None and there > max(about[1:]):
+                _describe(held.folder, about[0], there, about[2])
+                over = sum(each.bytes for each in self._found()) - self.limit_bytes
+                if over > 0:
+                    self._evict(over, _order(None), held.folder, partly=True)
 
     def _alone(self) -> Held:
         while True:
@@ -289,9 +305,12 @@ class ShardCache:
         found = []
         for path in self.folder.iterdir():
             if NAMES.fullmatch(path.name):
-                name, room, _ = _about(path) or ("", 0, 0)
-                size = max(_bytes_in(path), room)
-                found.append(_Found(path, name, size, path.lstat().st_mtime))
+                # a walk through all files of all entries would take longer than most fills
+                about = _about(path)
+                name, room, written = about or ("", 0, 0)
+                if about is None or path.suffix:
+                    written = _bytes_in(path)
+                found.append(_Found(path, name, max(room, written), path.lstat().st_mtime))
         return found
 
     def _no_room(self, name: str, missing: int, wait_s: float) -> OSError:
@@ -358,6 +377,15 @@ def _lock(folder: Path, how: int) -> Held | None:
         held._release()
 
 
+def _complete(whole: Path) -> Held | None:
+    """The entry, held; None where it is not there or not whole."""
+    held = _lock(whole, fcntl.LOCK_SH)
+    if held is None or _is_complete(whole):
+        return held
+    held._release()
+    return None
+
+
 def _part_of(whole: Path) -> Path:
     return whole.with_suffix(".part")
 
@@ -369,8 +397,16 @@ def _describe(folder: Path, name: str, room: int, written: int = 0) -> None:
 
 def _about(folder: Path) -> tuple[str, int, int] | None:
     """Name, bytes that it may come to have, and those that were written when it was filled."""
+    with contextlib.suppress(OSError):
+        status = (folder / ABOUT).stat()
+        return _read_about(folder / ABOUT, status.st_mtime_ns, status.st_ino)
+    return None
+
+
+@lru_cache(ABOUTS_KEPT)
+def _read_about(file: Path, mtime_ns: int, inode: int) -> tuple[str, int, int] | None:
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, ArithmeticError):
-        about = read_json(folder / ABOUT)
+        about = read_json(file)
         return str(about["name"]), int(about["room"]), int(about["bytes"])
     return None
 

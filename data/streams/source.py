@@ -115,13 +115,14 @@ class StreamSource:
     def _reset(self) -> None:
         self._open: dict[int, OpenShard] = {}
         self._is_told = False  # by `keep`
+        self._sizes: dict[int, int] = {}  # bytes of remote shards
         self._numbers: dict[tuple[int, str], np.ndarray] = {}
         self._counts = dict.fromkeys(COUNTS, 0.0)
         self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in self.__dict__.items()}
-        for name in ("_open", "_is_told", "_numbers", "_counts", "_lock"):
+        for name in ("_open", "_is_told", "_sizes", "_numbers", "_counts", "_lock"):
             del state[name]
         return state
 
@@ -303,11 +304,15 @@ class StreamSource:
         """A shard in the cache, and whether it was not there before; None, and the rest: see
         `ShardCache.hold`. Errors: OSError."""
         name, table = self.table.names[shard], self.table
+        if there := self.cache.find(name):  # the store is not asked
+            return there, False
         remote = is_remote(name)
         counts = table.counts if table.kept is None else table.kept.totals
         size = int(counts[shard]) * INDEX_BYTES
         if remote:
-            size += int(table.sizes[shard]) or size_of(name).size
+            if shard not in self._sizes:
+                self._sizes[shard] = int(table.sizes[shard]) or size_of(name).size
+            size += self._sizes[shard]
         filled = False
 
         def fill(folder: Path) -> None:
@@ -335,6 +340,7 @@ class StreamSource:
             given = Shard(name, str(file), table.short[shard])
             format = FORMATS[_ending(name)](f"shard{table.options}", given)
             format.pairs = self.pairs
+            is_new = not (held.folder / "index").exists()
             index = load_index(
                 format,
                 folder=held.folder / "index",
@@ -342,6 +348,8 @@ class StreamSource:
                 check="header",
                 max_audio_seconds=self.max_audio_seconds,
             )
+            if is_new:
+                self.cache.count_anew(held)
             source = IndexedSource(self.spec, format, index)
             rows = np.arange(len(source))
             if needed and table.kept is not None:

@@ -221,6 +221,18 @@ def test_what_was_announced_counts_and_more_if_it_came(cache):
     assert on_disk(cache.folder) <= cache.usage() == 3 * PART and "d" in there(cache)
 
 
+def test_what_is_written_later_counts_where_it_is_more_than_announced(cache):
+    add(cache, "a", "b")
+    with cache.hold("c", 4, writes(4)) as held:
+        (held.folder / "index").write_bytes(b"x" * 4)
+        assert cache.usage() == 2 * PART + 4
+        cache.count_anew(held)
+        assert cache.usage() == 2 * PART + 8
+        (held.folder / "index").write_bytes(b"x" * (PART - 1))
+        cache.count_anew(held)
+    assert cache.usage() <= 3 * PART and "c" in there(cache) and len(there(cache)) == 2
+
+
 def test_where_a_filler_is_killed_one_that_waits_goes_on(cache):
     reached, go = FORK.Event(), FORK.Event()
 

@@ -131,6 +131,9 @@ def test_remote_shards_are_fetched_once_and_evicted(tmp_path, monkeypatch):
         assert counted["stream_misses"] == 8 and counted["stream_bytes"] >= 8 * size * 0.8
         whole = [r for r in faults.requests if r.startswith("GET") and ".tar" in r]
         assert len(whole) == 8
+        asked = len(faults.requests)
+        pickle.loads(pickle.dumps(stream)).value("image", 40 * 7)  # a reader beside
+        assert len(faults.requests) == asked
         stream.keep([])
         stream.value("image", 0)  # long gone
         assert stream.taken_counts()["stream_misses"] == 1
