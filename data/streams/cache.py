@@ -32,6 +32,7 @@ from pathlib import Path
 from common.files import make_folder, move, open_folder, read_json, remove_folder, write_text
 from common.secrets import redact
 
+DONE_S = 10 * 365 * 86_400.0  # as if an entry had not been used for so long
 WAIT_S = 600.0  # how long room is waited for: others hold their shards for minutes at most
 PAUSES_S = (0.02, 1.0)  # between two looks whether there is room: the first, the longest
 ABOUT = ".about.json"
@@ -50,10 +51,11 @@ class Held:
 
     def close(self, done: bool = False) -> None:
         """Let it go. It was used now, or is `done` with: then it goes before all others whose next
-        use nobody knows, such as what was fetched ahead."""
+        use nobody knows, such as what was fetched ahead; of several the one that was done first."""
         if self._descriptor is not None:
+            used = time.time() - DONE_S * done
             with contextlib.suppress(OSError):
-                os.utime(self._descriptor, (0, 0) if done else None)
+                os.utime(self._descriptor, (used, used))
         self._release()
 
     __del__ = close
