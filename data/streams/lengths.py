@@ -5,7 +5,7 @@ n: samples of a shard, T: their captions, G: samples of a global batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,29 @@ def stream_token_counts(
     return found[0] if len(found) == 1 else SeveralTokenCounts(found, train.starts)
 
 
-class StreamTokenCounts:
+class _InPieces:
+    """Token counts that are those of several pieces in a row."""
+
+    def _pieces(self, visited: np.ndarray) -> Iterator[tuple[np.ndarray, Counts, np.ndarray]]:
+        """(positions in `visited`, token counts, numbers there) of the samples of each piece."""
+        raise NotImplementedError
+
+    def of(
+        self, visited: np.ndarray, indices: np.ndarray, seed: int, epoch: int, captions: int = 1
+    ) -> np.ndarray:
+        found = np.zeros((len(visited), captions), np.int64)
+        for own, counts, numbers in self._pieces(visited):
+            found[own] = counts.of(numbers, indices[own], seed, epoch, captions)
+        return found
+
+    def longest(self, visited: np.ndarray, indices: np.ndarray) -> np.ndarray:
+        found = np.zeros(len(visited), np.int64)
+        for own, counts, numbers in self._pieces(visited):
+            found[own] = counts.longest(numbers, indices[own])
+        return found
+
+
+class StreamTokenCounts(_InPieces):
     """As `TokenCounts`, where every sample of a stream is a training sample. Counts are kept beside
     their shard. `first_shard`: one that is at hand when a run begins."""
 
@@ -69,25 +91,10 @@ class StreamTokenCounts:
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_of_shard"}
 
-    def of(
-        self, visited: np.ndarray, indices: np.ndarray, seed: int, epoch: int, captions: int = 1
-    ) -> np.ndarray:
-        found = np.zeros((len(visited), captions), np.int64)
-        for own, counts, rows in self._by_shard(visited):
-            found[own] = counts.of(rows, indices[own], seed, epoch, captions)
-        return found
-
-    def longest(self, visited: np.ndarray, indices: np.ndarray) -> np.ndarray:
-        found = np.zeros(len(visited), np.int64)
-        for own, counts, rows in self._by_shard(visited):
-            found[own] = counts.longest(rows, indices[own])
-        return found
-
     def typical(self) -> np.ndarray:
         return self._of_shard(self.first_shard).typical()
 
-    def _by_shard(self, visited: np.ndarray):
-        """(positions, token counts, rows in the shard) of the samples of each shard."""
+    def _pieces(self, visited: np.ndarray) -> Iterator[tuple[np.ndarray, Counts, np.ndarray]]:
         of = self.source.shards_of(visited)
         for shard in np.unique(of).tolist():
             own = np.flatnonzero(of == shard)
@@ -124,30 +131,16 @@ class StreamTokenCounts:
         return TokenCounts(counts, starts)
 
 
-class SeveralTokenCounts:
+class SeveralTokenCounts(_InPieces):
     """Those of several data sets in a row. `starts` [D + 1]: the first training sample of each."""
 
     def __init__(self, counts: Sequence[Counts], starts: np.ndarray) -> None:
         self.counts, self.starts = tuple(counts), starts
 
-    def of(
-        self, visited: np.ndarray, indices: np.ndarray, seed: int, epoch: int, captions: int = 1
-    ) -> np.ndarray:
-        found = np.zeros((len(visited), captions), np.int64)
-        for own, counts, numbers in self._by_set(visited):
-            found[own] = counts.of(numbers, indices[own], seed, epoch, captions)
-        return found
-
-    def longest(self, visited: np.ndarray, indices: np.ndarray) -> np.ndarray:
-        found = np.zeros(len(visited), np.int64)
-        for own, counts, numbers in self._by_set(visited):
-            found[own] = counts.longest(numbers, indices[own])
-        return found
-
     def typical(self) -> np.ndarray:
         return np.concatenate([counts.typical() for counts in self.counts])
 
-    def _by_set(self, visited: np.ndarray):
+    def _pieces(self, visited: np.ndarray) -> Iterator[tuple[np.ndarray, Counts, np.ndarray]]:
         of = np.searchsorted(self.starts, visited, side="right") - 1
         for number in np.unique(of).tolist():
             own = np.flatnonzero(of == number)
