@@ -210,6 +210,16 @@ def _open_streams(
 ) -> PreparedData:
     """Streams, maybe beside data sets that are looked at beforehand: these are trained on whole.
     What is held out are whole shards."""
+    if options.limit_samples is not None and len(specs) > 1:
+        raise ValueError(
+            f"--limit-samples {options.limit_samples}: of several --data with a stream none is cut; "
+            "give one --data, or fewer shards"
+        )
+    if options.leak_bits is not None:
+        raise ValueError(
+            f"--leak-bits {options.leak_bits}: samples of streams are not compared with held-out "
+            "ones; leave it out, or leave known captions out by ?unseen=FILE"
+        )
     sources: list[Source] = []
     orders: list[Shards] = []
     rows: list[np.ndarray | int] = []

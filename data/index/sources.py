@@ -275,11 +275,7 @@ def open_source(spec: str, pairs: Pairs = DEFAULT_PAIRS, **building: Any) -> Ind
     `data.index.building.load_index`. Processes may call this together. Errors: ValueError for a
     spec that breaks a rule or data without a usable sample, OSError (FileNotFoundError) for files.
     """
-    if HIDDEN in spec and "://" in spec:
-        raise ValueError(
-            f"data spec '{spec}': its credentials were not recorded; give the data's address again "
-            "(--data, --val-data), or keep them in the environment or the store's own files"
-        )
+    refuse_hidden(spec)
     format = open_format(spec, pairs)
     kind = ConceptSource if isinstance(format, DemoFormat) else IndexedSource
     spec = "demo" if spec in ("demo:", "demo:en") else spec
@@ -287,6 +283,15 @@ def open_source(spec: str, pairs: Pairs = DEFAULT_PAIRS, **building: Any) -> Ind
     if not (source.column("bad") == 0).any():
         raise ValueError(_no_usable_sample(source))
     return source
+
+
+def refuse_hidden(spec: str) -> None:
+    """Raise ValueError for an address as it is recorded, without its credentials."""
+    if HIDDEN in spec and "://" in spec:
+        raise ValueError(
+            f"data spec '{spec}': its credentials were not recorded; give the data's address again "
+            "(--data, --val-data), or keep them in the environment or the store's own files"
+        )
 
 
 def _no_usable_sample(source: IndexedSource) -> str:

@@ -11,6 +11,7 @@ from data.formats.rows import DEFAULT_PAIRS, Pairs
 from data.formats.shards import expand
 from data.formats.specs import cache_folder, is_remote, local_path, split_options
 from data.formats.store import listed, size_of
+from data.index.sources import refuse_hidden
 from data.streams.bloom import CAPTION, Unseen, open_unseen
 from data.streams.cache import ShardCache
 from data.streams.counts import counts_of
@@ -67,6 +68,7 @@ def open_stream(
 
 def named_shards(spec: str) -> tuple[list[str], dict[str, str]]:
     """The shards of a stream, and its options. Errors: ValueError, OSError."""
+    refuse_hidden(spec)
     where = spec.partition(":")[2]
     pattern, options, _ = split_options("stream", where, (*OPTIONS, *OF_PARQUET))
     names = [

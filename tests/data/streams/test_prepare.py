@@ -42,6 +42,9 @@ def test_whole_shards_are_held_out_and_the_rest_is_trained_on(mixture, tmp_path)
     # the same the second time, and another number of shards is refused
     again = prepare_data(options, None, tmp_path / "run")
     assert (again.train[:] == data.train[:]).all()
+    for flag, value in (("limit_samples", 20), ("leak_bits", 4)):
+        with pytest.raises(ValueError, match=flag.replace("_", "-")):
+            prepare_data(replace(options, **{flag: value}), None, tmp_path / "other")
     fewer = replace(options, data=(options.data[0].replace("00007", "00006"), options.data[1]))
     with pytest.raises(ValueError, match="other samples|changed under the run"):
         prepare_data(fewer, None, tmp_path / "run")

@@ -148,6 +148,7 @@ def test_specs_that_break_a_rule(tmp_path):
         (f"stream:{folder}/00000.tar?mixed=0", "mixed=0"),
         (f"stream:{folder}/00000.tar?image=jpg", "columns"),
         (f"stream:{folder}/00000.tar?mixd=2", "mixed"),
+        ("stream:https://***@host/{0..9}.tar", "credentials"),
         ("stream:", "names no file"),
     ]:
         with pytest.raises(ValueError, match=word):
