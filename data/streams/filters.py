@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -126,10 +127,8 @@ def kept_rows(
     asked = (where, text, unseen and (unseen.by, unseen.digest))
     key = content_hash(f"{_key([*names])} {asked!r}".encode(errors="backslashreplace")).hex()
     place = folder / f"kept-1-{key}"
-    try:
+    with suppress(OSError, ValueError, EOFError):  # not there, or damaged: it is made
         return Kept(place)
-    except (OSError, ValueError, EOFError):
-        pass
     bloom = unseen and unseen.bloom()
     by = unseen.by if unseen else None
     read = partial(_kept, where=where, by=by, bloom=bloom, text=text, limit_s=limit_s)

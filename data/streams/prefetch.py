@@ -43,7 +43,7 @@ class Prefetcher:
         self._own, other = context.Pipe()
         self._order, self._fetched = order, 0.0
         self._process = context.Process(
-            target=_prefetch, args=(source, order, share, step, tokens or {}, other), daemon=True
+            target=_prefetch, args=(other, source, order, share, step, tokens or {}), daemon=True
         )
         self._process.start()
         other.close()
@@ -73,30 +73,23 @@ class Prefetcher:
         self.close()
 
 
-def _prefetch(
-    source: Source,
-    order: StreamOrder,
-    share: tuple[int, int] | None,
-    step: int,
-    tokens: Mapping[int, StreamTokenCounts],
-    rank: Connection,
-) -> None:
+def _prefetch(rank: Connection, *known: Any) -> None:
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        _Following(source, order, share, step, tokens, rank, pool).run()
+        _Following(rank, pool, *known).run()
 
 
 class _Following:
     def __init__(
         self,
+        rank: Connection,
+        pool: ThreadPoolExecutor,
         source: Source,
         order: StreamOrder,
         share: tuple[int, int] | None,
         step: int,
         tokens: Mapping[int, StreamTokenCounts],
-        rank: Connection,
-        pool: ThreadPoolExecutor,
     ) -> None:
         self.streams, self.order, self.share = streams_of(source), order, share
         self.step, self.rank, self.pool = step, rank, pool

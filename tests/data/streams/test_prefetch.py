@@ -22,7 +22,7 @@ def test_room_is_for_the_shard_that_is_needed_first(tmp_path):
         for shard in by_step[:3]:
             source.shard(shard)
         source.cache = replace(source.cache, limit_bytes=source.cache.usage())  # all is taken
-        following = _Following(source, order, None, 3, {}, None, None)
+        following = _Following(None, None, source, order, None, 3, {})
 
         def fetch(step):
             return pool.submit(following.fetch, 0, by_step[step], step)
