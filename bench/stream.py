@@ -3,12 +3,13 @@ webdataset's own pipeline, litData, and this project's indexed data set.
 
     python bench/stream.py                                   tables to bench/out/stream.md
     python bench/stream.py --mb-per-s 100 --only store       a faster store, without local disk
+    python bench/stream.py --answer-mb-per-s 10 --mb-per-s 200 --only store     one far away
     PYTHONPATH=DIR python bench/stream.py                    DIR: of `pip install --target DIR
                                                              --no-deps litdata lightning-utilities`
 
 JPEGs of 256×256 pixels, noise on smooth colours, 28 KB each, in tar shards, and the same in litData's
 chunks. The store is an HTTP server of the tests (`tests/stores.py`) in a process of its own; it waits
-before each answer, and all its answers share a line. Of litData it is asked as S3.
+before each answer, and all its answers share a line; with --answer-mb-per-s each is limited besides. Of litData it is asked as S3.
 
 All decode alike, and crop as this project trains, in as many worker processes: uint8
 [b, 3, 224, 224]. A stream has its prefetching process besides, and room on disk for twice the shards
@@ -51,8 +52,9 @@ SERVER = """import sys
 sys.path[:0] = ["tests"]
 from pathlib import Path
 from stores import Faults, http_server
-folder, latency, rate = sys.argv[1:]
-with http_server(Path(folder), Faults(latency_s=float(latency), bytes_per_s=float(rate))) as url:
+folder, latency, *rates = sys.argv[1:]
+rate, of_answer = map(float, rates)
+with http_server(Path(folder), Faults(0, float(latency), rate, of_answer)) as url:
     print(url, flush=True)
     sys.stdin.read()"""
 
@@ -63,6 +65,7 @@ def stream(
     workers: int = 2,
     latency_ms: int = 20,
     mb_per_s: int = 40,
+    answer_mb_per_s: int = 0,
 ) -> Study:
     """A stream from the store: 1.5 × the better of webdataset and litData; from disk as fast as the
     indexed data set."""
@@ -75,7 +78,8 @@ def stream(
     folder = temporary.name
     with_litdata = importlib.util.find_spec("litdata") is not None
     size = alone(prepare, folder, samples, shard_samples, with_litdata)
-    command = [sys.executable, "-c", SERVER, folder, str(latency_ms / 1e3), str(mb_per_s * 1e6)]
+    rates = [str(rate * 1e6) for rate in (mb_per_s, answer_mb_per_s)]
+    command = [sys.executable, "-c", SERVER, folder, str(latency_ms / 1e3), *rates]
     server = subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -101,6 +105,7 @@ def stream(
         ),
         f"{samples:,} images of {size / 1e3:.1f} KB, {shard_samples} a shard; {workers} workers; the "
         f"store waits {latency_ms} ms and sends {mb_per_s} MB/s"
+        + (f", {answer_mb_per_s} in an answer" if answer_mb_per_s else "")
         + ("." if with_litdata else "; litData is not installed, so it is left out."),
         notes=notes,
     )

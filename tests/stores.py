@@ -54,6 +54,7 @@ class Faults:
         seed: int = 0,
         latency_s: float = 0.0,  # before each answer
         bytes_per_s: float = 0.0,  # of all answers together; 0: no limit
+        answer_bytes_per_s: float = 0.0,  # of each; 0: no limit
         resets: float = 0.0,  # answers whose connection is reset at a byte within
         cuts: float = 0.0,  # answers whose connection ends at a byte within
         flips: float = 0.0,  # answers with a wrong byte
@@ -66,6 +67,7 @@ class Faults:
         etag: str | None = None,  # of each file, instead of its own; "": none
     ) -> None:
         self.latency_s, self.bytes_per_s = latency_s, bytes_per_s
+        self.answer_bytes_per_s = answer_bytes_per_s
         self.resets, self.cuts, self.refusals, self.status = resets, cuts, refusals, status
         self.flips, self.most, self.ranges, self.etag = flips, most, ranges, etag
         self.user, self.missing = user, missing
@@ -92,12 +94,12 @@ class Faults:
 
     def pass_on(self, size: int) -> None:
         """Count bytes that are sent, and wait for their turn on the line."""
+        wait = size / self.answer_bytes_per_s if self.answer_bytes_per_s else 0.0
         with self._lock:
             self.sent += size
-            if not self.bytes_per_s:
-                return
-            self._free = max(self._free, time.monotonic()) + size / self.bytes_per_s
-            wait = self._free - time.monotonic()
+            if self.bytes_per_s:
+                self._free = max(self._free, time.monotonic()) + size / self.bytes_per_s
+                wait = max(wait, self._free - time.monotonic())
         time.sleep(max(wait, 0))
 
     @contextmanager
