@@ -6,7 +6,7 @@ Two phases, so that a cache can stand between them and change nothing:
     A  `Stored`: bytes -> uint8 image [h, w, 3 or 4], deterministic: decoded at a reduced scale,
        upright, RGB or RGBA, and shrunk if it is much larger than the tower needs
     B  `TrainTransform`, `EvalTransform`: that image -> uint8 [H, W, 3], at random in training,
-       always the same in evaluation
+       always the same in evaluation; `view` also says where in the image that is
 
 `stacked` then makes one tensor of the images of a micro-batch, and `normalise` its values, where
 the tower computes. H, W: the tower's input; h, w: a stored image. Chance comes from a numpy
@@ -26,6 +26,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
 from data.decoding.images import decode_bytes, upright_8bit
+from data.modalities.boxes import Placed
 from data.modalities.memory import empty
 from data.modalities.preprocessing import CLIP, Preprocessing
 
@@ -104,8 +105,16 @@ class ImageTransform(ABC):
         """Phase A of training: large enough for evaluation's resizing, too."""
         return Stored(self.preprocessing.resized(self.size), self.preprocessing.interpolation)
 
+    def __call__(
+        self, image: np.ndarray, generator: np.random.Generator | None = None
+    ) -> np.ndarray:
+        return self.view(image, generator)[0]
+
     @abstractmethod
-    def __call__(self, image: np.ndarray, generator: np.random.Generator) -> np.ndarray: ...
+    def view(
+        self, image: np.ndarray, generator: np.random.Generator | None = None
+    ) -> tuple[np.ndarray, Placed]:
+        """The same, and what of the image it shows. What draws nothing needs no `generator`."""
 
 
 @dataclass(frozen=True)
@@ -123,16 +132,21 @@ class TrainTransform(ImageTransform):
     flip: float = 0.0
     white: bool = False
 
-    def __call__(self, image: np.ndarray, generator: np.random.Generator) -> np.ndarray:
+    def view(
+        self, image: np.ndarray, generator: np.random.Generator | None = None
+    ) -> tuple[np.ndarray, Placed]:
+        assert generator is not None, "training draws by chance"
         # all at once, and always all: what one option draws never shifts another
         drawn = generator.random(10)
         spread = WHITE + 1 - LIGHTEST_DARK
         colour = tuple(LIGHTEST_DARK + int(part * spread) for part in drawn[:3])
         image = _on_background(image, (WHITE, WHITE, WHITE) if self.white else colour)
-        top, left, height, width = _crop_box(image.shape[:2], self.size, *drawn[3:7])
+        top, left, height, width = box = _crop_box(image.shape[:2], self.size, *drawn[3:7])
+        mirrored = bool(drawn[7] < self.flip)
         crop = np.array(image[top : top + height, left : left + width])
+        placed = Placed.of(box, image.shape[:2], self.size, mirrored)
         image = _resized(crop, self.size, self.preprocessing.interpolation)
-        if drawn[7] < self.flip:
+        if mirrored:
             image = np.ascontiguousarray(image[:, ::-1])
         if self.colour_jitter:
             brightness, contrast = (1 + self.colour_jitter * (2 * part - 1) for part in drawn[8:10])
@@ -140,7 +154,7 @@ class TrainTransform(ImageTransform):
             pixels = functional.adjust_brightness(pixels, brightness)
             pixels = functional.adjust_contrast(pixels, contrast)
             image = np.ascontiguousarray(pixels.permute(1, 2, 0).numpy())
-        return image
+        return image, placed
 
 
 @dataclass(frozen=True)
@@ -180,14 +194,15 @@ class EvalTransform(ImageTransform):
             return shared
         return StoredWhole(shared.size, shared.interpolation, self.preprocessing.resize_mode)
 
-    def __call__(
+    def view(
         self, image: np.ndarray, generator: np.random.Generator | None = None
-    ) -> np.ndarray:
+    ) -> tuple[np.ndarray, Placed]:
         (height, width), given = self.size, self.preprocessing
         least = given.resized(self.size)
         image = _resized_to_crop(image, least, given.interpolation, given.resize_mode)
         top, left = (round((a - b) / 2) for a, b in zip(image.shape[:2], self.size))
-        return np.ascontiguousarray(image[top : top + height, left : left + width])
+        placed = Placed.of((top, left, height, width), image.shape[:2], self.size)
+        return np.ascontiguousarray(image[top : top + height, left : left + width]), placed
 
 
 def augmented(
