@@ -3,12 +3,14 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 PIXEL_LIMIT = 100_000_000  # pixels of one image; an RGBA image of that size takes 400 MB
 SIDE_LIMIT = 65_535  # pixels; the longest side that JPEG can express
 ASPECT_LIMIT = 100  # longer side / shorter side
 CAPTION_LIMIT = 10_000  # characters
 FILE_LIMIT = 1 << 30  # bytes of one encoded image or sound
+REGION_LIMIT = 1_000  # regions of one image, and phrases or negatives of one region
 # seconds of one sound; decoded to one channel at 48 kHz so many take 230 MB
 SECONDS_LIMIT = 1_200
 # samples of one sound: a file of 200 KB can hold 20 minutes at 655 kHz, which take 6 GB
@@ -48,6 +50,13 @@ REASONS: dict[str, str] = {
     "impossible-audio": f"not {LOWEST_HZ:,} to {HIGHEST_HZ:,} Hz, or over {CHANNEL_LIMIT} channels",
     "not-finite-audio": "a sample of the sound is not a number, or infinite",
     "too-slow": f"over {DECODE_LIMIT_S:g} seconds of processor time, or millions of strips",
+    "invalid-box": "the box of a region is not four finite numbers, or of an unknown unit",
+    "empty-box": "the box of a region has no width or no height",
+    "inverted-box": "the box of a region ends left of, or above, where it begins",
+    "outside-image": "more than half of the box of a region is outside of the image",
+    "not-relative": "the box of a region is called relative, and has numbers above 1",
+    "no-phrase": "a region has no text",
+    "too-many-regions": f"over {REGION_LIMIT:,} regions of an image, or texts of a region",
 }
 ABSENCES = ("no-value", "no-caption", "empty-caption", "orphan-member")
 """Reasons that say of one modality that it was never there, not that it is broken."""
@@ -140,4 +149,63 @@ def check_size(width: int, height: int, pixel_limit: int = PIXEL_LIMIT) -> None:
         raise BadSample(
             "too-many-pixels",
             f"{width} x {height} = {width * height:,} pixels; at most {pixel_limit:,} are read",
+        )
+
+
+def check_characters(text: str, what: str) -> None:
+    """Raises BadSample: nul-character, invalid-utf8 (a lone surrogate, which is also what a byte
+    that is not UTF-8 is read as)."""
+    if "\0" in text:
+        raise BadSample(
+            "nul-character", f"{what} holds the character NUL at position {text.index(chr(0))}"
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadSample(
+            "invalid-utf8", f"{what} is not UTF-8 at position {error.start}; save it as UTF-8"
+        ) from None
+
+
+class Captions(NamedTuple):
+    """The good texts of a sample, and what is wrong with the others."""
+
+    good: list[str]
+    dropped: list[BadSample]
+
+
+def checked_captions(given: Any) -> Captions:
+    """The good ones of one text or of several. Raises BadSample when none is good, with what is
+    wrong with the first."""
+    if hasattr(given, "tolist"):
+        given = given.tolist()  # of numpy or pandas
+    found = Captions([], [])
+    for text in (list(given) if isinstance(given, (list, tuple)) else [given]) or [None]:
+        try:
+            check_caption(text)
+            found.good.append(text)
+        except BadSample as problem:
+            found.dropped.append(problem)
+    if not found.good:
+        raise found.dropped[0]
+    return found
+
+
+def check_caption(text: Any) -> None:
+    """Raises BadSample: no-caption, invalid-row, nul-character, invalid-utf8, empty-caption,
+    huge-caption."""
+    if text is None:
+        raise BadSample("no-caption", "no text is given; every sample needs words")
+    if not isinstance(text, str):
+        raise BadSample(
+            "invalid-row", f"the text is {text!r:.100}; a text or a list of texts is needed"
+        )
+    check_characters(text, "the text")
+    if not text.strip():
+        raise BadSample("empty-caption", "the text is empty; every sample needs words")
+    if len(text) > CAPTION_LIMIT:
+        raise BadSample(
+            "huge-caption",
+            f"the text has {len(text):,} characters; at most {CAPTION_LIMIT:,} are read: "
+            f"{text[:40]!r}...",
         )

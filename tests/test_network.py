@@ -75,11 +75,13 @@ def own_addresses():
 
 
 def test_nothing_that_ranks_tell_each_other_is_unpickled():
-    """Files of weights are read by torch with `weights_only`, of which models/ handles the error."""
+    """Files of weights are read by torch with `weights_only`, of which models/ handles the error.
+    RefCOCO's references are published as a pickle, which is read without any class."""
     for folder in ("engine", "launch", "data"):
         for file in (ROOT / folder).rglob("*.py"):
             names = {
                 node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
                 for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
             }
-            assert not names & (UNPICKLE | {"pickle"}), file
+            allowed = {"pickle"} if file == ROOT / "data/formats/boxes.py" else set()
+            assert not names & (UNPICKLE | {"pickle"}) - allowed, file

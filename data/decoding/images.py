@@ -44,6 +44,8 @@ UPRIGHT = {  # EXIF orientation -> what makes it upright
     8: Image.Transpose.ROTATE_90,
 }
 SIDES_SWAPPED = (5, 6, 7, 8)
+# by which a PNG says, before or behind its pixels, how it lies
+TURNING = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")
 STRIP_LIMIT = 400_000  # of a TIFF; 100 million pixels in tiles of 16 x 16 are fewer
 BYTES_IN_TIFF = (1, 2, 6, 7)  # types of one byte, which Pillow leaves as they are
 
@@ -69,7 +71,7 @@ def decode_bytes(
         if at_least is not None and image.format == "JPEG":
             height, width = (at_least, at_least) if isinstance(at_least, int) else at_least
             image.draft(
-                None, (height, width) if _orientation(image) in SIDES_SWAPPED else (width, height)
+                None, (height, width) if orientation(image) in SIDES_SWAPPED else (width, height)
             )
         image.load()
         # the first frame of an animation may reach beyond what the header says
@@ -77,8 +79,8 @@ def decode_bytes(
         return image
 
 
-def read_image_size(data: bytes) -> tuple[int, int]:
-    """Width and height in pixels as shown, from the header alone.
+def read_image_size(data: bytes) -> tuple[int, int, int]:
+    """Width and height in pixels as shown, and EXIF's orientation, from the header alone.
 
     Errors: BadSample, with reason empty-file, not-an-image, too-many-pixels, impossible-size or
     unreadable.
@@ -90,10 +92,17 @@ def read_image_size(data: bytes) -> tuple[int, int]:
         # Pillow decodes a PNG to look for EXIF behind its pixels, so there only what lies before
         # them counts.
         has_exif = image.format != "PNG" or "exif" in image.info
-        turned = has_exif and _orientation(image) in SIDES_SWAPPED
-    width, height = image.size
+        turned = orientation(image) if has_exif else 1
+        width, height = image.size
+        if image.format == "TIFF":  # newer ones of Pillow give the size as shown
+            width, height = image.tag_v2[256], image.tag_v2[257]
     check_size(width, height)
-    return (height, width) if turned else (width, height)
+    return (height, width, turned) if turned in SIDES_SWAPPED else (width, height, turned)
+
+
+def may_turn_late(data: bytes) -> bool:
+    """Whether decoding may find that the image lies otherwise than its header says."""
+    return data[:4] == b"\x89PNG" and any(word in data for word in TURNING)
 
 
 def upright_8bit(image: Image.Image) -> Image.Image:
@@ -111,10 +120,10 @@ def upright_8bit(image: Image.Image) -> Image.Image:
 
 
 def _upright_8bit(image: Image.Image) -> Image.Image:
-    orientation = _orientation(image)
-    if orientation in UPRIGHT:
+    turned = orientation(image)
+    if turned in UPRIGHT:
         transparency = {k: v for k, v in image.info.items() if k == "transparency"}
-        image = image.transpose(UPRIGHT[orientation])
+        image = image.transpose(UPRIGHT[turned])
         image.info = transparency  # alone, so that it is not turned again
     if image.mode in ("RGB", "RGBA") and "transparency" not in image.info:
         return image
@@ -208,7 +217,8 @@ def _refuse_many_strips(data: bytes) -> None:
         return  # Pillow says what is wrong with it
 
 
-def _orientation(image: Image.Image) -> int:
+def orientation(image: Image.Image) -> int:
+    """EXIF's. A PNG that is not decoded yet is decoded for it; a TIFF that is has lost it."""
     try:
         return image.getexif().get(ExifTags.Base.Orientation, 1)
     except MemoryError:

@@ -50,7 +50,8 @@ class Concept(NamedTuple):
     """What a sample is of, so that whole concepts and speakers can be held out."""
 
     family: str  # equal for all skin tones, genders and ages of one concept
-    by_new_speaker: bool  # whether its speaker is one that training never hears
+    # the held-out set that it can only be of, such as one by speakers whom training never hears
+    held_out: str | None
 
 
 class DemoFormat(EntriesFormat):
@@ -61,6 +62,8 @@ class DemoFormat(EntriesFormat):
     emoji are there once more, by speakers whom training never hears. An id is the code points, a
     slash and the speaker.
     """
+
+    drawn_sets: tuple[str, ...] = ("family", "composition")  # of held-out samples: see `Splits`
 
     def __init__(self, where: str) -> None:
         """`where`: `[voices][:LANG+LANG]`, English by default. Errors: ValueError,
@@ -93,7 +96,7 @@ class DemoFormat(EntriesFormat):
             )
         return total
 
-    def entries(self) -> Iterator[tuple[tuple[int, dict[str, Any]], int]]:
+    def entries(self) -> Iterator[tuple[tuple[int, Any], int]]:
         for sample in enumerate(self._samples()):
             yield sample, 1
 
@@ -129,7 +132,7 @@ class DemoFormat(EntriesFormat):
 
     def concept(self, identity: str) -> Concept:
         points, _, speaker = identity.partition("/")
-        return Concept(family_key(text_of(points)), speech.is_new(speaker))
+        return Concept(family_key(text_of(points)), SPOKEN if speech.is_new(speaker) else None)
 
 
 def toneless_key(text: str) -> str:

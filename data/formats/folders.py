@@ -26,7 +26,7 @@ from data.formats.rows import (
     is_inside,
     stamp,
 )
-from data.formats.specs import ROOT, existing, split_options
+from data.formats.specs import ROOT, existing, images_and, split_options
 
 DEPTH_LIMIT = 100  # folders within a class
 
@@ -191,64 +191,118 @@ class ListFormat(EntriesFormat):
     """A JSON file with the list "images". It is one value and is read as a whole (COCO's largest
     has 91 MB)."""
 
-    def name(self, number: int) -> str:
-        return f"images[{number}]"
+    listed = "images"
 
-    def _lists(self, what: str, needed: str, *keys: str) -> list[list]:
-        """The lists of the file by these keys. Errors: ValueError."""
-        try:
-            with open(self.file, encoding="utf-8-sig", errors="surrogateescape") as file:
-                content = json.load(file)
-            lists = [content[key] for key in keys]
-            if not all(isinstance(each, list) for each in lists):
-                raise TypeError(f"lists are needed of {' and '.join(keys)}")
-            return lists
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            found = f"no key {error}" if isinstance(error, KeyError) else str(error)
-            raise ValueError(f"{self.file}: no {what} ({found}); {needed} is needed") from error
+    def name(self, number: int) -> str:
+        return f"{self.listed}[{number}]"
 
     def where(self, file: str, path: str, number: int) -> str:
-        return f"{file}#images[{number}] {path}"
+        return f"{file}#{self.listed}[{number}] {path}"
+
+
+def json_lists(path: str, what: str, needed: str, *keys: str) -> list[list]:
+    """The lists of a file by these keys; without keys, all of it is one. Errors: ValueError."""
+    try:
+        with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
+            content = json.load(file, object_hook=_without_outlines)
+        lists = [content[key] for key in keys] or [content]
+        if not all(isinstance(each, list) for each in lists):
+            raise TypeError(f"lists are needed of {' and '.join(keys)}")
+        return lists
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        found = f"no key {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"{path}: no {what} ({found}); {needed} is needed") from error
+
+
+def _without_outlines(entry: dict) -> dict:
+    """Outlines of objects are most of a file of instances, and would take gigabytes of memory."""
+    entry.pop("segmentation", None)
+    return entry
 
 
 class CocoFormat(ListFormat):
-    """One sample per entry of "images", with all its captions; then one faulty row per caption
+    """One sample per entry of "images", with all its captions, and with the boxes of a file of
+    instances and the names of their categories where one is given; then one faulty row per caption
     whose image is not listed. File names count from IMAGES, then from each further root."""
 
     NEEDED = '{"images": [...], "annotations": [...]}'
+    NEEDED_BOXES = '{"images": [...], "annotations": [...], "categories": [...]}'
+    holds: tuple[str, ...] = ("image", "text")
 
     def __init__(self, where: str) -> None:
-        """`where`: `IMAGES:CAPTIONS.json[?root=DIR]`. Errors: ValueError, FileNotFoundError."""
-        usage = "coco:IMAGES:CAPTIONS.json or coco:IMAGES:CAPTIONS.json?root=DIR"
-        spec = f"data spec 'coco:{where}':"
-        names, _, more = split_options("coco", where, (ROOT,))
-        folder, _, file = names.rpartition(":")
-        if not folder or not file:
-            raise ValueError(f"{spec} a folder and a file are needed: {usage}")
-        folder = existing(spec, folder, "folder", f"a folder of images: {usage}")
-        self.files = [existing(spec, file, "file", f"a file of captions {self.NEEDED}: {usage}")]
+        """`where`: `IMAGES:CAPTIONS.json[?instances=INSTANCES.json&root=DIR]`. Errors: ValueError,
+        FileNotFoundError."""
+        usage = "coco:IMAGES:CAPTIONS.json or coco:IMAGES:CAPTIONS.json?instances=FILE&root=DIR"
+        needed = f"a file of captions {self.NEEDED}"
+        folder, file, options, more = images_and("coco", where, ("instances", ROOT), needed, usage)
+        self.files = [file]
         self.roots = Roots.of(folder, more)
         self.spec = f"coco:{folder}:{self.file}{self.roots.options()}"
+        if "instances" in options:
+            of = f"data spec 'coco:{where}':"
+            needed = f"a file of boxes {self.NEEDED_BOXES}: {usage}"
+            self.files.append(existing(of, options["instances"], "file", needed))
+            self.holds = (*self.holds, "region")
+            self.spec += f"?instances={self.files[1]}"
 
     def entries(self) -> Iterator[tuple[tuple[int, Any], int]]:
-        images, annotations = self._lists("COCO captions", self.NEEDED, "images", "annotations")
+        needed = self.NEEDED
+        images, annotations = json_lists(
+            self.file, "COCO captions", needed, "images", "annotations"
+        )
+        more, regions, crowds = self._instances()
         texts: defaultdict[Any, list] = defaultdict(list)
         faulty: list[tuple[Any, list]] = []
         for annotation in annotations:
-            identity = _key(annotation, "image_id")
+            identity = key_of(annotation, "image_id")
             if identity is None:
                 faulty.append((annotation, []))
             else:
                 texts[identity].append(annotation.get("caption"))
         # An image that is listed twice has its captions twice: the second is a duplicate.
-        listed = [(image, texts.get(_key(image, "id"), [])) for image in images]
-        known = {_key(image, "id") for image in images}
+        known = {key_of(image, "id") for image in images}
+        images += [image for image in more if key_of(image, "id") not in known]
+        listed = [(image, texts.get(key_of(image, "id"), [])) for image in images]
+        known = {key_of(image, "id") for image in images}
         alone = [({"id": key}, found) for key, found in texts.items() if key not in known]
-        for entry in enumerate([*listed, *faulty, *alone]):
-            yield entry, 1
+        for number, (image, found) in enumerate([*listed, *faulty, *alone]):
+            key = key_of(image, "id")
+            yield (number, (image, found, regions.get(key), crowds.get(key, ()))), 1
 
-    def values(self, content: tuple[Any, list]) -> dict[str, Any]:
-        image, texts = content
+    def _instances(self) -> tuple[list, dict[Any, list], dict[Any, list]]:
+        """The images of the file of instances, their regions, and the ids of boxes of crowds, where
+        they are needed."""
+        regions: defaultdict[Any, list] = defaultdict(list)
+        crowds: defaultdict[Any, list] = defaultdict(list)
+        if "region" not in self.modalities:
+            return [], regions, crowds
+        keys = ("images", "annotations", "categories")
+        images, boxes, categories = json_lists(
+            self.files[1], "COCO instances", self.NEEDED_BOXES, *keys
+        )
+        names = {
+            key_of(each, "id"): each.get("name") for each in categories if isinstance(each, dict)
+        }
+        for box in boxes:
+            image = key_of(box, "image_id")
+            if image is not None and box.get("iscrowd"):
+                crowds[image].append(box.get("id"))
+            elif image is not None:
+                name = names.get(key_of(box, "category_id"))
+                regions[image].append({"box": box.get("bbox"), "text": name})
+        return images, regions, crowds
+
+    def rows(self, part: Part) -> Iterator[Row]:
+        for row, (_, content) in zip(super().rows(part), part.content):
+            places = (f"{self.files[1]}#annotation {box}" for box in content[3])
+            yield row._replace(beside=[Unused("boxes of crowds", place) for place in places])
+
+    def where(self, file: str, path: str, number: int) -> str:
+        is_place = path.startswith(f"{self.files[-1]}#")  # of a crowd's box
+        return path if is_place else super().where(file, path, number)
+
+    def values(self, content: tuple[Any, list, list | None, Any]) -> dict[str, Any]:
+        image, texts, regions, _ = content
         if not isinstance(image, dict) or image.get("id") is None:
             raise BadSample(
                 "invalid-row",
@@ -256,7 +310,8 @@ class CocoFormat(ListFormat):
                 "image_id",
             )
         unlisted = BadSample("invalid-row", f"image {image['id']} is not listed with a file_name")
-        return {"id": image["id"], "text": texts, "image": image.get("file_name", unlisted)}
+        name = image.get("file_name", unlisted)
+        return {"id": image["id"], "text": texts, "image": name, "region": regions}
 
 
 class KarpathyFormat(ListFormat):
@@ -277,18 +332,23 @@ class KarpathyFormat(ListFormat):
         needed = f"a file of Karpathy's splits {self.NEEDED}: {usage}"
         self.files = [existing(spec, name, "file", needed)]
         self.roots = Roots.of(os.path.dirname(self.file), more)
+        self.choose_splits(spec, options, usage)
+        self.spec = f"karpathy:{self.file}?{'+'.join(self.splits)}{self.roots.options()}"
+
+    def choose_splits(self, spec: str, options: dict[str, str], usage: str) -> None:
+        """Errors: ValueError."""
         self.splits = tuple(filter(None, options.get("split", "").split("+")))
         if not self.splits:
             raise ValueError(
-                f"{spec} no split is given; write {usage}; the file has {_counts(self._images())}"
+                f"{spec} no split is given; write {usage}; the file has {_counts(self.images())}"
             )
-        self.spec = f"karpathy:{self.file}?{'+'.join(self.splits)}{self.roots.options()}"
 
-    def _images(self) -> list:
-        return self._lists("file of Karpathy's splits", self.NEEDED, "images")[0]
+    def images(self) -> list:
+        """All that the file lists, each of some split. Errors: ValueError."""
+        return json_lists(self.file, "file of Karpathy's splits", self.NEEDED, "images")[0]
 
     def entries(self) -> Iterator[tuple[tuple[int, Any], int]]:
-        images = self._images()
+        images = self.images()
         known = dict.fromkeys(map(_split_of, images))
         for split in self.splits:
             if split not in known:
@@ -325,7 +385,7 @@ class KarpathyFormat(ListFormat):
         return name if is_missing else path
 
 
-def _key(entry: Any, name: str) -> str | int | None:
+def key_of(entry: Any, name: str) -> str | int | None:
     found = entry.get(name) if isinstance(entry, dict) else None
     return found if isinstance(found, (str, int)) else None
 

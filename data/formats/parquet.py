@@ -13,9 +13,10 @@ from itertools import islice
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from data.bad_samples import CAPTION_LIMIT, FILE_LIMIT, BadSample
+from data.bad_samples import CAPTION_LIMIT, FILE_LIMIT, REGION_LIMIT, BadSample
 from data.formats.rows import (
     DEFAULT_PAIRS,
     ENCODED,
@@ -27,6 +28,7 @@ from data.formats.rows import (
 )
 from data.formats.shards import Shard, ShardsFormat
 from data.formats.specs import ROOT, chosen_columns, is_remote, split_options
+from data.regions import Regions, checked_regions
 
 USAGE = (
     "parquet:FILE_OR_PATTERN or "
@@ -36,11 +38,13 @@ COLUMNS = {
     "image": ("image", "image_path", "filepath"),
     "text": ("text", "caption", "title"),
     "audio": ("audio", "audio_path"),
+    "region": ("regions",),
     "id": ("id",),
 }
 # A dictionary page repeats one value of megabytes in thousands of rows for a few bytes each. Only
 # what was decoded tells how large rows are, so they are decoded one by one.
 ROWS_AT_ONCE = 1
+HELD = ("image", "text", "audio", "region")
 GROUP = 1 << 32  # a place in a file is the number of the row group times this, plus the row in it
 # bytes of a row group that is kept; of a larger one only the rows up to the wanted one are read
 KEPT_LIMIT = 256 << 20
@@ -69,7 +73,7 @@ class ParquetFormat(ShardsFormat):
         super().__init__("parquet", pattern, USAGE, shard)
         schema = self._schema(spec)
         self.columns = chosen_columns(spec, schema.names, COLUMNS, options)
-        self.holds = tuple(key for key in ("image", "text", "audio") if key in self.columns)
+        self.holds = tuple(key for key in HELD if key in self.columns)
         # modality -> "bytes", also within a structure, "path", or "either", in {bytes, path}
         self.stored = {
             key: _stored_as(schema, column, spec)
@@ -180,11 +184,11 @@ class ParquetFormat(ShardsFormat):
         if most > VALUES_LIMIT:
             raise _Bomb(f"{most:,} values in a column; at most {VALUES_LIMIT:,} are read")
         # The texts of one list are decoded together: as numbers of a dictionary they take 4 bytes.
+        nested = tuple(f"{self.columns.get(key)}." for key in ("text", "region"))
         lists = [
             leaf.path_in_schema
             for leaf in leaves
-            if leaf.path_in_schema.startswith(f"{self.columns.get('text')}.")
-            and leaf.physical_type == "BYTE_ARRAY"
+            if leaf.path_in_schema.startswith(nested) and leaf.physical_type == "BYTE_ARRAY"
         ]
         with pq.ParquetFile(file, read_dictionary=lists) as opened:
             yield from _rows_of(opened, group, [*wanted.values()])
@@ -202,6 +206,8 @@ class ParquetFormat(ShardsFormat):
         """Raises BadSample."""
         if key == "text":
             return _texts(scalar)
+        if key == "region":
+            return _regions(scalar)
         if key not in ENCODED:
             return _id(_python(scalar))
         found = self._content(key, _python(scalar))
@@ -304,6 +310,10 @@ def _decoded_bytes(batch: pa.RecordBatch, values: dict[str, Any] | BadSample) ->
     are read as one, count by their texts."""
     texts = values.get("text") if isinstance(values, dict) else None
     texts = texts if isinstance(texts, list) else []
+    regions = values.get("region") if isinstance(values, dict) else None
+    if isinstance(regions, Regions):
+        texts = [*texts, *(each for found in regions.good for each in found.phrases)]
+        texts += [each for found in regions.good for each in found.negatives]
     size = sum(len(text) for text in texts if isinstance(text, str))
     for column in batch.columns:
         if pa.types.is_dictionary(column.type):
@@ -346,6 +356,31 @@ def _texts(scalar: pa.Scalar) -> Any:
             given = error.object
         texts.append(given.decode(errors="surrogateescape") if isinstance(given, bytes) else given)
     return texts if is_list else texts[0]
+
+
+def _regions(scalar: pa.Scalar) -> Any:
+    """A list of them; one of which a text is not UTF-8 is a BadSample. Raises BadSample."""
+    if not isinstance(scalar, pa.ListScalar) or not scalar.is_valid:
+        return _python(scalar)
+    given = scalar.values.slice(0, REGION_LIMIT)
+    if (size := _text_bytes(given)) > TEXT_LIMIT:
+        raise BadSample(
+            "huge-caption",
+            f"the texts of the regions have {size:,} bytes; at most {TEXT_LIMIT:,} are read",
+        )
+    return checked_regions([attempt(_python, each) for each in given], len(scalar.values))
+
+
+def _text_bytes(array: pa.Array) -> int:
+    """Of the texts of an array, also within lists and structures."""
+    if pa.types.is_dictionary(array.type):
+        sizes = pc.take(pc.binary_length(array.dictionary), array.indices)
+        return pc.sum(sizes).as_py() or 0
+    if pa.types.is_struct(array.type):
+        return sum(map(_text_bytes, array.flatten()))
+    if pa.types.is_nested(array.type):
+        return _text_bytes(array.flatten())
+    return array.nbytes
 
 
 def _id(given: Any) -> Any:

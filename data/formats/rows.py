@@ -16,7 +16,15 @@ from numbers import Integral
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
-from data.bad_samples import CAPTION_LIMIT, FILE_LIMIT, Absent, BadSample
+from data.bad_samples import (
+    FILE_LIMIT,
+    Absent,
+    BadSample,
+    Captions,
+    check_characters,
+    checked_captions,
+)
+from data.regions import Regions, checked_regions
 
 ROWS_OF_A_PART = 1024
 WEIGHT_OF_A_PART = 8 << 20
@@ -72,13 +80,6 @@ class Unused(NamedTuple):
     path: str  # as `Media.path` has it: an example is shown
 
 
-class Captions(NamedTuple):
-    """The good texts of a sample, and what is wrong with the others."""
-
-    good: list[str]
-    dropped: list[BadSample]
-
-
 @dataclass
 class Media:
     """Where the encoded image or sound of a sample is."""
@@ -102,6 +103,8 @@ class Sample:
     media: dict[str, Media] = field(default_factory=dict)  # by modality
     lacks: dict[str, BadSample] = field(default_factory=dict)  # modality -> why there is none
     dropped: list[BadSample] = field(default_factory=list)  # captions beside good ones
+    # not in `repr`, which is a part of what an index is compared by
+    regions: Regions | None = field(default=None, repr=False)
     problem: BadSample | None = None
 
 
@@ -188,6 +191,8 @@ class Format:
         if modality == "text":
             found = value if isinstance(value, Captions) else checked_captions(value)
             sample.captions, sample.dropped = found
+        elif modality == "region":
+            sample.regions = value if isinstance(value, Regions) else checked_regions(value)
         elif value is None:
             raise BadSample("no-value", f"no {modality} is given")
         elif modality in ENCODED:
@@ -366,58 +371,6 @@ def attempt(function: Callable[..., Any], *arguments: Any) -> Any:
         return function(*arguments)
     except BadSample as problem:
         return problem
-
-
-def check_characters(text: str, what: str) -> None:
-    """Raises BadSample: nul-character, invalid-utf8 (a lone surrogate, which is also what a byte
-    that is not UTF-8 is read as)."""
-    if "\0" in text:
-        raise BadSample(
-            "nul-character", f"{what} holds the character NUL at position {text.index(chr(0))}"
-        )
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise BadSample(
-            "invalid-utf8", f"{what} is not UTF-8 at position {error.start}; save it as UTF-8"
-        ) from None
-
-
-def checked_captions(given: Any) -> Captions:
-    """The good ones of one text or of several. Raises BadSample when none is good, with what is
-    wrong with the first."""
-    if hasattr(given, "tolist"):
-        given = given.tolist()  # of numpy or pandas
-    found = Captions([], [])
-    for text in (list(given) if isinstance(given, (list, tuple)) else [given]) or [None]:
-        try:
-            check_caption(text)
-            found.good.append(text)
-        except BadSample as problem:
-            found.dropped.append(problem)
-    if not found.good:
-        raise found.dropped[0]
-    return found
-
-
-def check_caption(text: Any) -> None:
-    """Raises BadSample: no-caption, invalid-row, nul-character, invalid-utf8, empty-caption,
-    huge-caption."""
-    if text is None:
-        raise BadSample("no-caption", "no text is given; every sample needs words")
-    if not isinstance(text, str):
-        raise BadSample(
-            "invalid-row", f"the text is {text!r:.100}; a text or a list of texts is needed"
-        )
-    check_characters(text, "the text")
-    if not text.strip():
-        raise BadSample("empty-caption", "the text is empty; every sample needs words")
-    if len(text) > CAPTION_LIMIT:
-        raise BadSample(
-            "huge-caption",
-            f"the text has {len(text):,} characters; at most {CAPTION_LIMIT:,} are read: "
-            f"{text[:40]!r}...",
-        )
 
 
 def checked_id(given: Any, otherwise: str) -> str:

@@ -97,6 +97,20 @@ def chosen_columns(
     return found
 
 
+def images_and(
+    kind: str, where: str, options: tuple[str, ...], needed: str, usage: str, what: str = "file"
+) -> tuple[str, str, dict[str, str], tuple[str, ...]]:
+    """`IMAGES:FILE?key=value` -> the folder and the file, or another folder where `what` says so,
+    absolute, and the rest as `split_options` has it. Errors: ValueError, FileNotFoundError."""
+    spec = f"data spec '{kind}:{where}':"
+    names, given, roots = split_options(kind, where, options)
+    folder, _, name = names.rpartition(":")
+    if not folder or not name:
+        raise ValueError(f"{spec} a folder and a {what} are needed: {usage}")
+    folder = existing(spec, folder, "folder", f"a folder of images: {usage}")
+    return folder, existing(spec, name, what, f"{needed}: {usage}"), given, roots
+
+
 def has_options(kind: str, where: str) -> bool:
     """Whether what follows the kind ends with `?key=value`, and no file (coco: folder and file)
     exists under the whole name."""
@@ -105,9 +119,7 @@ def has_options(kind: str, where: str) -> bool:
     if kind == "parquet" and "=" not in where.rpartition("?")[2]:
         return False  # part-?.parquet: a pattern of files
     folder, _, file = where.rpartition(":")
-    return not (
-        kind == "coco" and os.path.isdir(local_path(folder)) and os.path.isfile(local_path(file))
-    )
+    return not (os.path.isdir(local_path(folder)) and os.path.isfile(local_path(file)))
 
 
 def existing(of: str, given: str, what: str, needed: str) -> str:

@@ -1,12 +1,14 @@
 """Data sets as text files with a line per sample: JSON lines, `{"image_path": "a/b.png", "text": "a
-red apple", "id": "b"}`, and comma- or tab-separated tables as OpenCLIP reads them, with the columns
+red apple", "id": "b"}`, or a JSON list of such objects, and comma- or tab-separated tables as OpenCLIP reads them, with the columns
 `filepath` and `title`."""
 
 import contextlib
 import csv
 import json
 import os
+import re
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any, TextIO
 
 from common.spelling import near
@@ -19,6 +21,7 @@ KEYS = {
     "image": ("image_path", "file_name"),
     "text": ("text",),
     "audio": ("audio_path", "audio"),
+    "region": ("regions",),
     "id": ("id",),
     "language": ("language",),
 }
@@ -28,8 +31,11 @@ LINE = (
     '"id": "optional name", "language": "optional, of the text"}'
 )
 LINE_LIMIT = 16 << 20  # bytes, or characters of a table
+LIST = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")  # how a JSON list of objects begins
+BETWEEN = (" ", "\t", "\r", "\n", ",")  # two of its objects
 
 COLUMNS = KEYS | {"image": ("filepath",), "text": ("title",)}
+del COLUMNS["region"]
 FIELD_LIMIT = 1 << 20  # characters; a quote that is never closed takes no more than this with it
 # Stands for the character NUL within the reader, which before Python 3.11 refuses the whole row; no
 # other byte is read as it.
@@ -37,10 +43,11 @@ NUL = "\udc00"
 
 
 class JsonlFormat(EntriesFormat):
-    """Paths count from the file's folder, then from each further root."""
+    """Paths count from the file's folder, then from each further root. A file that begins with `[{`
+    is one JSON list. Rows of FG-CLIP's data are read as they are."""
 
     unit = "B"
-    holds = ("image", "text", "audio")
+    holds = ("image", "text", "audio", "region")
 
     def __init__(self, where: str) -> None:
         """`where`: `FILE[?image=KEY&…&root=DIR]`. Errors: ValueError, FileNotFoundError."""
@@ -51,7 +58,18 @@ class JsonlFormat(EntriesFormat):
         self.roots = Roots.of(os.path.dirname(self.file), more)
         self.spec = f"jsonl:{self.file}{options or ''}{self.roots.options()}"
 
-    def entries(self) -> Iterator[tuple[tuple[int, bytes], int]]:
+    @cached_property
+    def _is_list(self) -> bool:
+        with open(self.file, "rb") as file:
+            return LIST.match(file.read(1 << 16)) is not None
+
+    def where(self, file: str, path: str, number: int) -> str:
+        return f"{file}#[{number}]" if self._is_list else super().where(file, path, number)
+
+    def entries(self) -> Iterator[tuple[tuple[int, Any], int]]:
+        if self._is_list:
+            yield from list_entries(self.file)
+            return
         number = 0
         with open(self.file, "rb") as file:
             while line := file.readline(LINE_LIMIT):
@@ -66,10 +84,12 @@ class JsonlFormat(EntriesFormat):
                 if line.strip() or size >= LINE_LIMIT:
                     yield (number, line), size
 
-    def values(self, content: bytes) -> dict[str, Any]:
-        if not content:
+    def values(self, content: Any) -> dict[str, Any]:
+        if content == b"":
             raise BadSample("invalid-row", f"the line has more than {LINE_LIMIT:,} bytes")
-        fields = parsed_object(content, "the line")
+        is_line = isinstance(content, bytes)
+        fields = parsed_object(content, "the line") if is_line else an_object(content, "the entry")
+        fields = with_usual_keys(fields)
         values: dict[str, Any] = {}
         for what, keys in self.keys.items():
             given = [fields[key] for key in keys if key in fields]
@@ -97,12 +117,65 @@ def parsed_object(content: bytes, what: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         # also of a number of thousands of digits, or of thousands of brackets
         raise BadSample("invalid-row", f"{what}: invalid JSON: {error}") from None
+    return an_object(fields, what)
+
+
+def an_object(fields: Any, what: str) -> dict[str, Any]:
+    """Raises BadSample: invalid-row."""
+    if isinstance(fields, BadSample):
+        raise fields
     if not isinstance(fields, dict):
         raise BadSample(
             "invalid-row",
             f"{what}: a {type(fields).__name__} is given, an object {{...}} is needed",
         )
     return fields
+
+
+def with_usual_keys(fields: dict[str, Any]) -> dict[str, Any]:
+    """A row of FG-CLIP's data with the usual keys beside its own, another row as it is."""
+    if "f_path" not in fields:
+        return fields
+    texts = [fields[key] for key in ("caption", "short_caption") if key in fields]
+    boxes = fields.get("bbox_info")
+    regions = [*map(_region_of, boxes)] if isinstance(boxes, list) else boxes
+    return {"image_path": fields["f_path"], "text": texts, "regions": regions} | fields
+
+
+def _region_of(given: Any) -> Any:
+    if not isinstance(given, dict):
+        return given
+    box, negatives = given.get("bbox"), given.get("short_expr_negs")
+    return {
+        "xyxy": box[:4] if isinstance(box, list) else box,  # a fifth number is a score
+        "unit": "relative",
+        "text": [given[key] for key in ("short_expr", "long_expr") if key in given],
+        "negatives": [*negatives.values()] if isinstance(negatives, dict) else negatives,
+    } | ({} if given.get("flag_short_neg", 1) else {"negatives": None})
+
+
+def list_entries(file: str) -> Iterator[tuple[tuple[int, Any], int]]:
+    """The entries of a file that is a JSON list, one by one, which takes less memory than all of
+    them at once; where it breaks off a BadSample. Errors: ValueError."""
+    with open(file, encoding="utf-8-sig", errors="surrogateescape") as opened:
+        text = opened.read().lstrip()
+    if text[:1] != "[":
+        raise ValueError(f"{file}: it begins with {text[:20]!r}; a JSON list is needed")
+    decode, number, at = json.JSONDecoder().raw_decode, 0, 1
+    while True:
+        while text[at : at + 1] in BETWEEN:
+            at += 1
+        if text[at : at + 1] == "]" and not text[at + 1 :].strip():
+            return
+        begin = at
+        try:
+            entry, at = decode(text, begin)
+        except (ValueError, RecursionError) as error:
+            wrong = BadSample("invalid-row", f"the rest of the list cannot be read: {error}")
+            yield (number, wrong), len(text) - begin
+            return
+        yield (number, entry), at - begin
+        number += 1
 
 
 class TableFormat(EntriesFormat):

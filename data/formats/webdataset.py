@@ -14,17 +14,16 @@ from functools import cached_property, lru_cache
 from posixpath import splitext
 from typing import Any, BinaryIO, cast
 
-from data.bad_samples import ABSENCES, BadSample
+from data.bad_samples import ABSENCES, BadSample, Captions, checked_captions
 from data.formats.rows import (
     AUDIO_ENDINGS,
     IMAGE_ENDINGS,
     LEFTOVER,
-    Captions,
     Media,
     Part,
     Row,
     Unused,
-    checked_captions,
+    attempt,
 )
 from data.formats.shards import Shard, ShardsFormat
 from data.formats.tables import parsed_object
@@ -56,7 +55,7 @@ class WebdatasetFormat(ShardsFormat):
     """The samples of all shards. An id is SHARD/KEY, where the key is the members' common name."""
 
     unit = "B"
-    holds = ("image", "text", "audio")
+    holds = ("image", "text", "audio", "region")
 
     def __init__(self, where: str, shard: Shard | None = None) -> None:
         """`where`: patterns of shards, joined by `::`. `shard`: instead of these. Errors:
@@ -109,6 +108,11 @@ class WebdatasetFormat(ShardsFormat):
             missing = BadSample("orphan-member", f"no {modality} among {listed}")
             if modality == "text":
                 values[modality] = _first_good_text(shard, members, used) or missing
+            elif modality == "region":
+                values[modality] = None
+                if "json" in members:
+                    used.add("json")
+                    values[modality] = attempt(shard.text, members["json"], "regions")
             elif modality in ENDINGS:
                 found = next((each for each in members if each in ENDINGS[modality]), None)
                 values[modality] = missing if found is None else members[found]

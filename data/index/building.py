@@ -23,6 +23,7 @@ from filelock import FileLock
 
 from common.files import make_folder, move, remove, remove_folder, write_text
 from data.bad_samples import ABSENCES, CODES, BadSample
+from data.decoding.images import may_turn_late
 from data.formats.rows import Format, Media, Part, Sample, Unused
 from data.index.mapped import (
     ABSENT,
@@ -45,6 +46,7 @@ from data.index.media import MEDIA, media_of, refuse_too_long
 from data.keys import HASH_BYTES, content_hash, hash64
 from data.processes import end_with_parent, start_method
 from data.progress import progress_bar
+from data.regions import Region, placed, written
 
 CHECKS = ("decode", "header")
 ROWS_AT_ONCE = 4096
@@ -324,6 +326,8 @@ def _noted_in(digest: Any, samples: Iterator[Sample | Unused]) -> Iterator[Sampl
         digest.update(repr(sample).encode(errors="backslashreplace"))
         for media in sample.media.values() if isinstance(sample, Sample) else ():
             digest.update(media.content or b"")
+        if isinstance(sample, Sample) and sample.regions is not None:
+            digest.update(sample.regions.stamp())
         yield sample
 
 
@@ -359,13 +363,16 @@ def _row(work: _Work, part: Part, sample: Sample) -> tuple[dict[str, Any], bool]
             if content is None:
                 content = format.read(modality, part.file, sample.number, media)
             row[f"{modality}_hash"] = content_hash(content)
-            measured = MEDIA[modality].measure(content, work.check == "decode")
+            decode = work.check == "decode" or sample.regions and may_turn_late(content)
+            measured = MEDIA[modality].measure(content, bool(decode))
             refuse_too_long(measured.get("audio_seconds", 0), work.max_audio_seconds)
             row |= measured
         except BadSample as wrong:
             lacks[modality] = wrong
             # FFmpeg gives what is wrong with the content the numbers of the system's errors
             may_pass = may_pass or content is None and _is_of_the_system(wrong)
+    if "region" in format.modalities:
+        row |= _region_columns(sample, row)
     problem = format.problem(sample)
     row |= {
         "id": _clean(sample.id),
@@ -382,6 +389,23 @@ def _row(work: _Work, part: Part, sample: Sample) -> tuple[dict[str, Any], bool]
     return row, may_pass
 
 
+def _region_columns(sample: Sample, measured: dict[str, Any]) -> dict[str, Any]:
+    """The regions on the image that was measured; the sample lacks them where it was not."""
+    good: list[Region] = []
+    if sample.regions is not None and "orientation" in measured:
+        sizes = (measured[name] for name in ("width", "height", "orientation"))
+        good = placed(sample.regions, *sizes)
+        if not good:
+            sample.lacks["region"] = sample.regions.dropped[0]
+    elif sample.regions is not None:
+        sample.lacks["region"] = BadSample("no-value", "its image is missing or bad")
+    return {
+        "regions": written(good),
+        "num_regions": len(good),
+        "num_negatives": sum(len(region.negatives) for region in good),
+    }
+
+
 def _is_of_the_system(problem: BadSample | None) -> bool:
     """Whether it follows from something such as a faulty disk or a missing right."""
     return getattr(problem and problem.__cause__, "errno", None) is not None
@@ -389,12 +413,22 @@ def _is_of_the_system(problem: BadSample | None) -> bool:
 
 def _noted(sample: Sample) -> str:
     """What is broken of a sample that is used without it, as `IndexedSource.broken_values` reads
-    it: a line for each modality, and one for captions beside good ones."""
+    it: a line for each modality, and one for captions and one for regions beside good ones."""
+    regions = sample.regions
     noted = [(name, each) for name, each in sample.lacks.items() if each.reason not in ABSENCES]
     broken = [each for each in sample.dropped if each.reason not in ABSENCES]
     if broken:
         of = f"{len(broken)} of {len(sample.captions) + len(sample.dropped)} captions"
         noted.append(("text", BadSample(broken[0].reason, f"{of}: {broken[0].detail}")))
+    if regions and "region" not in sample.lacks:
+        broken = [each for each in regions.phrases if each.reason not in ABSENCES]
+        of = f"{len(broken)} phrases of its regions"
+        if regions.dropped:
+            broken, of = (
+                regions.dropped,
+                f"{regions.total - len(regions.good)} of {regions.total} regions",
+            )
+        noted += [("region", BadSample(p.reason, f"{of}: {p.detail}")) for p in broken[:1]]
     lines = []
     for modality, problem in noted:
         detail = " ".join(_clean(problem.detail).split())
@@ -405,12 +439,15 @@ def _noted(sample: Sample) -> str:
 def _unused_of(format: Format, part: Part, found: Sample | Unused) -> UnusedCounts:
     if isinstance(found, Unused):
         return {found.what: (1, _clean(format.where(part.file, found.path, 0)))}
-    empty = sum(each.reason in ABSENCES for each in found.dropped)
-    if not empty:
+    dropped = {"captions": found.dropped, "phrases": found.regions.phrases if found.regions else ()}
+    empty = {
+        of: sum(each.reason in ABSENCES for each in each_of) for of, each_of in dropped.items()
+    }
+    if not any(empty.values()):
         return {}
     path = next((media.path for media in found.media.values() if media.path), found.id)
-    where = format.where(part.file, path, found.number)
-    return {"captions without text": (empty, _clean(where))}
+    where = _clean(format.where(part.file, path, found.number))
+    return {f"{of} without text": (number, where) for of, number in empty.items() if number}
 
 
 def _clean(text: str) -> str:

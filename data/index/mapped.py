@@ -55,6 +55,8 @@ def numbers_of(modalities: Sequence[str]) -> np.dtype:
     for modality in media_of(modalities):
         columns |= {f"{modality}_{name}": kind for name, kind in PLACE.items()}
         columns |= MEDIA[modality].columns
+    if "region" in modalities:
+        columns |= {"num_regions": "i4", "num_negatives": "i4"}  # of all together
     if tuple(modalities) != DEFAULT_PAIRS[0]:
         columns[ABSENT] = "i8"
     # The widest first: one after the other in a file, each is aligned.
@@ -63,8 +65,9 @@ def numbers_of(modalities: Sequence[str]) -> np.dtype:
 
 def texts_of(modalities: Sequence[str]) -> pa.Schema:
     """The columns of texts: id, what is wrong with the sample or was dropped of it, the texts'
-    language as JSON, paths as the data set gives them, and captions."""
+    language as JSON, paths as the data set gives them, regions as JSON, and captions."""
     names = ["id", "detail", "language", *(f"{each}_path" for each in media_of(modalities))]
+    names += ["regions"] if "region" in modalities else []
     captions = pa.large_list(pa.large_string())
     return pa.schema([*((name, pa.large_string()) for name in names), ("captions", captions)])
 
@@ -126,7 +129,7 @@ class Index:
         """[N], one of `numbers_of`, without a copy and not to be written to; zeros for media that
         the index has not."""
         if name not in self._columns:
-            return np.zeros(len(self), numbers_of([*MEDIA])[name])
+            return np.zeros(len(self), numbers_of([*MEDIA, "region"])[name])
         return self._columns[name]
 
     def text(self, name: str, i: int) -> Any:
@@ -212,6 +215,8 @@ def index_folder(
     words += [MEDIA[modality].missing_decoders() for modality in media_of(format.modalities)]
     if "audio" in format.modalities:
         words.append(max_audio_seconds)
+    if "region" in format.modalities:
+        words.append("regions")  # a data set class could have a modality of this name before
     return (folder or cache_folder() / "index") / fingerprint(words)
 
 

@@ -11,6 +11,7 @@ from data.bad_samples import BadSample
 from data.decoding.images import (
     decode_bytes,
     missing_image_decoders,
+    orientation,
     read_image_size,
     upright_8bit,
 )
@@ -34,18 +35,22 @@ class Medium(NamedTuple):
 
 
 def measured_image(content: bytes, decode: bool) -> dict[str, Any]:
-    """Raises BadSample."""
-    width, height = read_image_size(content)
+    """What the columns need, and EXIF's orientation. Raises BadSample."""
+    width, height, turned = read_image_size(content)
     measured: dict[str, Any] = {}
     if decode:
         # A JPEG is read to its last byte at any scale, and small ones take a third of the time.
-        shown = upright_8bit(decode_bytes(content, at_least=DECODED_SIDE))
+        image = decode_bytes(content, at_least=DECODED_SIDE)
+        shown = upright_8bit(image)
+        if image.format == "PNG":
+            turned = orientation(image)
         # some formats tell after the pixels how to turn them
         if (width > height) != (shown.width > shown.height):
             width, height = height, width
         measured["perceptual_hash"] = perceptual_hash(shown)
     complexity = len(content) / (width * height)
-    return measured | {"width": width, "height": height, "complexity": complexity}
+    sizes = {"width": width, "height": height, "orientation": turned}
+    return measured | sizes | {"complexity": complexity}
 
 
 def perceptual_hash(image: Image.Image) -> int:

@@ -10,7 +10,10 @@ from urllib.parse import unquote
 from data.formats.specs import ROOT, has_options, is_remote, local_path, root_folder
 
 # Their images may be files of their own, named by paths.
-KINDS_WITH_PATHS = ("jsonl", "csv", "tsv", "parquet", "coco", "karpathy")
+KINDS_WITH_PATHS = (
+    *("jsonl", "csv", "tsv", "parquet", "coco", "karpathy"),
+    *("vg", "refcoco", "flickr30k-entities"),
+)
 ESCAPES = {"%": "%25", "&": "%26", "?": "%3F"}  # what has a meaning in a spec; see split_options
 FLAG = "--data-root"
 

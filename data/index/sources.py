@@ -13,17 +13,20 @@ import numpy as np
 from common.secrets import HIDDEN, redact
 from common.spelling import near
 from data.bad_samples import CODES, REASON_OF_CODE, Absent, BadSample
+from data.formats.boxes import Flickr30kEntitiesFormat, RefCocoFormat, VisualGenomeFormat
 from data.formats.demo import Concept, DemoFormat
 from data.formats.folders import AudioFolderFormat, CocoFormat, ImageFolderFormat, KarpathyFormat
 from data.formats.parquet import ParquetFormat
 from data.formats.python import PythonFormat
 from data.formats.rows import DEFAULT_PAIRS, Format, Media, Pairs
+from data.formats.scenes import demo_format
 from data.formats.tables import JsonlFormat, TableFormat
 from data.formats.webdataset import WebdatasetFormat
 from data.index.building import load_index
 from data.index.mapped import ABSENT, Index, UnusedCounts
 from data.index.media import MEDIA
 from data.keys import content_hash
+from data.regions import read
 
 MAX_SHOWN = 5
 
@@ -52,8 +55,8 @@ class Source(Protocol):
         """Of the texts, where the data set says it."""
 
     def value(self, modality: str, i: int) -> Any:
-        """What the sample holds of a modality: the encoded image, the encoded sound, or what a
-        modality of one's own has. Raises Absent, BadSample."""
+        """What the sample holds of a modality: the encoded image, the encoded sound, its regions
+        (a list of `Region`), or what a modality of one's own has. Raises Absent, BadSample."""
 
     def content_hash(self, modality: str, i: int) -> bytes:
         """16 bytes: blake2b of the encoded image or sound; zeros without one."""
@@ -66,7 +69,8 @@ class Source(Protocol):
         """[n] of the samples `index` [n]: width and height int32 (pixels), num_captions int16,
         num_characters int32 (longest caption), complexity float32 (bytes / pixel), perceptual_hash
         uint64, bad int8 (0: usable, else 1 + position in REASONS); audio_seconds float32,
-        audio_rate int32 (Hz), audio_channels int16, 0 without a sound."""
+        audio_rate int32 (Hz), audio_channels int16, 0 without a sound; num_regions int32,
+        num_negatives int32 (of all its regions)."""
 
     def bad_counts(self) -> dict[str, int]:
         """Samples that are known to be bad, by reason."""
@@ -126,10 +130,12 @@ class IndexedSource:
         return self.format.label(self.identity(i))
 
     def value(self, modality: str, i: int) -> Any:
-        if modality in MEDIA and (code := int(self.column("bad")[i])):
+        if modality in (*MEDIA, "region") and (code := int(self.column("bad")[i])):
             raise BadSample(REASON_OF_CODE[code], self._detail(i))
         if self._lacks(modality, i):
             raise Absent(f"{self.where(i)} has no {modality}")
+        if modality == "region":
+            return read(self.index.text("regions", i))
         number = int(self.column("row")[i])
         if modality not in MEDIA:
             return self.format.value(modality, number)
@@ -212,8 +218,8 @@ class IndexedSource:
 
 
 class ConceptSource(IndexedSource):
-    """A source that knows which samples are variants of one concept, and by whom they are spoken,
-    so that whole concepts and speakers can be held out."""
+    """A source that knows which samples are variants of one concept, and which can only be held
+    out, so that whole concepts, speakers and compositions are."""
 
     format: DemoFormat
 
@@ -222,13 +228,19 @@ class ConceptSource(IndexedSource):
 
 
 KINDS: dict[str, tuple[str, Callable[..., Format]]] = {
-    "demo": ("demo[:voices][:LANG+LANG]", DemoFormat),
+    "demo": ("demo[:voices][:LANG+LANG] or demo:scenes[:N]", demo_format),
     "jsonl": ("jsonl:FILE", JsonlFormat),
     "csv": ("csv:FILE", partial(TableFormat, "csv")),
     "tsv": ("tsv:FILE", partial(TableFormat, "tsv")),
     "parquet": ("parquet:FILE_OR_PATTERN", ParquetFormat),
     "coco": ("coco:IMAGES:CAPTIONS.json", CocoFormat),
     "karpathy": ("karpathy:FILE?split=test", KarpathyFormat),
+    "vg": ("vg:IMAGES:region_descriptions.json", VisualGenomeFormat),
+    "refcoco": ("refcoco:IMAGES:REFS.p?split=val", RefCocoFormat),
+    "flickr30k-entities": (
+        "flickr30k-entities:IMAGES:FOLDER?split=test",
+        Flickr30kEntitiesFormat,
+    ),
     "imagefolder": ("imagefolder:DIR", ImageFolderFormat),
     "audiofolder": ("audiofolder:DIR", AudioFolderFormat),
     "webdataset": ("webdataset:PATTERN", WebdatasetFormat),

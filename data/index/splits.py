@@ -15,6 +15,7 @@ from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
 from data.decoding.images import decode_bytes, pixel_key
+from data.formats.demo import SPOKEN
 from data.index.sources import ConceptSource, KnownSource
 from data.keys import hash64, plain_caption
 from data.progress import progress_bar
@@ -39,23 +40,27 @@ def split_source(
     samples each: `family`, concepts of which training has no variant, and `composition`, drawn at
     random from the rest. One that knows speakers too (demo:voices) gives a third, `voices`: samples
     that training has, spoken by others than it hears; the other samples of new speakers are on no
-    side. Any other gives one, `validation`. Bad samples are on no side. 0 holds out
-    nothing and reads nothing; otherwise all captions are compared; `progress` shows a bar when that
-    takes long. Errors: ValueError when the fraction is out of range or the samples cannot be
-    divided.
+    side. Scenes (demo:scenes) say themselves which of them are never trained on: at most as many of
+    these are the sets `composition` and `concept`. Any other source gives one, `validation`. Bad
+    samples are on no side. 0 holds out nothing and reads nothing; otherwise all captions are
+    compared; `progress` shows a bar when that takes long. Errors: ValueError when the fraction is
+    out of range or the samples cannot be divided.
     """
-    names = ("family", "composition") if isinstance(source, ConceptSource) else ("validation",)
-    limit = 1 / len(names)
+    names: tuple[str, ...] = ("validation",)
+    if isinstance(source, ConceptSource):
+        names = source.format.drawn_sets
+    limit = 1 / max(1, len(names))
     if not 0 <= val_fraction < limit:
         raise ValueError(
             f"val_fraction {val_fraction} with held-out sets {', '.join(names)}: 0 <= val_fraction "
             f"< {limit:g} is needed"
         )
     everything = source.usable()
-    spoken_anew = np.empty(0, np.int64)
+    apart: dict[str, np.ndarray] = {}
     if isinstance(source, ConceptSource):
-        new = np.array([source.concept(int(i)).by_new_speaker for i in everything], bool)
-        everything, spoken_anew = everything[~new], everything[new]
+        only = np.array([source.concept(int(i)).held_out or "" for i in everything])
+        apart = {name: everything[only == name] for name in np.unique(only).tolist() if name}
+        everything = everything[only == ""]
     if val_fraction == 0:
         return Splits(train=everything)
     rng = np.random.default_rng([seed, len(names)])
@@ -78,22 +83,18 @@ def split_source(
             f"{sizes}; no side may be empty; give more samples, or val_fraction 0"
         )
     train = everything[free]
-    if len(spoken_anew):
-        held_out["voices"] = _of_trained(source, spoken_anew, train, wanted, rng)
+    for name, samples in apart.items():
+        if name == SPOKEN:
+            samples = _of_trained(source, samples, train)
+        held_out[name] = np.sort(rng.permutation(samples)[:wanted])
     return Splits(train=train, held_out=held_out)
 
 
-def _of_trained(
-    source: KnownSource,
-    spoken: np.ndarray,
-    train: np.ndarray,
-    wanted: int,
-    rng: np.random.Generator,
-) -> np.ndarray:
-    """At most `wanted` of the samples `spoken`, ascending, of which `train` has the captions."""
+def _of_trained(source: KnownSource, spoken: np.ndarray, train: np.ndarray) -> np.ndarray:
+    """Those of the samples `spoken` of which `train` has the captions."""
     trained = {text for i in train for text in source.captions(int(i))}
     known = [i for i in spoken if not trained.isdisjoint(source.captions(int(i)))]
-    return np.sort(rng.permutation(np.array(known, np.int64))[:wanted])
+    return np.array(known, np.int64)
 
 
 def content_groups(source: KnownSource, subset: np.ndarray, progress: bool = False) -> np.ndarray:

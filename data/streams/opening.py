@@ -22,7 +22,7 @@ USAGE = "stream:PATTERN, for example stream:s3://bucket/{00000..01242}.tar"
 MIXED = 64  # shards
 SPARE = 2  # that come while as many leave
 OPTIONS = ("mixed", "where", "unseen", "unseen_by")
-OF_PARQUET = ("image", "text", "audio", "id")
+OF_PARQUET = ("image", "text", "audio", "region", "id")
 DISK_SHARE = 0.5  # of what is free, where no limit is given
 
 

@@ -43,9 +43,11 @@ def test_every_reason_is_reported_by_some_format(tmp_path):
     for name, make in SETS.items():
         (tmp_path / name).mkdir()
         reasons |= {reason for _, reason in make(tmp_path / name)[1]}
-    # "no-value" is of python:, tests/data/test_python_format.py; sounds: tests/data/test_audio.py
+    # "no-value" is of python:, tests/data/test_python_format.py; sounds: tests/data/test_audio.py;
+    # regions: tests/data/test_regions.py
     heard = {reason for reason, _ in BAD_AUDIO.values()} | {"no-sound"}
-    assert reasons | {"no-value"} | heard == set(REASONS)
+    of_regions = {reason for reason, code in CODES.items() if code > CODES["too-slow"]}
+    assert reasons | {"no-value"} | heard | of_regions == set(REASONS)
 
 
 def test_a_bad_sample_survives_the_way_between_processes():
@@ -57,7 +59,13 @@ def test_a_bad_sample_survives_the_way_between_processes():
 
 def test_codes_never_change():
     """They are on disk: in an index of before, 1 must still be what it was."""
-    known = {"missing-file": 1, "no-caption": 9, "truncated-archive": 17, "too-slow": 27}
+    known = {
+        "missing-file": 1,
+        "no-caption": 9,
+        "truncated-archive": 17,
+        "too-slow": 27,
+        "too-many-regions": 34,
+    }
     assert {reason: CODES[reason] for reason in known} == known
 
 
@@ -96,7 +104,7 @@ def test_what_a_library_raises_is_a_bad_sample_and_what_ends_a_process_is_not():
 
 def test_an_error_of_our_own_in_making_a_tensor_ends_the_run(demo):
     class Faulty(EvalTransform):
-        def __call__(self, image, generator=None):
+        def view(self, image, generator=None):
             raise KeyError("ours")
 
     images = ImageModality(Faulty((8, 8)), Faulty((8, 8)))

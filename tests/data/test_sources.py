@@ -79,7 +79,7 @@ def test_concepts_follow_from_the_identity(demo):
     for i in range(0, len(demo), 37):
         text = text_of(demo.identity(i))
         assert code_points(text) == demo.identity(i)
-        assert demo.concept(i) == (family_key(text), False)
+        assert demo.concept(i) == (family_key(text), None)
 
 
 def test_columns_describe_the_images(demo):
