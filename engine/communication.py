@@ -33,7 +33,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from engine.json_messages import Json, from_all_ranks, receive_json, send_json
-from engine.objective import Objective, Pair, links_of
+from engine.objective import Objective, Pair
 from engine.streams import SideStream
 from engine.topology import StageGraph
 from engine.trace import WAIT, HostClock, Recorder
@@ -303,7 +303,9 @@ class Communicator:
         """(from, to) of two branches -> (source rank, group) of the broadcast that brings, or
         takes, what the first one's last stage has. None where both end in one stage."""
         crossings = {}
-        for link in links_of(self.objective.comparisons):
+        compared = [each.branches for each in self.objective.comparisons]
+        links = [link for two in compared for link in (two, two[::-1])]
+        for link in dict.fromkeys(links):
             sources, receivers = (self.graph.tail(branch).ranks for branch in link)
             if sources == receivers:
                 continue
@@ -362,7 +364,7 @@ class Communicator:
     def gather_replicas(self, tensor: Tensor, rows: Sequence[int]) -> Tensor:
         """The rows of all replicas of this stage, replica by replica. Shapes [rows[r], ...] ->
         [sum(rows), ...]. No gradient."""
-        if self.stage.replicas == 1:
+        if self.stage.replicas == 1 or not max(rows):
             return tensor
         padded = tensor.new_zeros(
             (max(rows), *tensor.shape[1:]), device=self._wire(self.stage_group)
@@ -396,10 +398,7 @@ class Communicator:
         """Last stages of a fork: that of the first branch gives `tensor`; that of the second passes
         an empty one of its shape and gets the content."""
         # more sources than receivers: this source has no audience
-        if (
-            source_branch,
-            target_branch,
-        ) not in self._crossings:
+        if (source_branch, target_branch) not in self._crossings or not tensor.numel():
             return tensor
         source, group = self._crossings[source_branch, target_branch]
         wired = tensor.to(self._wire(group)).contiguous()

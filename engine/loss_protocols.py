@@ -18,6 +18,8 @@ class Side(NamedTuple):
     # [B, 1 + c] int64: of the row's own value, and of the c rows of its sample on the other side.
     # Equal keys are equal values. None: no two samples of the batch have equal ones.
     keys: Tensor | None = None
+    # [B] int64, the sample in the data that the row is of; None: a row is its sample
+    sample: Tensor | None = None
 
 
 class LossPart(Protocol):

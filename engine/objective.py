@@ -7,7 +7,9 @@ no process here.
             ├── audio_text: InfoNCE ──┘
     audio ──┘
 
-A branch may be in several pairs; the gradients of its embeddings add up.
+A branch may be in several pairs; the gradients of its embeddings add up. Beside the rows of its
+samples it may make further ones, such as a row for each region of an image, which pairs of their own
+compare.
 """
 
 from __future__ import annotations
@@ -37,14 +39,25 @@ class Branch:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two branches whose embeddings an evaluation compares."""
+    """Two branches whose embeddings an evaluation compares.
+
+    `made`: names of the rows of the first and of the second that are compared, where they are not
+    those of the samples, which are called as the branch is. Of such rows a sample has any number,
+    and their tensors are named after them (`region_embeds` [n, D], `region_position` [n]).
+    """
 
     first: str
     second: str
+    made: tuple[str, str] | None = field(default=None, kw_only=True)
+
+    @property
+    def rows(self) -> tuple[str, str]:
+        """The names of the rows that are compared."""
+        return self.made or self.branches
 
     @property
     def name(self) -> str:
-        return f"{self.first}_{self.second}"
+        return "_".join(self.rows)
 
     @property
     def branches(self) -> tuple[str, str]:
@@ -110,11 +123,18 @@ class Objective:
                 raise ValueError(
                     f"objective: pair {pair.name} compares a branch with itself; name two branches"
                 )
-        sets = [frozenset(pair.branches) for pair in self.pairs]
+        sets = [frozenset(pair.rows) for pair in self.pairs]
         if len(set(sets)) < len(sets):
             raise ValueError(
                 f"objective: {', '.join(pair.name for pair in self.pairs)} compare two branches "
                 "twice; give each pair once"
+            )
+        homes = {(rows, of) for pair in self.pairs for rows, of in zip(pair.rows, pair.branches)}
+        homes |= {(name, name) for name in self.names}
+        if len(dict(homes)) < len(homes):
+            raise ValueError(
+                f"objective: {', '.join(sorted(rows for rows, _ in homes))} are names of rows of "
+                "two branches; call them otherwise"
             )
         names = [comparison.name for comparison in self.comparisons]
         if len(set(names)) < len(names):
@@ -143,16 +163,25 @@ class Objective:
         return tuple(branch.name for branch in self.branches)
 
     @cached_property
-    def links(self) -> tuple[tuple[str, str], ...]:
-        """(from, to) of every exchange between two branches that a loss needs, in the one order in
-        which all ranks go through them."""
-        return links_of(self.pairs)
+    def _home(self) -> dict[str, str]:
+        """Rows, by their name -> the branch that makes them."""
+        further = {rows: of for pair in self.pairs for rows, of in zip(pair.rows, pair.branches)}
+        return {name: name for name in self.names} | further
+
+    def made_by(self, branches: Iterable[str]) -> tuple[str, ...]:
+        """The names of all rows that these branches make."""
+        return tuple(rows for name in branches for rows, of in self._home.items() if of == name)
+
+    @property
+    def has_further_rows(self) -> bool:
+        """Whether there are others than those of samples."""
+        return len(self._home) > len(self.names)
 
     @cached_property
     def comparisons(self) -> tuple[Comparison, ...]:
         """What an evaluation compares: the pairs, then the branches between which there is no
         loss."""
-        named = [pair.branches for pair in self.pairs]
+        named = [pair.branches for pair in self.pairs if not pair.made]
         return (*self.pairs, *(Comparison(*two) for two in without_loss(self.names, named)))
 
     @cached_property
@@ -188,20 +217,15 @@ class Objective:
         nobody's."""
         if tensor in self._owners:
             return self._owners[tensor]
-        found = [name for name in self.names if tensor.startswith(f"{name}_")]
+        found = [name for name in self._home if tensor.startswith(f"{name}_")]
         if not found:
             raise ValueError(
                 f"tensor {tensor!r} belongs to no branch: a name begins with one of "
-                f"{', '.join(f'{name}_' for name in self.names)}, or is one of "
+                f"{', '.join(f'{name}_' for name in self._home)}, or is one of "
                 f"{', '.join(sorted(self._owners)) or 'the inputs of a branch'}; rename it, or add "
                 "it to the inputs of its branch"
             )
-        return max(found, key=len)
-
-
-def links_of(comparisons: Iterable[Comparison]) -> tuple[tuple[str, str], ...]:
-    """(from, to) in both directions of each, in their order."""
-    return tuple(link for each in comparisons for link in (each.branches, each.branches[::-1]))
+        return self._home[max(found, key=len)]
 
 
 def without_loss(

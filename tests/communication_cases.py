@@ -200,7 +200,8 @@ def gathering_and_crossing(replicas: dict[str, int], rows: dict[str, list[int]])
     whole = comm.gather_replicas(own, counts)
     crossed = {
         source: comm.cross(source, target, whole if source == branch else torch.empty_like(whole))
-        for source, target in OBJECTIVE.links
+        for pair in OBJECTIVE.pairs
+        for source, target in (pair.branches, pair.branches[::-1])
     }
     buffers = [
         torch.full((2,), float(comm.replica)),

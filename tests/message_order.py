@@ -36,7 +36,7 @@ from split_training import global_batch, make_engine, micro_batch, micro_batches
 
 from engine import communication, json_messages
 from engine.communication import Channel, Communicator
-from engine.objective import Comparison, Objective, Pair, links_of
+from engine.objective import Comparison, Objective, Pair
 from engine.schedule import PASSES, ComputeLoss, ForwardOnly, receives_to_post
 from engine.topology import StageGraph
 from models.losses import InfoNCE
@@ -156,7 +156,8 @@ class _Walk:
             yield from self.gathered(f"embeddings of {branch}")
             yield from self.gathered(f"labels of {branch}")
         if len(self.stage.tail_of) == 1:
-            for link in links_of(compared):
+            links = [link for p in compared for link in (p.branches, p.branches[::-1])]
+            for link in links:
                 if self.stage.tail_of[0] in link:
                     yield from self.crossed(*link, "embeddings")
                     yield from self.crossed(*link, "labels")

@@ -96,7 +96,7 @@ def exchange_loss(
         part = loss.part(sides, branch, rows.position, statistics, parameters)
         shares[branch] = part.shares[branch]
         embeds[branch] = batch.restored(branch, part.embeds[branch])
-        if branch == pair.first:
+        if branch == pair.rows[0]:
             whole = {
                 name: comm.sum_over(gradient, comm.stage_group)
                 for name, gradient in part.parameters.items()
@@ -120,7 +120,7 @@ def _nothing(pair: Pair, batch: PairBatch, parameters: Mapping[str, Tensor]) -> 
         shares,
         embeds,
         {name: torch.zeros_like(p) for name, p in parameters.items()}
-        if pair.first in batch.own
+        if pair.rows[0] in batch.own
         else {},
     )
 
@@ -138,7 +138,7 @@ def by_source(
         source = torch.bucketize(rows.index, starts, right=True) - 1
         belongs = source[:, None] == torch.arange(len(starts), device=starts.device)  # [b, S]
         shares += torch.where(belongs, result.shares[branch].double()[:, None], 0.0).sum(0)
-        if branch == pair.first:
+        if branch == pair.rows[0]:
             samples += belongs.sum(0)
     return shares, samples
 
@@ -160,8 +160,9 @@ def _share_statistics(
         blank = {
             branch: given.new_empty(len(side.label)) for branch, side in batch.everyone.items()
         }
+        links = (pair.branches, pair.branches[::-1])
         everyone = {
-            source: comm.cross(source, target, everyone.get(source, blank[source]))
-            for source, target in (pair.branches, pair.branches[::-1])
+            source: comm.cross(*link, everyone.get(source, blank[source]))
+            for source, link in zip(pair.rows, links)
         }
     return everyone

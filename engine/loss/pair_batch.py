@@ -4,6 +4,11 @@ A global batch has G samples. A branch with c rows per sample gives them the pla
 at place p belongs to sample p // c. Every row carries the index of its sample in the data, which
 must be the same in all branches.
 
+Rows beside those of samples have items of their own, such as the regions of all images of the batch,
+numbered 0..G−1 through the global batch; everything here holds for them as for samples, and an item
+carries the index of the sample that it is of. Behind the rows of its items a side may have more, which
+belong to nobody: they answer, and ask nothing.
+
 A sample that has only one half of a pair is left out of that pair: the loss is the mean over the
 samples that have both. A row that could not be loaded comes with the index i as −1 − i; a row of a
 modality that the sample does not have need not come at all. Every last stage learns of both in the
@@ -19,10 +24,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from engine.communication import Communicator
 from engine.loss_protocols import Side
@@ -65,36 +72,71 @@ class Rows:
         return Rows(embeds, position, index, weight, key)
 
 
+class Numbers(NamedTuple):
+    """Of the rows of one name in a global batch: how many items they are of, samples or others; rows
+    of each; rows behind these, which belong to nobody."""
+
+    items: int
+    each: int = 1
+    more: int = 0
+
+    @property
+    def places(self) -> int:
+        return self.items * self.each + self.more
+
+
+def numbers_of(
+    objective: Objective,
+    came: Mapping[str, int],
+    num_samples: int,
+    rows_per_sample: Mapping[str, int] = MappingProxyType({}),
+) -> dict[str, Numbers]:
+    """Of all rows in a batch of so many samples. `came`: all rows of the batch, by name, where a pair
+    compares others than those of samples: all items of its first side come, and on its second those
+    that are more belong to nobody. Raises RuntimeError where there are fewer."""
+    numbers = {name: Numbers(num_samples, rows_per_sample.get(name, 1)) for name in objective.names}
+    for pair in objective.pairs:
+        for name in pair.rows if pair.made else ():
+            items = came[pair.rows[0]]
+            numbers[name] = Numbers(items, more=came[name] - items)
+            if came[name] < items:
+                raise RuntimeError(
+                    f"{items} rows of {pair.rows[0]} came, and {came[name]} of {name}; each needs one"
+                )
+    return numbers
+
+
 @dataclass(frozen=True)
 class GatheredRows:
-    """What one last stage knows after the branches have exchanged their rows."""
+    """What one last stage knows after the branches have exchanged their rows; all by the names of
+    rows."""
 
-    own: Mapping[str, Rows]  # of the branches that end here
+    own: Mapping[str, Rows]  # of those that are made here
     # of these and of their partners: one for each place, ascending, zero where no row came
     everyone: Mapping[str, Rows]
-    # of the branches that end here, [R] int64, in the order in which the replicas hold them
+    # of those that are made here, [R] int64, in the order in which the replicas hold them
     places: Mapping[str, Tensor]
-    counts: Mapping[str, Sequence[int]]  # of the branches that end here: rows of each replica
-    rows_per_sample: Mapping[str, int]
-    # of each branch: how many places it is to have; the others lack its modality
+    counts: Mapping[str, Sequence[int]]  # of those that are made here: rows of each replica
+    numbers: Mapping[str, Numbers]
+    # how many rows there are to be; the others lack the modality
     num_rows: Mapping[str, int]
 
 
 @dataclass(frozen=True)
 class PairBatch:
     """What one last stage knows of a pair that it takes part in: its own rows, and all rows of both
-    branches, in global order.
+    sides, in global order; by the names of the rows.
 
     Samples that do not have both halves are in neither: B and b count the others, and places are
     numbered anew.
     """
 
     own: Mapping[str, Rows]
-    everyone: Mapping[str, Side]  # the first branch of the pair, then the second
-    # of the branches that end here, as in `GatheredRows`: of all rows that the replicas brought
+    everyone: Mapping[str, Side]  # the first of the pair, then the second
+    # of the rows that are made here, as in `GatheredRows`: of all rows that the replicas brought
     counts: Mapping[str, Sequence[int]]
     places: Mapping[str, Tensor]  # −1: left out
-    present: Mapping[str, Tensor]  # branch -> bool, which of the rows brought here are in `own`
+    present: Mapping[str, Tensor]  # bool, which of the rows brought here are in `own`
     # [] how many places hold different samples in the two branches, or nothing where a row was to
     # come
     num_misaligned: Tensor
@@ -104,7 +146,7 @@ class PairBatch:
 
     @property
     def num_rows(self) -> int:
-        """Of the first branch that are left in."""
+        """Of the first side that are left in."""
         return len(next(iter(self.everyone.values())).label)
 
     def restored(self, branch: str, values: Tensor) -> Tensor:
@@ -119,42 +161,42 @@ class PairBatch:
 
 def gather(
     comm: Communicator,
-    objective: Objective,
+    compared: Sequence[Comparison],
     own: Mapping[str, Rows],
     counts: Mapping[str, Sequence[int]],
-    num_samples: int,
-    rows_per_sample: Mapping[str, int],
+    numbers: Mapping[str, Numbers],
     num_rows: Mapping[str, int],
-    links: Sequence[tuple[str, str]] | None = None,
 ) -> GatheredRows:
-    """Exchange rows among all last stages, which call it together.
+    """Exchange the rows that are `compared` among all last stages, which call it together.
 
-    `counts[branch][r]`: rows of replica r of this stage, for each branch that ends in it.
-    `num_samples`: of the global batch; `rows_per_sample`: of each branch, 1 where nothing is said;
-    `num_rows`: of each branch of which some samples lack the modality. `links`: (from, to) of the
-    branches that exchange rows; None: those that a loss compares.
+    `counts[name][r]`: rows of replica r of this stage, of each name that is made in it. `numbers`:
+    of all names, in the global batch; `num_rows`: of those of which some samples lack the modality.
     """
-    rows_per_sample = {name: rows_per_sample.get(name, 1) for name in objective.names}
-    num_places = {name: num_samples * number for name, number in rows_per_sample.items()}
     everyone, places = {}, {}
-    for branch, rows in own.items():
-        embeds = comm.gather_replicas(rows.embeds, counts[branch])
-        tags = comm.gather_replicas(rows.tags(), counts[branch])
-        everyone[branch] = _in_order(embeds, tags, num_places[branch])
-        places[branch] = tags[:, 0]
-    if len(own) == 1:  # a fork: the partners end elsewhere
-        ((branch, mine),) = everyone.items()
-        for source, target in objective.links if links is None else links:
-            if branch == source:
-                comm.cross(source, target, mine.embeds)
-                comm.cross(source, target, mine.tags()[:, 1:])
-            elif branch == target:
-                number, width = num_places[source], mine.embeds.shape[1]
-                embeds = comm.cross(source, target, mine.embeds.new_empty(number, width))
-                tags = comm.cross(source, target, mine.index.new_empty(number, 3))
+    for name, rows in own.items():
+        embeds = comm.gather_replicas(rows.embeds, counts[name])
+        tags = comm.gather_replicas(rows.tags(), counts[name])
+        everyone[name] = _in_order(embeds, tags, numbers[name].places)
+        places[name] = tags[:, 0]
+    for pair in compared:
+        if not {*pair.rows} & own.keys() or {*pair.rows} <= own.keys():
+            continue
+        # a fork: the partner ends elsewhere
+        for (source, target), link in zip(
+            (pair.rows, pair.rows[::-1]), (pair.branches, pair.branches[::-1])
+        ):
+            if source in own:
+                mine = everyone[source]
+                comm.cross(*link, mine.embeds)
+                comm.cross(*link, mine.tags()[:, 1:])
+            else:
+                mine, number = everyone[target], numbers[source].places
+                embeds = comm.cross(*link, mine.embeds.new_empty(number, mine.embeds.shape[1]))
+                tags = comm.cross(*link, mine.index.new_empty(number, 3))
                 position = torch.arange(number, device=tags.device)
                 everyone[source] = Rows(embeds, position, *tags.unbind(1))
-    return GatheredRows(own, everyone, places, counts, rows_per_sample, {**num_places, **num_rows})
+    num_places = {name: number.places for name, number in numbers.items()}
+    return GatheredRows(own, everyone, places, counts, numbers, {**num_places, **num_rows})
 
 
 def _in_order(embeds: Tensor, tags: Tensor, number: int) -> Rows:
@@ -171,7 +213,7 @@ def _in_order(embeds: Tensor, tags: Tensor, number: int) -> Rows:
 
 
 class _Halves(NamedTuple):
-    """Which of the G samples have both halves of a pair; all on the device."""
+    """Which of the G items have both halves of a pair; all on the device."""
 
     left_out: Tensor  # [G] bool
     not_loaded: Tensor  # [G] bool
@@ -197,16 +239,17 @@ def align_pair(gathered: GatheredRows, pair: Comparison, alone: bool = True) -> 
     the pair, when some rows have weights and others have none, or where it is `alone` and all have
     weight 0.
     """
-    rows = {branch: gathered.everyone[branch] for branch in pair.branches}
-    own = {branch: gathered.own[branch] for branch in pair.branches if branch in gathered.own}
+    rows = {name: gathered.everyone[name] for name in pair.rows}
+    own = {name: gathered.own[name] for name in pair.rows if name in gathered.own}
+    numbers = {name: gathered.numbers[name] for name in pair.rows}
     halves = _halves(gathered, rows)
     num_samples = len(halves.left_out)
     left_out = {
-        branch: halves.left_out.repeat_interleave(gathered.rows_per_sample[branch])
-        for branch in rows
+        name: F.pad(halves.left_out.repeat_interleave(number.each), (0, number.more))
+        for name, number in numbers.items()
     }
     present = {branch: ~left_out[branch][mine.position] for branch, mine in own.items()}
-    counts = _counted(rows, halves, left_out, present)
+    counts = _counted(rows, halves, left_out, present, numbers)
     weighted = counts.unweighted < counts.came
     if weighted:
         _refuse_weights(pair, counts, num_samples, alone)
@@ -215,15 +258,17 @@ def align_pair(gathered: GatheredRows, pair: Comparison, alone: bool = True) -> 
             left_out = {branch: torch.ones_like(out) for branch, out in left_out.items()}
             present = {branch: torch.zeros_like(each) for branch, each in present.items()}
             counts = counts._replace(left_out=num_samples, here=dict.fromkeys(present, 0))
-    sample = {
-        branch: own.position // gathered.rows_per_sample[branch] for branch, own in rows.items()
-    }
-    keys = dict.fromkeys(rows, None) if not counts.duplicates else _keys(rows, sample, num_samples)
+    label = {name: _label(number, rows[name].position) for name, number in numbers.items()}
+    keys = dict.fromkeys(rows, None) if not counts.duplicates else _keys(rows, label, numbers)
     batch = PairBatch(
         own=own,
         everyone={
             branch: Side(
-                each.embeds, sample[branch], each.weight if weighted else None, keys[branch]
+                each.embeds,
+                label[branch],
+                each.weight if weighted else None,
+                keys[branch],
+                each.index if pair.made else None,
             )
             for branch, each in rows.items()
         },
@@ -238,17 +283,15 @@ def align_pair(gathered: GatheredRows, pair: Comparison, alone: bool = True) -> 
     if not counts.left_out:
         return batch
     num_left = {
-        branch: (num_samples - counts.left_out) * gathered.rows_per_sample[branch]
-        for branch in rows
+        name: number._replace(items=num_samples - counts.left_out).places
+        for name, number in numbers.items()
     }
     return _without(batch, left_out, num_left, counts.here)
 
 
 def _halves(gathered: GatheredRows, rows: Mapping[str, Rows]) -> _Halves:
     # [G, c] each
-    first, second = (
-        own.index.view(-1, gathered.rows_per_sample[branch]) for branch, own in rows.items()
-    )
+    first, second = (_by_item(own.index, gathered.numbers[name]) for name, own in rows.items())
     came = (first != NOBODY).all(1) & (second != NOBODY).all(1)
     reference = _sample(first[:, :1])
     others = (_sample(first) != reference).any(1) | (_sample(second) != reference).any(1)
@@ -267,11 +310,10 @@ def _counted(
     halves: _Halves,
     left_out: Mapping[str, Tensor],
     present: Mapping[str, Tensor],
+    numbers: Mapping[str, Numbers],
 ) -> _Counts:
     """The host waits for the device here, where the stage waits for the others anyway."""
-    repeated = [
-        _repeated(own.key, left_out[branch], len(halves.left_out)) for branch, own in rows.items()
-    ]
+    repeated = [_repeated(own.key, left_out[name], numbers[name]) for name, own in rows.items()]
     # rows that never came have neither a weight nor none
     unweighted = [(own.weight == NO_WEIGHT) & own.came for own in rows.values()]
     counted = [
@@ -290,42 +332,55 @@ def _counted(
 
 def _refuse_weights(pair: Comparison, counts: _Counts, num_samples: int, alone: bool) -> None:
     """Raise RuntimeError for weights of some rows only, and for rows that all have weight 0."""
-    keys = " and ".join(f"{branch}_weight" for branch in pair.branches)
+    keys = " and ".join(f"{branch}_weight" for branch in pair.rows)
     if counts.unweighted:
-        what = " and ".join(f"{branch} rows" for branch in pair.branches)
+        what = " and ".join(f"{branch} rows" for branch in pair.rows)
         raise RuntimeError(
             f"{counts.unweighted} of {counts.came} {what} of this batch came without a weight, the "
             f"others with one; give {keys} for all samples, or neither for any"
         )
     if alone and counts.left_out < num_samples and not all(counts.weights):
         raise RuntimeError(
-            f"all {pair.first} rows, or all {pair.second} rows, of this batch that could be "
+            f"all {pair.rows[0]} rows, or all {pair.rows[1]} rows, of this batch that could be "
             "loaded have weight 0, so there is no loss; give one of them a weight above 0 in "
             f"{keys}"
         )
 
 
-def _repeated(key: Tensor, left_out: Tensor, num_samples: int) -> Tensor:
-    """[G] bool: samples with a row [R] whose key a row of another sample has. Rows that are left
-    out have none."""
+def _by_item(values: Tensor, number: Numbers) -> Tensor:
+    """[R] of all rows -> [G, c] of those that belong to items."""
+    return values[: number.items * number.each].view(number.items, number.each)
+
+
+def _label(number: Numbers, position: Tensor) -> Tensor:
+    """[R]: the item of each row; −1: nobody's."""
+    label = position // number.each
+    return label.masked_fill(position >= number.items * number.each, -1) if number.more else label
+
+
+def _repeated(key: Tensor, left_out: Tensor, number: Numbers) -> Tensor:
+    """[G] bool: items with a row [R] whose key a row of another one has. Rows that are left out
+    have none."""
     row = torch.arange(len(key), device=key.device)
-    sample = row // (len(key) // num_samples)
+    sample = row // number.each  # of rows that are nobody's one by itself, or a few
     ordered, order = torch.where(left_out, NOBODY + row, key).sort(stable=True)
     whose = sample[order]
     equal = (ordered[1:] == ordered[:-1]) & (whose[1:] != whose[:-1])
-    either = torch.cat([equal, equal.new_zeros(1)]) | torch.cat([equal.new_zeros(1), equal])
-    return torch.zeros_like(either).index_copy_(0, order, either).view(num_samples, -1).any(1)
+    either = (F.pad(equal, (0, 1)) | F.pad(equal, (1, 0)))[: len(key)]  # there may be no row
+    return _by_item(torch.zeros_like(either).index_copy_(0, order, either), number).any(1)
 
 
 def _keys(
-    rows: Mapping[str, Rows], sample: Mapping[str, Tensor], num_samples: int
+    rows: Mapping[str, Rows], label: Mapping[str, Tensor], numbers: Mapping[str, Numbers]
 ) -> dict[str, Tensor]:
-    """branch -> [R, 1 + c]: of each row, and of the c rows of its sample on the other side."""
-    (first, mine), (second, partners) = rows.items()
-    return {
-        branch: torch.cat([own.key[:, None], other.key.view(num_samples, -1)[sample[branch]]], 1)
-        for branch, own, other in ((first, mine, partners), (second, partners, mine))
-    }
+    """[R, 1 + c] of either side: the key of each row, and those of the c rows of its item on the
+    other; its own instead where it is nobody's."""
+    keys = {}
+    for name, other in (tuple(rows), tuple(rows)[::-1]):
+        own, item = rows[name].key[:, None], label[name][:, None]
+        partners = _by_item(rows[other].key, numbers[other])[item[:, 0].clamp(min=0)]
+        keys[name] = torch.cat([own, torch.where(item < 0, own, partners)], 1)
+    return keys
 
 
 def _sample(index: Tensor) -> Tensor:
@@ -355,7 +410,9 @@ def _without(
     everyone = {}
     for branch, side in batch.everyone.items():
         kept = rows_of(~left_out[branch], num_left[branch])
-        weight, keys = (None if each is None else each[kept] for each in (side.weight, side.keys))
-        everyone[branch] = Side(side.embeds[kept], side.label[kept], weight, keys)
+        weight, keys, sample = (
+            None if each is None else each[kept] for each in (side.weight, side.keys, side.sample)
+        )
+        everyone[branch] = Side(side.embeds[kept], side.label[kept], weight, keys, sample)
     places = {branch: place[branch][each] for branch, each in batch.places.items()}
     return replace(batch, own=own, everyone=everyone, places=places)

@@ -7,6 +7,7 @@ outputs of the waiting micro-batches ── gather ── for each pair: align_p
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +18,16 @@ from torch import Tensor
 from engine.communication import Communicator
 from engine.loss.exchange import LossResult, by_source, exchange_loss, share_parameters
 from engine.loss.matching import Matched, Scoring, match
-from engine.loss.pair_batch import NO_WEIGHT, GatheredRows, PairBatch, Rows, align_pair, gather
+from engine.loss.pair_batch import (
+    NO_WEIGHT,
+    GatheredRows,
+    Numbers,
+    PairBatch,
+    Rows,
+    align_pair,
+    gather,
+    numbers_of,
+)
 from engine.objective import Objective, Pair
 
 
@@ -39,7 +49,7 @@ class Sums:
     misaligned: Tensor
     left_out: list[float]  # [P], samples of which a half was a stand-in, reported by one rank each
     duplicates: list[float]  # [P], samples with a value that another one has, likewise
-    # what went into each loss, by branch
+    # what went into each loss, by the names of rows
     given: list[dict[str, Rows]] = field(default_factory=list)
 
     @classmethod
@@ -75,7 +85,7 @@ class _Gradients:
     gets the sum of their gradients."""
 
     def __init__(self, embeds: Mapping[str, Tensor], sizes: Mapping[str, Sequence[int]]):
-        """`embeds` [n, D] and `sizes`, by branch: of all micro-batches, and the rows of each."""
+        """`embeds` [n, D] and `sizes`, by rows: of all micro-batches, and how many of each."""
         self._sizes = sizes
         self._embeds = {branch: torch.zeros_like(rows) for branch, rows in embeds.items()}
         self._others: dict[str, list[Tensor]] = {}  # name -> of each micro-batch
@@ -110,7 +120,7 @@ class TailLoss:
     `by_source`.
 
     `equal_shares`: each replica of a stage has equally many samples of every global batch; else
-    they tell each other.
+    they tell each other, as where samples have further rows.
     """
 
     def __init__(
@@ -128,7 +138,12 @@ class TailLoss:
         )
         self.objective: Objective = comm.objective
         # whether the host of a rank needs to know what the others have before it can exchange it
-        self._tells = not equal_shares or any(pair.matching for pair in comm.objective.pairs)
+        self._tells = (
+            not equal_shares
+            or comm.objective.has_further_rows
+            or any(pair.matching for pair in comm.objective.pairs)
+        )
+        self._made_here = comm.objective.made_by(comm.stage.tail_of)
         if self._tells:
             comm.make_tails_group()
         # of one source nothing is reported beside the loss
@@ -177,11 +192,11 @@ class TailLoss:
         `loss_scale`: fp16's, else 1.
         """
         sizes = {
-            branch: [len(output[f"{branch}_embeds"]) for output in outputs]
-            for branch in self.stage.tail_of
+            rows: [len(output[f"{rows}_embeds"]) for output in outputs] for rows in self._made_here
         }
         told = self._told(outputs)
-        counts = self._counts(told, num_samples)
+        numbers = self._numbers(told, num_samples)
+        counts = self._counts(told, numbers)
         own = self.own_rows(outputs)
         self.sums.given.append(own)
         if batch is not None:
@@ -189,11 +204,10 @@ class TailLoss:
         with torch.no_grad():
             gathered = gather(
                 self.comm,
-                self.objective,
+                self.objective.pairs,
                 own,
                 counts=counts,
-                num_samples=num_samples,
-                rows_per_sample=self.rows_per_sample,
+                numbers=numbers,
                 num_rows=self.num_rows,
             )
         made = _Gradients({branch: rows.embeds for branch, rows in own.items()}, sizes)
@@ -306,25 +320,31 @@ class TailLoss:
         """Rank -> branch that ends there -> of each micro-batch its rows, and the tokens of a row
         (0: none). Of all last stages; of this one alone, as if its replicas were all alike, where
         that is enough."""
-        own = {
-            branch: [_size(output, branch) for output in outputs] for branch in self.stage.tail_of
-        }
+        own = {rows: [_size(output, rows) for output in outputs] for rows in self._made_here}
         return self.comm.told_by_tails(own) if self._tells else dict.fromkeys(self.stage.ranks, own)
 
-    def _counts(self, told: Mapping[int, Any], num_samples: int) -> dict[str, list[int]]:
-        """Rows of each replica of this stage, for each branch that ends in it."""
+    def _numbers(self, told: Mapping[int, Any], num_samples: int) -> dict[str, Numbers]:
+        """Of all rows in a batch of so many samples."""
+        came = Counter[str]()
+        for of_rank in told.values() if self.objective.has_further_rows else ():
+            came.update({name: sum(rows for rows, _ in each) for name, each in of_rank.items()})
+        return numbers_of(self.objective, came, num_samples, self.rows_per_sample)
+
+    def _counts(
+        self, told: Mapping[int, Any], numbers: Mapping[str, Numbers]
+    ) -> dict[str, list[int]]:
+        """Rows of each replica of this stage, of each name that is made in it."""
         counts = {
-            branch: [sum(rows for rows, _ in told[rank][branch]) for rank in self.stage.ranks]
-            for branch in self.stage.tail_of
+            name: [sum(rows for rows, _ in told[rank][name]) for rank in self.stage.ranks]
+            for name in self._made_here
         }
-        for branch, each in counts.items():
-            of_sample = self.rows_per_sample.get(branch, 1)
-            expected = self.num_rows.get(branch, num_samples * of_sample)
+        for name, each in counts.items():
+            expected = self.num_rows.get(name, numbers[name].places)
             if sum(each) != expected:
                 raise RuntimeError(
-                    f"{self.stage.name}: {sum(each)} rows of {branch} came for a batch of "
-                    f"{num_samples} samples with {of_sample} of them per sample, which needs "
-                    f"{expected}; load as many as train_batch was given"
+                    f"{self.stage.name}: {sum(each)} rows of {name} came for a batch of "
+                    f"{numbers[name].items} samples with {numbers[name].each} of them per sample, "
+                    f"which needs {expected}; load as many as train_batch was given"
                 )
         return counts
 
@@ -333,7 +353,7 @@ class TailLoss:
         none = torch.zeros(0, dtype=torch.int64, device=self.device)
         blank = torch.zeros(0, self.embed_dim, device=self.device)
         rows = {}
-        for branch in self.stage.tail_of:
+        for branch in self._made_here:
             embeds, position, index = (
                 [output[f"{branch}_{part}"].detach() for output in outputs]
                 for part in ("embeds", "position", "index")

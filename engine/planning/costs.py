@@ -74,6 +74,15 @@ class LayerCost:
     # of its parameters those that learn, where only some do (adapters); None: all
     num_learned: int | None = None
 
+    def longer(self, factor: float) -> LayerCost:
+        """With samples that cost so much more."""
+        curves: dict[str, Any] = {
+            name: Curve(curve.sizes, tuple(factor * value for value in curve.values))
+            for name, curve in vars(self).items()
+            if isinstance(curve, Curve)
+        }
+        return replace(self, **curves)
+
     @property
     def num_trained(self) -> int:
         """The parameters with gradients and optimizer state."""

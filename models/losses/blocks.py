@@ -28,7 +28,8 @@ COPIES = (
 
 class Side(Protocol):
     """All rows of one modality. Rows of the two sides with equal labels are of one sample, and
-    every row has one on the other side."""
+    every row has one on the other side, but for those with label −1: they are nobody's, such as
+    texts that are given as negatives, and are compared with all without asking anything."""
 
     @property
     def embeds(self) -> Tensor:
@@ -46,6 +47,10 @@ class Side(Protocol):
     def keys(self) -> Tensor | None:
         """[B, 1 + c] int64: the key of the row's value, then those of the c rows of its sample on
         the other side. Equal keys are equal values; None: no two samples have equal ones."""
+
+    @property
+    def sample(self) -> Tensor | None:
+        """[B] int64, which sample of the data each is of; None: each is a sample by itself."""
 
 
 # branch -> its rows; two branches, the first of the pair before the second
@@ -161,10 +166,18 @@ class Targets:
 
 
 def mean_weights(side: Side) -> Tensor:
-    """Of each row in a weighted mean over its side: [B], the sum is 1."""
+    """Of each row in a weighted mean over all of its side: [B], the sum is 1."""
     if side.weight is None:
         return side.embeds.new_full((len(side.label),), 1 / max(1, len(side.label)))
     weight = side.weight.to(side.embeds.dtype)
+    return weight / weight.sum()
+
+
+def asking_weights(side: Side) -> Tensor:
+    """Of each row in a weighted mean over those of its side that are somebody's: [B], the sum is
+    1."""
+    weight = side.label.new_ones(len(side.label)) if side.weight is None else side.weight
+    weight = (weight * (side.label >= 0)).to(side.embeds.dtype)
     return weight / weight.sum()
 
 

@@ -15,9 +15,9 @@ from models.losses.blocks import (
     Part,
     Sides,
     Targets,
+    asking_weights,
     first_of,
     logit_scale_exp,
-    mean_weights,
     other_of,
     shown_scale,
     similarity_blocks,
@@ -171,11 +171,13 @@ class InfoNCE:
 
     def _terms(self, sides: Sides, branch: str, statistics: Mapping[str, Tensor]) -> _Terms:
         other = sides[other_of(sides, branch)]
-        half = mean_weights(sides[branch]) / 2
+        half = asking_weights(sides[branch]) / 2
+        # rows that are nobody's may have none, and no weight
+        positives = self.targets.num_positives(sides, branch) + (sides[branch].label < 0)
         return _Terms(
             statistics[branch],
             half,
-            half * (1 - self.label_smoothing) / self.targets.num_positives(sides, branch),
+            half * (1 - self.label_smoothing) / positives,
             half * self.label_smoothing / len(other.label),
         )
 

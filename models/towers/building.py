@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -16,10 +17,11 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from models.losses import InfoNCE
 from models.towers.fusion import FusionSizes, pair_inputs, pair_scores, tap_image, tap_text
-from models.towers.head import head, read_projection
+from models.towers.head import Head, head, read_projection
 from models.towers.image import image_tower
 from models.towers.layers import LayerSpec, Tower
 from models.towers.names import TWO_LAYERS
+from models.towers.regions import PhrasesHead, RegionsHead, tap_maps
 from models.towers.text import text_tower
 
 __all__ = [
@@ -63,10 +65,12 @@ def with_head(
     scalars: Mapping[str, float] | None = None,
     fusion: FusionSizes | None = None,
     projection: str = "linear",
+    regions: bool = False,
 ) -> Tower:
     """The tower with the head of its branch as last layer, and for `fusion` the taps that bring its
     maps there. `scalars`: what the branch owns of what the losses learn, by name with first values;
-    None: those of InfoNCE for images, nothing for others. `projection`: as `read_projection` takes
+    None: those of InfoNCE for images, nothing for others. `regions`: the head of images also embeds
+    regions, and that of texts phrases (`models/towers/regions.py`). `projection`: as `read_projection` takes
     it; with `none` the tower's features are the embeddings, as in SigLIP. Errors: ValueError where
     they are not as wide, and for another projection."""
     if read_projection(projection)[0] == "none" and tower.width != embed_dim:
@@ -82,6 +86,8 @@ def with_head(
         )
     if scalars is None:
         scalars = InfoNCE.parameters if tower.branch == "image" else {}
+    if fusion is not None and regions:
+        raise ValueError("fusion scores images with texts alone; leave the regions out")
     width, maps = tower.width, None
     config = {**tower.config, "tower": tower.name, "width": width, "embed_dim": embed_dim}
     if fusion is not None:
@@ -91,7 +97,15 @@ def with_head(
             tower, maps, config["num_image_tokens"] = tap_image(tower, pixels, fusion.scales)
         else:
             tower = tap_text(tower)
-    last = head(tower.branch, width, embed_dim, scalars, projection, fusion, maps)
+    make: Callable[..., Head] | None = None
+    if regions:
+        config["regions"] = True
+        if tower.branch == "image":
+            specs, maps = tap_maps(tower, meta_inputs(tower, 2)["pixel_values"])
+            tower, make = replace(tower, specs=specs), partial(RegionsHead, "image", maps)
+        else:
+            make = partial(PhrasesHead, tower.branch)
+    last = head(tower.branch, width, embed_dim, scalars, projection, fusion, maps, make)
     if projection != "linear":
         config["projection"] = projection
     return replace(tower, specs=(*tower.specs, last), config=config)

@@ -134,6 +134,23 @@ class Fusion(nn.Module):
         return self.score(self.norm(image_tokens.mean(1))).squeeze(1).float()
 
 
+def map_ends(tower: Tower, pixel_values: Tensor) -> list[tuple[int, tuple[int, ...]]]:
+    """The last layer with `image_hidden` of each size, and its shape without the samples, in a tower
+    without a head. `pixel_values`: as in `models.towers.building.meta_inputs`."""
+    shapes: list[tuple[int, ...] | None] = []
+    tensors = {"pixel_values": pixel_values}
+    for spec in tower.specs:
+        tensors = spec.template(tensors)
+        there = "image_hidden" in tensors
+        shapes.append(tuple(tensors["image_hidden"].shape[1:]) if there else None)
+    places = [None if shape is None else _places(shape) for shape in shapes]
+    return [
+        (i, shape)
+        for i, shape in enumerate(shapes)
+        if shape is not None and places[i] != places[i + 1]
+    ]
+
+
 def tap_image(
     tower: Tower, pixel_values: Tensor, scales: int | None
 ) -> tuple[Tower, dict[str, int], int]:
@@ -143,18 +160,7 @@ def tap_image(
     `pixel_values`: as in `models.towers.building.meta_inputs`. Returns the tower, the channels C of
     each map by its name, and T for such images. Errors: ValueError where it has fewer.
     """
-    shapes, tensors = [], {"pixel_values": pixel_values}
-    for spec in tower.specs:
-        tensors = spec.template(tensors)
-        shapes.append(
-            tuple(tensors["image_hidden"].shape[1:]) if "image_hidden" in tensors else None
-        )
-    places = [None if shape is None else _places(shape) for shape in shapes]
-    ends = [
-        (i, shape)
-        for i, shape in enumerate(shapes)
-        if shape is not None and places[i] != places[i + 1]
-    ]
+    ends = map_ends(tower, pixel_values)
     scales = min(2, len(ends)) if scales is None else scales
     if len(ends) < scales:
         raise ValueError(
@@ -164,8 +170,8 @@ def tap_image(
     specs, maps, num_tokens = list(tower.specs), {}, 0
     for scale, (end, shape) in enumerate(ends[-scales:]):
         name = f"image_map_{scale}"
-        last = _channels_last(shape)
-        specs.insert(end + 1 + scale, _tap(f"image.map_{scale}", "image", ImageTap(name, last)))
+        last = channels_last(shape)
+        specs.insert(end + 1 + scale, tap(f"image.map_{scale}", "image", ImageTap(name, last)))
         maps[name] = shape[-1] if last or len(shape) == 2 else shape[0]
         num_tokens += math.prod(_places(shape))
     return replace(tower, specs=tuple(specs)), maps, num_tokens
@@ -176,22 +182,23 @@ def tap_text(tower: Tower) -> Tower:
     pool = next(i for i, spec in enumerate(tower.specs) if "text_hidden" in spec.template.drops)
     return replace(
         tower,
-        specs=(*tower.specs[:pool], _tap("text.states", "text", TextTap()), *tower.specs[pool:]),
+        specs=(*tower.specs[:pool], tap("text.states", "text", TextTap()), *tower.specs[pool:]),
     )
 
 
 def _places(shape: Sequence[int]) -> tuple[int, ...]:
     """A shape without its channels: (H, W) of a map [C, H, W] or [H, W, C], (N,) of tokens
     [N, C]."""
-    return tuple(shape[1:]) if len(shape) == 3 and not _channels_last(shape) else tuple(shape[:-1])
+    return tuple(shape[1:]) if len(shape) == 3 and not channels_last(shape) else tuple(shape[:-1])
 
 
-def _channels_last(shape: Sequence[int]) -> bool:
+def channels_last(shape: Sequence[int]) -> bool:
     """Of a map of a square image: is it [H, W, C], as in timm's and torchvision's Swin?"""
     return len(shape) == 3 and shape[0] == shape[1] != shape[2]
 
 
-def _tap(name: str, branch: str, layer: Layer) -> LayerSpec:
+def tap(name: str, branch: str, layer: Layer) -> LayerSpec:
+    """The recipe of a layer without parameters."""
     return LayerSpec(name, branch, layer, lambda _: None)
 
 

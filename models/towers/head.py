@@ -6,7 +6,7 @@ B micro-batch, W width of the tower's features, D embedding size; T, L, F as in
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -160,15 +160,19 @@ def head(
     projection: str = "linear",
     fusion: FusionSizes | None = None,
     maps: Mapping[str, int] | None = None,
+    make: Callable[..., Head] | None = None,
 ) -> LayerSpec:
     """The head of a branch, as the last recipe of its tower; it owns the `scalars`. With `fusion`
-    it also makes tokens; `maps`: those of the image tower, by name with their channels."""
+    it also makes tokens; `maps`: those of the image tower, by name with their channels. `make`: what makes another kind of
+    head of the rest."""
     if embed_dim < 1:
         raise ValueError(f"embed_dim={embed_dim} must be at least 1")
     given = (width, embed_dim, scalars, projection)
     with torch.device("meta"):
         made: Head
-        if fusion is None:
+        if make is not None:
+            made = make(*given)
+        elif fusion is None:
             made = Head(branch, *given)
         elif branch == "image":
             made = ImageTokensHead(fusion, maps or {}, *given)

@@ -2,5 +2,6 @@
 command line reads it."""
 
 FUSION = "fusion.safetensors"  # what scores pairs
+REGIONS = "regions.safetensors"  # what embeds regions of images
 AUDIO = "audio.safetensors"  # the audio tower, beside a model of images and texts
 TEXT_FOLDER = "text"  # the configuration of a text tower of transformers

@@ -41,7 +41,7 @@ from models.weights.libraries import (
     published_open_clip,
     published_timm,
 )
-from models.weights.names import AUDIO, FUSION
+from models.weights.names import AUDIO, FUSION, REGIONS
 from models.weights.open_clip import is_open_clip, open_clip_pairs, refuse_other_architecture
 from models.weights.open_clip_models import folder_of, local_model, weights_of
 from models.weights.positions import TOKENS, Resize, resizers
@@ -81,7 +81,7 @@ OPTIONAL = re.compile(
     r"text\.pooler\.dense\.(weight|bias)$|text\.proj\.\d\.weight$"
     r"|(image|text|audio)\.attention_pool\.|(image|audio)\..*\.num_batches_tracked$"
     r"|head\.logit_bias$|head\.\w+_logit_(scale|bias)$"
-    r"|head\.(fusion|image_tokens|text_tokens)\."
+    r"|head\.(fusion|image_tokens|text_tokens|region_projection)\."
 )
 
 
@@ -266,8 +266,8 @@ def open_model(where: str, *towers: Tower) -> WeightReader:
             "OpenCLIP weights; a single tower is started from with --image-weights, --text-weights "
             "or --audio-weights"
         )
-    # what an export keeps beside the model: of the fusion head, and of the audio tower
-    for file in (FUSION, AUDIO):
+    # what an export keeps beside the model: of the fusion head, the audio tower, and regions
+    for file in (FUSION, AUDIO, REGIONS):
         if (path / file).is_file():
             source = {**source, **_open_file(path / file)}
     reader = WeightReader(

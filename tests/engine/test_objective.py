@@ -28,12 +28,22 @@ def test_tensors_belong_to_the_branch_that_names_them_or_lists_them_or_owns_what
 
 
 def test_an_evaluation_compares_also_what_no_loss_does():
-    """And all ranks go through the links in one order."""
     compared = [each.name for each in OBJECTIVE.comparisons]
     assert compared == ["image_text", "sound_text", "image_sound"]
     assert OBJECTIVE.names == ("image", "text", "sound")
-    pairs = (("image", "text"), ("sound", "text"))
-    assert OBJECTIVE.links == tuple(link for a, b in pairs for link in ((a, b), (b, a)))
+
+
+def test_a_branch_makes_further_rows_for_a_pair_of_their_own():
+    regions = Pair("image", "text", InfoNCE(), prefix="region_", made=("region", "phrase"))
+    whole = Objective((IMAGE, TEXT), (COMPARED, regions))
+    assert [each.name for each in whole.comparisons] == ["image_text", "region_phrase"]
+    alone = Objective((IMAGE, TEXT), (regions,))
+    assert [each.name for each in alone.comparisons] == ["region_phrase", "image_text"]
+    assert whole.made_by(["image"]) == ("image", "region") and whole.has_further_rows
+    assert whole.branch_of("phrase_embeds") == "text"
+    assert whole.scalars_of("image").keys() == {"logit_scale", "region_logit_scale"}
+    with refused("rows of two branches"):
+        Objective((IMAGE, TEXT), (COMPARED, replace(regions, made=("region", "image"))))
 
 
 def test_the_longest_name_decides():

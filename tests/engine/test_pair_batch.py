@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.loss.pair_batch import NOBODY, GatheredRows, Rows, _repeated, align_pair
+from engine.loss.pair_batch import NOBODY, GatheredRows, Numbers, Rows, _repeated, align_pair
 from engine.objective import Pair
 from engine.optimizer.bad_steps import bad_step
 from models.losses import InfoNCE
@@ -21,9 +21,9 @@ def arrived(index, weight, keys=(0, 1, 2)):
         "sound": Rows(torch.ones(3, 4), WHOLE, sound, torch.tensor(weight), key=sound_keys),
         "text": Rows(torch.ones(3, 4), WHOLE, text, torch.ones(3, dtype=torch.int64), key=text),
     }
-    ones, threes = dict.fromkeys(rows, 1), dict.fromkeys(rows, 3)
+    numbers, threes = dict.fromkeys(rows, Numbers(3)), dict.fromkeys(rows, 3)
     places, counts = dict.fromkeys(rows, WHOLE), dict.fromkeys(rows, (3,))
-    return GatheredRows(rows, rows, places, counts, ones, threes)
+    return GatheredRows(rows, rows, places, counts, numbers, threes)
 
 
 def test_a_pair_whose_few_samples_all_have_weight_0_is_empty_beside_others():
@@ -69,6 +69,43 @@ def test_the_samples_of_a_bad_step_are_those_of_all_branches():
 def test_a_sample_that_repeats_its_own_text_is_no_duplicate():
     keys = torch.tensor([5, 5, 6, 7, 7, 6, 8, 9])  # two texts of each of four samples
     left_out = torch.zeros(8, dtype=torch.bool)
-    assert _repeated(keys, left_out, 4).tolist() == [False, True, True, False]
+    assert _repeated(keys, left_out, Numbers(4, len(keys) // 4)).tolist() == [
+        False,
+        True,
+        True,
+        False,
+    ]
     left_out[2:4] = True
-    assert not _repeated(keys, left_out, 4).any()
+    assert not _repeated(keys, left_out, Numbers(4, len(keys) // 4)).any()
+
+
+def test_rows_of_items_that_are_no_samples_and_rows_that_are_nobodys():
+    """Three regions, one of which is not in the view, and behind their phrases two that are given as
+    negatives, one of them equal to a phrase of another region."""
+    regions, of_sample = torch.ones(3, 4), torch.tensor([5, 5, 9])
+    pair = Pair("image", "text", InfoNCE(), made=("region", "phrase"))
+    no_weight = torch.full((5,), -1)
+    rows = {
+        "region": Rows(regions, WHOLE, torch.tensor([5, -6, 9]), no_weight[:3], key=WHOLE + 100),
+        "phrase": Rows(
+            torch.ones(5, 4),
+            torch.arange(5),
+            torch.cat([of_sample, torch.tensor([5, 9])]),
+            no_weight,
+            key=torch.tensor([7, 8, 9, 9, 11]),
+        ),
+    }
+    numbers = {"region": Numbers(3), "phrase": Numbers(3, more=2)}
+    places = {name: each.position for name, each in rows.items()}
+    counts = {name: [len(each.position)] for name, each in rows.items()}
+    num_rows = {name: number.places for name, number in numbers.items()}
+    batch = align_pair(GatheredRows(rows, rows, places, counts, numbers, num_rows), pair)
+    assert (batch.num_left_out, batch.num_not_loaded, int(batch.num_misaligned)) == (1, 1, 0)
+    assert batch.everyone["region"].label.tolist() == [0, 2]
+    assert batch.everyone["phrase"].label.tolist() == [0, 2, -1, -1]
+    # the second region left, and a negative of the first, have equal phrases
+    assert batch.num_duplicates == 1
+    assert batch.everyone["region"].keys.tolist() == [[100, 7], [102, 9]]
+    assert batch.everyone["phrase"].keys.tolist() == [[7, 100], [9, 102], [9, 9], [11, 11]]
+    gradient = batch.restored("phrase", torch.ones(4, 1))
+    assert gradient.flatten().tolist() == [1, 0, 1, 1, 1]

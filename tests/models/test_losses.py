@@ -73,7 +73,7 @@ def infonce(logits, positive, image_weight, text_weight, loss, masked) -> dict[s
     """What each row adds to the loss."""
 
     def direction(logits: Tensor, positive: Tensor, weight: Tensor, masked: Tensor) -> Tensor:
-        target = (1 - loss.label_smoothing) * positive / positive.sum(1, keepdim=True)
+        target = (1 - loss.label_smoothing) * positive / positive.sum(1, keepdim=True).clamp(min=1)
         target = target + loss.label_smoothing / logits.shape[1]
         softmax_over = logits.masked_fill(masked, -math.inf).logsumexp(1, keepdim=True)
         return weight * (target * (softmax_over - logits)).sum(1) / weight.sum() / 2
@@ -118,10 +118,12 @@ def reference(loss, sides: dict[str, Rows], parameters: dict[str, Tensor]) -> di
         "logit_bias", 0.0
     )
     positive, masked = targets_by_hand(loss, sides)
-    weights = (
+    weights = [
         torch.ones(len(r.label)).double() if r.weight is None else r.weight.double()
         for r in sides.values()
-    )
+    ]
+    if isinstance(loss, InfoNCE):  # what is nobody's asks nothing
+        weights = [weight * (r.label >= 0) for weight, r in zip(weights, sides.values())]
     formula = infonce if isinstance(loss, InfoNCE) else sigmoid
     shares = formula(logits, positive.double(), *weights, loss, masked)
     value = shares["image"].sum() + shares["text"].sum()
@@ -233,9 +235,10 @@ LABELS = {
     "several texts per image": (torch.arange(5), torch.arange(5).repeat_interleave(3)),
     "several images per text": (torch.arange(5).repeat(3), torch.arange(5)),
     "classes of all sizes": (
-        torch.tensor([7, 7, 7, -2, 9, 7, 9]),
-        torch.tensor([9, -2, 7, -2, 9, 9, -2, 7, 9, 9, 9]),
+        torch.tensor([7, 7, 7, 2, 9, 7, 9]),
+        torch.tensor([9, 2, 7, 2, 9, 9, 2, 7, 9, 9, 9]),
     ),
+    "texts that are nobody's": (torch.arange(5), torch.tensor([3, 1, -1, 0, 2, 4, -1, -1])),
 }
 
 

@@ -8,6 +8,7 @@ from device_waits import DeviceWaits
 from split_training import MAX_TOKENS, TOWERS, VOCAB
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from common.boxes import WHOLE
 from models.towers.building import with_head
 from models.towers.fusion import FusionSizes
 from models.towers.image import image_tower
@@ -72,14 +73,21 @@ def test_traced_towers(towers):
     check_both(towers)
 
 
-def check_both(towers, fusion=None):
+def test_regions_and_phrases():
+    boxes = torch.tensor([[0, 0, WHOLE, WHOLE], [5, 7, WHOLE // 2, WHOLE // 3]], dtype=torch.int32)
+    more = {"region_boxes": boxes, "region_row": torch.tensor([2, 0])}
+    for towers in ("resnet+bert", "vit+clip"):
+        check_both(towers, images=more, texts={"phrase_position": torch.arange(3)}, regions=True)
+
+
+def check_both(towers, fusion=None, images=None, texts=None, regions=False):
     image, text, size = TOWERS[towers]
     ids = torch.randint(5, VOCAB, (4, MAX_TOKENS))
     mask = (torch.arange(MAX_TOKENS) < torch.tensor([[16], [5], [9], [3]])).long()
-    tower = with_head(image_tower(image, size), 8, None, fusion)
-    check(tower, {"pixel_values": torch.randn(4, 3, size, size)})
-    tower = with_head(text_tower(text, VOCAB, MAX_TOKENS, 0, 2), 8, {}, fusion)
-    check(tower, {"input_ids": ids * mask, "attention_mask": mask})
+    tower = with_head(image_tower(image, size), 8, None, fusion, regions=regions)
+    check(tower, {"pixel_values": torch.randn(4, 3, size, size)} | (images or {}))
+    tower = with_head(text_tower(text, VOCAB, MAX_TOKENS, 0, 2), 8, {}, fusion, regions=regions)
+    check(tower, {"input_ids": ids * mask, "attention_mask": mask} | (texts or {}))
 
 
 class Waiting(torch.nn.Module):

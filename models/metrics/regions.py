@@ -1,0 +1,99 @@
+"""Which box of its own image does a phrase choose? As RefCOCO is evaluated with given boxes (Kazemzadeh
+et al. 2014; Yu et al. 2016): exact, in blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torchvision.ops import box_iou
+
+from models.metrics.retrieval import NUM_SUMS, RECALL_AT, blocks, hits
+
+PHRASE_TO_BOX = "phrase_to_box"  # within an image, among the boxes that are given
+OVERLAP = 0.5  # of a box with that of the phrase, at which it counts as found
+
+Rule = Callable[[slice], Tensor]
+"""Rows of phrases -> which regions [B] are right for each, if they are of the same image: bool
+[block, B]."""
+
+
+def box_sums(
+    own: Tensor,
+    other: Tensor,
+    sample: Tensor,
+    others_sample: Tensor,
+    right_key: Tensor,
+    key: Tensor,
+) -> Tensor:
+    """Phrases `own` [b, D] of the images `sample` [b], among regions `other` [B, D] of the images
+    `others_sample` [B]: what `query_figures` divides, float64 [7], which ranks add up.
+
+    Right are the regions of the same image with the `key` [B] that the phrase has, `right_key` [b],
+    at least one. Another region that ties with the best right one counts as before it.
+    """
+    sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=own.device)
+    is_right = equal(key, right_key)
+    for same, right, ranks in _ranked(own, other, sample, others_sample, is_right):
+        candidates, answers = same.sum(1).double(), right.sum(1).double()
+        chance = torch.ones_like(candidates)
+        for drawn in range(RECALL_AT[-1]):  # each of the first wrong, one after the other
+            left = (candidates - drawn).clamp(min=1)
+            chance *= ((candidates - answers - drawn) / left).clamp(min=0)
+        of_all = torch.stack([answers.sum(), candidates.sum(), (1 - chance).sum()])
+        number = torch.tensor([len(ranks)], dtype=torch.float64, device=own.device)
+        sums += torch.cat([hits(ranks), number, of_all])
+    return sums
+
+
+class Choice(NamedTuple):
+    """How often the region that a phrase chooses is right, and how often one drawn by chance is, in
+    0..1; among how many, on average."""
+
+    right: float
+    chance: float
+    candidates: float
+
+
+def choice(own: Tensor, other: Tensor, sample: Tensor, is_right: Rule) -> Choice:
+    """Of phrases `own` [n, D] among regions `other` [n, D] of their own images, `sample` [n] of
+    both, as `box_sums` counts. Errors: ZeroDivisionError without any."""
+    sums = torch.zeros(3, dtype=torch.float64)
+    for same, right, ranks in _ranked(own, other, sample, sample, is_right):
+        candidates = same.sum(1).double()
+        chance = (right.sum(1) / candidates).sum()
+        sums += torch.stack([(ranks == 0).sum(), chance, candidates.sum()])
+    return Choice(*(sum / len(own) for sum in sums.tolist()))
+
+
+def overlapping(box: Tensor) -> Rule:
+    """Right are regions whose intersection over union with the phrase's own is at least `OVERLAP`.
+    `box` [n, 4]: x1, y1, x2, y2, in any unit."""
+    return lambda rows: box_iou(box[rows], box) >= OVERLAP
+
+
+def equal(key: Tensor, right_key: Tensor | None = None) -> Rule:
+    """Right are regions with the `key` [B] that the phrase has, `right_key` [b], by default the
+    same."""
+    asked = key if right_key is None else right_key
+    return lambda rows: asked[rows, None] == key
+
+
+def _ranked(
+    own: Tensor,
+    other: Tensor,
+    sample: Tensor,
+    others_sample: Tensor,
+    is_right: Rule,
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Of blocks of phrases: which regions are of the same image, and which of these are right, bool
+    [block, B]; the place of the best right one, from 0, int64 [block]."""
+    for rows in blocks(len(own), len(other)):
+        same = sample[rows, None] == others_sample
+        right = same & is_right(rows)
+        similarity = own[rows] @ other.T
+        best = similarity.masked_fill(~right, -torch.inf).amax(1, keepdim=True)
+        # not-a-number is not behind
+        yield same, right, (same & ~right & ~(similarity < best)).sum(1)

@@ -1,0 +1,126 @@
+"""Embeddings of regions and of their phrases, beside those of whole images and captions.
+
+    image_hidden ──tap──> image_map_0, image_map_1 ──RoIAlign (region_boxes)── project ──> region_embeds
+    text_features of captions and, behind them, of phrases ─── project ──> text_embeds, phrase_embeds
+
+B micro-batch, n its regions, t its captions, C channels, h × w places of a map, D embedding size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torchvision.ops import roi_align
+
+from common.boxes import WHOLE
+from models.towers.fusion import channels_last, map_ends, tap, token_projection
+from models.towers.head import Head
+from models.towers.layers import Layer, LayerSpec, Tower
+
+SCALES = 2  # of maps: small regions are seen by the larger one, and large ones by both
+REGION_NAMES = ("head.region_projection.", "head.region_phrase_logit_")
+"""How the canonical names begin of what a pair of regions and phrases learns beside the towers."""
+
+
+class MapTap(Layer):
+    """`image_hidden` [B, C, h, w], [B, h, w, C] (`last`) or [B, N, C] -> a copy of it as a map [B, C,
+    h, w] of another name for the head; of tokens those behind the first `num_prefix`, of a square
+    image."""
+
+    reads = ("image_hidden",)
+
+    def __init__(self, name: str, last: bool = False, num_prefix: int = 0) -> None:
+        super().__init__()
+        self.makes = (name,)
+        self.last, self.num_prefix = last, num_prefix
+
+    def compute(self, image_hidden: Tensor) -> Tensor:
+        # * 1: what is sent on under two names must not share its memory
+        if image_hidden.dim() == 4:
+            return (image_hidden.permute(0, 3, 1, 2) if self.last else image_hidden) * 1
+        tokens = image_hidden[:, self.num_prefix :]
+        side = math.isqrt(tokens.shape[1])  # of all patches of a square image
+        return tokens.transpose(1, 2).unflatten(2, (side, side)) * 1
+
+
+def tap_maps(tower: Tower, pixel_values: Tensor) -> tuple[tuple[LayerSpec, ...], dict[str, int]]:
+    """The recipes of a tower without a head, with taps behind its last two sizes of maps, or its only
+    one, and the channels of each by its name. `pixel_values`: as in
+    `models.towers.building.meta_inputs`."""
+    specs, maps = list(tower.specs), dict[str, int]()
+    ends = [(end, shape) for end, shape in map_ends(tower, pixel_values) if len(shape) > 1]
+    for number, (end, shape) in enumerate(ends[-SCALES:]):
+        name, last = f"image_map_{number}", channels_last(shape)
+        prefix = shape[0] - math.isqrt(shape[0]) ** 2 if len(shape) == 2 else 0
+        layer = tap(f"image.map_{number}", "image", MapTap(name, last, prefix))
+        specs.insert(end + 1 + number, layer)
+        maps[name] = shape[-1] if last or len(shape) == 2 else shape[0]
+    return tuple(specs), maps
+
+
+def region_features(maps: Tensor, boxes: Tensor, row: Tensor) -> Tensor:
+    """Mean features of regions: `maps` [B, C, h, w], `boxes` [n, 4] (x1, y1, x2, y2 in parts of
+    `WHOLE`), `row` [n] which image -> [n, C] fp32. By RoIAlign (He et al. 2017) with one bin."""
+    height, width = maps.shape[-2:]
+    x1, y1, x2, y2 = (boxes.float() / WHOLE).unbind(1)
+    # side by side: a tensor of the sides would be a copy to the device, for which the host waits
+    rois = torch.stack([row.float(), x1 * width, y1 * height, x2 * width, y2 * height], 1)
+    return roi_align(maps.float(), rois, output_size=1, aligned=True).flatten(1)
+
+
+class RegionsHead(Head):
+    """The head of images with regions: also makes `region_embeds` [n, D] fp32 of length 1 of
+    `region_boxes` int32 [n, 4] and `region_row` int64 [n], see `region_features`; none where these
+    are not given. `maps`: by name with their channels, of which the features stand side by side."""
+
+    reads_if_given = ("region_boxes", "region_row")
+
+    def __init__(
+        self, branch: str, maps: Mapping[str, int], width: int, embed_dim: int, *given: Any
+    ) -> None:
+        super().__init__(branch, width, embed_dim, *given)
+        self.reads = self.drops = (*self.reads, *maps)
+        self.drops = (*self.drops, *self.reads_if_given)
+        self.makes = (*self.makes, "region_embeds")
+        self.region_projection = token_projection(sum(maps.values()), embed_dim)
+        self._name_parameters()
+
+    def compute(
+        self,
+        features: Tensor,
+        *maps: Tensor,
+        region_boxes: Tensor | None = None,
+        region_row: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        made = super().compute(features)
+        if region_boxes is None or region_row is None:
+            region_boxes = features.new_zeros((0, 4), dtype=torch.int32)
+            region_row = features.new_zeros(0, dtype=torch.int64)
+        each = [region_features(of_scale, region_boxes, region_row) for of_scale in maps]
+        found = torch.cat(each, 1).to(maps[0].dtype)
+        return *made, F.normalize(self.region_projection(found).float(), dim=-1)
+
+
+class PhrasesHead(Head):
+    """The head of texts with phrases, which stand behind the captions: `text_features` [t + n, W]
+    and `phrase_position` [n] -> `text_embeds` [t, D], `phrase_embeds` [n, D]; all are captions
+    where it is not given."""
+
+    reads_if_given = ("phrase_position",)
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.makes = (*self.makes, "phrase_embeds")
+
+    def compute(
+        self, features: Tensor, phrase_position: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        embeds, *scalars = super().compute(features)
+        num_phrases = 0 if phrase_position is None else len(phrase_position)
+        captions, phrases = embeds.split([len(embeds) - num_phrases, num_phrases])
+        return captions * 1, *scalars, phrases * 1

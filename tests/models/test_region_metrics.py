@@ -1,0 +1,58 @@
+"""Which box of its image a phrase chooses, counted one phrase and one box after the other."""
+
+import torch
+
+from models.metrics import retrieval
+from models.metrics.regions import OVERLAP, box_sums, choice, equal, overlapping
+from models.metrics.retrieval import query_figures
+
+
+def overlap(one, other):
+    """Intersection over union of two boxes x1, y1, x2, y2."""
+    sides = [min(one[2 + d], other[2 + d]) - max(one[d], other[d]) for d in (0, 1)]
+    both = max(0.0, sides[0]) * max(0.0, sides[1])
+    areas = [(box[2] - box[0]) * (box[3] - box[1]) for box in (one, other)]
+    return both / (sum(areas) - both)
+
+
+def by_hand(own, other, sample, is_right):
+    """(right, chance, candidates): a tie with a wrong box is no hit."""
+    found = torch.zeros(3, dtype=torch.float64)
+    for phrase in range(len(own)):
+        alike = {b: float(own[phrase] @ other[b]) for b in range(len(other))}
+        here = [b for b in alike if sample[b] == sample[phrase]]
+        right = [b for b in here if is_right(phrase, b)]
+        best = max(alike[b] for b in right)
+        hit = all(alike[b] < best for b in here if b not in right)
+        found += torch.tensor([hit, len(right) / len(here), len(here)])
+    return (found / len(own)).tolist()
+
+
+def test_the_box_that_a_phrase_chooses(monkeypatch):
+    """By overlap and by equal phrases, in blocks of any size; many ties."""
+    for seed, block_bytes in ((0, 1), (1, 1 << 9), (2, 1 << 26)):
+        monkeypatch.setattr(retrieval, "BLOCK_BYTES", block_bytes)
+        draw = torch.Generator().manual_seed(seed)
+        sample = torch.randint(6, (40,), generator=draw)
+        own, other = (torch.randint(-2, 3, (40, 4), generator=draw).float() for _ in range(2))
+        corner = torch.randint(4, (40, 2), generator=draw)
+        box = torch.cat([corner, corner + torch.randint(3, 6, (40, 2), generator=draw)], 1).double()
+        key = torch.randint(9, (40,), generator=draw)
+        rules = {
+            "overlap": (overlapping(box), lambda a, b: overlap(box[a], box[b]) >= OVERLAP),
+            "equal": (equal(key), lambda a, b: bool(key[a] == key[b])),
+        }
+        for name, (rule, one_by_one) in rules.items():
+            found = choice(own, other, sample, rule)
+            expected = torch.tensor(by_hand(own, other, sample, one_by_one))
+            torch.testing.assert_close(torch.tensor(found), expected, msg=f"{name}, seed {seed}")
+            assert found.chance < 0.9  # another box is wrong
+        figures = query_figures("box", box_sums(own, other, sample, sample, key, key).tolist())
+        assert abs(figures["box_R@1"] - found.right) < 1e-9  # of equal phrases, as in training
+
+
+def test_a_model_that_tells_nothing_apart_finds_nothing():
+    for value in (0.0, float("nan")):
+        same = torch.full((6, 3), value)
+        box = torch.arange(6)[:, None].double() + torch.tensor([0.0, 0.0, 1.0, 1.0])
+        assert choice(same, same, torch.arange(6) // 2, overlapping(box)).right == 0, value
