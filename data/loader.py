@@ -69,7 +69,9 @@ class MicroBatchDataset(Dataset):
 
     def load(self, request: MicroBatchRequest) -> tuple[dict[str, Tensor], LoadReport]:
         """The micro-batch and its report."""
-        asked = np.concatenate([request.index, request.texts().index])
+        phrases = request.phrases()
+        of_phrases = [] if phrases is None else [phrases.index]
+        asked = np.concatenate([request.index, request.texts().index, *of_phrases])
         if asked.min() < 0 or asked.max() >= len(self.source):
             raise ValueError(
                 f"samples {asked.min()}..{asked.max()} asked for; {self.source.spec} has "
@@ -107,11 +109,14 @@ def _tensors(name: str, loaded: Loaded) -> dict[str, Tensor]:
         index = np.where(np.isin(index, missing), -1 - index, index)
     key = loaded.index if loaded.key is None else loaded.key
     labels = {"position": loaded.position, "index": index, "key": key, "weight": loaded.weight}
-    return loaded.tensors | {
+    tensors = loaded.tensors | {
         f"{name}_{label}": torch.from_numpy(values.copy())
         for label, values in labels.items()
         if values is not None
     }
+    for further, rows in loaded.further.items():
+        tensors |= _tensors(further, rows)
+    return tensors
 
 
 class Loads(Protocol):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from common.options import (
@@ -24,17 +24,19 @@ from data.index.roots import KINDS_WITH_PATHS, root, takes_roots
 from data.modules import add_module_flag
 
 IMAGE_TEXT = "image:text"
+REGION_TEXT = "region", "text"
+DEFAULT_LOSS = "infonce"
 SPECS = (
-    "demo | demo:LANG[+LANG...] | demo:voices | jsonl:FILE | csv:FILE | tsv:FILE | parquet:FILES | "
-    "coco:IMAGES:CAPTIONS.json | karpathy:FILE?split=train+restval | imagefolder:DIR | "
-    "audiofolder:DIR | webdataset:SHARDS | stream:SHARDS | python:MODULE:NAME"
+    "demo | demo:LANG[+LANG...] | demo:voices | demo:scenes | jsonl:FILE | csv:FILE | tsv:FILE | "
+    "parquet:FILES | coco:IMAGES:CAPTIONS.json | karpathy:FILE?split=train+restval | "
+    "imagefolder:DIR | audiofolder:DIR | webdataset:SHARDS | stream:SHARDS | python:MODULE:NAME"
 )
 
 
 @dataclass(frozen=True)
 class PairOption:
-    """One pair of `--pairs`: two modalities, and what their loss counts in the sum over the
-    pairs."""
+    """One pair of `--pairs`: two modalities, and what their loss counts in the sum over the pairs.
+    Regions are of images, and their texts, called phrases, are their own."""
 
     first: str
     second: str
@@ -42,7 +44,22 @@ class PairOption:
 
     @property
     def modalities(self) -> tuple[str, str]:
-        return self.first, self.second
+        """Of which a sample must have both."""
+        return ("image", "region") if self.made else (self.first, self.second)
+
+    @property
+    def branches(self) -> tuple[str, str]:
+        """That make what is compared."""
+        return ("image", "text") if self.made else (self.first, self.second)
+
+    @property
+    def made(self) -> tuple[str, str] | None:
+        """Names of the rows that are compared, where they are not those of the samples."""
+        return ("region", "phrase") if (self.first, self.second) == REGION_TEXT else None
+
+    @property
+    def name(self) -> str:
+        return "_".join(self.made or self.branches)
 
 
 def read_pairs(given: str) -> tuple[PairOption, ...]:
@@ -53,7 +70,7 @@ def read_pairs(given: str) -> tuple[PairOption, ...]:
         words = each.strip().split(":")
         try:
             first, second, weight = words if len(words) == 3 else (*words, "1")
-            if (first, second) == ("text", "image"):
+            if (first, second) in (("text", "image"), REGION_TEXT[::-1]):
                 first, second = second, first  # its scalars have the names of one pair
             pairs.append(PairOption(first, second, float(weight)))
         except ValueError:
@@ -66,13 +83,40 @@ def read_pairs(given: str) -> tuple[PairOption, ...]:
     return tuple(pairs)
 
 
+def loss_names(loss: str, pairs: str) -> tuple[str, ...]:
+    """`--loss` of each pair of `--pairs`: one for all, or `image:text=sigmoid,region:text=infonce`,
+    where pairs that are not named have infonce. Errors: ValueError for another pair, and for a pair
+    that is named twice."""
+    known = read_pairs(pairs)
+    if "=" not in loss:
+        return (loss,) * len(known)
+    found: dict[str, str] = {}
+    for each in loss.split(","):
+        of, _, name = each.strip().partition("=")
+        asked = [
+            pair.name for pair in read_pairs(of) if pair in [replace(k, weight=1) for k in known]
+        ]
+        if len(asked) != 1 or asked[0] in found or not name:
+            raise ValueError(
+                f"--loss: '{each}': write PAIR=LOSS once for each of some pairs of --pairs {pairs}, such as "
+                f"{known[0].first}:{known[0].second}=sigmoid"
+            )
+        found[asked[0]] = name
+    return tuple(found.get(pair.name, DEFAULT_LOSS) for pair in known)
+
+
 def branches_of(given: str) -> tuple[str, ...]:
-    """The modalities of `--pairs`, each a branch, in the order in which they are first named."""
-    return tuple(dict.fromkeys(name for pair in read_pairs(given) for name in pair.modalities))
+    """The branches of `--pairs`, in the order in which they are first named."""
+    return tuple(dict.fromkeys(name for pair in read_pairs(given) for name in pair.branches))
+
+
+def has_regions(given: str) -> bool:
+    """Whether a pair of `--pairs` compares regions."""
+    return any(pair.made for pair in read_pairs(given))
 
 
 def compared(given: str) -> tuple[tuple[str, str], ...]:
-    """The modalities of each pair of `--pairs`."""
+    """Of each pair of `--pairs` the modalities of which a sample must have both."""
     return tuple(pair.modalities for pair in read_pairs(given))
 
 
@@ -113,7 +157,8 @@ class PairsOptions(OptionGroup):
     pairs: str = option(
         IMAGE_TEXT,
         "modalities that are compared, each pair with a loss of its own and its weight in the sum; "
-        "a sample takes part in the pairs of which it has both",
+        "a sample takes part in the pairs of which it has both; region:text compares regions of "
+        "images with their phrases",
         "A:B[:WEIGHT],...",
         pairs,
         shown="as in --import, else image:text",

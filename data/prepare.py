@@ -27,7 +27,7 @@ from data.index.roots import with_roots
 from data.index.sources import KnownSource, Source, open_source
 from data.index.splits import Splits, split_source
 from data.modalities.tokenizer import load_tokenizer, refuse_unknown_words, train_tokenizer
-from data.options import DataOptions, compared
+from data.options import DataOptions, compared, has_regions
 from data.streams.division import MOST_HELD_OUT, divide_shards
 from data.streams.filters import Kept
 from data.streams.opening import is_stream, open_stream
@@ -172,6 +172,12 @@ def prepare_data(
         opened = _open_streams(specs, options, building, folder, validation)
     else:
         opened = _open_known(specs, options, building, folder, validation)
+    if has_regions(options.pairs) and not opened.shards:
+        if not opened.source.numbers("num_regions", opened.train[:]).any():
+            raise ValueError(
+                f"{opened.source.spec}: no training sample has a region; give data with regions, or "
+                "leave region:text out of --pairs"
+            )
     return replace(
         opened,
         tokenizer=_tokenizer(options, tokenizer, folder / "tokenizer", opened),
@@ -308,22 +314,28 @@ def _tokenizer(
     options: DataOptions, where: str | None, kept: Path, data: PreparedData
 ) -> PreTrainedTokenizerBase | None:
     """The tokenizer at `where`, else the one that is kept or trained into the folder `kept`."""
-    if not any("text" in pair for pair in options.compared()):
+    if "text" not in options.branches:
         return None
     if where is None and kept.is_dir():
         return load_tokenizer(str(kept))
     few = data.examples(EXAMPLES if where is None else SAMPLES_TRIED)
     whole = few if data.shards else data.train
     if where is None:
-        return train_tokenizer(_captions(data.source, whole), kept)
+        return train_tokenizer(_texts(options, data.source, whole), kept)
     tokenizer = load_tokenizer(where)
     tried = whole[:: 1 + len(whole) // SAMPLES_TRIED]
-    refuse_unknown_words(where, tokenizer, _captions(data.source, tried))
+    refuse_unknown_words(where, tokenizer, _texts(options, data.source, tried))
     return tokenizer
 
 
-def _captions(source: Source, samples: np.ndarray | Rows) -> Iterator[str]:
-    return (text for i in samples[:] for text in source.captions(int(i)))
+def _texts(options: DataOptions, source: Source, samples: np.ndarray | Rows) -> Iterator[str]:
+    """Captions, and where a pair has regions, their phrases."""
+    regions = has_regions(options.pairs)
+    have = source.numbers("num_regions", samples[:]) if regions else np.zeros(len(samples))
+    for i, number in zip(samples[:], have):
+        yield from source.captions(int(i))
+        for region in source.value("region", int(i)) if number else ():
+            yield from region.phrases
 
 
 def _divide(options: DataOptions, source: KnownSource, validation: KnownSource | None) -> Splits:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,8 +28,9 @@ from launch.run.queries import (
     compared_samples,
     query_rows,
 )
-from models.losses.blocks import Sides, other_of
+from models.losses.blocks import Sides, first_of, other_of
 from models.metrics.alignment import alignment_figures, alignment_sums
+from models.metrics.regions import PHRASE_TO_BOX, box_sums
 from models.metrics.retrieval import (
     NUM_SUMS,
     Relevance,
@@ -99,8 +101,13 @@ class Evaluator:
         """Where there are several pairs, the figures of one end in its name:
         `alignment/image_text`. Two branches without a loss are compared too."""
         share, first_rank = self.feeding.batch, self.journal.folder.first_rank
+        regions = self.feeding.batching.batches.regions
         requests = evaluation_requests(
-            held_out.subset, self.engine.comm.replica, share.replicas, share.micro_batch_size
+            held_out.subset,
+            self.engine.comm.replica,
+            share.replicas,
+            share.micro_batch_size,
+            None if regions is None else replace(regions, source=held_out.source),
         )
         batches = self.feeding.held_out(held_out.source, requests)
         with progress_bar(
@@ -117,8 +124,9 @@ class Evaluator:
         for comparison in self.engine.objective.comparisons:
             totals = measured[comparison.name]
             of_pair = f"/{comparison.name}" if len(measured) > 1 else ""
-            values |= _figures(totals, comparison.branches, of_pair)
-            answers += _answers(held_out, totals, comparison.branches)
+            values |= _figures(totals, comparison.rows, of_pair)
+            if not comparison.made:
+                answers += _answers(held_out, totals, comparison.branches)
         return values, answers
 
 
@@ -128,8 +136,9 @@ def _figures(totals: PairTotals, branches: tuple[str, str], of_pair: str) -> dic
     directions, num_samples = totals
     values: dict[str, float] = {}
     for direction, sums in directions.items():
-        values |= query_figures(direction, sums[:NUM_SUMS].tolist())
-    one_way, other_way = (sums[NUM_SUMS:-NUM_FOUND] for sums in directions.values())
+        in_image, of_all = sums[: 2 * NUM_SUMS].view(2, NUM_SUMS).tolist()
+        values |= query_figures(direction, of_all) | query_figures(PHRASE_TO_BOX, in_image)
+    one_way, other_way = (sums[2 * NUM_SUMS : -NUM_FOUND] for sums in directions.values())
     figures = alignment_figures(one_way, other_way, num_samples, branches)
     values |= {f"{figure}{of_pair}": value for figure, value in figures.items()}
     return values | ({f"num_samples{of_pair}": num_samples} if of_pair else {})
@@ -168,8 +177,16 @@ def _measured(sides: Sides, branch: str, mine: Tensor) -> Tensor:
     chosen = query_rows(len(rows))
     asked[: len(chosen)] = torch.from_numpy(chosen).to(mine.device)
     answers = first_answers(own.embeds, other.embeds, relevance, mine, asked, NUM_ANSWERS)
+    in_image = torch.zeros(NUM_SUMS, dtype=torch.float64, device=mine.device)
+    if own.sample is not None and other.sample is not None and branch != first_of(sides):
+        phrase = rows if own.keys is None else own.keys[:, 0]
+        region = rows if other.keys is None else other.keys[:, 1]
+        in_image = box_sums(
+            own.embeds[mine], other.embeds, own.sample[mine], other.sample, phrase[mine], region
+        )
     return torch.cat(
         [
+            in_image,
             query_sums(relevant_ranks(own.embeds, other.embeds, here), here),
             alignment_sums(own.embeds[mine], other.embeds, mine),
             answers.flatten(),

@@ -31,7 +31,7 @@ from data.modalities.modality import Modality
 from data.modalities.text import Languages, TextModality
 from data.modalities.tokenizer import num_ids
 from data.modalities.transforms import EvalTransform, augmented, normalise
-from data.options import IMAGE_TEXT, branches_of, read_pairs
+from data.options import IMAGE_TEXT, branches_of, has_regions, read_pairs
 from launch.views import ImageView, SoundView, View
 from models.towers.audio import audio_tower
 from models.towers.building import with_head
@@ -162,10 +162,10 @@ def refuse_pairs(given: str, towers: Sequence[str], fusion: bool) -> None:
         if name not in known:
             raise ValueError(
                 f"argument --pairs: there is no modality '{name}'; there are "
-                f"{', '.join(known)}{near(name, known)}; a module that adds one is named by "
-                "--import-module"
+                f"{', '.join(known)}{near(name, known)}, and region:text for regions; a module that "
+                "adds one is named by --import-module"
             )
-    different = {frozenset(pair.modalities) for pair in pairs}
+    different = {pair.made or frozenset(pair.branches) for pair in pairs}
     if any(len(pair) == 1 for pair in different) or len(different) < len(pairs):
         raise ValueError(
             f"argument --pairs: {given}: a pair is of two different modalities, and is named once"
@@ -205,7 +205,8 @@ def tower_of(
     name = named_towers(options.get("tower") or ()).get(branch, "")
     tower = MODALITIES[branch].tower(Wanted(options, name, vocabulary))
     projection = options.get("projection", "linear")
-    return with_head(tower, options["embed_dim"], scalars, fusion, projection)
+    regions = branch in ("image", "text") and has_regions(options.get("pairs", IMAGE_TEXT))
+    return with_head(tower, options["embed_dim"], scalars, fusion, projection, regions)
 
 
 def audio_features(

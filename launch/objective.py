@@ -4,27 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from data.options import read_pairs
+from data.options import DEFAULT_LOSS, loss_names, read_pairs
 from engine.loss_protocols import ContrastiveLoss, MatchingLoss
 from engine.objective import Branch, Objective, Pair
+from models.losses import DUPLICATES, build_loss
 from models.towers.layers import Tower
 
 
+def losses_of(
+    given: str, loss: str, smoothing: float = 0.0, duplicates: str = DUPLICATES[0]
+) -> list[ContrastiveLoss]:
+    """Of each pair of `--pairs` that of `--loss`. `smoothing`: of InfoNCE; `duplicates`: as `Targets`,
+    but for regions, where equal phrases are the same answer. Errors: ValueError."""
+    return [
+        build_loss(
+            name,
+            smoothing if name == DEFAULT_LOSS else 0.0,
+            "positives" if pair.made else duplicates,
+        )
+        for pair, name in zip(read_pairs(given), loss_names(loss, given))
+    ]
+
+
 def pairs_of(
-    given: str, loss: ContrastiveLoss, matching: MatchingLoss | None = None
+    given: str,
+    loss: ContrastiveLoss | Sequence[ContrastiveLoss],
+    matching: MatchingLoss | None = None,
 ) -> tuple[Pair, ...]:
-    """The pairs of `--pairs`, each with the loss and what it learns: `logit_scale` of images and
-    texts, `tone_text_logit_scale` of others."""
+    """The pairs of `--pairs`, each with the loss, or its own, and what that learns: `logit_scale` of
+    images and texts, `tone_text_logit_scale` of others."""
+    pairs = read_pairs(given)
+    losses = loss if isinstance(loss, Sequence) else [loss] * len(pairs)
     return tuple(
         Pair(
-            pair.first,
-            pair.second,
-            loss,
+            *pair.branches,
+            own,
             weight=pair.weight,
             matching=matching,
-            prefix="" if pair.modalities == ("image", "text") else f"{pair.first}_{pair.second}_",
+            prefix="" if pair.name == "image_text" else f"{pair.name}_",
+            made=pair.made,
         )
-        for pair in read_pairs(given)
+        for pair, own in zip(pairs, losses, strict=True)
     )
 
 

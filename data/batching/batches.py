@@ -23,6 +23,7 @@ from data.batching.packing import Bounds, Packing, pack, padded_lengths
 from data.batching.requests import MicroBatchRequest, Size, TextRows, check_replica
 from data.batching.rows import Rows
 from data.batching.settings import Setting, setting_at
+from data.batching.shown import Places, ShownRegions
 from data.batching.stream_order import StreamOrder
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class GlobalBatch:
     visited: np.ndarray
     indices: np.ndarray
     setting: Setting
+    places: Places | None = None  # where a pair has regions
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +52,10 @@ class TextPacker:
     positions c · p .. c · p + c − 1. Texts alone, also where images share the stages: batch
     normalisation sees the images of a micro-batch, and a caption's length says what is in the
     image. `length_multiple`: to which lengths are rounded up.
+
+    Where a pair has regions, the phrases of these, and negatives, stand behind the c · G texts, each
+    by itself as long as phrases are on average, `phrase_tokens`; those of a sample have
+    `sample_phrase_tokens` together.
     """
 
     tokens: Counts
@@ -58,11 +64,16 @@ class TextPacker:
     bounds: Bounds = Bounds()
     num_stages: int = 1
     length_multiple: int = 1
+    phrase_tokens: int = 0
+    sample_phrase_tokens: float = 0.0
 
     def lengths(self, batch: GlobalBatch) -> np.ndarray:
-        """[c · G] what the texts of a global batch are padded to alone."""
+        """[c · G] what the texts of a global batch are padded to alone; behind them phrases."""
         captions = batch.setting.feed_rates.captions_per_image
         counts = self.tokens.of(batch.visited, batch.indices, self.seed, batch.epoch, captions)
+        if batch.places is not None:
+            number = int(batch.places.regions.sum() + batch.places.negatives.sum())
+            counts = np.concatenate([counts.ravel(), np.full(number, self.phrase_tokens)])
         return padded_lengths(counts, self.max_text_tokens, self.length_multiple).ravel()
 
     def pack(self, batch: GlobalBatch, replicas: int, numbers: Sequence[int]) -> Packing:
@@ -102,7 +113,7 @@ class Batches:
 
     `train` [N]: the source's indices of the training samples. `buckets`: the shapes of their
     images; None: one square. `texts`: what packs texts by cost; None: they come with their samples,
-    which are packed in order. `weights_of`: a global batch -> what its samples count in its loss,
+    which are packed in order. `regions`: which are shown, where a pair has them. `weights_of`: a global batch -> what its samples count in its loss,
     [G] int64 millionths; None: all the same. `examples`: numbers of training samples that stand for
     others that are not known yet; None: all are known.
 
@@ -114,6 +125,7 @@ class Batches:
     settings: list[Setting]
     buckets: Buckets | None = None
     texts: TextPacker | None = None
+    regions: ShownRegions | None = None
     weights_of: Callable[[GlobalBatch], np.ndarray] | None = None
     examples: np.ndarray | None = None
 
@@ -129,7 +141,13 @@ class Batches:
         visited = self.order.batch(step)
         setting = setting_at(self.settings, step) if setting is None else setting
         indices = np.asarray(self.train[visited])
-        return GlobalBatch(step, self.order.epoch(step), visited, indices, setting)
+        return self._batch(step, self.order.epoch(step), visited, indices, setting)
+
+    def _batch(
+        self, step: int, epoch: int, visited: np.ndarray, indices: np.ndarray, setting: Setting
+    ) -> GlobalBatch:
+        places = None if self.regions is None else self.regions.places(indices)
+        return GlobalBatch(step, epoch, visited, indices, setting, places)
 
     def like(self, step: int, setting: Setting) -> GlobalBatch:
         """A global batch to plan with: that of the step, or where its samples are not known yet, one
@@ -138,7 +156,7 @@ class Batches:
             return self.at(step, setting)
         size, rng = self.order.global_batch_size, np.random.default_rng([self.order.seed, step])
         visited = rng.choice(self.examples, size)
-        return GlobalBatch(step, 0, visited, np.asarray(self.train[visited]), setting)
+        return self._batch(step, 0, visited, np.asarray(self.train[visited]), setting)
 
     def requests(
         self,
@@ -190,6 +208,7 @@ class Batches:
                 feed_rates=feed_rates,
                 weight=None if weights is None else weights[position],
                 packed_texts=rows,
+                places=None if batch.places is None else batch.places.of(position),
                 shards=live,
             )
             for (position, size), rows in zip(samples, texts)
@@ -256,8 +275,16 @@ def dealt_alike(lengths: np.ndarray, sizes: np.ndarray) -> list[np.ndarray]:
 
 
 def _text_rows(batch: GlobalBatch, position: np.ndarray, weights: np.ndarray | None) -> TextRows:
-    sample = position // batch.setting.feed_rates.captions_per_image
-    return TextRows(batch.indices[sample], position, None if weights is None else weights[sample])
+    phrases = None
+    captions = batch.setting.feed_rates.captions_per_image
+    if batch.places is not None:
+        number = captions * len(batch.indices)
+        every = batch.places.phrases(batch.indices, weights)  # in the order of their places
+        phrases = every.of(position[position >= number] - number)
+        position = position[position < number]
+    sample = position // captions
+    weight = None if weights is None else weights[sample]
+    return TextRows(batch.indices[sample], position, weight, phrases)
 
 
 def _one_ahead(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from data.batching.load_control import FeedRates
+from data.batching.shown import PhraseRows, Places, ShownRegions
 
 Size = tuple[int, int]  # H, W in pixels
 
@@ -18,11 +19,13 @@ Size = tuple[int, int]  # H, W in pixels
 @dataclass(frozen=True, eq=False)
 class TextRows:
     """Texts [t], all int64: their samples in the source, their positions 0..c·G-1, where c is the
-    number of captions that a sample shows, and their weights in millionths (None: all the same)."""
+    number of captions that a sample shows, and their weights in millionths (None: all the same).
+    `phrases`: that were packed with them."""
 
     index: np.ndarray
     position: np.ndarray
     weight: np.ndarray | None
+    phrases: PhraseRows | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +45,8 @@ class MicroBatchRequest:
     # [b] int64, millionths: what each counts in the loss; None: all the same
     weight: np.ndarray | None = None
     packed_texts: TextRows | None = None  # texts that were packed by themselves; None: its samples'
+    # of its samples, where a pair has regions
+    places: Places | None = None
     # of streams, by data set: the shards that this step and those near it read
     shards: Mapping[int, np.ndarray] | None = None
 
@@ -55,6 +60,13 @@ class MicroBatchRequest:
         weight = None if self.weight is None else np.repeat(self.weight, c)
         return TextRows(np.repeat(self.index, c), position, weight)
 
+    def phrases(self) -> PhraseRows | None:
+        """Those that were packed with its texts, else those of its samples; None where no pair has
+        regions."""
+        if self.packed_texts is not None:
+            return self.packed_texts.phrases
+        return None if self.places is None else self.places.phrases(self.index, self.weight)
+
 
 def check_replica(replica: int, replicas: int) -> None:
     if not 0 <= replica < replicas:
@@ -62,20 +74,32 @@ def check_replica(replica: int, replicas: int) -> None:
 
 
 def evaluation_requests(
-    subset: np.ndarray, replica: int, replicas: int, micro_batch_size: int
+    subset: np.ndarray,
+    replica: int,
+    replicas: int,
+    micro_batch_size: int,
+    regions: ShownRegions | None = None,
 ) -> list[MicroBatchRequest]:
     """One replica's share of the whole held-out subset [n], in order; shares are contiguous and
     differ by at most one.
 
     The last micro-batch may be smaller; a replica without a share gets none. Positions are 0..n-1
-    over the subset. Errors: ValueError.
+    over the subset. `regions`: where a pair has them. Errors: ValueError.
     """
     check_replica(replica, replicas)
     share = np.array_split(np.arange(len(subset), dtype=np.int64), replicas)[replica]
     parts = [
         share[start : start + micro_batch_size] for start in range(0, len(share), micro_batch_size)
     ]
+    every = None if regions is None else regions.places(subset, training=False)
     return [
-        MicroBatchRequest(number, 0, subset[part], part, training=False)
+        MicroBatchRequest(
+            number,
+            0,
+            subset[part],
+            part,
+            training=False,
+            places=None if every is None else every.of(part),
+        )
         for number, part in enumerate(parts)
     ]

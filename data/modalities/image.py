@@ -1,6 +1,6 @@
 """Images: from encoded bytes to `pixel_values`, through the cache.
 
-b: samples of a micro-batch, H, W: the tower's input in pixels, K: patches that are kept.
+b: samples of a micro-batch, H, W: the tower's input in pixels, K: patches that are kept, n: regions.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.boxes import WHOLE
+from data.bad_samples import REGION_LIMIT
 from data.batching.draws import patch_numbers
 from data.batching.load_control import kept_number, scaled_size
+from data.batching.shown import shown_regions
 from data.keys import keys_of
+from data.modalities.boxes import KEPT_AREA, Placed
 from data.modalities.modality import Loaded, Modality, read_values
 from data.modalities.transforms import ImageTransform, stacked
 
@@ -24,6 +28,7 @@ if TYPE_CHECKING:
     from data.cache import SampleCache
     from data.index.sources import Source
 
+NOWHERE = Placed(0.0, 0.0, 1.0, 1.0, (1, 1))
 GREY = 128  # where a micro-batch has no readable image at all
 
 
@@ -34,6 +39,11 @@ class ImageModality(Modality):
 
     `side_multiple`: of the sides that the tower takes. `cache` changes no value. An image that
     cannot be read shows another one of the micro-batch.
+
+    Where a pair has regions also the rows `region`: region_boxes int32 [n, 4] (x1, y1, x2, y2 in
+    parts of `WHOLE` of the sides of what the tower sees) and region_row int64 [n], the image of each.
+    A region of which the view shows less than half is left out of the loss, as an image that cannot
+    be read.
     """
 
     name = "image"
@@ -53,17 +63,18 @@ class ImageModality(Modality):
     def load(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
         transform = self._transform(request)
 
-        def read(i: int, generator: np.random.Generator) -> np.ndarray:
-            return transform(self._stored(source, transform, i), generator)
+        def read(i: int, generator: np.random.Generator) -> tuple[np.ndarray, Placed]:
+            return transform.view(self._stored(source, transform, i), generator)
 
-        def blank() -> np.ndarray:
-            return np.full((*transform.size, 3), GREY, np.uint8)
+        def blank() -> tuple[np.ndarray, Placed]:
+            return np.full((*transform.size, 3), GREY, np.uint8), NOWHERE
 
-        images, loaded = read_values(self.name, source, request, seed, read, blank)
+        views, loaded = read_values(self.name, source, request, seed, read, blank)
         return replace(
             loaded,
+            further=_regions(source, request, seed, [placed for _, placed in views], loaded),
             tensors={
-                "pixel_values": stacked(images),
+                "pixel_values": stacked([pixels for pixels, _ in views]),
                 **self._kept_patches(request, seed, transform.size),
             },
             key=keys_of(map(partial(source.content_hash, "image"), request.index.tolist())),
@@ -75,7 +86,9 @@ class ImageModality(Modality):
         shape = (len(request.index), 3, *size)
         tensors = {"pixel_values": torch.empty(shape, dtype=torch.uint8, device="meta")}
         tensors |= self._kept_patches(request, seed, size)
-        return Loaded.of(request, tensors)
+        loaded = Loaded.of(request, tensors)
+        placed = [NOWHERE] * len(request.index)
+        return replace(loaded, further=_regions(source, request, seed, placed, loaded))
 
     def _transform(self, request: MicroBatchRequest) -> ImageTransform:
         transform = self.transform_train if request.training else self.transform_eval
@@ -107,3 +120,44 @@ class ImageModality(Modality):
             [patch_numbers(seed, request.epoch, i, patches, kept) for i in request.index.tolist()]
         )
         return {"kept_patches": torch.from_numpy(numbers)}
+
+
+def _regions(
+    source: Source,
+    request: MicroBatchRequest,
+    seed: int,
+    placed: list[Placed],
+    loaded: Loaded,
+) -> dict[str, Loaded]:
+    """The rows `region` of images of which `placed` says what they show; none where no pair has
+    regions."""
+    places = request.places
+    if places is None:
+        return {}
+    row = np.repeat(np.arange(len(request.index)), places.regions)
+    first = np.cumsum(places.regions) - places.regions
+    number = np.arange(len(row)) - first[row]
+    boxes, inside = np.zeros((len(row), 4)), np.zeros(len(row), np.float32)
+    missing = {*loaded.absent, *(i for i, _, _ in loaded.bad)}
+    for sample, i in enumerate(request.index.tolist()):
+        count = int(places.regions[sample])
+        regions = shown_regions(source, i, count, seed, request.epoch, request.training)
+        if not regions or i in missing:
+            continue
+        own = slice(first[sample], first[sample] + count)
+        height, width = placed[sample].size
+        shown, inside[own] = placed[sample].boxes(np.array([region.box for region in regions]))
+        boxes[own] = shown / [width, height, width, height]
+    index = request.index[row]
+    return {
+        "region": Loaded(
+            {
+                "region_boxes": torch.from_numpy(np.rint(boxes * WHOLE).astype(np.int32)),
+                "region_row": torch.from_numpy(row),
+            },
+            places.region[row] + number,
+            np.where(inside < KEPT_AREA, -1 - index, index),
+            None if request.weight is None else request.weight[row],
+            key=index * (REGION_LIMIT + 1) + number,
+        )
+    }

@@ -34,7 +34,7 @@ class Loaded:
     each row counts in the loss; None: all the same. `key` [n] int64: equal for rows whose values
     are equal; None: all differ. `bad`: (index, reason, detail) of samples that could not be read,
     and `absent`: samples that do not have this modality; stand-ins have their places in `tensors`.
-    `counts`: of `Modality.count_names`.
+    `counts`: of `Modality.count_names`. `further`: rows beside those of the samples, by name.
     """
 
     tensors: dict[str, Tensor]
@@ -45,6 +45,7 @@ class Loaded:
     bad: list[tuple[int, str, str]] = field(default_factory=list)
     absent: list[int] = field(default_factory=list)
     counts: Mapping[str, float] = field(default_factory=dict)
+    further: Mapping[str, Loaded] = field(default_factory=dict)
 
     @classmethod
     def of(cls, request: MicroBatchRequest, tensors: dict[str, Tensor]) -> Loaded:

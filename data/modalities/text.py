@@ -1,6 +1,6 @@
 """Texts: from captions to token ids.
 
-b: samples of a micro-batch, t: its texts, c: captions that each sample shows, L: tokens.
+b: samples of a micro-batch, t: its texts, c: captions that each sample shows, n: phrases, L: tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +52,10 @@ class Languages:
 
 class TextModality(Modality):
     """input_ids and attention_mask int64 [t, L]: c texts of each sample, or those that were packed
-    by themselves; with `languages` also language_ids int64 [t]. `length_multiple`: of L."""
+    by themselves; with `languages` also language_ids int64 [t]. `length_multiple`: of L.
+
+    Where a pair has regions, their phrases and negatives follow the texts in these tensors, t + n in
+    all, and are the rows `phrase`."""
 
     name = "text"
     count_names = ("truncated_texts", "text_tokens", "padded_text_tokens")
@@ -80,12 +83,16 @@ class TextModality(Modality):
             if request.training:
                 which = caption_numbers(seed, request.epoch, i, len(captions), k + 1)[k]
             texts.append(captions[which])
+        phrases = request.phrases()
+        if phrases is not None:
+            texts += phrases.texts(source, seed, request.epoch, request.training)
         # [t, L]
         tokens, num_truncated = batch_tokens(
             self.tokenizer, texts, self.max_text_tokens, self.length_multiple
         )
         if self.languages is not None:
-            given = [source.language(i) for i in asked.index.tolist()]
+            every = asked.index if phrases is None else np.append(asked.index, phrases.index)
+            given = [source.language(i) for i in every.tolist()]
             tokens["language_ids"] = self.languages.ids(given)
         mask = tokens["attention_mask"]
         counts = {
@@ -93,6 +100,13 @@ class TextModality(Modality):
             "text_tokens": int(mask.sum()),
             "padded_text_tokens": mask.numel(),
         }
-        key = np.array([caption_key(text) for text in texts], np.int64)
-        rows = Loaded(tokens, asked.position, asked.index, asked.weight, key)
-        return replace(rows, absent=absent, counts=counts)
+        key, num_captions = (
+            np.array([caption_key(text) for text in texts], np.int64),
+            len(asked.index),
+        )
+        rows = Loaded(tokens, asked.position, asked.index, asked.weight, key[:num_captions])
+        further = {}
+        if phrases is not None:
+            of = (phrases.position, phrases.index, phrases.weight, key[num_captions:])
+            further["phrase"] = Loaded({}, *of)
+        return replace(rows, absent=absent, counts=counts, further=further)

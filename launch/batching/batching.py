@@ -49,6 +49,7 @@ from launch.batching.planned import (
     num_kept,
     refuse_missing_branches,
     sample_weights_of,
+    shown_regions_of,
     text_cost,
     text_packer,
     with_numbers,
@@ -89,7 +90,12 @@ class Batching:
         weights_of = sample_weights_of(data, weighting(block), options.max_text_tokens, folder)
         examples = data.example_numbers(MOST_EXAMPLES) if data.shards else None
         self.batches = Batches(
-            order, data.train, [Setting(0, {})], weights_of=weights_of, examples=examples
+            order,
+            data.train,
+            [Setting(0, {})],
+            regions=shown_regions_of(data.source, options),
+            weights_of=weights_of,
+            examples=examples,
         )
         self.total_steps = options.steps or order.first_step(options.epochs or 0)
 

@@ -20,14 +20,19 @@ from data.batching.order import Parts
 from data.batching.packing import Bounds, explain, padded_lengths
 from data.batching.rows import Rows
 from data.batching.settings import Setting
+from data.batching.shown import ShownRegions
 from data.batching.weights import loss_weights
+from data.index.sources import Source
 from data.modalities.lengths import Counts, token_counts
+from data.modalities.tokenizer import token_lengths
+from data.options import has_regions
 from data.prepare import PreparedData
 from data.streams.lengths import stream_token_counts
 from engine.planning.planner import RunPlan
 from launch.config.blocks import BalanceBlock, SampleWeightsBlock
-from launch.config.groups import BatchingOptions
+from launch.config.groups import BatchingOptions, InputOptions
 
+TRIED_PHRASES = 500  # samples of which the lengths of phrases are taken
 INSTRUCTIONS = 3  # of a micro-batch on a stage, at least: load or receive, forward, backward
 MARGIN = 0.9  # of the memory of a micro-batch: other global batches may have longer texts
 SAMPLED_BATCHES = 4  # global batches that decide how many micro-batches there are
@@ -86,6 +91,29 @@ def sample_weights_of(
     return partial(loss_weights, data.source, lengths, block.image, block.text, block.audio)
 
 
+# -- regions
+
+
+def shown_regions_of(source: Source, options: InputOptions) -> ShownRegions | None:
+    """None: no pair has regions."""
+    if not has_regions(options.pairs):
+        return None
+    return ShownRegions(source, options.max_regions, options.max_negatives)
+
+
+def phrase_tokens(
+    data: PreparedData, regions: ShownRegions | None, max_text_tokens: int
+) -> tuple[int, float]:
+    """Of a phrase, on average over the first training samples; of all phrases of a sample."""
+    if regions is None:
+        return 0, 0.0
+    batch = data.examples(TRIED_PHRASES)
+    phrases = regions.places(batch).phrases(batch, None).texts(data.source, 0, 0, training=True)
+    lengths = token_lengths(data.text_tokenizer, phrases or [""], max_text_tokens)
+    mean = max(1, round(float(np.mean(lengths))))
+    return mean, mean * len(phrases) / len(batch)
+
+
 # -- texts that are packed by cost
 
 
@@ -119,6 +147,8 @@ def text_packer(
     if block.strategy == "off" or plan.schedule_type.loss_per_micro_batch or planned is None:
         return None
     fork = plan.graph.layout == "fork"
+    regions = shown_regions_of(data.source, options)
+    each, of_sample = phrase_tokens(data, regions, options.max_text_tokens)
     return TextPacker(
         tokens=counted_tokens(data, options.max_text_tokens, folder),
         max_text_tokens=options.max_text_tokens,
@@ -131,13 +161,16 @@ def text_packer(
         num_stages=sum("text" in stage.layers for stage in plan.graph.stages if fork)
         or len(plan.graph.stages),
         length_multiple=data.length_multiple,
+        phrase_tokens=each,
+        sample_phrase_tokens=of_sample,
     )
 
 
 def mean_length(texts: TextPacker) -> float:
-    """What a text is padded to alone, on average."""
+    """What a text is padded to alone, on average, with the phrases of its sample."""
     counts = texts.tokens.typical()
-    return float(padded_lengths(counts, texts.max_text_tokens, texts.length_multiple).mean())
+    lengths = padded_lengths(counts, texts.max_text_tokens, texts.length_multiple)
+    return float(lengths.mean()) + texts.sample_phrase_tokens
 
 
 def text_cost(plan: RunPlan, typical_length: float) -> BranchCost:

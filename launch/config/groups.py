@@ -320,7 +320,27 @@ class AudioOptions(OptionGroup):
 
 
 @dataclass(frozen=True, kw_only=True)
-class InputOptions(SeedOptions, PairsOptions, ImageOptions, TextOptions, AudioOptions):
+class RegionOptions(OptionGroup):
+    """Which regions of an image are compared with their phrases, where a pair has regions."""
+
+    title = "regions, for --pairs with region:text"
+    in_recipe = True
+    max_regions: int = option(
+        16, "of each image, drawn anew in each epoch; an evaluation has the first", "N", at_least(1)
+    )
+    max_negatives: int = option(
+        16,
+        "given with the regions of each image, drawn anew in each epoch: phrases that every region "
+        "of the global batch is compared with",
+        "N",
+        at_least(0),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputOptions(
+    SeedOptions, PairsOptions, ImageOptions, TextOptions, AudioOptions, RegionOptions
+):
     """What the towers see of a sample."""
 
 
@@ -431,8 +451,8 @@ class ModelOptions(TowerOptions):
     loss: str = option(
         "infonce",
         "over all pairs of the global batch: CLIP's cross entropy, or each pair by itself, as "
-        "SigLIP does; NAME: one that --import-module adds",
-        "infonce|sigmoid|NAME",
+        "SigLIP does; NAME: one that --import-module adds; or one for each of several --pairs",
+        "infonce|sigmoid|NAME|A:B=NAME,...",
         shown="that of --import, else infonce",
         kept=True,
     )
@@ -447,7 +467,8 @@ class ModelOptions(TowerOptions):
     duplicates: str = option(
         "masked",
         "what samples of a batch are to each other whose image, sound or caption is the same: left "
-        "out of each other's loss, each other's positives, or negatives like all others",
+        "out of each other's loss, each other's positives, or negatives like all others; regions "
+        "with equal phrases are each other's positives",
         choices=("masked", "positives", "negatives"),
         kept=True,
     )
@@ -486,7 +507,7 @@ class ModelOptions(TowerOptions):
 
     def check_objective(self) -> None:
         """Raise ValueError for options that do not go together, or would do nothing."""
-        pairs = [f"contrastive/{p.first}_{p.second}" for p in read_pairs(self.pairs)]
+        pairs = [f"contrastive/{pair.name}" for pair in read_pairs(self.pairs)]
         if self.fusion and self.fusion_width % self.fusion_heads:
             raise ValueError(
                 f"argument --fusion-width: {self.fusion_width} is no multiple of --fusion-heads "
@@ -589,6 +610,7 @@ GROUPS: Sequence[type[OptionGroup]] = (
     ImageOptions,
     TextOptions,
     AudioOptions,
+    RegionOptions,
     PairsOptions,
     ModelOptions,
     LengthOptions,

@@ -20,6 +20,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from data.options import loss_names
 from engine.config.auto import asked, filled, recorded
 from engine.config.reading import AUTO
 
@@ -173,7 +174,9 @@ def settle(
         warmup=warmup,
         adapted=adapted,
     )
-    smoothing = preset.label_smoothing if options.loss == "infonce" else 0.0
+    smoothing = 0.0
+    if "infonce" in loss_names(options.loss, options.pairs):
+        smoothing = preset.label_smoothing
     chosen: dict[str, Any] = {"augmentation": preset.augmentation, "label_smoothing": smoothing}
     chosen = {name: chosen[name] for name in open_options}
     words = [_in_words(place.rsplit(".", 1)[1], values[place]) for place in open_places] + [

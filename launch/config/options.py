@@ -21,7 +21,15 @@ from common.options import SAME, add_flags
 from common.spelling import near
 from data.index.roots import from_anywhere
 from data.modules import import_modules
-from data.options import IMAGE_TEXT, DataOptions, LoadingOptions, branches_of, read_pairs
+from data.options import (
+    IMAGE_TEXT,
+    DataOptions,
+    LoadingOptions,
+    branches_of,
+    has_regions,
+    loss_names,
+    read_pairs,
+)
 from launch.config.groups import (
     FLAGS,
     GROUPS,
@@ -283,8 +291,10 @@ def _useless(options: Options) -> Iterator[tuple[Sequence[str], str]]:
             yield ("loss_weights", "loss_weights_every"), "--fusion or several --pairs"
     if options.loss_weights not in ("uncertainty", "measured"):
         yield ("loss_weights_every",), "--loss-weights uncertainty or measured"
-    if options.loss != "infonce":
+    if "infonce" not in loss_names(options.loss, options.pairs):
         yield ("label_smoothing",), f"--loss infonce; {options.loss} has no targets to smooth"
+    if not has_regions(options.pairs):
+        yield ("max_regions", "max_negatives"), "--pairs with region:text"
     for branch, names in OF_BRANCH.items():
         if branch not in options.branches:
             lacks = f"no pair of --pairs {options.pairs} has '{branch}'"
@@ -334,11 +344,12 @@ def _refuse_unknown(options: Options) -> None:
     from models.towers.head import read_projection
 
     refuse_pairs(options.pairs, options.tower, bool(options.fusion))
-    if options.loss not in LOSSES:
-        raise ValueError(
-            f"argument --loss: there is no loss '{options.loss}'; there are "
-            f"{', '.join(LOSSES)}{near(options.loss, list(LOSSES))}"
-        )
+    for loss in loss_names(options.loss, options.pairs):
+        if loss not in LOSSES:
+            raise ValueError(
+                f"argument --loss: there is no loss '{loss}'; there are "
+                f"{', '.join(LOSSES)}{near(loss, list(LOSSES))}"
+            )
     try:
         read_projection(options.projection)
     except ValueError as error:

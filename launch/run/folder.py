@@ -31,6 +31,7 @@ from common.files import (
     write_text,
 )
 from common.secrets import redacted
+from data.options import has_regions
 from engine.checkpoint.layout import replace_text
 from engine.planning.planner import RunPlan
 from engine.schedule import SCHEDULES
@@ -323,6 +324,8 @@ def training_identity(
     # these weights follow the evaluations, so what is trained depends on when they are
     by_evaluation = options["loss_weights"] == "alignment"
     free = [key for key in free_options() if key != "eval_every" or not by_evaluation]
+    if not has_regions(options["pairs"]):  # earlier versions did not have them
+        free += ["max_regions", "max_negatives"]
     free_branches = [*BRANCHES_FREE_TO_CHANGE, *(() if by_split else BRANCHES_SPLIT)]
     known = {
         "options": _without(free, options),

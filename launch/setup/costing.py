@@ -16,7 +16,7 @@ from torch import Tensor
 
 from data.batching.requests import MicroBatchRequest
 from data.modalities.tokenizer import token_lengths
-from data.options import LoadingOptions
+from data.options import LoadingOptions, has_regions
 from data.prepare import PreparedData
 from data.progress import progress_bar
 from engine.config.reading import AUTO, MEASURE, BranchesBlock
@@ -40,6 +40,7 @@ from engine.planning.profile import Profile, profile_together
 from engine.planning.profile_layers import Ranks
 from engine.processes.start import Processes
 from engine.profile_stage import fit_together
+from launch.batching.planned import phrase_tokens, shown_regions_of
 from launch.config.blocks import balancing
 from launch.config.groups import InputOptions
 from launch.feeding import sample_cache
@@ -115,6 +116,7 @@ def run_costs(
                 num_tokens=None if lengths is None else round(lengths.mean()),
                 compared=_compared(model),
             )
+            costs = _with_phrases(costs, data, inputs, lengths)
     costs = cost_model_from_json(from_first_rank(cost_model_to_json(costs)))
     return with_learned(costs, model.num_learned)
 
@@ -269,6 +271,22 @@ def _with_longest(
     return {**layers, "text": [lengthened(layer) for layer in layers["text"]]}
 
 
+def _with_phrases(
+    costs: CostModel, data: PreparedData, inputs: InputOptions, lengths: np.ndarray | None
+) -> CostModel:
+    """Estimates of texts alone, where phrases come with each: as if it were so much longer."""
+    if not has_regions(inputs.pairs):
+        return costs
+    regions = shown_regions_of(data.source, inputs)
+    of_sample = phrase_tokens(data, regions, inputs.max_text_tokens)[1]
+    longest = inputs.max_text_tokens if lengths is None else float(lengths.mean())
+    factor = 1 + of_sample / longest
+    texts = {
+        b: [each.longer(factor) for each in of] for b, of in costs.layers.items() if b == "text"
+    }
+    return replace(costs, layers={**costs.layers, **texts})
+
+
 def _sizes(
     config: Mapping[str, Any], block: BranchesBlock, device_type: str, branches: Sequence[str]
 ) -> dict[str, tuple[int, ...]]:
@@ -303,7 +321,9 @@ def _example(
         number = np.resize(np.argsort(np.abs(lengths - wanted), kind="stable"), size)
     examples = data.examples(size)
     index = examples[number % len(examples)]
-    example = dataset[MicroBatchRequest(0, 0, index, np.arange(size), training=True)]
+    regions = shown_regions_of(data.source, inputs)
+    places = None if regions is None else regions.places(index)
+    example = dataset[MicroBatchRequest(0, 0, index, np.arange(size), True, places=places)]
     return as_values(example, inputs.preprocessing)
 
 
@@ -347,10 +367,11 @@ def _sample_s(
     dataset = micro_batch_dataset(data.source, known, {branch})
     examples = data.examples() if data.shards else data.train[:]
     index = np.random.default_rng(inputs.seed).choice(examples, SAMPLES_LOADED)
-    place = np.arange(SAMPLES_LOADED)
+    place, regions = np.arange(SAMPLES_LOADED), shown_regions_of(data.source, inputs)
+    places = None if regions is None else regions.places(index)
     seconds: list[float] = []
     while len(seconds) < 2 or (len(seconds) < LOADED and sum(seconds) < LOADING_BUDGET_S):
         start = time.perf_counter()
-        dataset[MicroBatchRequest(len(seconds), 0, index, place, training=True)]
+        dataset[MicroBatchRequest(len(seconds), 0, index, place, True, places=places)]
         seconds.append(time.perf_counter() - start)
     return statistics.fmean(seconds[1:]) / SAMPLES_LOADED

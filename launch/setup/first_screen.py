@@ -19,6 +19,7 @@ from rich.text import Text
 from common.output import plain
 from data.batching.stream_order import StreamOrder
 from data.index.sources import Source
+from data.options import loss_names
 from data.prepare import GB, PreparedData, count_bad
 from data.streams.several import streams_of
 from engine.optimizer.preview import preview
@@ -155,7 +156,8 @@ def _repeated(data: PreparedData, options: Options) -> list[str]:
     if data.shards:
         return lines
     meaning = f"{DUPLICATES[options.duplicates]} (--duplicates {options.duplicates})"
-    if isinstance(build_loss(options.loss), PlainLoss):
+    losses = map(build_loss, loss_names(options.loss, options.pairs))
+    if any(isinstance(loss, PlainLoss) for loss in losses):
         meaning = f"what '{options.loss}' makes of them: --duplicates is for other losses"
     for kind, name in (("content", "images"), ("audio", "sounds")):
         keys = data.known.keys(kind)[data.train[:]]

@@ -11,13 +11,15 @@ from types import MappingProxyType
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from engine.config.reading import BranchesBlock
 from engine.objective import Objective
-from launch.config.blocks import BalanceBlock
+from engine.schedule import exact_schedules
+from launch.config.blocks import BalanceBlock, balancing
 from launch.config.groups import ModelOptions
 from launch.config.imported import branches_held
 from launch.inference.trained import towers_of
-from launch.objective import objective_of, pairs_of
-from models.losses import Matching, Targets, build_loss
+from launch.objective import losses_of, objective_of, pairs_of
+from models.losses import Matching, Targets
 from models.towers.adapters.layers import adapted_tower, describe_adapters, num_learned
 from models.towers.adapters.lora import LoRA
 from models.towers.building import takes_other_sizes
@@ -51,9 +53,10 @@ class RunModel:
         """As the options say. `adapters`: by branch, of the towers that learn in them alone.
         Errors: ValueError, FileNotFoundError."""
         towers = towers_of(vars(options), tokenizer)
-        loss = build_loss(options.loss, options.label_smoothing or 0.0, options.duplicates)
         matching = Matching(targets=Targets(options.duplicates)) if options.fusion else None
-        pairs = pairs_of(options.pairs, loss, matching)
+        smoothing = options.label_smoothing or 0.0
+        losses = losses_of(options.pairs, options.loss, smoothing, options.duplicates)
+        pairs = pairs_of(options.pairs, losses, matching)
         return cls(
             towers=towers,
             objective=objective_of(towers, pairs),
@@ -132,8 +135,25 @@ class RunModel:
         images = [tower for tower in self.towers if tower.branch == "image"]
         if asked and images and not takes_other_sizes(images[0]):
             raise ValueError(
-                f"{asked[0]}: image tower {images[0].name} takes images of one size only; leave it "
+                f"{asked[0]}: image tower {images[0].name} takes images of one size only"
+                f"{', as every ViT with regions does' * self.objective.has_further_rows}; leave it "
                 "out, or use another tower (timm's ViTs: dynamic_img_size=true)"
+            )
+
+    def refuse_regions(self, block: BranchesBlock) -> None:
+        """Raise ValueError where regions are compared and cannot be, as the JSON file has it."""
+        if not self.objective.has_further_rows:
+            return
+        if block.loss_per_micro_batch:
+            raise ValueError(
+                f'branches.schedule "{block.schedule}": every micro-batch is a batch by itself, and '
+                "regions are compared over the whole batch; use "
+                f"{' or '.join(exact_schedules())}, or leave region:text out of --pairs"
+            )
+        if balancing(block).kept_patches is not None:
+            raise ValueError(
+                "branches.balance.kept_patches: leaves patches out, and regions are cut out of all of "
+                "them; remove the key, or leave region:text out of --pairs"
             )
 
     def build_layer(self, spec: LayerSpec) -> nn.Module:

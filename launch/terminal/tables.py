@@ -92,7 +92,7 @@ def retrieval_rows(
                 "query → answer": direction.replace("_to_", " → "),
             }
             if several:
-                row["queries → candidates"] = f"{queries:g} → {candidates:g}"
+                row["queries → candidates"] = f"{queries:g} → {round(candidates, 1):g}"
                 row["answers"] = f"{answers:.3g}"
             for k in RECALL_AT:
                 row[f"R@{k} %"] = _first_to_last(evaluations, f"{key}_R@{k}", "{:.1%}")
