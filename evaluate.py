@@ -11,6 +11,8 @@ python evaluate.py RUN_DIR --classify 'audiofolder:TEST?templates=the sound of {
 python evaluate.py RUN_DIR --embeddings OUT             values as memory-mapped arrays
 python evaluate.py RUN_DIR --embeddings OUT --query "a red apple" --picture apples.png
 python evaluate.py RUN_DIR --query bark.wav --find image   the images most like a sound
+python evaluate.py RUN_DIR --query "a red apple" --find region --picture apples.png
+                                                        of a run with region:text: the boxes
 python evaluate.py --import openai/clip-vit-base-patch32 --precision bf16 \\
     --classify "imagefolder:IMAGENET/val?templates=openai"
 """
@@ -43,9 +45,11 @@ from launch.inference.evaluation import by_language, examples, retrieval, write_
 from launch.inference.folders import forget_embeddings, refuse_other_content, write_embeddings
 from launch.inference.gallery import draw_rows
 from launch.inference.querying import find
+from launch.inference.regions import PROTOCOL, region_figures, regions_rows
 from launch.inference.reranking import fusion_of, reranked_retrieval
 from launch.inference.samples import held_out, left_out, opened
 from launch.inference.trained import Trained, open_model_folder, public_model
+from launch.terminal.tables import Table as PrintedTable
 from launch.terminal.tables import retrieval_table, show
 
 NUM_EXAMPLES, NUM_ANSWERS = 8, 20
@@ -86,7 +90,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--embeddings", type=Path, metavar="OUT", help=about)
     about = "instead: what is most like a text, or like the file of an image or a sound"
     add("--query", metavar="TEXT_OR_FILE", help=about)
-    about = "with it: what to find, such as image, text or audio (default: what the run compared "
+    about = "with it: what to find, such as image, text, audio or region (default: what the run compared "
     add("--find", metavar="MODALITY", help=about + "first with the query's own modality)")
     about = f"answers that --query shows (default: {NUM_ANSWERS})"
     add("--number", type=at_least(1), metavar="N", help=about)
@@ -207,12 +211,13 @@ def main(arguments: argparse.Namespace) -> None:
     numbers |= {"model": arguments.imported} if arguments.imported else {}
     pictures: list[Callable[[], None]] = []
     if arguments.classify:
-        found, table = of_classes(arguments, embedder, name)
+        found, *tables = of_classes(arguments, embedder, name)
     else:
-        found, table, pictures = of_pairs(arguments, embedder, model)
+        found, tables, pictures = of_pairs(arguments, embedder, model)
     output = arguments.json or results / output_name(arguments, name)
     write_numbers(output, {**numbers, **found})
-    show(table)
+    for table in tables:
+        show(table)
     print(output)
     for draw in pictures:  # last: what cannot be drawn costs no number
         draw()
@@ -263,7 +268,7 @@ def of_classes(
 
 def of_pairs(
     arguments: argparse.Namespace, embedder: Embedder, model: Mapping[str, str]
-) -> tuple[dict[str, Any], Table, list[Callable[[], None]]]:
+) -> tuple[dict[str, Any], list[Table], list[Callable[[], None]]]:
     """Retrieval among each set of samples, and with the same embeddings what else was asked for;
     what draws its pictures."""
     rerank, name = arguments.rerank, model["checkpoint"]
@@ -279,13 +284,18 @@ def of_pairs(
     languages: dict[str, dict[str, Any]] = {}
     results: dict[str, float] = {}
     after: dict[str, float] = {}  # reranked
+    of_regions: list[dict[str, str]] = []
     if arguments.embeddings:
         forget_embeddings(arguments.embeddings)
     for part_name, part in parts.items():
         embedded = embedder.embedded(part.source, part.subset, arguments.captions == "all")
         sizes[part_name] = len(embedded.samples)
-        found = retrieval(embedded)
+        found = retrieval(embedded.with_regions())
         metrics[part_name] = retrieval_metrics(found)
+        if embedded.regions is not None and (figures := region_figures(embedded.regions)):
+            number = len(embedded.regions.image)
+            of_regions += regions_rows(figures, part_name, number)
+            found |= figures
         results |= {f"{part_name}/{key}": value for key, value in found.items()}
         for language, own in by_language(embedded, part.source).items():
             found = {"num_samples": len(own.samples), **retrieval(own)}
@@ -317,10 +327,15 @@ def of_pairs(
         "metrics": metrics if len(parts) > 1 else next(iter(metrics.values())),
     }
     numbers |= {"languages": languages} if languages else {}
+    numbers |= {"protocol_of_regions": PROTOCOL} if of_regions else {}
     numbers |= {"left_out": left_out(parts["validation"])} if arguments.val_data else {}
     numbers |= results
     numbers |= {"reranked": {"candidates": rerank, **after}} if rerank else {}
-    return numbers, table, pictures
+    tables = [table]
+    if of_regions:
+        title = f"Regions of images, {name}"
+        tables.append(PrintedTable.of(title, of_regions, PROTOCOL).for_terminal())
+    return numbers, tables, pictures
 
 
 def draw_examples(embedded: Embedded, source: KnownSource, title: str, file: Path) -> None:

@@ -11,10 +11,17 @@ from pathlib import Path
 
 from common.output import outlive_output, run_program
 from data.modules import add_trust_flags, import_named
-from launch.exporting.writing import CODE, FORMATS, refuse_to_overwrite, write_export
+from launch.exporting.writing import (
+    CODE,
+    CODE_OF_REGIONS,
+    FORMATS,
+    refuse_to_overwrite,
+    write_export,
+)
 from launch.inference.trained import open_run
 from launch.records import read_export
 from launch.tracking.wandb_run import log_export
+from models.weights.names import REGIONS
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -67,6 +74,8 @@ def main(arguments: argparse.Namespace) -> None:
     if differences:
         loader = arguments.out / CODE.name
         print(f"a state dict, because {'; '.join(differences)}: {loader} loads it")
+    if (arguments.out / REGIONS).exists() and not (arguments.out / CODE_OF_REGIONS.name).exists():
+        print(f"{REGIONS}: for Wye alone, because no module of the library makes a map it reads")
     if arguments.wandb:
         log_export(trained, arguments.run_dir, arguments.out, averaged=arguments.ema)
     print(arguments.out)

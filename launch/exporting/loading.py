@@ -3,8 +3,10 @@ output is pooled and projected, and how images, texts and sounds are prepared.""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import transformers
@@ -19,15 +21,18 @@ from models.towers.libraries import open_clip, torchvision, transformers_image, 
 from models.towers.libraries.layers import Pool
 from models.towers.names import TWO_LAYERS
 from models.towers.pooling import num_heads
-from models.weights.names import AUDIO
+from models.towers.regions import MapTap
+from models.weights.names import AUDIO, REGIONS
+from models.weights.translation import Pair
 
 Record = dict[str, Any]
 # what the model's own classifier or mean becomes, in modeling_export.py's words
 NOTHING, MAX = "Identity", "AdaptiveMaxPool2d"
 
 
-def loading_record(trained: Trained, kind: str) -> Record:
-    """Of an export of this kind."""
+def loading_record(trained: Trained, kind: str, pairs: Sequence[Pair] = ()) -> Record:
+    """Of an export of this kind. `pairs`: of its tensors and ours, where it is a whole model of
+    transformers."""
     towers = trained.by_branch
     whole = None if kind == STATE_DICT else kind
     # an audio tower beside images has no place in any model
@@ -40,7 +45,39 @@ def loading_record(trained: Trained, kind: str) -> Record:
         "texts": _texts(towers["text"]) if kind != OPEN_CLIP else None,
         "sounds": _sounds(towers["audio"]) if "audio" in towers else None,
         "towers": {name: tower_record(tower) for name, tower in own.items()},
+        **_regions(towers.get("image"), kind, pairs),
     }
+
+
+def _regions(image: Tower | None, kind: str, pairs: Sequence[Pair]) -> Record:
+    """Where `modeling_regions.py` finds the maps that regions are cut out of; nothing where no region
+    is embedded, or some map is made by no module of the library by itself."""
+    if image is None or "regions" not in image.config:
+        return {}
+    maps: list[Record] = []
+    layer = ""
+    for spec in image.specs:
+        if isinstance(spec.template, MapTap):
+            module = _module_of(layer, image, kind, pairs)
+            maps.append({"module": module, "channels_last": spec.template.last})
+        layer = spec.name.partition(".")[2]
+    if not all(each["module"] for each in maps):
+        return {}
+    return {"regions": {"file": REGIONS, "maps": maps}}
+
+
+def _module_of(layer: str, image: Tower, kind: str, pairs: Sequence[Pair]) -> str:
+    """What the export calls the module whose output is that of a layer of the image tower; "": none
+    has it."""
+    if layer in ("pool", "stem") or (kind == OPEN_CLIP and image.config["library"] != OPEN_CLIP):
+        return ""
+    if kind == OPEN_CLIP:
+        return f"visual.{layer}"
+    if not pairs:
+        return layer
+    # under the names of transformers' model
+    theirs = [pair.theirs for pair in pairs if pair.ours[0].startswith(f"image.{layer}.")]
+    return os.path.commonprefix([*chain(*theirs)]).rpartition(".")[0]
 
 
 def _images(image: Tower) -> Record:

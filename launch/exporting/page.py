@@ -19,7 +19,7 @@ from launch.records import AVERAGED, OPEN_CLIP, STATE_DICT
 from launch.reporting.reading import RunData, read_folder
 from launch.terminal.tables import Table, retrieval_rows
 from models.towers.layers import Tower
-from models.weights.names import AUDIO, FUSION, TEXT_FOLDER
+from models.weights.names import AUDIO, FUSION, REGIONS, TEXT_FOLDER
 
 # the hub's words for what CLIP and SigLIP, and CLAP, are used for
 TASKS = {"image": "zero-shot-image-classification", "audio": "zero-shot-audio-classification"}
@@ -126,6 +126,25 @@ python train.py --import FOLDER \\
     --fusion {fusion} --fusion-width {fusion_width} --fusion-heads {fusion_heads} …
 ```"""
 
+WITH_REGIONS = """## Regions
+
+`{file}` has the head that embeds regions of images, to be compared with `model.embed_texts` of
+phrases. {rest}"""
+CALL_REGIONS = """`modeling_regions.py` cuts them out of the image tower's last maps. Boxes
+are x1, y1, x2, y2 in 0..1 of the sides of the image as `model.pixel_values` gives it:
+
+```python
+import torch
+from modeling_regions import Regions
+
+regions = Regions(model)
+seen = model.pixel_values("apple.jpg")[None]
+boxes = torch.tensor([[0.1, 0.2, 0.5, 0.9]])
+region_embeds = regions.embed(seen, boxes)
+```"""
+NO_REGIONS = """It goes with Wye's towers, which read this folder: no module of
+this tower's library makes by itself a map that it reads, so no code here embeds a box."""
+
 PROCESSOR = """## Images
 
 `preprocessor_config.json` is for transformers' `CLIPImageProcessor`, which gives the pixels of
@@ -153,6 +172,9 @@ def export_page(trained: Trained, record: Mapping[str, Any], averaged: bool) -> 
         parts.append(WITH_ADAPTERS.format(lines=lines))
     if record["fusion"]:
         parts.append(WITH_FUSION.format(file=FUSION, **record["fusion"]))
+    if "regions" in towers["text"].config:
+        rest = CALL_REGIONS if "regions" in record["loading"] else NO_REGIONS
+        parts.append(WITH_REGIONS.format(file=REGIONS, rest=rest))
     if "data" in trained.options:
         parts += _training(trained, averaged)
     return "\n\n".join([*parts, *([PROCESSOR] if "image" in towers else [])]) + "\n"

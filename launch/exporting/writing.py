@@ -18,6 +18,7 @@ from transformers import ClapProcessor, CLIPImageProcessor, PreTrainedConfig
 from common.files import replacing_folder, write_text
 from data.modalities.preprocessing import Preprocessing
 from data.modalities.tokenizer_open_clip import PREFIX, is_clips, text_config
+from data.options import IMAGE_TEXT, loss_names
 from launch.config.imported import FUSION_OPTIONS, HERE
 from launch.exporting.loading import feature_extractor, loading_record, seconds_of_clip
 from launch.exporting.page import export_page
@@ -30,6 +31,7 @@ from models.towers.layers import Layer, Tower
 from models.towers.libraries.open_clip import model_config
 from models.towers.libraries.open_clip import names as names_of_open_clip
 from models.towers.names import TWO_LAYERS, join_name, split_name
+from models.towers.regions import REGION_NAMES
 from models.weights.clap import clap_config, clap_pairs, scale_of, what_clap_lacks
 from models.weights.dual_encoder import (
     dual_encoder_config,
@@ -37,7 +39,7 @@ from models.weights.dual_encoder import (
     library_config,
     what_differs,
 )
-from models.weights.names import AUDIO, FUSION, TEXT_FOLDER
+from models.weights.names import AUDIO, FUSION, REGIONS, TEXT_FOLDER
 from models.weights.open_clip_export import config_of_text, open_clip_model, what_open_clip_lacks
 from models.weights.translation import Pair, to_theirs
 from models.weights.whole_models import (
@@ -48,6 +50,7 @@ from models.weights.whole_models import (
 )
 
 CODE = Path(__file__).with_name("modeling_export.py")
+CODE_OF_REGIONS = Path(__file__).with_name("modeling_regions.py")
 PACKAGES = {"timm": "timm", "open_clip": "open_clip_torch"}  # of a library, where it is optional
 CLAP, DUAL_ENCODER = "ClapModel", "VisionTextDualEncoderModel"
 FORMATS = ("auto", "transformers", "open_clip", "state_dict")
@@ -83,6 +86,7 @@ def write_export(
         state = _of_these_pairs(trained, canonical_state(trained.layers))
         # what scores pairs in training has no place in an encoder of either
         _save(beside / FUSION, _taken_out(state, FUSION_NAMES))
+        _save(beside / REGIONS, _taken_out(state, REGION_NAMES))
         # and sounds have none in a model of images and texts
         if kind not in (STATE_DICT, CLAP):
             _save(beside / AUDIO, _taken_out(state, _names_of_sounds(state)))
@@ -97,6 +101,7 @@ def write_export(
         config, pairs = _write_weights(trained, state, kind, beside, folder)
         _write_inputs(trained, kind, beside)
         apart = adapters if keep_adapters else ()
+        loading = loading_record(trained, kind, pairs)
         record = {
             "format": FORMAT,
             "kind": kind,
@@ -107,11 +112,13 @@ def write_export(
             "step": trained.step,
             "trained_in": _trained_in(trained.layers),
             "versions": _versions(trained.towers),
-            "loading": loading_record(trained, kind),
+            "loading": loading,
         }
         _write_json(beside / RECORD, record)
         write_text(beside / "README.md", export_page(trained, record, averaged))
-        write_text(beside / CODE.name, CODE.read_text(encoding="utf-8"))
+        of_regions = [CODE_OF_REGIONS] if "regions" in loading else []
+        for code in (CODE, *of_regions):
+            write_text(beside / code.name, code.read_text(encoding="utf-8"))
         # safetensors makes them for their owner alone
         for weights in beside.rglob("*.safetensors"):
             weights.chmod(beside.stat().st_mode & 0o666)
@@ -151,7 +158,8 @@ def exported(trained: Trained) -> Trained:
             f"{trained.checkpoint}: was trained with --pairs {trained.options['pairs']}; an export "
             "holds a text tower and an image or audio tower that was compared with it"
         )
-    if trained.options["loss"] not in ("infonce", "sigmoid"):
+    losses = loss_names(trained.options["loss"], trained.options.get("pairs", IMAGE_TEXT))
+    if not {*losses} <= {"infonce", "sigmoid"}:
         raise ValueError(
             f"{trained.checkpoint}: was trained with --loss {trained.options['loss']}; an export "
             "needs the scale that infonce and sigmoid learn"
@@ -172,7 +180,7 @@ def exported(trained: Trained) -> Trained:
 
 def _compares(trained: Trained, branch: str) -> bool:
     """Was it compared with texts?"""
-    return {branch, "text"} in [set(pair.modalities) for pair in trained.pairs]
+    return {branch, "text"} in [{*pair.branches} for pair in trained.pairs if not pair.made]
 
 
 def canonical_state(layers: Sequence[Layer]) -> dict[str, Tensor]:
@@ -192,9 +200,9 @@ def _of_these_pairs(trained: Trained, state: Mapping[str, Tensor]) -> dict[str, 
     """Without the learned scalars of pairs with a branch that is not exported, such as
     head.image_tone_logit_scale; the scales are at most what the loss reads."""
     left_out = tuple(
-        f"head.{pair.first}_{pair.second}_logit_"
+        f"head.{pair.name}_logit_"
         for pair in trained.pairs
-        if not trained.by_branch.keys() >= {*pair.modalities}
+        if not trained.by_branch.keys() >= {*pair.branches}
     )
     return {
         name: tensor.clamp(max=LOGIT_SCALE_LIMIT) if name.endswith("logit_scale") else tensor
@@ -378,6 +386,8 @@ def _options(trained: Trained, kind: str) -> dict[str, object]:
     found["tokenizer"] = f"open_clip:{HERE}" if kind == OPEN_CLIP else HERE
     for branch, tower in towers.items():
         found[f"{branch}_tower"] = _tower_name(tower, options[f"{branch}_tower"], kind)
+    if "regions" in towers.get("image", towers["text"]).config:
+        found["pairs"] = _pairs(trained)
     if "image" in towers:
         size = found["image_size"] = options["image_size"]
         found |= trained.preprocessing.options(size)
@@ -421,7 +431,7 @@ def _pairs(trained: Trained) -> str:
     return ",".join(
         f"{pair.first}:{pair.second}" + (f":{pair.weight:g}" if pair.weight != 1 else "")
         for pair in trained.pairs
-        if trained.by_branch.keys() >= {*pair.modalities}
+        if trained.by_branch.keys() >= {*pair.branches}
     )
 
 

@@ -6,17 +6,19 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from data.batching.requests import evaluation_requests
+from data.batching.shown import ShownRegions, shown_regions
 from data.index.sources import KnownSource
 from data.keys import content_hash
 from data.loader import LoadReport, micro_batches
 from data.modalities.tokenizer import length_multiple
+from data.options import has_regions
 from data.progress import progress_bar
 from launch.config.groups import InputOptions
 from launch.inference.trained import Trained
@@ -51,6 +53,18 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class Regions:
+    """The embeddings of n regions, of which the image tower sees at least half, and of the first
+    phrase of each. `sample` of both has the same numbers, one for each region; `image` [n]: the
+    samples that they are of; `box` float64 [n, 4]: as in `data.regions.Region`."""
+
+    region: Rows
+    phrase: Rows
+    image: Tensor
+    box: Tensor
+
+
+@dataclass(frozen=True)
 class Embedded:
     """The embeddings of some samples. `compared`: the modalities that are compared, two by two,
     pairs of the run first. A value that cannot be read is left out; of a sample with no other
@@ -58,6 +72,14 @@ class Embedded:
 
     rows: Mapping[str, Rows]
     compared: Sequence[tuple[str, str]]
+    regions: Regions | None = None  # of the images, where the run compares them
+
+    def with_regions(self) -> Embedded:
+        """With the regions and their phrases as two modalities beside the others."""
+        if self.regions is None:
+            return self
+        rows = {**self.rows, "region": self.regions.region, "phrase": self.regions.phrase}
+        return Embedded(rows, (*self.compared, ("region", "phrase")))
 
     def both(self, first: str, second: str) -> tuple[Rows, Rows]:
         """The rows of the samples that have both."""
@@ -65,8 +87,8 @@ class Embedded:
         return one.of(other.sample), other.of(one.sample)
 
     def of(self, samples: Tensor) -> Embedded:
-        """Those of some samples only."""
-        return replace(self, rows={name: own.of(samples) for name, own in self.rows.items()})
+        """Those of some samples only, without regions."""
+        return Embedded({name: own.of(samples) for name, own in self.rows.items()}, self.compared)
 
     @property
     def samples(self) -> Tensor:
@@ -142,20 +164,56 @@ class Embedder:
         """A data set: with the first caption of each sample, as training evaluates, or with all.
         Samples that have one modality alone are left out."""
         compared = self.trained.compared
-        lacking = {name: source.lacking(name) for name in self.branches}
-        rows = {}
+        with_regions = self.compares_regions and not source.lacking("region").all()
+        lacking = {name: source.lacking(name) for name in (*self.branches, "region")}
+        rows, found = {}, None
         # values first: a text is embedded where some other value of its sample could be read
         for name in self.branches:
             others = [
-                lacking[other] for two in compared if name in two for other in {*two} - {name}
+                lacking[other]
+                for two in self.trained.read
+                if name in two
+                for other in {*two} - {name}
             ]
-            if name != "text":
-                unused = lacking[name] | np.logical_and.reduce(others)
-                rows[name] = self.rows(name, source, subset[~unused[subset]])
+            if name == "text":
+                continue
+            unused = lacking[name] | np.logical_and.reduce(others)
+            used = subset[~unused[subset]]
+            if name == "image" and with_regions:
+                rows[name], found = self.with_regions(source, used)
+            else:
+                rows[name] = self.rows(name, source, used)
         if "text" in self.branches:
             samples = torch.cat([own.sample for own in rows.values()]).unique()
             rows["text"] = self.rows("text", source, samples.numpy(), all_captions)
-        return Embedded({name: rows[name] for name in self.branches}, compared)
+        return Embedded({name: rows[name] for name in self.branches}, compared, found)
+
+    @property
+    def compares_regions(self) -> bool:
+        """Does the run compare them with phrases?"""
+        return has_regions(self._inputs.options.pairs)
+
+    def with_regions(self, source: KnownSource, subset: np.ndarray) -> tuple[Rows, Regions]:
+        """The images of the samples `subset`, and those of their regions that an evaluation of the
+        run shows, with the phrases."""
+        options = self._inputs.options
+        regions = ShownRegions(source, options.max_regions, options.max_negatives)
+        names, seed = ("image", "region"), options.seed
+        images, (number, image, key, embeds) = self._gathered(names, source, subset, regions)
+        # one phrase for each region, in their order; those that are not seen are left out
+        phrases = regions.places(subset, training=False).phrases(subset, None).of(number.numpy())
+        texts = phrases.texts(source, seed, 0, training=False)
+        boxes = [
+            shown_regions(source, i, shown, seed, 0, training=False)[k].box
+            for i, k, shown in zip(image.tolist(), phrases.number, phrases.shown)
+        ]
+        own = self._texts(texts, [source.language(i) for i in image.tolist()])
+        return _as_rows(images), Regions(
+            Rows(number, embeds, key),
+            replace(own, sample=number, texts=texts),
+            image,
+            torch.tensor(boxes, dtype=torch.float64).view(-1, 4),
+        )
 
     def rows(
         self, branch: str, source: KnownSource, subset: np.ndarray, all_captions: bool = False
@@ -166,34 +224,49 @@ class Embedder:
             captions = [source.captions(i)[: None if all_captions else 1] for i in subset.tolist()]
             texts = [text for own in captions for text in own]
             whose = np.repeat(subset, [len(own) for own in captions])
-            languages = [source.language(i) for i in whose.tolist()]
-            own = self._rows("text", as_source(texts, languages=languages), np.arange(len(texts)))
+            own = self._texts(texts, [source.language(i) for i in whose.tolist()])
             return replace(own, sample=torch.from_numpy(whose), texts=texts)
-        return self._rows(branch, source, subset)
+        return _as_rows(*self._gathered((branch,), source, subset))
 
     def texts(self, texts: Sequence[str]) -> Tensor:
         """[m, D]"""
-        return self._rows("text", as_source(texts), np.arange(len(texts))).embeds
+        return self._texts(texts).embeds
 
-    def _rows(self, branch: str, source: KnownSource, subset: np.ndarray) -> Rows:
+    def _texts(self, texts: Sequence[str], languages: Sequence[Any] | None = None) -> Rows:
+        source = as_source(texts, languages=languages)
+        return _as_rows(*self._gathered(("text",), source, np.arange(len(texts))))
+
+    def _gathered(
+        self,
+        names: Sequence[str],
+        source: KnownSource,
+        subset: np.ndarray,
+        regions: ShownRegions | None = None,
+    ) -> list[Gathered]:
+        """Of each of `names`, a branch and the further rows that it makes."""
         nothing = torch.zeros(0, dtype=torch.int64)
-        index, keys, embeds = [nothing], [nothing], []
-        for batch, outputs in self.outputs(branch, source, subset):
-            loaded = batch[f"{branch}_index"] >= 0  # below: could not be read, or is not there
-            index.append(batch[f"{branch}_index"][loaded])
-            keys.append(batch[f"{branch}_key"][loaded])
-            embeds.append(outputs[f"{branch}_embeds"].float().cpu()[loaded])
-        return Rows(
-            torch.cat(index), torch.cat(embeds) if embeds else torch.zeros(0, 0), torch.cat(keys)
-        )
+        width = self.trained.by_branch[names[0]].config["embed_dim"]
+        found = [[[nothing], [nothing], [nothing], [torch.zeros(0, width)]] for _ in names]
+        for batch, outputs in self.outputs(names[0], source, subset, regions):
+            for name, parts in zip(names, found):
+                loaded = batch[f"{name}_index"] >= 0  # below: could not be read, or is not there
+                embeds = outputs[f"{name}_embeds"].float().cpu()
+                labels = (batch[f"{name}_{label}"] for label in ("position", "index", "key"))
+                for part, values in zip(parts, (*labels, embeds)):
+                    part.append(values[loaded])
+        return [Gathered(*map(torch.cat, parts)) for parts in found]
 
     def outputs(
-        self, branch: str, source: KnownSource, subset: np.ndarray
+        self,
+        branch: str,
+        source: KnownSource,
+        subset: np.ndarray,
+        regions: ShownRegions | None = None,
     ) -> Iterator[tuple[Tensors, Tensors]]:
         """(what was loaded, what the tower makes of it) of one batch after the other. Raises
         OSError where nothing can be read."""
         dataset = micro_batch_dataset(source, self._inputs, {branch})
-        requests = evaluation_requests(subset, 0, 1, self.batch_size)
+        requests = evaluation_requests(subset, 0, 1, self.batch_size, regions)
         reports: list[LoadReport] = []
         # texts are there already
         workers = 0 if branch == "text" else self.workers
@@ -226,6 +299,20 @@ class Embedder:
             for layer in self.layers[branch]:
                 tensors = layer(tensors)
         return tensors
+
+
+class Gathered(NamedTuple):
+    """Rows of all batches, but for those that could not be read: their places, their samples and
+    their keys, int64 [n], and their embeddings [n, D]."""
+
+    position: Tensor
+    sample: Tensor
+    key: Tensor
+    embeds: Tensor
+
+
+def _as_rows(gathered: Gathered) -> Rows:
+    return Rows(gathered.sample, gathered.embeds, gathered.key)
 
 
 def chosen_device(given: str) -> torch.device:

@@ -11,6 +11,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from common.files import make_folder, replacing
 from data.modalities.fonts import columns_of, fonts_for, wrapped
@@ -26,12 +27,14 @@ CENTRED: dict[str, Any] = {"ha": "center", "parse_math": False}
 @dataclass(frozen=True)
 class Cell:
     """A query or an answer: a picture or a sound with its caption, or a text alone. `similarity`
-    None: the query. `right` None: nobody knows."""
+    None: the query. `right` None: nobody knows. `box`: x1, y1, x2, y2 of what is meant of a picture,
+    in fractions of its sides."""
 
     value: View | None
     text: str
     similarity: float | None = None
     right: bool | None = None
+    box: Sequence[float] | None = None
 
 
 Row = Sequence[Cell | None]
@@ -75,6 +78,16 @@ def _draw_cell(axes: Axes, cell: Cell, text: str) -> None:
         axes.text(0.5, 0.5, alone, va="center", fontsize=8, color=colour, **CENTRED)
         return
     cell.value.draw(axes)
+    if cell.box is not None:
+        x1, y1, x2, y2 = cell.box
+        # in parts of the axes, which count from below
+        where = {"transform": axes.transAxes, "fill": False, "linewidth": 1.5}
+        for colour_of_line, dashes in (("white", "-"), ("#0072B2", (0, (3, 3)))):
+            axes.add_patch(
+                Rectangle(
+                    (x1, 1 - y2), x2 - x1, y2 - y1, color=colour_of_line, linestyle=dashes, **where
+                )
+            )
     has_numbers = len(axes.get_xticks()) > 0  # the axes of a spectrogram
     height, below = -0.22 if has_numbers else -0.04, _lines(text, 3, LETTERS)
     axes.text(0.5, height, below, va="top", fontsize=6.5, transform=axes.transAxes, **CENTRED)

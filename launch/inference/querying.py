@@ -4,7 +4,7 @@ of embeddings or the samples to evaluate."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from common.output import plain
 from data.batching.mixture import open_sources
 from data.index.sources import KnownSource
 from data.modules import import_recorded, modules_of_specs
-from launch.inference.embedding import Embedder, as_source
+from launch.inference.embedding import Embedder, Regions, as_source
 from launch.inference.evaluation import caption_of
 from launch.inference.folders import lines_for, read_embeddings, refuse_other_data
 from launch.inference.gallery import Cell, draw_rows
@@ -68,10 +68,9 @@ def answers_of(query: Query, embedder: Embedder, asked: str | None) -> str:
     if asked is None:
         first = next(pair for pair in embedder.trained.compared if query.modality in pair)
         return next(name for name in first if name != query.modality)
-    if asked not in embedder.branches:
-        raise ValueError(
-            f"--find {asked}: this model has {', '.join(embedder.branches)}; give one of these"
-        )
+    known = (*embedder.branches, *(["region"] if embedder.compares_regions else []))
+    if asked not in known:
+        raise ValueError(f"--find {asked}: this model has {', '.join(known)}; give one of these")
     return asked
 
 
@@ -140,7 +139,7 @@ def _searched(
         if not arguments.val_data:
             import_recorded(modules_of_specs(specs), arguments.embeddings)
         given = [arguments.val_data] if arguments.val_data else specs
-        source = open_sources(given, pairs=embedder.trained.compared, progress=True)
+        source = open_sources(given, pairs=embedder.trained.read, progress=True)
         refuse_other_data(arguments.embeddings, lines, source, modality)
         return embeds, lines, source
     parts = list(held_out(arguments, embedder.trained).values())
@@ -152,11 +151,21 @@ def _searched(
             f"--query: no sample of {source.spec} has {modality} to find; give others with "
             "--val-data, or another modality with --find"
         )
+    if modality == "region":
+        _, regions = embedder.with_regions(source, there)
+        return regions.region.embeds, [*_region_lines(regions, source)], source
     rows = {modality: embedder.rows(modality, source, there)}
     return rows[modality].embeds, [*lines_for(rows, source, modality)], source
 
 
+def _region_lines(regions: Regions, source: KnownSource) -> Iterator[Line]:
+    """Of each region; its text is what the data says of it."""
+    for i, box, text in zip(regions.image.tolist(), regions.box.tolist(), regions.phrase.texts):
+        where, identity = source.where(i, "image"), source.identity(i)
+        yield {"index": i, "id": identity, "where": where, "text": text, "box": box}
+
+
 def _cell(source: KnownSource, modality: str, line: Line) -> Cell:
-    value = encoded(source, modality, line["index"])
+    value = encoded(source, "image" if modality == "region" else modality, line["index"])
     text = line["text"] if "text" in line else caption_of(source, line["index"])
-    return Cell(value, text, line["similarity"])
+    return Cell(value, text, line["similarity"], box=line.get("box"))

@@ -47,7 +47,7 @@ def held_out(arguments: argparse.Namespace, trained: Trained) -> dict[str, HeldO
 def opened(spec: str, trained: Trained, max_audio_seconds: float | None = None) -> HeldOut:
     """All samples of a data set that have two modalities of the model; says how many cannot be
     used. `max_audio_seconds`: longer sounds are not."""
-    source = open_source(spec, trained.compared, progress=True, max_audio_seconds=max_audio_seconds)
+    source = open_source(spec, trained.read, progress=True, max_audio_seconds=max_audio_seconds)
     part = HeldOut(source, source.usable())
     if left_out(part):
         first = next(first_bad(source)).strip()

@@ -39,11 +39,10 @@ from launch.config.imported import (
 from launch.config.pixels import PROCESSORS, trained_with
 from launch.inference.adapters import ADAPTERS, FILE, read_adapters
 from launch.modalities import Vocabulary, tower_of
-from launch.objective import pairs_of
+from launch.objective import losses_of, pairs_of
 from launch.records import WEIGHTS, read_export, record_of_run
 from launch.terminal.tables import show
 from models.defaults import image_name, text_name
-from models.losses import build_loss
 from models.towers.adapters.layers import adapted_tower
 from models.towers.fusion import fusion_sizes
 from models.towers.layers import Layer, Tower, library_models_kept
@@ -80,9 +79,15 @@ class Trained:
     def compared(self) -> tuple[tuple[str, str], ...]:
         """The modalities that are compared, two by two: the pairs of the run, then those without a
         loss."""
-        pairs = tuple(pair.modalities for pair in self.pairs)
+        pairs = tuple(pair.branches for pair in self.pairs if not pair.made)
         branches = tuple(tower.branch for tower in self.towers)
         return (*pairs, *without_loss(branches, pairs))
+
+    @property
+    def read(self) -> tuple[tuple[str, str], ...]:
+        """The modalities of which a sample must have two: those that are compared, and images with
+        regions where these are."""
+        return tuple(dict.fromkeys([*self.compared, *(pair.modalities for pair in self.pairs)]))
 
     @property
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
@@ -261,7 +266,8 @@ def towers_of(
     layer is built yet. Errors: ValueError, FileNotFoundError."""
     where = options.get("run_dir") or options.get("imported") or "this model"
     import_recorded(options.get("import_module"), where, _modules_of(options))
-    pairs = pairs_of(options.get("pairs", IMAGE_TEXT), build_loss(options["loss"]))
+    asked = options.get("pairs", IMAGE_TEXT)
+    pairs = pairs_of(asked, losses_of(asked, options["loss"]))
     vocabulary = Vocabulary.of(tokenizer)
     if _says_its_vocabulary(options):
         vocabulary = vocabulary._replace(size=None)  # its table may have more rows than words

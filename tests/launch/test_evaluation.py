@@ -98,8 +98,8 @@ def test_texts_are_read_by_the_modality_that_a_module_registers(source, embedder
     assert torch.equal(embedder.texts(texts), expected)
     rows = embedder.rows("text", source, SUBSET[:3])
     assert torch.equal(rows.embeds, embedder.texts(rows.texts))
-    spoken = replace(embedder.trained.towers[1], config={"languages": LANGUAGES})
-    towers = (embedder.trained.towers[0], spoken)
+    image, text = embedder.trained.towers
+    towers = (image, replace(text, config={**text.config, "languages": LANGUAGES}))
     Embedder(replace(embedder.trained, towers=towers), "cpu", 7, 0).texts(texts)
     assert given[-1].languages == Languages(**LANGUAGES)
 

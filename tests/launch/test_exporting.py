@@ -3,8 +3,12 @@ back."""
 
 import io
 import json
+import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,6 +34,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, AutoProcessor
 
 from common import __version__
+from common.boxes import WHOLE
 from data.modalities.tokenizer import batch_tokens, load_tokenizer
 from data.modalities.transforms import EvalTransform, normalise, stacked
 from launch.config.imported import options_of_export
@@ -45,10 +50,13 @@ from launch.inference.trained import (
 )
 from launch.reporting.reading import read_folder
 from launch.setup.model import RunModel
+from models.towers.building import with_head
 from models.towers.fusion import FusionSizes
 from models.towers.head import FUSION_NAMES
+from models.towers.regions import REGION_NAMES
 from models.weights.reading import open_model
 
+PAIRS = "image:text,region:text"
 RESNET, RESNET50 = "resnet18:layers=1-1-1-1", "resnet50:layers=1-1-1-1,width_per_group=8"
 VIT = "vit_b_16:patch_size=16,num_layers=2,num_heads=4,hidden_dim=48,mlp_dim=96"
 CONVNEXT = "convnext_tiny:dims=16-24-32-40,depths=1-1-2-1"
@@ -426,3 +434,90 @@ def test_only_an_earlier_export_is_replaced(tmp_path):
         write_export(trained, tmp_path / "mine", overwrite=True)
     assert (tmp_path / "mine" / "thesis.txt").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "out"]
+
+
+def model_with_regions(image_tower, text_tower, loss):
+    """As `trained_model`, of a run with `PAIRS`."""
+    tokenizer = tokenizer_for(text_tower)
+    towers = []
+    for tower in towers_for(image_tower, text_tower, tokenizer, loss):
+        own = tower.specs[-1].template.scalars
+        scalars = own | {f"region_phrase_{name}": value / 2 for name, value in own.items()}
+        plain = replace(tower, specs=tower.specs[:-1])
+        towers.append(with_head(plain, 32, scalars, regions=True))
+    layers = [spec.build(3).eval() for tower in towers for spec in tower.specs]
+    options = {"image_tower": image_tower, "text_tower": text_tower, "loss": loss, "pairs": PAIRS}
+    options |= {"embed_dim": 32, "image_size": SIZE, "max_text_tokens": TOKENS}
+    return Trained({"options": options}, Path("step-00000007"), 7, tokenizer, tuple(towers), layers)
+
+
+# runs the code of each folder's page, and asks for a box of each of two images
+FRESH = """
+import os, sys, torch
+for folder in sys.argv[1:]:
+    os.chdir(folder)
+    names = {}
+    exec(open("page.py").read(), names)
+    assert names["region_embeds"].shape == (1, 32)
+    pixels, boxes = torch.randn(2, 3, 64, 64), torch.tensor([[0, 0, 0.5, 0.25], [0.3, 0.1, 1, 1]])
+    found = names["regions"].embed(pixels, boxes, torch.tensor([1, 0]))
+    torch.save({"pixels": pixels, "boxes": boxes, "found": found}, "result.pt")
+"""
+# name of `MODELS` -> --format, and whether code outside of Wye embeds its regions
+WITH_REGIONS = {
+    "vit+bert": ("auto", True),
+    "convnext+clip": ("auto", True),
+    "resnet50+bert+sigmoid": ("auto", True),
+    "vit, max+bert, first": ("auto", True),
+    "hf vit+roberta": ("auto", True),
+    "hf dinov2+clip": ("auto", True),
+    "hf convnext+bert": ("auto", True),
+    "hf siglip, avg+siglip": ("auto", True),
+    "hf siglip2+t5": ("auto", True),
+    "hf registers, max+mt5, last": ("auto", True),
+    "hf swin+mpnet, attention": ("auto", True),
+    "timm+bert": ("auto", True),
+    "timm+open_clip": ("auto", False),
+    "torchvision, max+bert": ("auto", True),
+    "open_clip": ("open_clip", True),
+    "open_clip, SigLIP's texts": ("auto", True),
+}
+
+
+def test_an_export_embeds_boxes_by_the_code_of_its_page(tmp_path, subtests):
+    """For towers of each library; and Wye's own towers get back all that was learned."""
+    made, runnable = {}, []
+    for number, (name, (form, embeds)) in enumerate(WITH_REGIONS.items()):
+        image_tower, text_tower, *_ = MODELS[name]
+        if form == "open_clip":  # which keeps no more positions than texts have tokens
+            text_tower += f",context_length={TOKENS}"
+        trained, folder = (
+            model_with_regions(image_tower, text_tower, loss_of(name)),
+            tmp_path / str(number),
+        )
+        write_export(trained, folder, form=form)
+        made[name] = trained, folder
+        page = (folder / "README.md").read_text()
+        code = "\n".join(re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL))
+        (folder / "page.py").write_text(code)
+        Image.new("RGB", (SIZE, SIZE), (200, 40, 30)).save(folder / "apple.jpg")
+        assert (folder / "modeling_regions.py").exists() == embeds, name
+        assert ("no code here embeds a box" in page) != embeds, name
+        runnable += [str(folder)] if embeds else []
+    words = [sys.executable, "-c", FRESH, *runnable]
+    result = subprocess.run(words, cwd=tmp_path, text=True, capture_output=True, timeout=1200)
+    assert result.returncode == 0, result.stderr[-3000:]
+    for name, (trained, folder) in made.items():
+        with subtests.test(name):
+            before = canonical_state(trained.layers)
+            assert_equal(canonical_state(open_model_folder(folder).layers), before)
+            names = {name for name in before if name.startswith(REGION_NAMES)}
+            assert load_file(folder / "regions.safetensors").keys() == names
+            if str(folder) in runnable:
+                found = torch.load(folder / "result.pt")
+                boxes = (found["boxes"] * WHOLE).round().int()
+                given = {"pixel_values": found["pixels"], "region_boxes": boxes}
+                given["region_row"] = torch.tensor([1, 0])
+                own = embeddings(trained.layers_of("image"), given)["region_embeds"]
+                torch.testing.assert_close(found["found"], own, rtol=0, atol=1e-5)
+                assert (own[0] - own[1]).abs().max() > 1e-3

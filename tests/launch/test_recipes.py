@@ -25,11 +25,10 @@ from launch.config.options import parse_options
 from launch.config.recipe_files import RECIPES, RecipeFile
 from launch.inference.trained import with_named_towers
 from launch.modalities import Vocabulary, tower_of
-from launch.objective import pairs_of
+from launch.objective import losses_of, pairs_of
 from launch.setup.dry_run import dry_run
 from launch.setup.estimates import estimated_costs
 from launch.terminal.tables import duration
-from models.losses import build_loss
 
 FILES = sorted(RECIPES.glob("*.json"))
 PAGE = (RECIPES / "README.md").read_text(encoding="utf-8").splitlines()
@@ -46,8 +45,16 @@ def storeless(tensors, file):
 @pytest.fixture(scope="module")
 def clip(module_folder):
     """In place of openai/clip-vit-base-patch32, whose sizes are the defaults of CLIPConfig."""
-    folder = module_folder("clip")
-    config = CLIPConfig(architectures=["CLIPModel"])
+    return stored_clip(module_folder("clip"), 32)
+
+
+@pytest.fixture(scope="module")
+def clip16(module_folder):
+    return stored_clip(module_folder("clip16"), 16)
+
+
+def stored_clip(folder, patch_size):
+    config = CLIPConfig(architectures=["CLIPModel"], vision_config={"patch_size": patch_size})
     with torch.device("meta"):
         model = CLIPModel(config)
     config.save_pretrained(folder)
@@ -71,13 +78,14 @@ def vit(module_folder):
 
 @pytest.fixture(scope="module")
 def data(module_folder):
-    """Emoji with a sound each."""
+    """Emoji with a sound and a region each."""
     folder = module_folder("data")
     write_pairs(folder, NUMBER)
     file = folder / "pairs.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     for i, row in enumerate(rows):
         row["audio_path"] = f"{i}.wav"
+        row["regions"] = [{"box": [0, 0, 1, 1], "unit": "relative", "text": row["text"]}]
         (folder / row["audio_path"]).write_bytes(wav(tone(0.3, 200 + i)))
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return f"jsonl:{file}"
@@ -88,9 +96,13 @@ def stand_ins(request):
     """The flags in place of what a recipe downloads."""
 
     def of(recipe):
-        own = {"import": "clip", "image-weights": "vit"}
-        used = [flag for flag in own if flag in recipe.flags]
-        words = [(f"--{flag}", str(request.getfixturevalue(own[flag]))) for flag in used]
+        own = {
+            "openai/clip-vit-base-patch32": "clip",
+            "openai/clip-vit-base-patch16": "clip16",
+            "DEFAULT": "vit",
+        }
+        used = [(flag, own[name]) for flag, name in recipe.flags.items() if name in own]
+        words = [(f"--{flag}", str(request.getfixturevalue(name))) for flag, name in used]
         return list(itertools.chain(*words))
 
     return of
@@ -101,7 +113,7 @@ def planned(file, recipe, flags):
     options = parse_options(["--recipe", str(file), "--data", "jsonl:none.jsonl", *flags])
     options = with_named_towers(options, None)
     _, config, block, _ = read_configuration(options, recipe.ranks, Abilities("cuda"))
-    pairs = pairs_of(options.pairs, build_loss(options.loss))
+    pairs = pairs_of(options.pairs, losses_of(options.pairs, options.loss))
     towers = [
         tower_of(branch, vars(options), Vocabulary(None), scalars_of(pairs, branch), None)
         for branch in options.branches

@@ -1,0 +1,178 @@
+"""evaluate.py and export.py on a run that compares regions of images with phrases."""
+
+import io
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from launched import SMALL, fork_flags, run_to_end
+from matplotlib.image import imread
+from PIL import Image
+
+import evaluate
+from common.boxes import WHOLE
+from data.index.sources import open_source
+from launch.inference.embedding import Embedder
+from launch.inference.gallery import Cell, draw_rows
+from launch.inference.trained import open_run
+from launch.views import ImageView
+
+PAIRS = "image:text,region:text"
+NUMBER = 40
+
+
+def write_scenes(folder):
+    """The spec of a JSONL of scenes: boxes that overlap an earlier one of another phrase, one at an
+    edge that the tower does not see, a sample without regions and one without a caption."""
+    folder.mkdir()
+    scenes = open_source("demo:scenes:100", [("image", "text"), ("image", "region")])
+    with (folder / "scenes.jsonl").open("w") as lines:
+        for i in range(NUMBER):
+            (folder / f"{i}.bmp").write_bytes(scenes.value("image", i))
+            regions = [
+                {"xyxy": region.box, "unit": "relative", "text": [*region.phrases, "a thing"]}
+                for region in scenes.value("region", i)
+            ]
+            x1, y1, x2, y2 = scenes.value("region", i)[0].box
+            shifted = [x1, y1, x2, y1 + 0.7 * (y2 - y1)]
+            regions.insert(1, {"xyxy": shifted, "unit": "relative", "text": f"number {i}"})
+            row = {"image_path": f"{i}.bmp", "id": str(i), "text": scenes.captions(i)}
+            row |= {"regions": regions} if i % 7 else {}
+            if i % 7 == 1:
+                del row["text"]
+            lines.write(json.dumps(row) + "\n")
+    return f"jsonl:{folder / 'scenes.jsonl'}"
+
+
+@pytest.fixture(scope="module")
+def run(module_folder):
+    """(the folder of a run, what it is evaluated on)"""
+    folder = module_folder("regions")
+    spec, run_dir = write_scenes(folder / "data"), folder / "run"
+    words = ["--data", "demo:scenes:100", "--val-data", spec, "--on-leak", "drop", *SMALL]
+    words += ["--pairs", PAIRS, "--max-regions", "4", "--steps", "2", "--workers", "0"]
+    words += ["--run-dir", run_dir, *fork_flags(folder)]
+    status, output = run_to_end("train.py", *words, ranks=2)
+    assert status == 0, output[-3000:]
+    return run_dir, spec
+
+
+def evaluated(monkeypatch, *words):
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, words), "--workers", "0"])
+    evaluate.main(evaluate.parse())
+
+
+def test_the_figures_are_those_of_the_last_evaluation(run, monkeypatch, capfd):
+    """Of every name that the run wrote; and those beside them are of the protocol that is
+    printed."""
+    run_dir, _ = run
+    evaluated(monkeypatch, run_dir, "--batch-size", "7")
+    said = capfd.readouterr().out
+    found = json.loads((run_dir / "evaluation-step-00000002.json").read_text())
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    *_, last = (line for line in lines if "held_out" in line)
+    figures = {name: value for name, value in last.items() if "_" in name and name != "held_out"}
+    assert len(figures) > 40 and "phrase_to_box_R@1" in figures
+    for name, value in figures.items():
+        assert found[f"validation/{name}"] == pytest.approx(value, abs=1e-5), name
+    of_boxes = {
+        name.removeprefix("validation/phrase_to_box_"): value
+        for name, value in found.items()
+        if "phrase_to_box" in name
+    }
+    assert of_boxes["same_right"] == of_boxes["R@1"]
+    # the shifted box is right by overlap, and no other box's phrase is equal
+    assert of_boxes["iou_0.5_chance"] > of_boxes["same_chance"] > 0.2
+    assert found["validation/box_to_name_top_1"] == found["validation/region_to_phrase_R@1"]
+    assert "RefCOCO" in said and "RefCOCO" in found["protocol_of_regions"]
+
+
+def read_regions(run):
+    trained = open_run(run[0])
+    source = open_source(run[1], trained.read)
+    return Embedder(trained, "cpu", 5, 0).embedded(source, source.usable()).regions
+
+
+def test_regions_are_embedded_with_their_boxes_and_phrases(run):
+    """By the towers alone, of the boxes that the index has; at most `--max-regions` of an image."""
+    run_dir, spec = run
+    trained = open_run(run_dir)
+    source = open_source(spec, trained.read)
+    regions = read_regions(run)
+    assert len(regions.image) == len(regions.region.sample) > 100
+    assert set(regions.image.tolist()) == {i for i in range(NUMBER) if i % 7}
+    for row in (0, 50, len(regions.image) - 1):
+        i = int(regions.image[row])
+        first = int((regions.image == i).nonzero()[0])
+        own = source.value("region", i)[row - first]
+        assert regions.box[row].tolist() == pytest.approx(own.box)
+        assert regions.phrase.texts[row] == own.phrases[0]
+        boxes = (torch.tensor([own.box]) * WHOLE).round().int()
+        given = {"region_boxes": boxes, "region_row": torch.zeros(1, dtype=torch.int64)}
+        ((batch, _),) = Embedder(trained, "cpu", 1, 0).outputs("image", source, np.array([i]))
+        embeds = Embedder(trained, "cpu", 1, 0)._run("image", batch | given)["region_embeds"]
+        torch.testing.assert_close(regions.region.embeds[row], embeds[0], rtol=0, atol=1e-4)
+
+
+def test_a_query_finds_boxes_and_draws_them(run, monkeypatch, capfd, tmp_path):
+    run_dir, _ = run
+    picture = tmp_path / "found.png"
+    words = ("--query", "number 3", "--find", "region", "--picture")
+    evaluated(monkeypatch, run_dir, *words, picture, "--number", "3")
+    regions = read_regions(run)
+    embedder = Embedder(open_run(run_dir), "cpu", 5, 0)
+    alike = (embedder.texts(["number 3"]) @ regions.region.embeds.T)[0]
+    best = alike.topk(3)
+    said = capfd.readouterr().out
+    assert all(f"{value:.3f}" in said for value in best.values.tolist())
+    assert regions.phrase.texts[best.indices[0]] in said
+    assert imread(picture).std() > 0.1
+
+
+def test_a_box_is_drawn_where_it_is(tmp_path):
+    """Of a black picture its left upper quarter: a white line, with blue on it, is nowhere else."""
+    picture = Image.new("RGB", (80, 40))
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    drawn = []
+    for box in (None, (0.0, 0.0, 0.5, 0.5)):
+        draw_rows([[Cell(ImageView(file.getvalue()), "", 0.5, box=box)]], "", tmp_path / "a.png")
+        drawn.append(imread(tmp_path / "a.png")[..., :3])
+    rows, columns = np.nonzero(np.abs(drawn[0] - drawn[1]).sum(2) > 0.5)
+    black = np.nonzero(drawn[0].sum(2) < 0.1)
+    height, width = np.ptp(black[0]), np.ptp(black[1])
+    assert abs(np.ptp(columns) / width - 0.5) < 0.1 and abs(np.ptp(rows) / height - 0.5) < 0.1
+    assert (
+        rows.max() < black[0].mean() + 0.1 * height
+        and columns.max() < black[1].mean() + 0.1 * width
+    )
+
+
+def test_data_without_regions_has_the_other_figures(run, monkeypatch, tmp_path):
+    """And data whose images have no caption those of regions."""
+    run_dir, spec = run
+    lines = [json.loads(line) for line in open(spec.removeprefix("jsonl:"))]
+    for lacks, figure in (
+        ("regions", "image_to_text_R@1"),
+        ("text", "phrase_to_box_iou_0.5_right"),
+    ):
+        data = tmp_path / f"without_{lacks}.jsonl"
+        rows = [{key: value for key, value in line.items() if key != lacks} for line in lines]
+        for row in rows:
+            row["image_path"] = f"{run_dir.parent}/data/{row['image_path']}"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        root = ("--data-root", run_dir.parent / "data")
+        evaluated(
+            monkeypatch,
+            run_dir,
+            "--val-data",
+            f"jsonl:{data}",
+            "--json",
+            tmp_path / "a.json",
+            *root,
+        )
+        found = json.loads((tmp_path / "a.json").read_text())
+        assert f"validation/{figure}" in found
+        assert ("validation/phrase_to_box_R@1" in found) == (lacks == "text")
