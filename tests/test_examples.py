@@ -1,5 +1,5 @@
-"""The other examples of what a user adds without editing a file: a tower, a loss, a data format, a
-data set.
+"""The other examples of what a user adds without editing a file: a tower, a loss, a data format,
+data sets.
 
 `examples/schedule.py` and `examples/modality.py` have tests of their own.
 """
@@ -10,6 +10,7 @@ import pytest
 from launched import ROOT, metrics, run_to_end, words
 from PIL import Image
 
+from data.index.sources import open_source
 from launch.config.options import parse_options
 
 MODULES = ["examples.tower", "examples.loss", "examples.format"]
@@ -27,6 +28,13 @@ RELATIVE = 1e-5  # fp32, whose sums come in another order
 pytestmark = pytest.mark.usefixtures("registries")
 
 
+def how(branches):
+    config = json.loads((ROOT / "ds_configs" / "cpu_fp32.json").read_text())
+    config["train_batch_size"] = 24
+    config["branches"] |= branches | {"balance": {"strategy": "off"}}
+    return config
+
+
 def test_a_tower_a_loss_and_a_format_of_ones_own_train_split_as_they_do_on_one_rank(tmp_path):
     folder = tmp_path / "named images"
     folder.mkdir()
@@ -40,10 +48,7 @@ def test_a_tower_a_loss_and_a_format_of_ones_own_train_split_as_they_do_on_one_r
     flags += words("--embed-dim 16 --workers 0 --max-text-tokens 12 --steps 2")
     seen = {}
     for ranks, branches in SPLITS.items():
-        config = json.loads((ROOT / "ds_configs" / "cpu_fp32.json").read_text())
-        config["train_batch_size"] = 24
-        config["branches"] |= branches | {"balance": {"strategy": "off"}}
-        (tmp_path / f"{ranks}.json").write_text(json.dumps(config))
+        (tmp_path / f"{ranks}.json").write_text(json.dumps(how(branches)))
         run_dir = tmp_path / f"run{ranks}"
         own = ["--deepspeed_config", tmp_path / f"{ranks}.json", "--run-dir", run_dir]
         status, output = run_to_end("train.py", *flags, *own, ranks=ranks)
@@ -74,8 +79,25 @@ def test_examples_are_short_and_their_commands_are_understood():
         given = command.replace("\\\n", " ").split()
         left = [word for word in given if word not in ("--deepspeed_config", "how.json")]
         options = parse_options(left)
-        of_data = options.data == ("python:examples.dataset:Palettes",)
+        of_data = options.data[0].startswith(f"python:examples.{file.stem}:")
         assert options.import_module or of_data or file.name == "__init__.py", file
+
+
+def test_a_data_set_with_boxes_of_ones_own_trains(tmp_path):
+    spec = "python:examples.regions:Sheets"
+    source = open_source(spec, (("image", "text"), ("image", "region")))
+    first, second = source.value("region", 3)[:2]
+    assert (first.box, second.box) == ((0, 0, 0.5, 0.5), (0.5, 0, 1, 0.5))
+    assert second.negatives == first.phrases[:1] != second.phrases[:1]
+    (tmp_path / "how.json").write_text(json.dumps(how(SPLITS[1])))
+    flags = ["--data", spec, "--pairs", "image:text,region:text", "--text-tower", BERT]
+    flags += ["--deepspeed_config", tmp_path / "how.json", "--run-dir", tmp_path / "run"]
+    flags += words("--image-tower resnet18:layers=1-1-1-1 --image-size 32 --embed-dim 16 --steps 2")
+    flags += words("--workers 0 --max-text-tokens 12 --limit-samples 60")
+    status, output = run_to_end("train.py", *flags, ranks=1)
+    assert status == 0, output[-3000:]
+    steps = metrics(tmp_path / "run")
+    assert 0 < steps[2]["contrastive_loss/region_phrase"] < float("inf")
 
 
 def test_a_loss_that_nobody_registered_is_refused(capsys):
