@@ -9,7 +9,8 @@ webdataset's own pipeline, litData, and this project's indexed data set.
 
 JPEGs of 256×256 pixels, noise on smooth colours, 28 KB each, in tar shards, and the same in litData's
 chunks. The store is an HTTP server of the tests (`tests/stores.py`) in a process of its own; it waits
-before each answer, and all its answers share a line; with --answer-mb-per-s each is limited besides. Of litData it is asked as S3.
+before each answer, and all its answers share a line; with --answer-mb-per-s each is limited
+besides. Of litData it is asked as S3.
 
 All decode alike, and crop as this project trains, in as many worker processes: uint8
 [b, 3, 224, 224]. A stream has its prefetching process besides, and room on disk for twice the shards

@@ -8,8 +8,8 @@ no process here.
     audio ──┘
 
 A branch may be in several pairs; the gradients of its embeddings add up. Beside the rows of its
-samples it may make further ones, such as a row for each region of an image, which pairs of their own
-compare.
+samples it may make further ones, such as a row for each region of an image, which pairs of their
+own compare.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A data set of one's own with boxes: pictures of four emoji, each with its box, its names and a name
-that is not its own.
+"""A data set of one's own with boxes: pictures of four emoji, each with its box, its names and a
+name that is not its own.
 
     python train.py --data python:examples.regions:Sheets --pairs image:text,region:text
 
-Boxes follow the crops and turns of training by themselves. `data/README.md` has the formats of files
-with boxes.
+Boxes follow the crops and turns of training by themselves. `data/README.md` has the formats of
+files with boxes.
 """
 
 import io

@@ -14,8 +14,8 @@ from models.towers.layers import Tower
 def losses_of(
     given: str, loss: str, smoothing: float = 0.0, duplicates: str = DUPLICATES[0]
 ) -> list[ContrastiveLoss]:
-    """Of each pair of `--pairs` that of `--loss`. `smoothing`: of InfoNCE; `duplicates`: as `Targets`,
-    but for regions, where equal phrases are the same answer. Errors: ValueError."""
+    """Of each pair of `--pairs` that of `--loss`. `smoothing`: of InfoNCE; `duplicates`: as
+    `Targets`, but for regions, where equal phrases are the same answer. Errors: ValueError."""
     return [
         build_loss(
             name,
@@ -31,8 +31,8 @@ def pairs_of(
     loss: ContrastiveLoss | Sequence[ContrastiveLoss],
     matching: MatchingLoss | None = None,
 ) -> tuple[Pair, ...]:
-    """The pairs of `--pairs`, each with the loss, or its own, and what that learns: `logit_scale` of
-    images and texts, `tone_text_logit_scale` of others."""
+    """The pairs of `--pairs`, each with the loss, or its own, and what that learns: `logit_scale`
+    of images and texts, `tone_text_logit_scale` of others."""
     pairs = read_pairs(given)
     losses = loss if isinstance(loss, Sequence) else [loss] * len(pairs)
     return tuple(

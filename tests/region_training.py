@@ -1,9 +1,9 @@
 """Images with regions and texts with phrases, split over ranks by the engine and unsplit in plain
 torch.
 
-The unsplit side shares no code with the engine: whole towers in one process, and autograd through one
-loss over all regions of the global batch. A third of the samples have no region, one has fifty; some
-regions are not in the view; phrases repeat, and some come with negatives.
+The unsplit side shares no code with the engine: whole towers in one process, and autograd through
+one loss over all regions of the global batch. A third of the samples have no region, one has
+fifty; some regions are not in the view; phrases repeat, and some come with negatives.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ class TextPacker:
     normalisation sees the images of a micro-batch, and a caption's length says what is in the
     image. `length_multiple`: to which lengths are rounded up.
 
-    Where a pair has regions, the phrases of these, and negatives, stand behind the c · G texts, each
-    by itself as long as phrases are on average, `phrase_tokens`; those of a sample have
+    Where a pair has regions, the phrases of these, and negatives, stand behind the c · G texts,
+    each by itself as long as phrases are on average, `phrase_tokens`; those of a sample have
     `sample_phrase_tokens` together.
     """
 
@@ -113,9 +113,10 @@ class Batches:
 
     `train` [N]: the source's indices of the training samples. `buckets`: the shapes of their
     images; None: one square. `texts`: what packs texts by cost; None: they come with their samples,
-    which are packed in order. `regions`: which are shown, where a pair has them. `weights_of`: a global batch -> what its samples count in its loss,
-    [G] int64 millionths; None: all the same. `examples`: numbers of training samples that stand for
-    others that are not known yet; None: all are known.
+    which are packed in order. `regions`: which are shown, where a pair has them. `weights_of`: a
+    global batch -> what its samples count in its loss, [G] int64 millionths; None: all the same.
+    `examples`: numbers of training samples that stand for others that are not known yet; None: all
+    are known.
 
     `order` and `settings` change in the course of a run, for steps that no loader has begun with.
     """

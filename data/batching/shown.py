@@ -31,7 +31,8 @@ class Places(NamedTuple):
         return Places(*(each[rows] for each in self))
 
     def phrases(self, index: np.ndarray, weight: np.ndarray | None) -> PhraseRows:
-        """Of all regions and negatives of these samples, whose numbers in the source are `index`."""
+        """Of all regions and negatives of these samples, whose numbers in the source are
+        `index`."""
         rows = np.repeat(np.tile(np.arange(len(index)), 2), [*self.regions, *self.negatives])
         of_regions, of_negatives = map(_counted, (self.regions, self.negatives))
         position = np.concatenate(
@@ -48,9 +49,9 @@ class Places(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PhraseRows:
-    """Phrases [n]: their samples in the source, their numbers (k: of the k-th region that the sample
-    shows; −1 − k: its k-th negative), how many regions, or negatives, the sample shows, their places
-    in the global batch, and their weights in millionths (None: all the same)."""
+    """Phrases [n]: their samples in the source, their numbers (k: of the k-th region that the
+    sample shows; −1 − k: its k-th negative), how many regions, or negatives, the sample shows,
+    their places in the global batch, and their weights in millionths (None: all the same)."""
 
     index: np.ndarray
     number: np.ndarray
@@ -85,8 +86,8 @@ class PhraseRows:
 
 @dataclass(frozen=True)
 class ShownRegions:
-    """Of each image as many regions as it has, at most `most`, and as many of all their negatives, at
-    most `most_negatives`; which, is drawn in each epoch."""
+    """Of each image as many regions as it has, at most `most`, and as many of all their negatives,
+    at most `most_negatives`; which, is drawn in each epoch."""
 
     source: Source
     most: int

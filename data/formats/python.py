@@ -44,11 +44,12 @@ class PythonFormat(EntriesFormat):
     "image": encoded bytes, a path, {"bytes", "path"}, a PIL image or a uint8 array [H, W, 3];
     "text": a text or several; "audio": encoded bytes, a path, or as Hugging Face's data sets give
     it {"bytes", "path"} or {"array": floats [samples] or [channels, samples], "sampling_rate": Hz};
-    "regions": a list of {"box", "text"} as in JSONL; "id": a name that stays, else the number; "language": of the text, for towers that tell
-    languages apart. Further keys hold further modalities. A key that is missing, or None: the
-    sample lacks the modality. Item i must be the same whenever it is asked for. The data set is
-    made once in every process. It is compared with its index when its module's file changes, its
-    length, or its attribute `fingerprint` if it has one.
+    "regions": a list of {"box", "text"} as in JSONL; "id": a name that stays, else the number;
+    "language": of the text, for towers that tell languages apart. Further keys hold further
+    modalities. A key that is missing, or None: the sample lacks the modality. Item i must be the
+    same whenever it is asked for. The data set is made once in every process. It is compared with
+    its index when its module's file changes, its length, or its attribute `fingerprint` if it has
+    one.
     """
 
     holds = None

@@ -1,6 +1,6 @@
 """Data sets as text files with a line per sample: JSON lines, `{"image_path": "a/b.png", "text": "a
-red apple", "id": "b"}`, or a JSON list of such objects, and comma- or tab-separated tables as OpenCLIP reads them, with the columns
-`filepath` and `title`."""
+red apple", "id": "b"}`, or a JSON list of such objects, and comma- or tab-separated tables as
+OpenCLIP reads them, with the columns `filepath` and `title`."""
 
 import contextlib
 import csv

@@ -1,6 +1,7 @@
 """Images: from encoded bytes to `pixel_values`, through the cache.
 
-b: samples of a micro-batch, H, W: the tower's input in pixels, K: patches that are kept, n: regions.
+b: samples of a micro-batch, H, W: the tower's input in pixels, K: patches that are kept, n:
+regions.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class ImageModality(Modality):
     cannot be read shows another one of the micro-batch.
 
     Where a pair has regions also the rows `region`: region_boxes int32 [n, 4] (x1, y1, x2, y2 in
-    parts of `WHOLE` of the sides of what the tower sees) and region_row int64 [n], the image of each.
-    A region of which the view shows less than half is left out of the loss, as an image that cannot
-    be read.
+    parts of `WHOLE` of the sides of what the tower sees) and region_row int64 [n], the image of
+    each. A region of which the view shows less than half is left out of the loss, as an image that
+    cannot be read.
     """
 
     name = "image"

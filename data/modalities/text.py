@@ -1,6 +1,7 @@
 """Texts: from captions to token ids.
 
-b: samples of a micro-batch, t: its texts, c: captions that each sample shows, n: phrases, L: tokens.
+b: samples of a micro-batch, t: its texts, c: captions that each sample shows, n: phrases, L:
+tokens.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class TextModality(Modality):
     """input_ids and attention_mask int64 [t, L]: c texts of each sample, or those that were packed
     by themselves; with `languages` also language_ids int64 [t]. `length_multiple`: of L.
 
-    Where a pair has regions, their phrases and negatives follow the texts in these tensors, t + n in
-    all, and are the rows `phrase`."""
+    Where a pair has regions, their phrases and negatives follow the texts in these tensors, t + n
+    in all, and are the rows `phrase`."""
 
     name = "text"
     count_names = ("truncated_texts", "text_tokens", "padded_text_tokens")

@@ -4,10 +4,10 @@ A global batch has G samples. A branch with c rows per sample gives them the pla
 at place p belongs to sample p // c. Every row carries the index of its sample in the data, which
 must be the same in all branches.
 
-Rows beside those of samples have items of their own, such as the regions of all images of the batch,
-numbered 0..G−1 through the global batch; everything here holds for them as for samples, and an item
-carries the index of the sample that it is of. Behind the rows of its items a side may have more, which
-belong to nobody: they answer, and ask nothing.
+Rows beside those of samples have items of their own, such as the regions of all images of the
+batch, numbered 0..G−1 through the global batch; everything here holds for them as for samples, and
+an item carries the index of the sample that it is of. Behind the rows of its items a side may have
+more, which belong to nobody: they answer, and ask nothing.
 
 A sample that has only one half of a pair is left out of that pair: the loss is the mean over the
 samples that have both. A row that could not be loaded comes with the index i as −1 − i; a row of a
@@ -73,8 +73,8 @@ class Rows:
 
 
 class Numbers(NamedTuple):
-    """Of the rows of one name in a global batch: how many items they are of, samples or others; rows
-    of each; rows behind these, which belong to nobody."""
+    """Of the rows of one name in a global batch: how many items they are of, samples or others;
+    rows of each; rows behind these, which belong to nobody."""
 
     items: int
     each: int = 1
@@ -91,9 +91,9 @@ def numbers_of(
     num_samples: int,
     rows_per_sample: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, Numbers]:
-    """Of all rows in a batch of so many samples. `came`: all rows of the batch, by name, where a pair
-    compares others than those of samples: all items of its first side come, and on its second those
-    that are more belong to nobody. Raises RuntimeError where there are fewer."""
+    """Of all rows in a batch of so many samples. `came`: all rows of the batch, by name, where a
+    pair compares others than those of samples: all items of its first side come, and on its second
+    those that are more belong to nobody. Raises RuntimeError where there are fewer."""
     numbers = {name: Numbers(num_samples, rows_per_sample.get(name, 1)) for name in objective.names}
     for pair in objective.pairs:
         for name in pair.rows if pair.made else ():

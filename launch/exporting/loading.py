@@ -50,8 +50,8 @@ def loading_record(trained: Trained, kind: str, pairs: Sequence[Pair] = ()) -> R
 
 
 def _regions(image: Tower | None, kind: str, pairs: Sequence[Pair]) -> Record:
-    """Where `modeling_regions.py` finds the maps that regions are cut out of; nothing where no region
-    is embedded, or some map is made by no module of the library by itself."""
+    """Where `modeling_regions.py` finds the maps that regions are cut out of; nothing where no
+    region is embedded, or some map is made by no module of the library by itself."""
     if image is None or "regions" not in image.config:
         return {}
     maps: list[Record] = []

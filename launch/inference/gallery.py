@@ -27,8 +27,8 @@ CENTRED: dict[str, Any] = {"ha": "center", "parse_math": False}
 @dataclass(frozen=True)
 class Cell:
     """A query or an answer: a picture or a sound with its caption, or a text alone. `similarity`
-    None: the query. `right` None: nobody knows. `box`: x1, y1, x2, y2 of what is meant of a picture,
-    in fractions of its sides."""
+    None: the query. `right` None: nobody knows. `box`: x1, y1, x2, y2 of what is meant of a
+    picture, in fractions of its sides."""
 
     value: View | None
     text: str

@@ -1,5 +1,5 @@
-"""Which box of its own image does a phrase choose? As RefCOCO is evaluated with given boxes (Kazemzadeh
-et al. 2014; Yu et al. 2016): exact, in blocks."""
+"""Which box of its own image does a phrase choose? As RefCOCO is evaluated with given boxes
+(Kazemzadeh et al. 2014; Yu et al. 2016): exact, in blocks."""
 
 from __future__ import annotations
 

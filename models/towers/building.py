@@ -70,9 +70,9 @@ def with_head(
     """The tower with the head of its branch as last layer, and for `fusion` the taps that bring its
     maps there. `scalars`: what the branch owns of what the losses learn, by name with first values;
     None: those of InfoNCE for images, nothing for others. `regions`: the head of images also embeds
-    regions, and that of texts phrases (`models/towers/regions.py`). `projection`: as `read_projection` takes
-    it; with `none` the tower's features are the embeddings, as in SigLIP. Errors: ValueError where
-    they are not as wide, and for another projection."""
+    regions, and that of texts phrases (`models/towers/regions.py`). `projection`: as
+    `read_projection` takes it; with `none` the tower's features are the embeddings, as in SigLIP.
+    Errors: ValueError where they are not as wide, and for another projection."""
     if read_projection(projection)[0] == "none" and tower.width != embed_dim:
         raise ValueError(
             f"{tower.branch} tower {tower.name!r} makes {tower.width} features, so without a "

@@ -135,8 +135,8 @@ class Fusion(nn.Module):
 
 
 def map_ends(tower: Tower, pixel_values: Tensor) -> list[tuple[int, tuple[int, ...]]]:
-    """The last layer with `image_hidden` of each size, and its shape without the samples, in a tower
-    without a head. `pixel_values`: as in `models.towers.building.meta_inputs`."""
+    """The last layer with `image_hidden` of each size, and its shape without the samples, in a
+    tower without a head. `pixel_values`: as in `models.towers.building.meta_inputs`."""
     shapes: list[tuple[int, ...] | None] = []
     tensors = {"pixel_values": pixel_values}
     for spec in tower.specs:

@@ -163,8 +163,8 @@ def head(
     make: Callable[..., Head] | None = None,
 ) -> LayerSpec:
     """The head of a branch, as the last recipe of its tower; it owns the `scalars`. With `fusion`
-    it also makes tokens; `maps`: those of the image tower, by name with their channels. `make`: what makes another kind of
-    head of the rest."""
+    it also makes tokens; `maps`: those of the image tower, by name with their channels. `make`:
+    what makes another kind of head of the rest."""
     if embed_dim < 1:
         raise ValueError(f"embed_dim={embed_dim} must be at least 1")
     given = (width, embed_dim, scalars, projection)

@@ -28,9 +28,9 @@ REGION_NAMES = ("head.region_projection.", "head.region_phrase_logit_")
 
 
 class MapTap(Layer):
-    """`image_hidden` [B, C, h, w], [B, h, w, C] (`last`) or [B, N, C] -> a copy of it as a map [B, C,
-    h, w] of another name for the head; of tokens those behind the first `num_prefix`, of a square
-    image."""
+    """`image_hidden` [B, C, h, w], [B, h, w, C] (`last`) or [B, N, C] -> a copy of it as a map [B,
+    C, h, w] of another name for the head; of tokens those behind the first `num_prefix`, of a
+    square image."""
 
     reads = ("image_hidden",)
 
@@ -49,8 +49,8 @@ class MapTap(Layer):
 
 
 def tap_maps(tower: Tower, pixel_values: Tensor) -> tuple[tuple[LayerSpec, ...], dict[str, int]]:
-    """The recipes of a tower without a head, with taps behind its last two sizes of maps, or its only
-    one, and the channels of each by its name. `pixel_values`: as in
+    """The recipes of a tower without a head, with taps behind its last two sizes of maps, or its
+    only one, and the channels of each by its name. `pixel_values`: as in
     `models.towers.building.meta_inputs`."""
     specs, maps = list(tower.specs), dict[str, int]()
     ends = [(end, shape) for end, shape in map_ends(tower, pixel_values) if len(shape) > 1]

@@ -1,4 +1,5 @@
-"""Regions and their phrases in the micro-batches of a run: every one once, and each in its place."""
+"""Regions and their phrases in the micro-batches of a run: every one once, and each in its
+place."""
 
 import json
 

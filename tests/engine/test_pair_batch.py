@@ -80,8 +80,8 @@ def test_a_sample_that_repeats_its_own_text_is_no_duplicate():
 
 
 def test_rows_of_items_that_are_no_samples_and_rows_that_are_nobodys():
-    """Three regions, one of which is not in the view, and behind their phrases two that are given as
-    negatives, one of them equal to a phrase of another region."""
+    """Three regions, one of which is not in the view, and behind their phrases two that are given
+    as negatives, one of them equal to a phrase of another region."""
     regions, of_sample = torch.ones(3, 4), torch.tensor([5, 5, 9])
     pair = Pair("image", "text", InfoNCE(), made=("region", "phrase"))
     no_weight = torch.full((5,), -1)

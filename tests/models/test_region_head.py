@@ -1,4 +1,5 @@
-"""Features of regions are torchvision's RoIAlign on the library's own maps; of a CNN to the last bit."""
+"""Features of regions are torchvision's RoIAlign on the library's own maps; of a CNN to the last
+bit."""
 
 import pytest
 import torch
