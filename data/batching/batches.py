@@ -54,7 +54,7 @@ class TextPacker:
     image. `length_multiple`: to which lengths are rounded up.
 
     Where a pair has regions, the phrases of these, and negatives, stand behind the c · G texts,
-    each by itself as long as phrases are on average, `phrase_tokens`; those of a sample have
+    each by itself as long as phrases are padded to, `phrase_tokens`; those of a sample have
     `sample_phrase_tokens` together.
     """
 

@@ -33,6 +33,7 @@ from launch.config.blocks import BalanceBlock, SampleWeightsBlock
 from launch.config.groups import BatchingOptions, InputOptions
 
 TRIED_PHRASES = 500  # samples of which the lengths of phrases are taken
+NEARLY_ALL = 0.95
 INSTRUCTIONS = 3  # of a micro-batch on a stage, at least: load or receive, forward, backward
 MARGIN = 0.9  # of the memory of a micro-batch: other global batches may have longer texts
 SAMPLED_BATCHES = 4  # global batches that decide how many micro-batches there are
@@ -104,14 +105,15 @@ def shown_regions_of(source: Source, options: InputOptions) -> ShownRegions | No
 def phrase_tokens(
     data: PreparedData, regions: ShownRegions | None, max_text_tokens: int
 ) -> tuple[int, float]:
-    """Of a phrase, on average over the first training samples; of all phrases of a sample."""
+    """What a phrase is padded to among others, of the first training samples: as long as nearly all
+    are; and all phrases of a sample together, on average."""
     if regions is None:
         return 0, 0.0
     batch = data.examples(TRIED_PHRASES)
     phrases = regions.places(batch).phrases(batch, None).texts(data.source, 0, 0, training=True)
     lengths = token_lengths(data.text_tokenizer, phrases or [""], max_text_tokens)
-    mean = max(1, round(float(np.mean(lengths))))
-    return mean, mean * len(phrases) / len(batch)
+    padded = int(np.ceil(np.quantile(lengths, NEARLY_ALL)))
+    return padded, padded * len(phrases) / len(batch)
 
 
 # -- texts that are packed by cost

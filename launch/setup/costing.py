@@ -105,6 +105,8 @@ def run_costs(
                 loading=_loading(data, inputs, loading, processes),
                 **configured(config),
             )
+            if lengths is not None:  # where they are packed by cost, phrases come by themselves
+                costs = _with_phrases(costs, data, inputs, lengths)
             folder.write_costs(cost_model_to_json(costs))
         else:
             costs = estimated_costs(
@@ -238,7 +240,14 @@ def _measured(
             {tower.branch: tower.specs for tower in model.towers},
             model.build_layer,
             {
-                tower.branch: partial(_example, data, inputs, tower.branch, lengths)
+                tower.branch: partial(
+                    _example,
+                    data,
+                    inputs,
+                    tower.branch,
+                    lengths,
+                    phrases=lengths is None,
+                )
                 for tower in model.towers
             },
             dtype=DTYPES[precision_of(config)],
@@ -274,7 +283,7 @@ def _with_longest(
 def _with_phrases(
     costs: CostModel, data: PreparedData, inputs: InputOptions, lengths: np.ndarray | None
 ) -> CostModel:
-    """Estimates of texts alone, where phrases come with each: as if it were so much longer."""
+    """Costs of texts alone, where phrases come with each: as if it were so much longer."""
     if not has_regions(inputs.pairs):
         return costs
     regions = shown_regions_of(data.source, inputs)
@@ -309,10 +318,12 @@ def _example(
     lengths: np.ndarray | None,
     size: int,
     num_tokens: float | None = None,
+    phrases: bool = True,
 ) -> dict[str, Tensor]:
     """A micro-batch as the run will see them, from the first training samples: texts have their
     true lengths. `lengths`, of the first samples' texts: texts of about equal lengths come
-    together, here those of about `num_tokens`, or of the mean length."""
+    together, here those of about `num_tokens`, or of the mean length. `phrases`: whether texts have
+    those of their samples beside them, where a pair has regions."""
     known = Inputs(inputs, data.tokenizer, data.length_multiple)
     dataset = micro_batch_dataset(data.source, known, {branch})
     number = np.arange(size)
@@ -322,7 +333,8 @@ def _example(
     examples = data.examples(size)
     index = examples[number % len(examples)]
     regions = shown_regions_of(data.source, inputs)
-    places = None if regions is None else regions.places(index)
+    alone = branch == "text" and not phrases
+    places = None if regions is None or alone else regions.places(index)
     example = dataset[MicroBatchRequest(0, 0, index, np.arange(size), True, places=places)]
     return as_values(example, inputs.preprocessing)
 
