@@ -272,10 +272,14 @@ def alikeness(sides: Any, branch: str, mine: Tensor) -> Tensor:
 # -- unsplit
 
 
-def train_regions_whole(case: WithRegions, batches: dict[str, tuple[int, int]]) -> dict[str, Any]:
-    """The reference. `batches[branch]`: replicas and micro-batches of each of them, which batch
-    normalisation sees."""
+def train_regions_whole(case: WithRegions) -> dict[str, Any]:
+    """The reference, with the micro-batches of the split, which batch normalisation sees."""
     objective, towers, image_size = all_of(case)
+    replicas, sizes = (
+        each if isinstance(each, dict) else dict.fromkeys(objective.names, each)
+        for each in (case.replicas, case.micro_batch_size)
+    )
+    batches = {b: (replicas[b], G // replicas[b] // sizes[b]) for b in objective.names}
     layers = {n: [spec.build(SEED).train() for spec in t.specs] for n, t in towers.items()}
     named = {
         layer.canonical_names[n]: p

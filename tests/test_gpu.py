@@ -18,14 +18,22 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_cases import whole
-from gpu_cases import checkpoint_of, train_exactly, train_exactly_from, train_with_overflow
+from gpu_cases import (
+    checkpoint_of,
+    train_exactly,
+    train_exactly_from,
+    train_regions_exactly,
+    train_with_overflow,
+)
 from launched import finish, launch, metrics, run_to_end
 from ranks import run_ranks
+from region_training import WithRegions, train_regions_whole
 from split_training import (
     LOSS_SCALE,
     RELATIVE,
     Case,
     assemble,
+    check_all_gradients,
     check_gradients,
     train_whole,
 )
@@ -51,6 +59,9 @@ LORA = {"lora": {"text": {"r": 4, "target": "all"}}}
 # of a branch's gradient: as on a CPU, tests/engine/test_parity.py
 ROUNDED = {"fp32": RELATIVE, "bf16": 1e-2, "fp16": 1.5e-3}
 OTHER_KERNELS = 30.0  # times the tolerance, where a CPU computed the reference
+
+
+ONE_EACH = {"image": 1, "text": 1}
 
 
 def fork(image, text, **more):
@@ -152,6 +163,20 @@ def test_one_rank_equals_plain_torch_on_a_cpu(towers):
     reference = train_whole(case, dict.fromkeys(("image", "text"), (SIZE, 24 // SIZE)))
     assert one["metrics"][0].loss == pytest.approx(reference["losses"][0], rel=RELATIVE)
     check_gradients(gradients_of([one]), reference["gradients"], OTHER_KERNELS)
+
+
+REGIONS = [
+    WithRegions("merged", {"merged": 2}, 1, 8, schedule="replay"),
+    WithRegions("fork", ONE_EACH, {"image": 2, "text": 1}, 6, towers="resnet+bert", loss="sigmoid"),
+]
+
+
+@pytest.mark.parametrize("case", REGIONS, ids=str)
+def test_regions_equal_plain_torch_on_a_cpu(case):
+    results = run_ranks(case.world_size, train_regions_exactly, case)
+    reference = train_regions_whole(case)
+    assert results[0]["metrics"].loss == pytest.approx(reference["loss"], rel=RELATIVE)
+    check_all_gradients(results, reference, OTHER_KERNELS)
 
 
 def test_what_computes_with_a_copy_finds_it_complete():
@@ -288,6 +313,17 @@ def test_a_fork_under_the_launcher_is_traced_evaluated_and_exported(tmp_path):
     assert status == 0 and "R@10" in output, output[-3000:]
     status, output = run_to_end("export.py", tmp_path / "run", tmp_path / "out")
     assert status == 0 and list((tmp_path / "out").glob("**/*.safetensors")), output[-3000:]
+
+
+def test_regions_are_trained_in_bf16_and_evaluated(tmp_path):
+    flags = ["--data", "demo:scenes:200", "--pairs", "image:text,region:text", "--workers", 2]
+    flags += [*small(tmp_path / "how"), "--steps", 10, "--eval-every", 10]
+    status, output = run_to_end("train.py", *flags, "--run-dir", tmp_path / "run", ranks=1)
+    assert status == 0, output[-3000:]
+    losses = [line["contrastive_loss/region_phrase"] for line in metrics(tmp_path / "run").values()]
+    assert losses[-1] < losses[0]
+    status, output = run_to_end("evaluate.py", tmp_path / "run")
+    assert status == 0 and "phrase" in output, output[-3000:]
 
 
 @on_gpu

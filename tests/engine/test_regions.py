@@ -2,7 +2,7 @@
 
 import pytest
 from ranks import about, run_all
-from region_training import G, WithRegions, train_regions_split, train_regions_whole
+from region_training import WithRegions, train_regions_split, train_regions_whole
 from split_training import RELATIVE, check_all_gradients
 
 
@@ -29,13 +29,7 @@ CASES = [
 
 def test_regions_equal_unsplit_training():
     for case, results in run_all(train_regions_split, CASES):
-        names = ("image", "text")
-        replicas, sizes = (
-            value if isinstance(value, dict) else dict.fromkeys(names, value)
-            for value in (case.replicas, case.micro_batch_size)
-        )
-        batches = {b: (replicas[b], G // replicas[b] // sizes[b]) for b in names}
-        reference = train_regions_whole(case, batches)
+        reference = train_regions_whole(case)
         assert len({r["metrics"].loss for r in results}) == 1, case
         for pair, loss in reference["losses"].items():
             own = results[0]["metrics"].losses[f"contrastive_loss/{pair}"]
