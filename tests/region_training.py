@@ -266,7 +266,7 @@ def alikeness(sides: Any, branch: str, mine: Tensor) -> Tensor:
     if own.sample is not None:
         together = (own.sample[mine, None] == other.sample) & (other.label >= 0)
     sums = (partner * similarity).sum(), (together * similarity).sum()
-    return torch.stack([*sums, torch.tensor(float(len(mine)))])
+    return torch.stack([*sums, own.embeds.new_tensor(len(mine))])
 
 
 # -- unsplit

@@ -60,7 +60,7 @@ class Choice(NamedTuple):
 def choice(own: Tensor, other: Tensor, sample: Tensor, is_right: Rule) -> Choice:
     """Of phrases `own` [n, D] among regions `other` [n, D] of their own images, `sample` [n] of
     both, as `box_sums` counts. Errors: ZeroDivisionError without any."""
-    sums = torch.zeros(3, dtype=torch.float64)
+    sums = torch.zeros(3, dtype=torch.float64, device=own.device)
     for same, right, ranks in _ranked(own, other, sample, sample, is_right):
         candidates = same.sum(1).double()
         chance = (right.sum(1) / candidates).sum()
