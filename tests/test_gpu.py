@@ -1,6 +1,6 @@
 """What only a GPU can show, with one to four ranks: over NCCL where each has a GPU, else on one.
 
-    DS_ACCELERATOR=cuda python -m pytest tests/test_gpu.py         about eight minutes
+    DS_ACCELERATOR=cuda python -m pytest tests/test_gpu.py -n 3    about eight minutes; not more
     WYE_GPU_TESTS=cpu python -m pytest tests/test_gpu.py           the same on a CPU, to try the tests
 
 The variable belongs to the command: everywhere else in the tests ranks are on the CPU, also where

@@ -56,8 +56,8 @@ class Way:
 WAYS = {
     "open_clip": Way("OpenCLIP", "open_clip", 30),
     "wye": Way("Wye", "wye", 30),
-    "open_clip_compiled": Way("OpenCLIP, torch.compile", "open_clip", 60, compiled=True),
-    "wye_compiled": Way("Wye, compile: layers", "wye", 45, compiled=True),
+    "open_clip_compiled": Way("OpenCLIP, torch.compile", "open_clip", 100, compiled=True),
+    "wye_compiled": Way("Wye, compile: layers", "wye", 120, compiled=True),
     "open_clip_accum": Way("OpenCLIP, --accum-freq 4", "open_clip", 30, accumulates=True),
     "wye_replay": Way("Wye, replay", "wye", 30, accumulates=True),
     "wye_predict": Way("Wye, predicted", "wye", 30, predicts=True),
