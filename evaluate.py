@@ -45,7 +45,7 @@ from launch.inference.evaluation import by_language, examples, retrieval, write_
 from launch.inference.folders import forget_embeddings, refuse_other_content, write_embeddings
 from launch.inference.gallery import draw_rows
 from launch.inference.querying import find
-from launch.inference.regions import PROTOCOL, region_figures, regions_rows
+from launch.inference.regions import POOLED, PROTOCOL, region_figures, regions_rows
 from launch.inference.reranking import fusion_of, reranked_retrieval
 from launch.inference.samples import held_out, left_out, opened
 from launch.inference.trained import Trained, open_model_folder, public_model
@@ -75,6 +75,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--ema", action="store_true", help=about)
     about = "samples to evaluate, see data/README.md (default: the held-out samples of the run)"
     add("--val-data", action=Once, metavar="SPEC", help=about)
+    about = (
+        "also regions of images, by a model that learned none: by its last map (default: where it "
+    )
+    add("--regions", action="store_true", help=about + "learned them)")
     about = "of each image (default: first, as a run evaluates, and all of karpathy: data; figures "
     about += "published for COCO need all)"
     add("--captions", choices=("first", "all"), help=about)
@@ -131,11 +135,11 @@ def parse() -> argparse.Namespace:
 # flag that is given -> (others that do not go with it, why)
 NOT_TOGETHER = {
     "classify": (
-        ("query", "embeddings", "picture", "rerank", "val_data", "captions"),
+        ("query", "embeddings", "picture", "rerank", "val_data", "captions", "regions"),
         "--classify tells classes; {other} is of pairs, run it again for that",
     ),
     "query": (
-        ("rerank", "captions", "json"),
+        ("rerank", "captions", "json", "regions"),
         "--query searches; {other} is of retrieval, run it again for that",
     ),
     "imported": (
@@ -199,6 +203,8 @@ def main(arguments: argparse.Namespace) -> None:
     name = name_of(arguments, trained)
     workers = "auto" if arguments.workers is None else arguments.workers
     workers = resolve_workers(workers, 1, len(os.sched_getaffinity(0)), device.type != "cpu")
+    if arguments.regions or arguments.find == "region":
+        trained = trained.with_regions()
     embedder = Embedder(trained, device, arguments.batch_size, workers, arguments.precision)
     # what embeddings are of
     model = {"checkpoint": name, "run": str(arguments.run_dir)}
@@ -327,14 +333,15 @@ def of_pairs(
         "metrics": metrics if len(parts) > 1 else next(iter(metrics.values())),
     }
     numbers |= {"languages": languages} if languages else {}
-    numbers |= {"protocol_of_regions": PROTOCOL} if of_regions else {}
+    protocol = PROTOCOL + (POOLED if embedder.pooled else "")
+    numbers |= {"protocol_of_regions": protocol} if of_regions else {}
     numbers |= {"left_out": left_out(parts["validation"])} if arguments.val_data else {}
     numbers |= results
     numbers |= {"reranked": {"candidates": rerank, **after}} if rerank else {}
     tables = [table]
     if of_regions:
         title = f"Regions of images, {name}"
-        tables.append(PrintedTable.of(title, of_regions, PROTOCOL).for_terminal())
+        tables.append(PrintedTable.of(title, of_regions, protocol).for_terminal())
     return numbers, tables, pictures
 
 

@@ -8,8 +8,10 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from data.batching.requests import evaluation_requests
 from data.prepare import HeldOut
@@ -25,10 +27,9 @@ from launch.run.queries import (
     NUM_ANSWERS,
     NUM_QUERIES,
     Answers,
-    compared_samples,
     query_rows,
 )
-from models.losses.blocks import Sides, first_of, other_of
+from models.losses.blocks import Side, Sides, first_of, other_of
 from models.metrics.alignment import alignment_figures, alignment_sums
 from models.metrics.regions import PHRASE_TO_BOX, box_sums
 from models.metrics.retrieval import (
@@ -40,7 +41,7 @@ from models.metrics.retrieval import (
     relevant_ranks,
 )
 
-NUM_FOUND = NUM_QUERIES * NUM_ANSWERS * 3  # numbers of `first_answers`
+NUM_FOUND = NUM_QUERIES * (1 + NUM_ANSWERS * 3)  # queries, and what `first_answers` returns
 
 
 class Evaluator:
@@ -102,12 +103,13 @@ class Evaluator:
         `alignment/image_text`. Two branches without a loss are compared too."""
         share, first_rank = self.feeding.batch, self.journal.folder.first_rank
         regions = self.feeding.batching.batches.regions
+        regions = None if regions is None else replace(regions, source=held_out.source)
         requests = evaluation_requests(
             held_out.subset,
             self.engine.comm.replica,
             share.replicas,
             share.micro_batch_size,
-            None if regions is None else replace(regions, source=held_out.source),
+            regions,
         )
         batches = self.feeding.held_out(held_out.source, requests)
         with progress_bar(
@@ -125,8 +127,17 @@ class Evaluator:
             totals = measured[comparison.name]
             of_pair = f"/{comparison.name}" if len(measured) > 1 else ""
             values |= _figures(totals, comparison.rows, of_pair)
-            if not comparison.made:
-                answers += _answers(held_out, totals, comparison.branches)
+            rows: tuple[np.ndarray, np.ndarray | None] = (held_out.subset, None)
+            if comparison.made and regions is not None:
+                rows = regions.places(held_out.subset, training=False).samples(held_out.subset)
+            found = {
+                direction: (
+                    sums[-NUM_FOUND:-NUM_QUERIES].view(NUM_QUERIES, -1, 3).cpu(),
+                    sums[-NUM_QUERIES:].cpu(),
+                )
+                for direction, sums in totals.directions.items()
+            }
+            answers.append(Answers(held_out.source, *rows, found))
         return values, answers
 
 
@@ -142,21 +153,6 @@ def _figures(totals: PairTotals, branches: tuple[str, str], of_pair: str) -> dic
     figures = alignment_figures(one_way, other_way, num_samples, branches)
     values |= {f"{figure}{of_pair}": value for figure, value in figures.items()}
     return values | ({f"num_samples{of_pair}": num_samples} if of_pair else {})
-
-
-def _answers(held_out: HeldOut, totals: PairTotals, branches: tuple[str, str]) -> list[Answers]:
-    """Of the samples that have both modalities. None where one of these could not be read: rows are
-    numbered anew then, and nobody knows whose they are."""
-    compared = compared_samples(held_out, branches)
-    directions, num_samples = totals
-    if not num_samples or num_samples != len(compared):
-        return []
-    queries = query_rows(num_samples)
-    found = {
-        direction: sums[-NUM_FOUND:].view(NUM_QUERIES, NUM_ANSWERS, 3)[: len(queries)].cpu()
-        for direction, sums in directions.items()
-    }
-    return [Answers(held_out.source, compared, queries, found)]
 
 
 def _counted(batches: Iterator[Any], bar: Bar) -> Iterator[Any]:
@@ -177,6 +173,9 @@ def _measured(sides: Sides, branch: str, mine: Tensor) -> Tensor:
     chosen = query_rows(len(rows))
     asked[: len(chosen)] = torch.from_numpy(chosen).to(mine.device)
     answers = first_answers(own.embeds, other.embeds, relevance, mine, asked, NUM_ANSWERS)
+    # places in the set instead of rows, of which some may be missing
+    answers[..., 0] = _places(other, answers[..., 0].long())
+    queries = _places(own, torch.where(torch.isin(asked, mine), asked + 1, 0))
     in_image = torch.zeros(NUM_SUMS, dtype=torch.float64, device=mine.device)
     if own.sample is not None and other.sample is not None and branch != first_of(sides):
         phrase = rows if own.keys is None else own.keys[:, 0]
@@ -190,5 +189,11 @@ def _measured(sides: Sides, branch: str, mine: Tensor) -> Tensor:
             query_sums(relevant_ranks(own.embeds, other.embeds, here), here),
             alignment_sums(own.embeds[mine], other.embeds, mine),
             answers.flatten(),
+            queries.double(),
         ]
     )
+
+
+def _places(side: Side, number: Tensor) -> Tensor:
+    """The place + 1 in the set of each row that has a number 1..B; 0 of 0."""
+    return F.pad(side.label + 1, (1, 0))[number]

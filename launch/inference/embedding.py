@@ -18,13 +18,14 @@ from data.index.sources import KnownSource
 from data.keys import content_hash
 from data.loader import LoadReport, micro_batches
 from data.modalities.tokenizer import length_multiple
-from data.options import has_regions
 from data.progress import progress_bar
 from launch.config.groups import InputOptions
 from launch.inference.trained import Trained
 from launch.inputs import as_values, languages_of, micro_batch_dataset
 from launch.modalities import Inputs, view_of
 from launch.terminal.tables import show
+from models.towers.building import meta_inputs
+from models.towers.regions import PooledRegions
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Name -> what autocast computes in; None: nothing is cast."""
@@ -146,6 +147,8 @@ class Embedder:
         self.trained, self.device = trained, torch.device(device)
         self.batch_size, self.workers, self.precision = batch_size, workers, precision
         self.layers = {tower.branch: trained.layers_of(tower.branch) for tower in trained.towers}
+        # of a run that did not learn them
+        self.pooled: PooledRegions | None = None
         # samples are read as in the evaluation of a run
         self._inputs = Inputs(
             InputOptions.from_record({**trained.options, "augmentation": ()}),
@@ -153,6 +156,10 @@ class Embedder:
             length_multiple(self.device.type),
             languages=languages_of(trained.towers),
         )
+
+        image = trained.by_branch.get("image")
+        if trained.unlearned_regions and image is not None:
+            self.pooled = PooledRegions(image, meta_inputs(image, 2)["pixel_values"])
 
     @property
     def branches(self) -> tuple[str, ...]:
@@ -164,7 +171,7 @@ class Embedder:
         """A data set: with the first caption of each sample, as training evaluates, or with all.
         Samples that have one modality alone are left out."""
         compared = self.trained.compared
-        with_regions = self.compares_regions and not source.lacking("region").all()
+        with_regions = self.trained.compares_regions and not source.lacking("region").all()
         lacking = {name: source.lacking(name) for name in (*self.branches, "region")}
         rows, found = {}, None
         # values first: a text is embedded where some other value of its sample could be read
@@ -187,11 +194,6 @@ class Embedder:
             samples = torch.cat([own.sample for own in rows.values()]).unique()
             rows["text"] = self.rows("text", source, samples.numpy(), all_captions)
         return Embedded({name: rows[name] for name in self.branches}, compared, found)
-
-    @property
-    def compares_regions(self) -> bool:
-        """Does the run compare them with phrases?"""
-        return has_regions(self._inputs.options.pairs)
 
     def with_regions(self, source: KnownSource, subset: np.ndarray) -> tuple[Rows, Regions]:
         """The images of the samples `subset`, and those of their regions that an evaluation of the
@@ -296,9 +298,22 @@ class Embedder:
         # images travel as bytes and become values on the device
         tensors = as_values(tensors, self.trained.preprocessing)
         with self.autocast():
+            if self.pooled is not None and "region_boxes" in tensors:
+                return self._pool_regions(self.pooled, tensors)
             for layer in self.layers[branch]:
                 tensors = layer(tensors)
         return tensors
+
+    def _pool_regions(self, pooled: PooledRegions, tensors: Tensors) -> Tensors:
+        boxes, row = tensors.pop("region_boxes"), tensors.pop("region_row")
+        layers = self.layers["image"]
+        for layer in layers[: pooled.num_before]:
+            tensors = layer(tensors)
+        hidden = pooled.hidden(tensors["image_hidden"], boxes, row)
+        regions = {**tensors, "image_hidden": hidden}
+        for layer in layers[pooled.num_before :]:
+            tensors, regions = layer(tensors), layer(regions)
+        return {**tensors, "region_embeds": regions["image_embeds"]}
 
 
 class Gathered(NamedTuple):

@@ -68,7 +68,7 @@ def answers_of(query: Query, embedder: Embedder, asked: str | None) -> str:
     if asked is None:
         first = next(pair for pair in embedder.trained.compared if query.modality in pair)
         return next(name for name in first if name != query.modality)
-    known = (*embedder.branches, *(["region"] if embedder.compares_regions else []))
+    known = (*embedder.branches, *(["region"] if embedder.trained.compares_regions else []))
     if asked not in known:
         raise ValueError(f"--find {asked}: this model has {', '.join(known)}; give one of these")
     return asked

@@ -27,6 +27,11 @@ PROTOCOL = (
     "the distinct phrases of the set"
 )
 
+POOLED = (
+    ". This model learned no regions: RoIAlign of the last map of its image tower goes through the "
+    "layers behind it as the map of an image does"
+)
+
 
 def region_figures(regions: Regions) -> dict[str, float]:
     """As in training by the same box, `phrase_to_box_R@1` and so on; by the overlap of boxes; and

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from dataclasses import replace
 
+from data.batching.mixture import open_sources
 from data.index.roots import with_roots
 from data.index.sources import open_source
 from data.options import DataOptions
@@ -41,7 +44,24 @@ def held_out(arguments: argparse.Namespace, trained: Trained) -> dict[str, HeldO
             "nothing to evaluate; give samples with --val-data, or train a new run with "
             "--val-fraction 0.1"
         )
-    return parts
+    return _with_regions(parts, options, trained) if trained.unlearned_regions else parts
+
+
+def _with_regions(
+    parts: Mapping[str, HeldOut], options: DataOptions, trained: Trained
+) -> dict[str, HeldOut]:
+    """The same samples of data whose regions are read as well, which the run did not do."""
+    specs = [with_roots(spec, options.data_root) for spec in options.data]
+    source = open_sources(
+        specs, pairs=trained.read, progress=True, max_audio_seconds=options.max_audio_seconds
+    )
+    for part in parts.values():
+        if len(part.source) != len(source):
+            raise ValueError(
+                f"{source.spec}: has {len(source):,} samples, and had {len(part.source):,} when the "
+                "run began; give samples with --val-data"
+            )
+    return {name: replace(part, source=source) for name, part in parts.items()}
 
 
 def opened(spec: str, trained: Trained, max_audio_seconds: float | None = None) -> HeldOut:

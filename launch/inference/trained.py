@@ -14,7 +14,13 @@ from transformers import PreTrainedTokenizerBase
 from data.modalities.preprocessing import Preprocessing
 from data.modalities.tokenizer import load_tokenizer, num_ids, refuse_no_vocabulary
 from data.modules import import_recorded, modules_of_specs
-from data.options import IMAGE_TEXT, PairOption, branches_of, read_pairs
+from data.options import (
+    IMAGE_TEXT,
+    PairOption,
+    branches_of,
+    has_regions,
+    read_pairs,
+)
 from engine.checkpoint.layout import (
     AVERAGE,
     MANIFEST,
@@ -64,6 +70,7 @@ class Trained:
     tokenizer: PreTrainedTokenizerBase | None  # None: no pair has texts
     towers: tuple[Tower, ...]
     layers: list[Layer]
+    unlearned_regions: bool = False  # compared all the same
 
     @property
     def options(self) -> dict[str, Any]:
@@ -87,7 +94,23 @@ class Trained:
     def read(self) -> tuple[tuple[str, str], ...]:
         """The modalities of which a sample must have two: those that are compared, and images with
         regions where these are."""
-        return tuple(dict.fromkeys([*self.compared, *(pair.modalities for pair in self.pairs)]))
+        found = [*self.compared, *(pair.modalities for pair in self.pairs)]
+        return tuple(dict.fromkeys([*found, *[("image", "region")] * self.compares_regions]))
+
+    @property
+    def compares_regions(self) -> bool:
+        """Of images, with phrases?"""
+        return self.unlearned_regions or has_regions(self.options.get("pairs", IMAGE_TEXT))
+
+    def with_regions(self) -> Trained:
+        """The same model, which compares regions though it may have learned none. Errors: ValueError
+        where it has no images or no texts."""
+        if missing := {"image", "text"} - self.by_branch.keys():
+            raise ValueError(
+                f"{self.checkpoint}: regions of images are compared with texts, and this model has "
+                f"no {' and no '.join(sorted(missing))}"
+            )
+        return replace(self, unlearned_regions=not self.compares_regions)
 
     @property
     def text_tokenizer(self) -> PreTrainedTokenizerBase:

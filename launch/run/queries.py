@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from PIL import Image, ImageDraw
 
 from common.files import read_json
 from launch.modalities import encoded, view_of
 
 if TYPE_CHECKING:
     from data.index.sources import KnownSource
-    from data.prepare import HeldOut
 
 FILE = "queries.json"
 NUM_QUERIES, NUM_ANSWERS = 4, 5  # queries of each direction; answers of each
@@ -29,23 +29,24 @@ MOST_LETTERS = 300  # of a caption
 
 @dataclass(frozen=True)
 class Answers:
-    """What was found for some samples of one held-out set, in both directions of two modalities.
+    """What was found for some rows of one held-out set, in both directions of two modalities.
 
-    `samples` [n]: the index in the source of each row that was compared. `found`: by direction
-    float64 [q, k, 3], see `models.metrics.retrieval.first_answers`. `queries` [q]: rows.
+    `samples` [n]: of each row the index in the source; `regions` [n]: which region of its image it
+    is, None where it is the whole sample. `found`: by direction the queries [q], as row + 1, and
+    their answers, float64 [q, k, 3], see `models.metrics.retrieval.first_answers`; 0: there is
+    none.
     """
 
     source: KnownSource
     samples: np.ndarray
-    queries: np.ndarray
-    found: Mapping[str, Any]
+    regions: np.ndarray | None
+    found: Mapping[str, tuple[Any, Any]]
 
-
-def compared_samples(held_out: HeldOut, branches: tuple[str, str]) -> np.ndarray:
-    """[n] int64: the samples of a held-out set that have both modalities."""
-    source, subset = held_out.source, held_out.subset
-    first, second = branches
-    return subset[~(source.lacking(first) | source.lacking(second))[subset]]
+    def name(self, number: float) -> str:
+        """Of the row of this number, from 1: what queries.json calls it."""
+        row = int(number) - 1
+        region = "" if self.regions is None else f".{self.regions[row]}"
+        return f"{self.samples[row]}{region}"
 
 
 def query_rows(count: int) -> np.ndarray:
@@ -90,50 +91,56 @@ def _record(of_set: Sequence[Answers]) -> dict[str, Any]:
     directions: dict[str, list[dict[str, Any]]] = {}
     shown: dict[str, set[str]] = {}  # sample -> the modalities that are looked at
     for of_pair in of_set:
-        for direction, found in of_pair.found.items():
+        for direction, (answers, queries) in of_pair.found.items():
             asks, answers_with = direction.split("_to_")
-            directions[direction] = []
-            for row, own in zip(of_pair.queries.tolist(), found.tolist()):
-                query, answers = str(of_pair.samples[row]), _answers(of_pair.samples, own)
-                place = next((i for i, each in enumerate(answers, 1) if each["right"]), None)
-                directions[direction].append({"query": query, "place": place, "answers": answers})
+            asked = []
+            for number, own in zip(queries.tolist(), answers.tolist()):
+                if not number:
+                    continue
+                query, found = of_pair.name(number), _answers(of_pair, own)
+                place = next((i for i, each in enumerate(found, 1) if each["right"]), None)
+                asked.append({"query": query, "place": place, "answers": found})
                 shown.setdefault(query, set()).add(asks)
-                for answer in answers:
+                for answer in found:
                     shown.setdefault(answer["sample"], set()).add(answers_with)
+            if asked:
+                directions[direction] = asked
     source = of_set[0].source  # of all of a held-out set
-    samples = {each: _sample(source, int(each), sorted(shown[each])) for each in sorted(shown)}
+    samples = {each: _sample(source, each, sorted(shown[each])) for each in sorted(shown)}
     return {**directions, "samples": samples}
 
 
-def _answers(samples: np.ndarray, found: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
-    # an answer is its row + 1; 0 stands where there are fewer candidates than answers
+def _answers(of: Answers, found: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
     return [
-        {
-            "sample": str(samples[int(row) - 1]),
-            "similarity": round(similarity, 4),
-            "right": right > 0,
-        }
-        for row, similarity, right in found
-        if row > 0
+        {"sample": of.name(number), "similarity": round(similarity, 4), "right": right > 0}
+        for number, similarity, right in found
+        if number
     ]
 
 
-def _sample(source: KnownSource, i: int, modalities: Sequence[str]) -> dict[str, Any]:
-    """Its id and text, and by `<modality>_picture` and `<modality>_sound` in base64 a small JPEG
-    and an MP3 of a short sound; None where the sample cannot be read."""
-    captions = source.captions(i)
+def _sample(source: KnownSource, name: str, modalities: Sequence[str]) -> dict[str, Any]:
+    """Of what has this name, `Answers.name`: its id and text, and by `<modality>_picture` and
+    `<modality>_sound` in base64 a small JPEG and an MP3 of a short sound; None where the sample
+    cannot be read. The picture of a region is its image with its box."""
+    words, _, number = name.partition(".")
+    i = int(words)
+    region = source.value("region", i)[int(number)] if number else None
+    captions = source.captions(i) if region is None else region.phrases
     sample: dict[str, Any] = {
         "id": source.identity(i),
         "text": captions[0][:MOST_LETTERS] if captions else "",
     }
-    for modality in filter(view_of, modalities):
+    for modality in filter(lambda each: each == "region" or view_of(each), modalities):
         file = io.BytesIO()
         sample[f"{modality}_picture"] = None
         try:
-            value = encoded(source, modality, i)
+            value = encoded(source, "image" if modality == "region" else modality, i)
             if value is None:
                 continue
-            value.small_picture().save(file, "JPEG", quality=JPEG_QUALITY)
+            picture = value.small_picture()
+            if region is not None:
+                _draw_box(picture, region.box)
+            picture.save(file, "JPEG", quality=JPEG_QUALITY)
             sound = value.played()
         except Exception:  # BadSample, or whatever a format of the user's own raises
             continue
@@ -141,3 +148,12 @@ def _sample(source: KnownSource, i: int, modalities: Sequence[str]) -> dict[str,
         if sound:
             sample[f"{modality}_sound"] = base64.b64encode(sound).decode()
     return sample
+
+
+def _draw_box(picture: Image.Image, box: Sequence[float]) -> None:
+    """x1, y1, x2, y2 in fractions of the sides: a line that is seen on any ground."""
+    x1, y1, x2, y2 = (round(part * (side - 1)) for part, side in zip(box, picture.size * 2))
+    draw = ImageDraw.Draw(picture)
+    draw.rectangle((x1, y1, x2, y2), outline="white")
+    if x2 - x1 > 2 and y2 - y1 > 2:
+        draw.rectangle((x1 + 1, y1 + 1, x2 - 1, y2 - 1), outline="#0072B2")

@@ -9,7 +9,8 @@ B micro-batch, n its regions, t its captions, C channels, h × w places of a map
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,11 +42,16 @@ class MapTap(Layer):
 
     def compute(self, image_hidden: Tensor) -> Tensor:
         # * 1: what is sent on under two names must not share its memory
+        return self.as_map(image_hidden, self.last, self.num_prefix) * 1
+
+    @staticmethod
+    def as_map(image_hidden: Tensor, last: bool, num_prefix: int) -> Tensor:
+        """[B, C, h, w]"""
         if image_hidden.dim() == 4:
-            return (image_hidden.permute(0, 3, 1, 2) if self.last else image_hidden) * 1
-        tokens = image_hidden[:, self.num_prefix :]
+            return image_hidden.permute(0, 3, 1, 2) if last else image_hidden
+        tokens = image_hidden[:, num_prefix:]
         side = math.isqrt(tokens.shape[1])  # of all patches of a square image
-        return tokens.transpose(1, 2).unflatten(2, (side, side)) * 1
+        return tokens.transpose(1, 2).unflatten(2, (side, side))
 
 
 def tap_maps(tower: Tower, pixel_values: Tensor) -> tuple[tuple[LayerSpec, ...], dict[str, int]]:
@@ -56,21 +62,59 @@ def tap_maps(tower: Tower, pixel_values: Tensor) -> tuple[tuple[LayerSpec, ...],
     ends = [(end, shape) for end, shape in map_ends(tower, pixel_values) if len(shape) > 1]
     for number, (end, shape) in enumerate(ends[-SCALES:]):
         name, last = f"image_map_{number}", channels_last(shape)
-        prefix = shape[0] - math.isqrt(shape[0]) ** 2 if len(shape) == 2 else 0
-        layer = tap(f"image.map_{number}", "image", MapTap(name, last, prefix))
+        layer = tap(f"image.map_{number}", "image", MapTap(name, last, _num_prefix(shape)))
         specs.insert(end + 1 + number, layer)
         maps[name] = shape[-1] if last or len(shape) == 2 else shape[0]
     return tuple(specs), maps
 
 
-def region_features(maps: Tensor, boxes: Tensor, row: Tensor) -> Tensor:
+def _num_prefix(shape: Sequence[int]) -> int:
+    """Tokens before those of the patches of a square image, by the shape of a map."""
+    return shape[0] - math.isqrt(shape[0]) ** 2 if len(shape) == 2 else 0
+
+
+def region_features(
+    maps: Tensor, boxes: Tensor, row: Tensor, bins: Sequence[int] = (1, 1)
+) -> Tensor:
     """Mean features of regions: `maps` [B, C, h, w], `boxes` [n, 4] (x1, y1, x2, y2 in parts of
-    `WHOLE`), `row` [n] which image -> [n, C] fp32. By RoIAlign (He et al. 2017) with one bin."""
+    `WHOLE`), `row` [n] which image -> [n, C, *bins] fp32. By RoIAlign (He et al. 2017)."""
     height, width = maps.shape[-2:]
     x1, y1, x2, y2 = (boxes.float() / WHOLE).unbind(1)
     # side by side: a tensor of the sides would be a copy to the device, for which the host waits
     rois = torch.stack([row.float(), x1 * width, y1 * height, x2 * width, y2 * height], 1)
-    return roi_align(maps.float(), rois, output_size=1, aligned=True).flatten(1)
+    return roi_align(maps.float(), rois, output_size=tuple(bins), aligned=True)
+
+
+class PooledRegions:
+    """Regions by a tower that learned none: RoIAlign of the last map, with as many bins as it has
+    places, goes through the layers behind it as if it were the map of an image. So does the mean of
+    its bins in the place of tokens that stand before those of patches.
+
+    `tower`: with its head. `pixel_values`: as in `models.towers.building.meta_inputs`. Errors:
+    ValueError where no layer makes a map.
+    """
+
+    def __init__(self, tower: Tower, pixel_values: Tensor) -> None:
+        bare = replace(tower, specs=tower.specs[:-1])
+        ends = [(end, s) for end, s in map_ends(bare, pixel_values) if len(s) > 1]
+        if not ends:
+            raise ValueError(f"image tower {tower.name!r}: no layer of it makes a map")
+        end, shape = ends[-1]
+        self.num_before = end + 1
+        """Of the layers up to the last map."""
+        self.last = channels_last(shape)
+        self.num_prefix = _num_prefix(shape)
+
+    def hidden(self, image_hidden: Tensor, boxes: Tensor, row: Tensor) -> Tensor:
+        """`image_hidden` of the images [B, ...], `boxes` [n, 4] and `row` [n], as
+        `region_features` takes them -> that of the regions [n, ...]."""
+        maps = MapTap.as_map(image_hidden, self.last, self.num_prefix)
+        found = region_features(maps, boxes, row, maps.shape[-2:]).to(image_hidden.dtype)
+        if image_hidden.dim() == 4:
+            return found.permute(0, 2, 3, 1) if self.last else found
+        tokens = found.flatten(2).transpose(1, 2)
+        mean = tokens.mean(1, keepdim=True).expand(-1, self.num_prefix, -1)
+        return torch.cat([mean, tokens], 1)
 
 
 class RegionsHead(Head):
@@ -101,7 +145,7 @@ class RegionsHead(Head):
         if region_boxes is None or region_row is None:
             region_boxes = features.new_zeros((0, 4), dtype=torch.int32)
             region_row = features.new_zeros(0, dtype=torch.int64)
-        each = [region_features(of_scale, region_boxes, region_row) for of_scale in maps]
+        each = [region_features(of, region_boxes, region_row).flatten(1) for of in maps]
         found = torch.cat(each, 1).to(maps[0].dtype)
         return *made, F.normalize(self.region_projection(found).float(), dim=-1)
 

@@ -1,5 +1,6 @@
 """evaluate.py and export.py on a run that compares regions of images with phrases."""
 
+import base64
 import io
 import json
 import sys
@@ -20,22 +21,31 @@ from launch.inference.trained import open_run
 from launch.views import ImageView
 
 PAIRS = "image:text,region:text"
-NUMBER = 40
+NUMBER, WIDE = 40, 3  # samples; the one of which the tower sees the middle half
 
 
 def write_scenes(folder):
-    """The spec of a JSONL of scenes: boxes that overlap an earlier one of another phrase, one at an
-    edge that the tower does not see, a sample without regions and one without a caption."""
+    """The spec of a JSONL of scenes: boxes that overlap an earlier one of another phrase, some at an
+    edge that the tower does not see, samples without regions and without a caption."""
     folder.mkdir()
     scenes = open_source("demo:scenes:100", [("image", "text"), ("image", "region")])
     with (folder / "scenes.jsonl").open("w") as lines:
         for i in range(NUMBER):
-            (folder / f"{i}.bmp").write_bytes(scenes.value("image", i))
+            picture = Image.open(io.BytesIO(scenes.value("image", i)))
+            part = 0.5 if i == WIDE else 1.0  # of the width
+            wide = Image.new("RGB", (round(picture.width / part), picture.height))
+            wide.paste(picture)
+            wide.save(folder / f"{i}.bmp")
             regions = [
-                {"xyxy": region.box, "unit": "relative", "text": [*region.phrases, "a thing"]}
+                {
+                    "xyxy": [part * x1, y1, part * x2, y2],
+                    "unit": "relative",
+                    "text": [*region.phrases, "a thing"],
+                }
                 for region in scenes.value("region", i)
+                for x1, y1, x2, y2 in [region.box]
             ]
-            x1, y1, x2, y2 = scenes.value("region", i)[0].box
+            x1, y1, x2, y2 = regions[0]["xyxy"]
             shifted = [x1, y1, x2, y1 + 0.7 * (y2 - y1)]
             regions.insert(1, {"xyxy": shifted, "unit": "relative", "text": f"number {i}"})
             row = {"image_path": f"{i}.bmp", "id": str(i), "text": scenes.captions(i)}
@@ -116,6 +126,60 @@ def test_regions_are_embedded_with_their_boxes_and_phrases(run):
         torch.testing.assert_close(regions.region.embeds[row], embeds[0], rtol=0, atol=1e-4)
 
 
+def test_a_model_that_learned_no_regions_has_them_by_its_last_map(tmp_path, monkeypatch, capfd):
+    """Of the samples that its run held out: a box of the whole image is what the image is."""
+    spec, run_dir = write_scenes(tmp_path / "data"), tmp_path / "run"
+    file = tmp_path / "data" / "scenes.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        line.setdefault("text", "nothing")
+        for region in line.get("regions", ()):
+            region["xyxy"] = [0, 0, 1, 1]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ["--data", spec, "--steps", "1", "--workers", "0", "--set", "train_batch_size=8"]
+    status, output = run_to_end("train.py", *words, *SMALL, "--run-dir", run_dir, ranks=1)
+    assert status == 0, output[-3000:]
+    trained = open_run(run_dir).with_regions()
+    source = open_source(spec, trained.read)
+    found = Embedder(trained, "cpu", 5, 0).embedded(source, source.usable())
+    images = dict(zip(found.rows["image"].sample.tolist(), found.rows["image"].embeds))
+    expected = torch.stack([images[i] for i in found.regions.image.tolist()])
+    assert len(expected) > 100
+    torch.testing.assert_close(found.regions.region.embeds, expected, rtol=1e-4, atol=1e-5)
+    evaluated(monkeypatch, run_dir, "--regions")
+    assert "learned no regions" in " ".join(capfd.readouterr().out.split())
+    evaluation = json.loads((run_dir / "evaluation-step-00000001.json").read_text())
+    assert "validation/phrase_to_box_R@1" in evaluation
+
+
+def test_queries_of_the_report_are_phrases_and_boxes(run):
+    """Each by its number of its image, also where boxes before it are not seen; with its box on the
+    picture."""
+    record = json.loads((run[0] / "queries.json").read_text())["sets"]["validation"]
+    source, regions = open_source(run[1], open_run(run[0]).read), read_regions(run)
+    own = {}
+    for row, i in enumerate(regions.image.tolist()):
+        boxes = [region.box for region in source.value("region", i)]
+        own[f"{i}.{boxes.index(tuple(regions.box[row].tolist()))}"] = row
+    embeds = {"region": regions.region.embeds, "phrase": regions.phrase.embeds}
+    for direction in ("region_to_phrase", "phrase_to_region"):
+        asks, answers_with = direction.split("_to_")
+        assert len(record[direction]) == 4
+        for query in record[direction]:
+            row = own[query["query"]]
+            similarity = embeds[answers_with] @ embeds[asks][row]
+            best = query["answers"][0]
+            assert best["similarity"] == pytest.approx(float(similarity.max()), abs=1e-3)
+            found = float(similarity[own[best["sample"]]])
+            assert best["similarity"] == pytest.approx(found, abs=1e-3)
+            shown = record["samples"][query["query"]]
+            assert shown["text"] == regions.phrase.texts[row]
+            if asks == "region":
+                picture = Image.open(io.BytesIO(base64.b64decode(shown["region_picture"])))
+                plain = ImageView(source.value("image", int(query["query"].split(".")[0])))
+                assert np.abs(np.array(picture, float) - plain.small_picture()).max() > 60
+
+
 def test_a_query_finds_boxes_and_draws_them(run, monkeypatch, capfd, tmp_path):
     run_dir, _ = run
     picture = tmp_path / "found.png"
@@ -126,7 +190,7 @@ def test_a_query_finds_boxes_and_draws_them(run, monkeypatch, capfd, tmp_path):
     alike = (embedder.texts(["number 3"]) @ regions.region.embeds.T)[0]
     best = alike.topk(3)
     said = capfd.readouterr().out
-    assert all(f"{value:.3f}" in said for value in best.values.tolist())
+    assert all(f"{round(value, 4):.3f}" in said for value in best.values.tolist())
     assert regions.phrase.texts[best.indices[0]] in said
     assert imread(picture).std() > 0.1
 
