@@ -216,8 +216,10 @@ def _by_ffmpeg(data: bytes) -> Sound:
     try:
         # titles that are no UTF-8 end nothing; from PyAV 19 on by itself
         old = int(library.__version__.split(".")[0]) < 19
-        options = {"metadata_errors": "replace"} if old else {}
-        container = library.open(io.BytesIO(data), **options)
+        given = {"metadata_errors": "replace"} if old else {}
+        # a playlist would open other files
+        options = {"protocol_whitelist": "none"}
+        container = library.open(io.BytesIO(data), options=options, **given)
     except library.FFmpegError as error:
         raise BadSample("not-audio", f"{begins}: {error.strerror}") from error
     with container:

@@ -194,6 +194,15 @@ def test_ffmpeg_reads_what_libsndfile_does_not():
     assert made.seconds == pytest.approx(1, abs=0.2)  # AAC comes in frames of 1,024 samples
 
 
+def test_a_playlist_opens_no_other_file(tmp_path, monkeypatch):
+    (tmp_path / "secret.wav").write_bytes(wav(tone()))
+    monkeypatch.chdir(tmp_path)
+    for words in ("ffconcat version 1.0\nfile secret.wav\n", "#EXTM3U\n#EXTINF:1,\nsecret.wav\n"):
+        with pytest.raises(BadSample) as error:
+            decode_audio(words.encode())
+        assert error.value.reason == "not-audio", words
+
+
 def test_without_a_decoder_the_error_names_the_command(monkeypatch):
     monkeypatch.setattr(decoding, "_library", lambda name: None)
     with pytest.raises(ImportError, match="pip install -r requirements-audio.txt"):
