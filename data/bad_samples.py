@@ -15,9 +15,12 @@ REGION_LIMIT = 1_000  # regions of one image, and phrases or negatives of one re
 SECONDS_LIMIT = 1_200
 # samples of one sound: a file of 200 KB can hold 20 minutes at 655 kHz, which take 6 GB
 SAMPLES_LIMIT = SECONDS_LIMIT * 96_000
-# seconds of processor time that decoding one image or sound may take; the largest image takes 3
+# seconds of processor time that decoding one image, one sound, or a film up to the frame that is
+# wanted may take; the largest image takes 3
 DECODE_LIMIT_S = 20.0
 LOWEST_HZ, HIGHEST_HZ = 1_000, 768_000
+FILM_SECONDS_LIMIT = 6 * 3600
+LOWEST_FPS, HIGHEST_FPS = 0.01, 240.0  # on average over the film
 CHANNEL_LIMIT = 24  # mixed to one; as many as the largest layout of loudspeakers has, 22.2
 
 # The position in this table is part of every index: new reasons go to its end, and none is ever
@@ -57,6 +60,13 @@ REASONS: dict[str, str] = {
     "not-relative": "the box of a region is called relative, and has numbers above 1",
     "no-phrase": "a region has no text",
     "too-many-regions": f"over {REGION_LIMIT:,} regions of an image, or texts of a region",
+    "not-a-film": "no known film format, or nothing in it that moves",
+    "no-frames": "a film without a frame",
+    "truncated-film": "the film ends before the frames that its header promises, or within one",
+    "impossible-film": f"not {LOWEST_FPS:g} to {HIGHEST_FPS:g} frames/s, or an impossible size",
+    "huge-film": f"a film of over {FILM_SECONDS_LIMIT / 3600:g} hours",
+    "outside-film": "more than half of the segment lies behind the end of the film",
+    "empty-segment": "the segment ends where it begins or before, or its times are no times",
 }
 ABSENCES = ("no-value", "no-caption", "empty-caption", "orphan-member")
 """Reasons that say of one modality that it was never there, not that it is broken."""

@@ -65,6 +65,7 @@ def test_codes_never_change():
         "truncated-archive": 17,
         "too-slow": 27,
         "too-many-regions": 34,
+        "empty-segment": 41,
     }
     assert {reason: CODES[reason] for reason in known} == known
 
