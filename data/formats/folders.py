@@ -15,6 +15,7 @@ from data.formats.rows import (
     AUDIO_ENDINGS,
     IMAGE_ENDINGS,
     LEFTOVER,
+    VIDEO_ENDINGS,
     EntriesFormat,
     Format,
     Part,
@@ -142,6 +143,24 @@ class AudioFolderFormat(ImageFolderFormat):
         "{}",
         "one can hear {}",
         "{}, with some noise",
+    )
+
+
+class VideoFolderFormat(ImageFolderFormat):
+    """The films of all classes, `DIR/class/name.mp4`, as Kinetics has them."""
+
+    kind = "videofolder"
+    modality = "video"
+    endings = VIDEO_ENDINGS
+    unread = ("gif", "apng", "ogv", "3gp", "rmvb")
+    not_of_its_kind = "not-a-film"
+    holds = ("video", "text")
+    usual_templates = (
+        "a video of {}",
+        "a film of a person {}",
+        "{}",
+        "a clip of {}, seen from the front",
+        "one can see {}",
     )
 
 

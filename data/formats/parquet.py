@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data.bad_samples import CAPTION_LIMIT, FILE_LIMIT, REGION_LIMIT, BadSample
+from data.clips import KEYS
 from data.formats.rows import (
     DEFAULT_PAIRS,
     ENCODED,
@@ -38,13 +39,16 @@ COLUMNS = {
     "image": ("image", "image_path", "filepath"),
     "text": ("text", "caption", "title"),
     "audio": ("audio", "audio_path"),
+    "video": ("video", "video_path"),
+    "start_s": ("start_s",),
+    "end_s": ("end_s",),
     "region": ("regions",),
     "id": ("id",),
 }
 # A dictionary page repeats one value of megabytes in thousands of rows for a few bytes each. Only
 # what was decoded tells how large rows are, so they are decoded one by one.
 ROWS_AT_ONCE = 1
-HELD = ("image", "text", "audio", "region")
+HELD = ("image", "text", "audio", "video", "region")
 GROUP = 1 << 32  # a place in a file is the number of the row group times this, plus the row in it
 # bytes of a row group that is kept; of a larger one only the rows up to the wanted one are read
 KEPT_LIMIT = 256 << 20
@@ -154,7 +158,8 @@ class ParquetFormat(ShardsFormat):
         size = os.path.getsize(part.file)
         number, decoded, limit = first, 0, FILE_LIMIT + DECODED_FACTOR * size
         # Of images and sounds those that are compared are read.
-        columns = {key: self.columns.get(key) for key in ("id", *self.modalities)}
+        keys = ("id", *self.modalities, *(KEYS if "video" in self.modalities else ()))
+        columns = {key: self.columns.get(key) for key in keys}
         wanted = {key: column for key, column in columns.items() if column is not None}
         try:
             for batch in self._batches(part.file, group, wanted):
@@ -208,6 +213,8 @@ class ParquetFormat(ShardsFormat):
             return _texts(scalar)
         if key == "region":
             return _regions(scalar)
+        if key in KEYS:
+            return _python(scalar)
         if key not in ENCODED:
             return _id(_python(scalar))
         found = self._content(key, _python(scalar))
@@ -222,7 +229,7 @@ class ParquetFormat(ShardsFormat):
             content, path = None, given
         if content is None and path is not None and self.stored[modality] != "bytes":
             return path
-        may_lack = modality == "audio" or self.pairs != DEFAULT_PAIRS
+        may_lack = modality != "image" or self.pairs != DEFAULT_PAIRS
         if isinstance(content, bytes) or (given is None and may_lack):
             return content
         column = self.columns[modality]

@@ -184,7 +184,18 @@ def encoded_audio(sound: Any) -> bytes:
     )
 
 
-ENCODERS = {"image": encoded, "audio": encoded_audio}
+def encoded_film(film: Any) -> bytes:
+    """Raises BadSample."""
+    film = _bytes_or_path(film, "video")
+    if isinstance(film, bytes):
+        return film
+    raise BadSample(
+        "not-a-film",
+        f"the film is a {type(film).__name__}; bytes, a path or {{bytes, path}} is needed",
+    )
+
+
+ENCODERS = {"image": encoded, "audio": encoded_audio, "video": encoded_film}
 
 
 def _bytes_or_path(given: Any, modality: str) -> Any:

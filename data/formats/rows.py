@@ -24,6 +24,7 @@ from data.bad_samples import (
     check_characters,
     checked_captions,
 )
+from data.clips import KEYS, WHOLE_FILM, Span, checked_span
 from data.regions import Regions, checked_regions
 
 ROWS_OF_A_PART = 1024
@@ -36,7 +37,9 @@ IMAGE_ENDINGS = (
     *("jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp", "tif", "tiff"),
     *("ppm", "pgm", "pbm", "pnm"),
 )
-ENCODED = ("image", "audio")  # modalities whose values are encoded files
+VIDEO_ENDINGS = ("mp4", "webm", "mkv", "mov", "m4v", "avi", "mpg", "mpeg", "ts", "flv", "wmv")
+ENCODED = ("image", "audio", "video")  # modalities whose values are encoded files
+NOT_OF_ITS_KIND = {"image": "not-an-image", "audio": "not-audio", "video": "not-a-film"}
 # What systems and tools leave beside data: no part of it, and not counted.
 LEFTOVER = re.compile(
     r"(^|/)(__MACOSX(/.*)?|\._[^/]*|\.DS_Store|Thumbs\.db|desktop\.ini"
@@ -66,8 +69,9 @@ class Row(NamedTuple):
 
     name: str  # its id where `values` has none
     number: int  # of the line, the table's row, the entry: for messages
-    # "id", "language" and each modality -> what is given, or what is wrong with it. An image or a
-    # sound is a path below the format's roots, encoded bytes, or the `Media` of an archive.
+    # "id", "language" and each modality -> what is given, or what is wrong with it. An image, a
+    # sound or a film is a path below the format's roots, encoded bytes, or the `Media` of an
+    # archive; `data.clips.KEYS` say which part of a film.
     values: Mapping[str, Any] | BadSample
     beside: Sequence["Unused"] = ()  # counted where the sample is used
 
@@ -82,7 +86,7 @@ class Unused(NamedTuple):
 
 @dataclass
 class Media:
-    """Where the encoded image or sound of a sample is."""
+    """Where the encoded image, sound or film of a sample is."""
 
     path: str = ""  # as the data set gives it, or of the member in its archive
     offset: int = 0  # in its archive: bytes, or whatever place its format finds it by
@@ -105,6 +109,7 @@ class Sample:
     dropped: list[BadSample] = field(default_factory=list)  # captions beside good ones
     # not in `repr`, which is a part of what an index is compared by
     regions: Regions | None = field(default=None, repr=False)
+    span: Span = field(default=WHOLE_FILM, repr=False)
     problem: BadSample | None = None
 
 
@@ -179,13 +184,15 @@ class Format:
             return sample
         for modality in self.modalities:
             try:
-                self._fill(sample, modality, row.values.get(modality))
+                self._fill(sample, modality, row.values)
             except BadSample as problem:
                 sample.lacks[modality] = problem
         return sample
 
-    def _fill(self, sample: Sample, modality: str, value: Any) -> None:
-        """Give the sample its value of a modality. Raises BadSample."""
+    def _fill(self, sample: Sample, modality: str, row: Mapping[str, Any]) -> None:
+        """Give the sample its value of a modality, as the values of its row have it. Raises
+        BadSample."""
+        value = row.get(modality)
         if isinstance(value, BadSample):
             raise value
         if modality == "text":
@@ -202,6 +209,8 @@ class Format:
             elif isinstance(value, Media):
                 check_characters(value.path, "the name of the member")
             else:
+                if modality == "video":
+                    value = self.roots.with_ending(value, VIDEO_ENDINGS)
                 media.path = value if isinstance(value, str) else ""
                 try:
                     media.true_path, status = self.roots.find(value, modality)
@@ -209,7 +218,10 @@ class Format:
                     media.mtime_ns = -1 if problem.reason == "missing-file" else 0
                     raise
                 media.size, media.mtime_ns = size_and_time(status)
-            if media.size > FILE_LIMIT:
+            if modality == "video":
+                sample.span = checked_span(*(row.get(key) for key in KEYS))
+            # a film in a file of its own is never read as a whole
+            if media.size > FILE_LIMIT and not (modality == "video" and media.true_path):
                 raise BadSample("unreadable", f"the {modality} has {_too_large(media.size)}")
 
     def problem(self, sample: Sample) -> BadSample | None:
@@ -245,8 +257,9 @@ class EntriesFormat(Format):
         """(number, content) of each, and its share of `total`."""
         raise NotImplementedError
 
-    def values(self, content: Any) -> Mapping[str, Any]:
-        """The `values` of a row, made of an entry that is not these yet. Raises BadSample."""
+    def values(self, content: Any) -> Mapping[str, Any] | list[Mapping[str, Any]]:
+        """The `values` of a row, or of several, made of an entry that is not these yet. Raises
+        BadSample."""
         return content
 
     def name(self, number: int) -> str:
@@ -257,7 +270,12 @@ class EntriesFormat(Format):
 
     def rows(self, part: Part) -> Iterator[Row]:
         for number, content in part.content:
-            yield Row(self.name(number), number, attempt(self.values, content))
+            found = attempt(self.values, content)
+            if not isinstance(found, list):
+                yield Row(self.name(number), number, found)
+                continue
+            for k, values in enumerate(found):
+                yield Row(f"{self.name(number)}#{k}", number, values)
 
 
 def stamp(path: str) -> Stamp:
@@ -321,7 +339,7 @@ class Roots:
                 raise BadSample("unreadable", f"{true}: {error.strerror}") from error
             if not stat.S_ISREG(status.st_mode):
                 what = "folder" if stat.S_ISDIR(status.st_mode) else "pipe or device"
-                reason = "not-audio" if modality == "audio" else "not-an-image"
+                reason = NOT_OF_ITS_KIND.get(modality, "not-an-image")
                 raise BadSample(reason, f"{true} is a {what}, not a file")
             return true, status
         raise BadSample(
@@ -338,6 +356,17 @@ class Roots:
                 return file.read()
         except OSError as error:
             raise BadSample("unreadable", f"{true}: {error.strerror}") from error
+
+    def with_ending(self, path: Any, endings: Sequence[str]) -> Any:
+        """A path as it is, or with the first ending that a file has, where it has none: lists of
+        films often name them without."""
+        if not isinstance(path, str) or os.path.splitext(path)[1][1:].lower() in endings:
+            return path
+        for ending in endings:
+            for folder in self.folders:
+                if os.path.isfile(os.path.join(folder, f"{path}.{ending}")):
+                    return f"{path}.{ending}"
+        return path
 
     def _hold(self, true: str) -> bool:
         return any(true == folder or is_inside(folder, true) for folder in self.folders)

@@ -77,15 +77,15 @@ def names_of(
 def chosen_columns(
     spec: str, columns: Sequence[str], usual: dict[str, tuple[str, ...]], options: dict[str, str]
 ) -> dict[str, str]:
-    """What a table has -> its column, the first of `names_of`. Beside sounds the image or the text
-    is not needed. `spec` begins messages. Errors: ValueError."""
+    """What a table has -> its column, the first of `names_of`. Beside sounds or films the image
+    or the text is not needed. `spec` begins messages. Errors: ValueError."""
     names = names_of(usual, options)
     found = {key: name for key in usual for name in reversed(names[key]) if name in columns}
     needed = {*options}
-    if "audio" not in found:
+    if not {"audio", "video"} & found.keys():
         needed |= {"image", "text"}
     elif "image" not in found:
-        needed.add("text")  # a sound alone is compared with nothing
+        needed.add("text")  # a sound or a film alone is compared with nothing
     for key in usual:
         if key in needed and key not in found:
             wanted = names[key] or (key,)

@@ -13,7 +13,9 @@ from typing import Any, TextIO
 
 from common.spelling import near
 from data.bad_samples import BadSample
-from data.formats.rows import DEFAULT_PAIRS, EntriesFormat, Roots
+from data.clips import KEYS as SPAN
+from data.clips import checked_span
+from data.formats.rows import DEFAULT_PAIRS, EntriesFormat, Roots, attempt
 from data.formats.specs import ROOT, chosen_columns, existing, names_of, split_options
 
 # Of each, the first that a line has. Hugging Face's metadata.jsonl has `file_name`.
@@ -21,11 +23,15 @@ KEYS = {
     "image": ("image_path", "file_name"),
     "text": ("text",),
     "audio": ("audio_path", "audio"),
+    "video": ("video_path", "video", "video_id"),
+    "start_s": ("start_s",),
+    "end_s": ("end_s",),
     "region": ("regions",),
     "id": ("id",),
     "language": ("language",),
 }
-JSONL = "jsonl:FILE or jsonl:FILE?image=KEY&text=KEY&audio=KEY&id=KEY&language=KEY&root=DIR"
+JSONL = "jsonl:FILE or jsonl:FILE?image=KEY&text=KEY&audio=KEY&video=KEY&id=KEY&language=KEY"
+JSONL += "&root=DIR"
 LINE = (
     'JSON lines {"image_path": "path.png", "text": "a caption" or ["several", "captions"], '
     '"id": "optional name", "language": "optional, of the text"}'
@@ -36,6 +42,8 @@ BETWEEN = (" ", "\t", "\r", "\n", ",")  # two of its objects
 
 COLUMNS = KEYS | {"image": ("filepath",), "text": ("title",)}
 del COLUMNS["region"]
+FILES = ("image", "audio", "video")
+FILES_AND_TEXT = ("image", "text", "audio", "video")
 FIELD_LIMIT = 1 << 20  # characters; a quote that is never closed takes no more than this with it
 # Stands for the character NUL within the reader, which before Python 3.11 refuses the whole row; no
 # other byte is read as it.
@@ -44,19 +52,27 @@ NUL = "\udc00"
 
 class JsonlFormat(EntriesFormat):
     """Paths count from the file's folder, then from each further root. A file that begins with `[{`
-    is one JSON list. Rows of FG-CLIP's data are read as they are."""
+    is one JSON list. Rows of FG-CLIP's data are read as they are. A film with `segments`, a list of
+    {"start_s", "end_s", "text"}, is a sample for each, whose id is the film's, # and its number;
+    with `near=K` it has the texts of the K - 1 segments that are nearest in time as well, behind its
+    own."""
 
     unit = "B"
-    holds = ("image", "text", "audio", "region")
+    holds = ("image", "text", "audio", "video", "region")
 
     def __init__(self, where: str) -> None:
-        """`where`: `FILE[?image=KEY&…&root=DIR]`. Errors: ValueError, FileNotFoundError."""
-        name, options, more = split_options("jsonl", where, (*KEYS, ROOT))
+        """`where`: `FILE[?image=KEY&…&near=K&root=DIR]`. Errors: ValueError, FileNotFoundError."""
+        name, options, more = split_options("jsonl", where, (*KEYS, "near", ROOT))
         spec = f"data spec 'jsonl:{where}':"
+        near = options.pop("near", "1")
+        if not (near.isdecimal() and int(near) >= 1):
+            raise ValueError(f"{spec} near '{near}': a whole number of texts from 1 is needed")
+        self.near = int(near)
         self.files = [existing(spec, name, "file", f"a file of {LINE}: {JSONL}")]
         self.keys = names_of(KEYS, options)
         self.roots = Roots.of(os.path.dirname(self.file), more)
         self.spec = f"jsonl:{self.file}{options or ''}{self.roots.options()}"
+        self.spec += f"?near={self.near}" if self.near > 1 else ""
 
     @cached_property
     def _is_list(self) -> bool:
@@ -84,12 +100,26 @@ class JsonlFormat(EntriesFormat):
                 if line.strip() or size >= LINE_LIMIT:
                     yield (number, line), size
 
-    def values(self, content: Any) -> dict[str, Any]:
+    def values(self, content: Any) -> Any:
         if content == b"":
             raise BadSample("invalid-row", f"the line has more than {LINE_LIMIT:,} bytes")
         is_line = isinstance(content, bytes)
         fields = parsed_object(content, "the line") if is_line else an_object(content, "the entry")
         fields = with_usual_keys(fields)
+        segments = fields.get("segments")
+        if "video" not in self.modalities or not isinstance(segments, list):
+            return self._values(fields)
+        rows = [attempt(self._of_segment, fields, k) for k in range(len(segments))]
+        return rows if self.near == 1 else with_near_texts(rows, self.near)
+
+    def _of_segment(self, fields: dict[str, Any], k: int) -> dict[str, Any]:
+        own = an_object(fields["segments"][k], f"segment {k}")
+        values = self._values({**fields, **own})
+        if "id" not in own and values["id"] is not None:
+            values["id"] = f"{values['id']}#{k}"
+        return values
+
+    def _values(self, fields: dict[str, Any]) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for what, keys in self.keys.items():
             given = [fields[key] for key in keys if key in fields]
@@ -102,6 +132,25 @@ class JsonlFormat(EntriesFormat):
                 detail = f"no key '{wanted}'; given: {listed}{hint}"
                 values[what] = BadSample("invalid-row", detail)
         return values
+
+
+def with_near_texts(rows: list[Any], number: int) -> list[Any]:
+    """The segments of a film, each with the texts of those whose middles are nearest to its own,
+    `number` with its own."""
+    middles: dict[int, float] = {}
+    for k, row in enumerate(rows):
+        with contextlib.suppress(BadSample, AttributeError):
+            span = checked_span(*(row.get(key) for key in SPAN))
+            if span.end_s is not None:
+                middles[k] = (span.start_s + span.end_s) / 2
+    made = list(rows)
+    for k, middle in middles.items():
+        nearest = sorted(middles, key=lambda other: (abs(middles[other] - middle), other != k))
+        texts = [rows[other]["text"] for other in nearest[:number]]
+        one_each = [text[0] if isinstance(text, list) and text else text for text in texts[1:]]
+        own = texts[0] if isinstance(texts[0], list) else [texts[0]]
+        made[k] = rows[k] | {"text": [*own, *(text for text in one_each if text is not None)]}
+    return made
 
 
 def parsed_object(content: bytes, what: str) -> dict[str, Any]:
@@ -179,8 +228,9 @@ def list_entries(file: str) -> Iterator[tuple[tuple[int, Any], int]]:
 
 
 class TableFormat(EntriesFormat):
-    """A csv or tsv file with a line of column names; sounds are in `audio_path` or `audio`. Paths
-    count from the file's folder, then from each further root."""
+    """A csv or tsv file with a line of column names; sounds are in `audio_path` or `audio`, films in
+    `video_path`, `video` or `video_id`. Paths count from the file's folder, then from each further
+    root."""
 
     unit = "B"
 
@@ -204,7 +254,7 @@ class TableFormat(EntriesFormat):
         given = f"{spec} separator '{self.separator}' (or give another: ?separator=CHARACTER):"
         self.columns = chosen_columns(given, header, COLUMNS, options)
         self.positions = {key: header.index(column) for key, column in self.columns.items()}
-        self.holds = tuple(key for key in ("image", "text", "audio") if key in self.columns)
+        self.holds = tuple(key for key in FILES_AND_TEXT if key in self.columns)
         self.spec = f"{kind}:{self.file}?{self.columns}{self.separator}{self.roots.options()}"
 
     def _header(self) -> list[str]:
@@ -265,7 +315,7 @@ class TableFormat(EntriesFormat):
         ends a text of several lines has a quote too many for that."""
         cells = self._cells(line)
         if isinstance(cells, list) and len(cells) == self.num_columns and not line.count('"') % 2:
-            at = self.positions.get("image", self.positions.get("audio", 0))
+            at = next((self.positions[key] for key in FILES if key in self.positions), 0)
             with contextlib.suppress(BadSample):
                 self.roots.find(cells[at])
                 return True
@@ -281,7 +331,8 @@ class TableFormat(EntriesFormat):
         if isinstance(content, BadSample):
             raise content
         given = f"{len(content)} column{'s' if len(content) != 1 else ''}"
-        needed = [key for key in self.columns if key != "language"]  # a row may end before it
+        # a row may end before these
+        needed = [key for key in self.columns if key not in ("language", "start_s", "end_s")]
         if len(content) <= max(self.positions[key] for key in needed):
             names = ", ".join(self.columns[key] for key in needed)
             raise BadSample("invalid-row", f"{given}, but {names} are further on")
@@ -297,7 +348,7 @@ class TableFormat(EntriesFormat):
             if position < len(content)
         }
         # An empty cell is how a table says that there is no file.
-        return cells | {key: cells.get(key) or None for key in ("image", "audio")}
+        return cells | {key: cells.get(key) or None for key in FILES}
 
 
 def _noted(file: TextIO, lines: list[str]) -> Iterator[str]:

@@ -11,14 +11,17 @@ import tarfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cached_property, lru_cache
+from itertools import chain
 from posixpath import splitext
 from typing import Any, BinaryIO, cast
 
 from data.bad_samples import ABSENCES, BadSample, Captions, checked_captions
+from data.clips import KEYS
 from data.formats.rows import (
     AUDIO_ENDINGS,
     IMAGE_ENDINGS,
     LEFTOVER,
+    VIDEO_ENDINGS,
     Media,
     Part,
     Row,
@@ -32,8 +35,8 @@ USAGE = "webdataset:PATTERN, for example webdataset:shards/{000..012}.tar"
 PACKED = (".gz", ".tgz", ".bz2", ".xz", ".zst")
 # Ending and, of JSON, key: the first good text is taken.
 TEXTS = (("txt", None), ("json", "caption"), ("json", "text"))
-ENDINGS = {"image": IMAGE_ENDINGS, "audio": AUDIO_ENDINGS}
-READ_ENDINGS = {*IMAGE_ENDINGS, *AUDIO_ENDINGS, *(ending for ending, _ in TEXTS)}
+ENDINGS = {"image": IMAGE_ENDINGS, "audio": AUDIO_ENDINGS, "video": VIDEO_ENDINGS}
+READ_ENDINGS = {*chain(*ENDINGS.values()), *(ending for ending, _ in TEXTS)}
 # As in webdataset's tariterators, which cannot be imported without torch, nor tell where a member
 # lies.
 KEY_AND_ENDING = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)$", re.DOTALL)
@@ -55,7 +58,7 @@ class WebdatasetFormat(ShardsFormat):
     """The samples of all shards. An id is SHARD/KEY, where the key is the members' common name."""
 
     unit = "B"
-    holds = ("image", "text", "audio", "region")
+    holds = ("image", "text", "audio", "video", "region")
 
     def __init__(self, where: str, shard: Shard | None = None) -> None:
         """`where`: patterns of shards, joined by `::`. `shard`: instead of these. Errors:
@@ -117,6 +120,10 @@ class WebdatasetFormat(ShardsFormat):
                 found = next((each for each in members if each in ENDINGS[modality]), None)
                 values[modality] = missing if found is None else members[found]
                 used |= {found} if found else set()
+                if modality == "video" and "json" in members:
+                    used.add("json")
+                    fields = attempt(shard.text, members["json"], "")
+                    values |= {key: fields.get(key) for key in KEYS if isinstance(fields, dict)}
         names = {ending: member.path for ending, member in members.items() if ending not in used}
         return values, [Unused(f"members .{ending}", path) for ending, path in names.items()]
 

@@ -9,11 +9,11 @@ import shutil
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from filelock import FileLock
 
 from common.files import make_folder, move, remove, remove_folder, write_text
 from data.bad_samples import ABSENCES, CODES, BadSample
+from data.clips import WHOLE_FILM, placed_span
 from data.decoding.images import may_turn_late
 from data.formats.rows import Format, Media, Part, Sample, Unused
 from data.index.mapped import (
@@ -42,7 +43,7 @@ from data.index.mapped import (
     open_index,
     texts_of,
 )
-from data.index.media import MEDIA, media_of, refuse_too_long
+from data.index.media import MEDIA, film_hash, media_of, refuse_too_long
 from data.keys import HASH_BYTES, content_hash, hash64
 from data.processes import end_with_parent, start_method
 from data.progress import progress_bar
@@ -328,6 +329,8 @@ def _noted_in(digest: Any, samples: Iterator[Sample | Unused]) -> Iterator[Sampl
             digest.update(media.content or b"")
         if isinstance(sample, Sample) and sample.regions is not None:
             digest.update(sample.regions.stamp())
+        if isinstance(sample, Sample) and sample.span != WHOLE_FILM:
+            digest.update(repr(sample.span).encode())
         yield sample
 
 
@@ -360,6 +363,9 @@ def _row(work: _Work, part: Part, sample: Sample) -> tuple[dict[str, Any], bool]
             continue
         content = media.content
         try:
+            if modality == "video":
+                row |= _film_columns(work, part, sample, media)
+                continue
             if content is None:
                 content = format.read(modality, part.file, sample.number, media)
             row[f"{modality}_hash"] = content_hash(content)
@@ -387,6 +393,23 @@ def _row(work: _Work, part: Part, sample: Sample) -> tuple[dict[str, Any], bool]
         ABSENT: sum(1 << bit for bit, name in enumerate(format.modalities) if name in lacks),
     }
     return row, may_pass
+
+
+def _film_columns(work: _Work, part: Part, sample: Sample, media: Media) -> dict[str, Any]:
+    """Of the film, and where the clip is on it. Raises BadSample."""
+    film: bytes | str | None = media.true_path or media.content
+    if film is None:
+        film = work.format.read("video", part.file, sample.number, media)
+    own = (media.size, media.mtime_ns) if media.true_path else ()
+    columns = _measured_film(film, work.check == "decode", own)
+    start_s, end_s = placed_span(sample.span, columns["video_seconds"])
+    return columns | {"video_start_s": start_s, "video_end_s": end_s}
+
+
+@lru_cache(1)  # the clips of a film are often neighbours
+def _measured_film(film: bytes | str, decode: bool, _: Sequence[int]) -> dict[str, Any]:
+    measured = MEDIA["video"].measure(film, decode)
+    return {"video_hash": film_hash(film)} | measured
 
 
 def _region_columns(sample: Sample, measured: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ class Leak:
     """Training samples [n] that also are in a held-out set, and their partners there [n]; the first
     found of each."""
 
-    kind: str  # "content", "audio", "id" or "near"
+    kind: str  # "content", "audio", "video", "id" or "near"
     train: np.ndarray
     held_out: np.ndarray
 
@@ -33,17 +33,17 @@ def find_leaks(
     near_bits: int | None = None,
 ) -> list[Leak]:
     """Each training sample once, as the strongest kind of leak that it is: content before audio
-    before id before near.
+    before video before id before near.
 
     content: the encoded images are equal byte for byte. audio: the sounds are equal sample by
-    sample, once decoded. id: the ids are equal and so is a caption
+    sample, once decoded. video: frames of the films look equal. id: the ids are equal and so is a caption
     (ids that only number the samples of a shard are equal by chance). near: perceptual hashes
     differ in at most `near_bits` of 64 bits; None: not looked for. Samples that have neither
     images nor captions are compared by their ids alone, unless these are numbers.
     """
     found, left = [], np.ones(len(train_subset), bool)
     sides = ((train, train_subset), (held_out, held_out_subset))
-    for kind in ("content", "audio", "id"):
+    for kind in ("content", "audio", "video", "id"):
         own, other = _equal(*(source.keys(kind)[subset] for source, subset in sides))
         fresh = left[own]
         if kind == "id":
@@ -119,7 +119,7 @@ def describe_leaks(train: KnownSource, held_out: KnownSource, name: str, leaks: 
     ]
     lines = [f"{len(pairs)} training samples are also in the held-out set '{name}' ({counts}):"]
     for kind, i, j in pairs[:MAX_SHOWN]:
-        of = kind if kind == "audio" else None
+        of = kind if kind in ("audio", "video") else None
         lines.append(f"    {train.where(i, of)} is {held_out.where(j, of)} ({kind})")
     if len(pairs) > MAX_SHOWN:
         lines.append(f"    ... and {len(pairs) - MAX_SHOWN} more")

@@ -67,6 +67,7 @@ def texts_of(modalities: Sequence[str]) -> pa.Schema:
     """The columns of texts: id, what is wrong with the sample or was dropped of it, the texts'
     language as JSON, paths as the data set gives them, regions as JSON, and captions."""
     names = ["id", "detail", "language", *(f"{each}_path" for each in media_of(modalities))]
+    names += ["video_codec"] if "video" in modalities else []
     names += ["regions"] if "region" in modalities else []
     captions = pa.large_list(pa.large_string())
     return pa.schema([*((name, pa.large_string()) for name in names), ("captions", captions)])

@@ -1,6 +1,7 @@
-"""What an index knows of encoded images and sounds: where they are, their hashes, and what was
+"""What an index knows of encoded images, sounds and films: where they are, their hashes, and what was
 measured."""
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import numpy as np
 from PIL import Image
 
 from data.bad_samples import BadSample
+from data.decoding.films import FilmReader, describe_film, even_times, missing_film_decoders
 from data.decoding.images import (
     decode_bytes,
     missing_image_decoders,
@@ -16,13 +18,15 @@ from data.decoding.images import (
     upright_8bit,
 )
 from data.decoding.sounds import decode_audio, describe_audio, missing_audio_decoders
-from data.keys import HASH_BYTES, hash64
+from data.keys import HASH_BYTES, content_hash, hash64
 
 DECODED_SIDE = 64  # pixels, for the perceptual hash
 HASH_SIDE = 8  # of the perceptual hash, bits; 8 * 8 = 64
+KEY_FRAMES = 4  # of a film, by which equal films are found
+PIECE = 1 << 20  # bytes
 
 PLACE = {"offset": "i8", "size": "i8", "mtime_ns": "i8", "hash": f"V{HASH_BYTES}"}
-"""What both kinds of media have, under the modality's name (`image_offset`): see `rows.Media`; and
+"""What all kinds of media have, under the modality's name (`image_offset`): see `rows.Media`; and
 the hash of the encoded bytes, zeros where they were not read."""
 
 
@@ -30,7 +34,8 @@ class Medium(NamedTuple):
     """One kind of media. `columns`: name -> numpy type of what is measured, 0 where it was not."""
 
     columns: dict[str, str]
-    measure: Callable[[bytes, bool], dict[str, Any]]  # of content; whether it is decoded
+    # of content, of a film also the path of its file; whether it is decoded
+    measure: Callable[[Any, bool], dict[str, Any]]
     missing_decoders: Callable[[], list[str]]
 
 
@@ -82,6 +87,40 @@ def measured_audio(content: bytes, decode: bool) -> dict[str, Any]:
     }
 
 
+def measured_film(film: bytes | str, decode: bool) -> dict[str, Any]:
+    """Raises BadSample. What is decoded are frames of the whole film, its last one among them."""
+    header = describe_film(film)
+    key = hash64(film_hash(film))
+    if decode:
+        times = np.append(even_times(0.0, header.seconds, KEY_FRAMES - 1), header.seconds)
+        with FilmReader() as reader:
+            frames = reader.frames(film, times)
+        looks = (perceptual_hash(Image.fromarray(frame.transpose(1, 2, 0))) for frame in frames)
+        key = hash64(b"".join(look.to_bytes(8, "big") for look in looks))
+    return {
+        "video_key": key or 1,  # 0 says that there is no film
+        "video_seconds": header.seconds,
+        "video_rate": header.rate,
+        "video_width": header.width,
+        "video_height": header.height,
+        "video_codec": header.codec,
+    }
+
+
+def film_hash(film: bytes | str) -> bytes:
+    """Of a film's bytes; of one in a file of its own, which may be large, of its size and three
+    pieces."""
+    if isinstance(film, bytes):
+        return content_hash(film)
+    size = os.path.getsize(film)
+    with open(film, "rb") as file:
+        pieces = []
+        for at in (0, max(0, size // 2 - PIECE // 2), max(0, size - PIECE)):
+            file.seek(at)
+            pieces.append(file.read(PIECE))
+    return content_hash(size.to_bytes(8, "little") + b"".join(pieces))
+
+
 def refuse_too_long(seconds: float, limit: float | None) -> None:
     """Raises BadSample: huge-audio."""
     if limit is not None and seconds > limit:
@@ -114,6 +153,19 @@ MEDIA = {
         },
         measured_audio,
         missing_audio_decoders,
+    ),
+    "video": Medium(
+        {
+            "video_key": "u8",  # equal for equal films, by some of their frames
+            "video_seconds": "f8",  # of the film
+            "video_rate": "f4",  # frames/s, on average
+            "video_width": "i4",  # pixels, as shown
+            "video_height": "i4",
+            "video_start_s": "f8",  # of the clip
+            "video_end_s": "f8",
+        },
+        measured_film,
+        missing_film_decoders,
     ),
 }
 """Modality -> its kind of media, of all modalities that are encoded files."""

@@ -13,12 +13,20 @@ import numpy as np
 from common.secrets import HIDDEN, redact
 from common.spelling import near
 from data.bad_samples import CODES, REASON_OF_CODE, Absent, BadSample
+from data.clips import KEYS, Clip
 from data.formats.boxes import Flickr30kEntitiesFormat, RefCocoFormat, VisualGenomeFormat
+from data.formats.clips import ClipsFormat
 from data.formats.demo import Concept, DemoFormat
-from data.formats.folders import AudioFolderFormat, CocoFormat, ImageFolderFormat, KarpathyFormat
+from data.formats.folders import (
+    AudioFolderFormat,
+    CocoFormat,
+    ImageFolderFormat,
+    KarpathyFormat,
+    VideoFolderFormat,
+)
 from data.formats.parquet import ParquetFormat
 from data.formats.python import PythonFormat
-from data.formats.rows import DEFAULT_PAIRS, Format, Media, Pairs
+from data.formats.rows import DEFAULT_PAIRS, Format, Media, Pairs, size_and_time
 from data.formats.scenes import demo_format
 from data.formats.tables import JsonlFormat, TableFormat
 from data.formats.webdataset import WebdatasetFormat
@@ -97,7 +105,7 @@ class KnownSource(Source, Protocol):
 
     def keys(self, kind: str) -> np.ndarray:
         """[N] uint64, equal for samples with equal encoded images (kind "content"), equal decoded
-        sounds ("audio") or equal ids ("id"); 0: there is none. Different ones are equal by chance
+        sounds ("audio"), clips of equal films ("video") or equal ids ("id"); 0: there is none. Different ones are equal by chance
         once in 10^19 pairs."""
 
     def usable(self) -> np.ndarray:
@@ -139,17 +147,27 @@ class IndexedSource:
         number = int(self.column("row")[i])
         if modality not in MEDIA:
             return self.format.value(modality, number)
-        offset, size = (int(self.column(f"{modality}_{name}")[i]) for name in ("offset", "size"))
-        media = Media(self.index.text(f"{modality}_path", i), offset, size)
-        content = self.format.read(modality, self.index.container(i), number, media)
-        # a GB/s; bytes of another file would go unnoticed into every cache
-        if content_hash(content) != self.content_hash(modality, i):
+        offset, size, mtime_ns = (
+            int(self.column(f"{modality}_{name}")[i]) for name in ("offset", "size", "mtime_ns")
+        )
+        media = Media(self.index.text(f"{modality}_path", i), offset, size, mtime_ns)
+        content: bytes | str
+        if modality == "video" and media.mtime_ns:  # it is not read as a whole
+            content, status = self.format.roots.find(media.path, modality)
+            is_same = size_and_time(status) == (media.size, media.mtime_ns)
+        else:
+            content = self.format.read(modality, self.index.container(i), number, media)
+            # a GB/s; bytes of another file would go unnoticed into every cache
+            is_same = content_hash(content) == self.content_hash(modality, i)
+        if not is_same:
             raise BadSample(
                 "unreadable",
                 f"the {modality} has changed since it was checked; start again, and it is checked "
                 "anew. Of a Python data set, change the attribute `fingerprint` first; of one with "
                 "over 100,000 files, call open_source(SPEC, refresh=True)",
             )
+        if modality == "video":
+            return Clip(content, *(float(self.column(f"video_{key}")[i]) for key in KEYS))
         return content
 
     def lacking(self, modality: str) -> np.ndarray:
@@ -182,7 +200,7 @@ class IndexedSource:
     def keys(self, kind: str) -> np.ndarray:
         if kind == "content":
             return self.column("image_hash").view(np.uint64)[::2]  # the first half of each
-        return self.column("audio_key" if kind == "audio" else "id_hash")
+        return self.column(f"{kind}_key" if kind in ("audio", "video") else "id_hash")
 
     def usable(self) -> np.ndarray:
         return np.flatnonzero(self.column("bad") == 0).astype(np.int64, copy=False)
@@ -226,9 +244,15 @@ class ConceptSource(IndexedSource):
     def concept(self, i: int) -> Concept:
         return self.format.concept(self.identity(i))
 
+    def reversed_caption(self, i: int) -> str | None:
+        """The caption of a film whose events come in the opposite order; None: it has none."""
+        if not isinstance(self.format, ClipsFormat) or self.format.of_events:
+            return None
+        return self.format.reversed_caption(int(self.column("row")[i]))
+
 
 KINDS: dict[str, tuple[str, Callable[..., Format]]] = {
-    "demo": ("demo[:voices][:LANG+LANG] or demo:scenes[:N]", demo_format),
+    "demo": ("demo[:voices][:LANG+LANG], demo:scenes[:N] or demo:clips[:N][:events]", demo_format),
     "jsonl": ("jsonl:FILE", JsonlFormat),
     "csv": ("csv:FILE", partial(TableFormat, "csv")),
     "tsv": ("tsv:FILE", partial(TableFormat, "tsv")),
@@ -243,6 +267,7 @@ KINDS: dict[str, tuple[str, Callable[..., Format]]] = {
     ),
     "imagefolder": ("imagefolder:DIR", ImageFolderFormat),
     "audiofolder": ("audiofolder:DIR", AudioFolderFormat),
+    "videofolder": ("videofolder:DIR", VideoFolderFormat),
     "webdataset": ("webdataset:PATTERN", WebdatasetFormat),
     "python": ("python:MODULE:NAME", PythonFormat),
 }

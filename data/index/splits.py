@@ -99,10 +99,10 @@ def _of_trained(source: KnownSource, spoken: np.ndarray, train: np.ndarray) -> n
 
 def content_groups(source: KnownSource, subset: np.ndarray, progress: bool = False) -> np.ndarray:
     """[n] int64: equal numbers for samples of the subset joined, directly or through others, by an
-    equal image, sound or caption."""
+    equal image, sound, film or caption."""
     has = {
         modality: np.flatnonzero(~source.lacking(modality)[subset])
-        for modality in ("image", "audio", "text")
+        for modality in ("image", "audio", "video", "text")
     }
     # compact, for there are as many as captions
     with_text, text_keys = array("q"), array("Q")
@@ -110,10 +110,11 @@ def content_groups(source: KnownSource, subset: np.ndarray, progress: bool = Fal
         texts = {plain_caption(text) for text in source.captions(int(subset[sample]))}
         with_text.extend([sample] * len(texts))
         text_keys.extend(map(hash64, texts))
-    keys = [_image_keys(source, subset[has["image"]]), source.keys("audio")[subset[has["audio"]]]]
+    keys = [_image_keys(source, subset[has["image"]])]
+    keys += [source.keys(name)[subset[has[name]]] for name in ("audio", "video")]
     return _connected(
         len(subset),
-        np.concatenate([has["image"], has["audio"], np.array(with_text, np.int64)]),
+        np.concatenate([has["image"], has["audio"], has["video"], np.array(with_text, np.int64)]),
         np.concatenate([*keys, np.array(text_keys, np.uint64)]),
     )
 

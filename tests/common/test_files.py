@@ -41,6 +41,7 @@ EXCEPTIONS = {
     "launch/inference/gallery.py": "into the new file that `replacing` gives",
     "launch/tools/submit.py": "code into the new folder that `replacing_folder` gives",
     "data/inspect.py": "into the new file that `replacing` gives",
+    "data/formats/clips.py": "a film in memory",
     "data/formats/speech.py": "sounds into the new folder that `replacing_folder` gives",
     "engine/checkpoint/layout.py": "opens to read, and to flush",
     "common/output.py": "the system's null device",

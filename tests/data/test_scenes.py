@@ -9,10 +9,9 @@ import pytest
 
 from data.decoding.images import decode_bytes
 from data.formats.demo import family_key, text_of
+from data.formats.drawn import COMPOSITION, CONCEPT
 from data.formats.scenes import (
     CANVAS,
-    COMPOSITION,
-    CONCEPT,
     COVERED,
     EMOJI,
     SIDES,

@@ -1,0 +1,278 @@
+"""Clips from data sets to frames: every format, everything that can be wrong, segments of films."""
+
+import io
+import json
+import sys
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from plain_requests import request_of
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bad_films import HEIGHT, WIDTH, bad_films, film, numbers_in  # noqa: E402
+
+from data.bad_samples import BadSample
+from data.cache import SampleCache
+from data.clips import checked_span, placed_span
+from data.index.leaks import find_leaks
+from data.index.sources import open_source
+from data.index.splits import split_source
+from data.modalities.transforms import EvalTransform
+from data.modalities.video import CANDIDATES, FrameTimes, VideoModality
+
+pytest.importorskip("av", reason="pip install -r requirements-audio.txt")
+
+PAIRS = (("video", "text"),)
+BAD_SPANS = {
+    "behind": ((0.2, 9.0), "outside-film"),
+    "after": ((5.0, None), "outside-film"),
+    "none": ((0.5, 0.5), "empty-segment"),
+    "turned": ((0.6, 0.2), "empty-segment"),
+    "negative": ((-1.0, 0.5), "empty-segment"),
+    "words": (("soon", 0.5), "invalid-row"),
+}
+
+
+@pytest.fixture(scope="module")
+def films(module_folder):
+    """Name -> (reason or None, content, start, end): all that can be wrong, and two good ones."""
+    good = film()
+    found = {"good": (None, good, None, None), "part": (None, good, 0.4, 0.8)}
+    for name, (reason, content) in bad_films(module_folder("films")).items():
+        found[name.replace(" ", "-")] = reason, content, None, None
+    for name, (span, reason) in BAD_SPANS.items():
+        found[name] = reason, good, *span
+    return found
+
+
+def written(folder, films):
+    """A file for each, and some outside of the folder that is allowed."""
+    (folder / "outside").mkdir()
+    (folder / "outside/secret.mp4").write_bytes(film())
+    root = folder / "set"
+    root.mkdir()
+    for name, (_, content, *_) in films.items():
+        (root / f"{name}.mp4").write_bytes(content)
+    (root / "link.mp4").symlink_to(folder / "outside/secret.mp4")
+    rows = [(name, f"{name}.mp4", *span) for name, (_, _, *span) in films.items()]
+    rows += [(n, p, None, None) for n, p in (("link", "link.mp4"), ("absent", "no.mp4"))]
+    rows += [("dots", "../outside/secret.mp4", None, None)]
+    more = {"link": "outside-root", "dots": "outside-root", "absent": "missing-file"}
+    return root, rows, more
+
+
+def jsonl(folder, films):
+    root, rows, more = written(folder, films)
+    keys = ("id", "video_path", "start_s", "end_s")
+    lines = [json.dumps(dict(zip(keys, row)) | {"text": f"words {row[0]}"}) for row in rows]
+    (root / "set.jsonl").write_text("\n".join(lines))
+    return f"jsonl:{root}/set.jsonl", more
+
+
+def csv(folder, films):
+    """As the tables of MSR-VTT are: films without an ending."""
+    root, rows, more = written(folder, films)
+    lines = ["id,video_id,start_s,end_s,title"]
+    for name, path, start, end in rows:
+        span = ("" if at is None else str(at) for at in (start, end))
+        lines.append(",".join([name, path.removesuffix(".mp4"), *span, f"words {name}"]))
+    (root / "set.csv").write_text("\n".join(lines))
+    return f"csv:{root}/set.csv", more
+
+
+def parquet(folder, films):
+    names = [name for name in films if name != "words"]  # a column of numbers has no word
+    spans = {key: [films[n][at] for n in names] for at, key in ((2, "start_s"), (3, "end_s"))}
+    columns = {"id": names, "video": [films[n][1] for n in names], **spans}
+    columns["text"] = [f"words {name}" for name in names]
+    pq.write_table(pa.table(columns), folder / "set.parquet", row_group_size=4)
+    return f"parquet:{folder}/set.parquet", {"words": None}
+
+
+def webdataset(folder, films):
+    with tarfile.open(folder / "set.tar", "w") as tar:
+        for name, (_, content, start, end) in films.items():
+            fields = {"caption": f"words {name}", "start_s": start, "end_s": end}
+            for ending, data in (("mp4", content), ("json", json.dumps(fields).encode())):
+                member = tarfile.TarInfo(f"{name}.{ending}")
+                member.size = len(data)
+                tar.addfile(member, io.BytesIO(data))
+    return f"webdataset:{folder}/set.tar", {}
+
+
+@pytest.mark.parametrize("make", [jsonl, csv, parquet, webdataset], ids=lambda make: make.__name__)
+def test_each_bad_film_and_segment_gets_its_reason_in_every_format(make, tmp_path, films):
+    spec, more = make(tmp_path, films)
+    source = open_source(spec, PAIRS)
+    found = {identity.split("/")[-1]: reason for identity, _, reason, _ in source.bad_samples()}
+    expected = {name: reason for name, (reason, *_) in films.items() if reason} | more
+    assert found == {name: reason for name, reason in expected.items() if reason}
+    good, part = source.usable().tolist()
+    for i, span in ((good, (0.0, 1.0)), (part, (0.4, 0.8))):
+        clip = source.value("video", i)
+        assert (clip.start_s, clip.end_s) == pytest.approx(span)
+        assert clip.film == films["good"][1] or Path(clip.film).read_bytes() == films["good"][1]
+    assert source.column("video_width")[good] == WIDTH
+    assert source.column("video_height")[good] == HEIGHT
+    assert source.column("video_rate")[good] == pytest.approx(30)
+    assert source.index.text("video_codec", good) == "mpeg4"
+    assert source.keys("video")[good] == source.keys("video")[part] > 0
+
+
+def test_a_folder_per_class_has_its_films(tmp_path):
+    for name in ("running", "jumping"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.webm").write_bytes(film(kind="webm", codec="libvpx-vp9"))
+    source = open_source(f"videofolder:{tmp_path}", PAIRS)
+    assert len(source.usable()) == 2 and {source.label(i) for i in (0, 1)} == {"running", "jumping"}
+
+
+def test_a_film_with_a_list_of_segments_is_a_sample_for_each(tmp_path):
+    (tmp_path / "a.mp4").write_bytes(film())
+    segments = [
+        {"start_s": 0.0, "end_s": 0.5, "text": "first"},
+        {"start_s": 0.5, "end_s": 1.0, "text": ["second", "another"], "id": "own"},
+        {"start_s": 0.9, "end_s": 7.0, "text": "behind"},
+        "no segment",
+    ]
+    line = {"id": "film", "video_path": "a.mp4", "segments": segments}
+    (tmp_path / "a.jsonl").write_text(json.dumps(line))
+    source = open_source(f"jsonl:{tmp_path}/a.jsonl", PAIRS)
+    assert [source.identity(i) for i in source.usable()] == ["film#0", "own"]
+    assert source.captions(1) == ["second", "another"]
+    assert [reason for _, _, reason, _ in source.bad_samples()] == ["outside-film", "invalid-row"]
+
+
+def test_segments_have_the_texts_that_are_nearest_in_time(tmp_path):
+    """Their own first, in evaluation the only one that is asked."""
+    (tmp_path / "a.mp4").write_bytes(film())
+    starts = (0.0, 0.1, 0.5, 0.7)
+    segments = [{"start_s": s, "end_s": s + 0.1, "text": f"at {s}"} for s in starts]
+    segments[3]["text"] = ["at 0.7", "again"]
+    line = {"video_path": "a.mp4", "segments": [*segments, {"start_s": "x", "text": "no"}]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(line))
+    source = open_source(f"jsonl:{tmp_path}/a.jsonl?near=2", PAIRS)
+    assert [source.captions(i) for i in source.usable()] == [
+        ["at 0.0", "at 0.1"],
+        ["at 0.1", "at 0.0"],
+        ["at 0.5", "at 0.7"],
+        ["at 0.7", "again", "at 0.5"],
+    ]
+
+
+def test_a_film_that_changes_is_not_shown(tmp_path):
+    (tmp_path / "a.mp4").write_bytes(film())
+    (tmp_path / "a.jsonl").write_text(json.dumps({"video_path": "a.mp4", "text": "words"}))
+    source = open_source(f"jsonl:{tmp_path}/a.jsonl", PAIRS)
+    (tmp_path / "a.mp4").write_bytes(film(20))
+    with pytest.raises(BadSample, match="changed"):
+        source.value("video", 0)
+
+
+def test_all_clips_of_a_film_are_on_one_side_and_equal_films_are_leaks(tmp_path):
+    """The same film in another container is known by its frames."""
+    lines = []
+    for k in range(12):
+        content = film(kind="mp4", rate=30, pts=range(k, k + 30))
+        content = film(number=10 + k)
+        (tmp_path / f"{k}.mp4").write_bytes(content)
+        segments = [
+            {"start_s": 0.1 * n, "end_s": 0.1 * n + 0.1, "text": f"{k} {n}"} for n in (0, 1)
+        ]
+        lines.append(json.dumps({"id": str(k), "video_path": f"{k}.mp4", "segments": segments}))
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    source = open_source(f"jsonl:{tmp_path}/a.jsonl", PAIRS)
+    splits = split_source(source, 0.3, seed=1)
+    sides = {}
+    for name, subset in (("train", splits.train), *splits.held_out.items()):
+        for i in subset.tolist():
+            sides.setdefault(source.identity(i).split("#")[0], set()).add(name)
+    assert {len(own) for own in sides.values()} == {1} and len({*map(str, sides.values())}) > 1
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "b.mkv").write_bytes(film(number=15, kind="matroska"))
+    (other / "b.jsonl").write_text(json.dumps({"video_path": "b.mkv", "text": "different"}))
+    test = open_source(f"jsonl:{other}/b.jsonl", PAIRS)
+    (leak,) = find_leaks(source, source.usable(), test, test.usable())
+    assert leak.kind == "video" and {source.identity(i) for i in leak.train} == {"5#0", "5#1"}
+
+
+def test_where_a_clip_begins_and_ends():
+    assert checked_span(None, float("nan")) == (0.0, None)
+    assert checked_span("1.5", 2) == (1.5, 2.0)
+    assert placed_span(checked_span(1, None), 4.0) == (1.0, 4.0)
+    assert placed_span(checked_span(1, 4.4), 4.0) == (1.0, 4.0)
+    with pytest.raises(BadSample, match="outside-film"):
+        placed_span(checked_span(1, 4.6), 4.0)
+
+
+def modality(num_frames, rate=None, cache=None):
+    transform = EvalTransform((HEIGHT, WIDTH))
+    return VideoModality(transform, transform, FrameTimes(num_frames, rate), cache)
+
+
+@pytest.fixture
+def source(tmp_path):
+    """Films of 30 and of 12 frames, and one that is gone when it is read."""
+    rows = []
+    for name, number in (("long", 30), ("short", 12), ("gone", 21)):
+        (tmp_path / f"{name}.mp4").write_bytes(film(number))
+        rows.append(json.dumps({"video_path": f"{name}.mp4", "text": name}))
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    source = open_source(f"jsonl:{tmp_path}/a.jsonl", PAIRS)
+    (tmp_path / "gone.mp4").unlink()
+    return source
+
+
+def test_a_micro_batch_has_the_frames_of_its_clips_one_after_another(source):
+    """In evaluation from the middles of equal parts; what cannot be read shows another clip, with
+    as many frames as it would have."""
+    loaded = modality(6, rate=10).load(source, request_of([1, 2, 0], training=False), 0)
+    tensors = loaded.tensors
+    assert tensors["video_clips"].tolist() == [4, 6, 6]
+    assert tensors["video_row"].tolist() == [0] * 4 + [1] * 6 + [2] * 6
+    assert tensors["video_frames"].is_contiguous(memory_format=torch.channels_last)
+    shown = numbers_in(tensors["video_frames"].numpy())
+    assert shown[:4] == [1, 4, 7, 10] and shown[10:] == [2, 7, 12, 17, 22, 27]
+    assert tensors["video_time"][10:].tolist() == [round(1000 * k / 6) for k in range(6)]
+    assert [i for i, _, _ in loaded.bad] == [2] and shown[4:10] == shown[10:]
+    alone = modality(6, rate=10).load(source, request_of([1, 2], training=False), 0)
+    assert numbers_in(alone.tensors["video_frames"].numpy()) == [1, 4, 7, 10] * 2 + [1, 4]
+    meta = modality(6, rate=10).meta_batch(source, request_of([1, 2, 0], training=False), 0)
+    for name, tensor in tensors.items():
+        assert meta.tensors[name].shape == tensor.shape, name
+        assert meta.tensors[name].dtype == tensor.dtype, name
+
+
+def test_training_draws_each_frame_from_places_of_its_part(source, tmp_path):
+    """Equal with a cache and without one; anew in each epoch."""
+    cached = modality(5, cache=SampleCache(tmp_path / "cache", 1 << 30))
+    shown = set()
+    for epoch in range(6):
+        request = request_of([0, 1], epoch=epoch)
+        plain, kept = (each.load(source, request, 0).tensors for each in (modality(5), cached))
+        assert all(torch.equal(plain[name], kept[name]) for name in plain)
+        frames = numbers_in(plain["video_frames"].numpy())
+        shown.add(tuple(frames[:5]))
+        # of parts of 6 frames the first or the second half's middle
+        assert [n // 6 for n in frames[:5]] == [*range(5)]
+    assert len(shown) > 1 and CANDIDATES == 2
+
+
+def test_clips_of_one_film_have_equal_keys_where_they_are_the_same_part(tmp_path):
+    (tmp_path / "a.mp4").write_bytes(film())
+    spans = ((0.0, 0.5), (0.5, 1.0), (0.0, 0.5))
+    rows = [{"video_path": "a.mp4", "start_s": s, "end_s": e, "text": f"{s}"} for s, e in spans]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = open_source(f"jsonl:{tmp_path}/a.jsonl", PAIRS)
+    key = modality(2).load(source, request_of([0, 1, 2]), 0).key
+    assert key[0] == key[2] != key[1]
+
+
+def test_how_many_frames_a_clip_has():
+    assert FrameTimes(8, 2.0).numbers(np.array([0.1, 1.0, 9.0])).tolist() == [1, 2, 8]
