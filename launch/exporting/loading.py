@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -14,12 +13,13 @@ from transformers import ClapFeatureExtractor, SequenceFeatureExtractor
 
 from launch.inference.trained import Trained
 from launch.records import OPEN_CLIP, STATE_DICT, WEIGHTS
-from models.towers.audio import QUIET_DB, SPREAD_DB, OfImage
+from models.towers.audio import QUIET_DB, SPREAD_DB
 from models.towers.head import read_projection
 from models.towers.layers import Tower
 from models.towers.libraries import open_clip, torchvision, transformers_image, transformers_text
 from models.towers.libraries.layers import Pool
 from models.towers.names import TWO_LAYERS
+from models.towers.of_image import holds_image, image_inside
 from models.towers.pooling import num_heads
 from models.towers.regions import MapTap
 from models.weights.names import AUDIO, REGIONS
@@ -107,7 +107,7 @@ def _sounds(audio: Tower) -> Record:
     return {
         "num_samples": reads["num_samples"],
         "arguments": own_length if reads["extractor"] == "ClapFeatureExtractor" else {},
-        "grey": grey if _sees_images(audio) else None,
+        "grey": grey if holds_image(audio) else None,
     }
 
 
@@ -138,7 +138,7 @@ def tower_record(tower: Tower) -> Record:
     heads = {"none": [], "linear": [head]}
     heads["mlp"] = [f"{head}.linear1", activation, f"{head}.linear2"]
     inner = [f"{branch}.proj.0", "gelu", f"{branch}.proj.2"] if TWO_LAYERS in config else []
-    made = {"projection": [*inner, *heads[kind]], **_of_library(_as_image(tower))}
+    made = {"projection": [*inner, *heads[kind]], **_of_library(image_inside(tower))}
     if made.get("pool") == "attention":
         made |= {"width": tower.width, "heads": num_heads(tower.width)}
     if made.get("pool") == "eos":
@@ -146,21 +146,6 @@ def tower_record(tower: Tower) -> Record:
     if config.get("unused"):
         made["strict"] = False
     return {"library": config["library"], "architecture": config["architecture"], **made}
-
-
-def _sees_images(audio: Tower) -> bool:
-    return any(isinstance(spec.template, OfImage) for spec in audio.specs)
-
-
-def _as_image(tower: Tower) -> Tower:
-    """The image tower inside an audio tower that sees spectrograms; any other is itself."""
-    if not _sees_images(tower):
-        return tower
-    inner = (
-        replace(spec, template=spec.template.inner) if isinstance(spec.template, OfImage) else spec
-        for spec in tower.specs
-    )
-    return replace(tower, branch="image", specs=tuple(inner))
 
 
 def _of_library(tower: Tower) -> Record:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from models.towers.image import image_tower
-from models.towers.layers import Layer, LayerSpec, Tower
+from models.towers.layers import Tower
 from models.towers.libraries import transformers_audio
 from models.towers.libraries.transformers_audio import READS
 from models.towers.names import HF, split_name
+from models.towers.of_image import OfImage, renamed_specs
 
 OWN: dict[str, Callable[[str, float | None, int], Tower]] = {}
 """Towers of one's own: how names begin -> from a whole name, the seconds of a clip and the size of
@@ -80,7 +81,7 @@ def _of_image(tower: Tower, seconds: float, size: int) -> Tower:
         branch="audio",
         name=tower.name,
         width=tower.width,
-        specs=tuple(_renamed(spec, first=number == 0) for number, spec in enumerate(tower.specs)),
+        specs=renamed_specs(tower, "audio", Spectrogram),
         config={**tower.config, "audio_input": reads},
         example=partial(_example, size),
     )
@@ -90,55 +91,12 @@ def _example(size: int, samples: int) -> dict[str, Tensor]:
     return {READS: torch.empty(samples, 1, size, size, device="meta")}
 
 
-def _renamed(spec: LayerSpec, first: bool) -> LayerSpec:
-    with torch.device("meta"):
-        template = OfImage(spec.template, first)
-    return LayerSpec(
-        _name(spec.name),
-        "audio",
-        template,
-        lambda layer: spec.initialise(layer.inner),
-        spec.original,
-    )
+class Spectrogram(OfImage):
+    """The first layer: `input_features` [B, 1, T, F], decibels, as the image [B, 3, F, T] whose
+    three channels are equal."""
 
+    given = (READS,)
 
-def _name(name: str) -> str:
-    return "audio" + name.removeprefix("image") if name.startswith("image") else name
-
-
-class OfImage(Layer):
-    """A layer of an image tower in an audio tower: its tensors are called `audio_…`. The first one
-    reads `input_features` [B, 1, T, F], decibels, as the image [B, 3, F, T] whose three channels
-    are equal."""
-
-    def __init__(self, inner: Layer, first: bool) -> None:
-        super().__init__()
-        self.inner, self.first = inner, first
-        self.reads = (READS,) if first else tuple(map(_name, inner.reads))
-        self.drops = (READS,) if first else tuple(map(_name, inner.drops))
-        self.makes = tuple(map(_name, inner.makes))
-        self.canonical_names = _within(inner.canonical_names)
-        self.unsaved_names = {f"inner.{key}": name for key, name in inner.unsaved_names.items()}
-        self.added = inner.added and (f"inner.{inner.added[0]}", inner.added[1])
-
-    def compute(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
-        if self.first:
-            grey = (tensors[0].transpose(2, 3) - QUIET_DB) / SPREAD_DB  # [B, 1, F, T]
-            tensors = (grey.expand(-1, 3, -1, -1),)
-        return self.inner.compute(*tensors)
-
-
-def _within(names: dict[str, str]) -> dict[str, str]:
-    return {f"inner.{local}": _name(name) for local, name in names.items()}
-
-
-class OfImageWeights:
-    """A reader of an image tower's weights, for layers of `OfImage`; the others keep their
-    values."""
-
-    def __init__(self, reader) -> None:
-        self.reader = reader
-
-    def fill(self, layer: Layer) -> None:
-        if isinstance(layer, OfImage):
-            self.reader.fill(layer.inner)
+    def pixels(self, decibels: Tensor) -> Tensor:
+        grey = (decibels.transpose(2, 3) - QUIET_DB) / SPREAD_DB  # [B, 1, F, T]
+        return grey.expand(-1, 3, -1, -1)

@@ -1,9 +1,7 @@
 """Pretrained weights of audio towers."""
 
-from models.towers.audio import OfImage, OfImageWeights
-from models.towers.image import image_tower
 from models.towers.layers import Tower, Weights
-from models.weights.reading import open_weights
+from models.weights.of_image import open_inner_weights
 
 
 def open_audio_weights(where: str, tower: Tower) -> Weights:
@@ -16,7 +14,4 @@ def open_audio_weights(where: str, tower: Tower) -> Weights:
             "config.json (preprocessor_config.json), so the rate and the spectrogram of its sounds "
             "are not known; save it there"
         )
-    if not isinstance(tower.specs[0].template, OfImage):
-        return open_weights("audio", where, tower)
-    size = tower.config["audio_input"]["shape"][-1]
-    return OfImageWeights(open_weights("image", where, image_tower(tower.name, size)))
+    return open_inner_weights(where, tower)

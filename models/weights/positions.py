@@ -118,7 +118,8 @@ def _of_images(config: Mapping[str, Any]) -> Resize | None:
     if own.get("image_size") is None or "patch_size" not in own:
         return None
     patches = (own["image_size"] // own["patch_size"]) ** 2
-    antialias = FAMILIES[own["model_type"]].antialias
+    family = FAMILIES.get(own["model_type"])  # none of networks of clips
+    antialias = family is not None and family.antialias
     return lambda weight, shape: resized_positions(
         weight, shape[-2], shape[-2] - patches, antialias
     )

@@ -62,7 +62,7 @@ PREFIXES = {  # of wrappers, of models with a task head, and of models of images
     ),
     "image": (
         *("module.", "vit.", "dinov2.", "dinov2_with_registers.", "convnext.", "convnextv2."),
-        *("swin.", "vision_model."),
+        *("swin.", "vision_model.", "videomae.", "timesformer."),
     ),
     "audio": ("module.", "audio_spectrogram_transformer.", "audio_model.", "model.encoder."),
 }
@@ -86,7 +86,7 @@ OPTIONAL = re.compile(
 
 
 # keys of a tower's name that its published weights go with
-OF_NO_SIZE = {"pool", "zero_init_residual", "quick_gelu"}
+OF_NO_SIZE = {"pool", "zero_init_residual", "quick_gelu", "time", "time_layers", "time_heads"}
 
 
 @dataclass

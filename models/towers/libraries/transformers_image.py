@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from models.towers.layers import Tower, cut
+from models.towers.layers import Layer, Tower, cut
 from models.towers.libraries.configurations import (
     Catalogue,
     Family,
@@ -126,6 +126,19 @@ class ImageFamily(Family):
     layers: Callable[[Any, str, int], Named]
     antialias: bool = False
 
+    def initialise(self, layer: Layer, model: Any) -> None:
+        initialise(layer, model)
+
+    def state(self, model: Any) -> dict[str, Tensor]:
+        """The model's tensors by the names that they have in files."""
+        return saved_state(model)
+
+    def width(self, config: PreTrainedConfig, pool: str) -> int:
+        """Of the features."""
+        if pool == "pooler":
+            return config.pooler_output_size or config.hidden_size
+        return config.hidden_sizes[-1] if hasattr(config, "hidden_sizes") else config.hidden_size
+
 
 def _of_tokens(
     model: Any,
@@ -202,6 +215,7 @@ _SIGLIP = partial(
 _VIT = partial(_of_tokens, blocks="layers", norm="layernorm", called="encoder.layer")
 _DINO = partial(_of_tokens, blocks="encoder.layer", norm="layernorm")
 _REGISTERS = partial(_DINO, prefix=lambda config: 1 + config.num_register_tokens)
+TIMESFORMER = _DINO  # whose tokens are of all frames
 _SIGLIP_POOLS = ("head", "avg", "max")
 
 
@@ -312,7 +326,13 @@ def image_tower(name: str, image_size: int) -> Tower:
     of a model of images and texts that holds one. Without `pool` its features are the library's
     pooled output. Errors: ValueError, FileNotFoundError.
     """
-    config, hub_id, family, pool, values = CATALOGUE.read(name)
+    return tower_of(CATALOGUE, name, image_size)
+
+
+def tower_of(catalogue: Catalogue, name: str, image_size: int, **more: Any) -> Tower:
+    """As `image_tower`, of one of `catalogue`; `more`: further values of its configuration."""
+    config, hub_id, family, pool, values = catalogue.read(name)
+    values |= more
     if hasattr(config, "image_size"):  # SigLIP 2 takes images of any size
         values["image_size"] = image_size
     if pool != "head" and "head" in family.pools:  # a key that older configurations do not declare
@@ -328,9 +348,9 @@ def image_tower(name: str, image_size: int) -> Tower:
         "image",
         model,
         layers,
-        initialise=partial(initialise, model=model),
+        initialise=partial(family.initialise, model=model),
         dropped=family.unused(pool),
-        state=saved_state(model),
+        state=family.state(model),
     )
     has_patches = isinstance(layers[0][1], PatchStart)  # of which some may be left out
     record = {
@@ -342,7 +362,7 @@ def image_tower(name: str, image_size: int) -> Tower:
         "hub_id": hub_id,
         "config": config.to_dict(),
     }
-    return Tower("image", name, _width(config, pool), specs, record)
+    return Tower("image", name, family.width(config, pool), specs, record)
 
 
 # what configurations of networks with stages work out of others
@@ -358,12 +378,6 @@ def _remade(name: str, config: PreTrainedConfig, values: dict[str, Any]) -> PreT
     if hasattr(config, "num_stages"):
         values = {**values, "num_stages": len(values.get("depths", config.depths))}
     return remade(name, config, values, derived)
-
-
-def _width(config: PreTrainedConfig, pool: str) -> int:
-    if pool == "pooler":
-        return config.pooler_output_size or config.hidden_size
-    return config.hidden_sizes[-1] if hasattr(config, "hidden_sizes") else config.hidden_size
 
 
 def _check(name: str, config: PreTrainedConfig, image_size: int) -> None:
