@@ -656,6 +656,12 @@ def contrastive(
         of_texts = (by_text / by_text.mean() * losses).sum(0)
         return ((by_image[:, None] / by_image.mean() * losses).sum(1) + own @ of_texts) / 2
     logits = logits.masked_fill(masked, -1e30)  # infinity times a target of 0 is not a number
+    if case.loss == "milnce":
+        not_own = own == 0
+        of_texts = logits.logsumexp(0).expand_as(logits).masked_fill(not_own, -torch.inf)
+        every = torch.cat([logits, of_texts], 1).logsumexp(1)
+        losses = every - logits.masked_fill(not_own, -torch.inf).logsumexp(1)
+        return by_image / by_image.mean() * losses
 
     def direction(logits: Tensor, positive: Tensor, weight: Tensor) -> Tensor:
         target = positive / positive.sum(1, keepdim=True)

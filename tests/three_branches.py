@@ -1,5 +1,6 @@
 """Three branches, split over ranks by the engine and unsplit in plain torch: an image, a text, and
-audio, by a toy tower that the engine has never heard of or by one of `AUDIO_TOWERS`.
+audio, by a toy tower that the engine has never heard of or by one of `AUDIO_TOWERS`; and four, with
+clips of one to three frames.
 
 The unsplit side shares no code with the engine: whole towers in one process, and autograd through
 one loss over the global batch. A sample may lack a modality: no row comes for it (`lacking`), or
@@ -36,8 +37,10 @@ SOUND_WIDTH = 12
 PAIRS = {
     "two": (("image", "text"), ("audio", "text")),
     "three": (("image", "text"), ("audio", "text"), ("image", "audio")),
+    "four": (("image", "text"), ("video", "text"), ("audio", "text"), ("image", "video")),
 }
 WEIGHTS = {("image", "text"): 1.0, ("audio", "text"): 0.5, ("image", "audio"): 2.0}
+WEIGHTS |= {("video", "text"): 0.7, ("image", "video"): 0.3}
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,42 @@ def real_audio_tower(name: str, scalars: dict[str, float]) -> Tower:
     return with_head(audio_tower(AUDIO_TOWERS[name], size=32), EMBED_DIM, scalars)
 
 
+VIDEO_TOWER = (
+    "vit_b_32:patch_size=8,num_layers=2,hidden_dim=32,num_heads=2,mlp_dim=48,dropout=0.1,"
+    "time=transformer,time_layers=2"
+)
+MOST_FRAMES, FRAME_SIDE = 3, 16
+
+
+def real_video_tower(scalars: dict[str, float]) -> Tower:
+    """What begins as zeros, and would leave others without a gradient, does not here."""
+    from models.towers.building import with_head
+    from models.towers.video import video_tower
+
+    tower = video_tower(VIDEO_TOWER, FRAME_SIDE, MOST_FRAMES)
+    specs = [
+        replace(spec, initialise=reset) if spec.name.startswith("video.time.") else spec
+        for spec in tower.specs
+    ]
+    return with_head(replace(tower, specs=tuple(specs)), EMBED_DIM, scalars)
+
+
+def clips(places: Tensor) -> dict[str, Tensor]:
+    """Those of these samples, of 1 to `MOST_FRAMES` frames."""
+    numbers = [1 + place % MOST_FRAMES for place in places.tolist()]
+    frames = [
+        torch.randn(number, 3, FRAME_SIDE, FRAME_SIDE, generator=torch.Generator().manual_seed(p))
+        for p, number in zip(places.tolist(), numbers)
+    ]
+    lengths = torch.tensor(numbers, dtype=torch.int64)
+    return {
+        "video_frames": torch.cat(frames),
+        "video_row": torch.arange(len(numbers)).repeat_interleave(lengths),
+        "video_clips": lengths,
+        "video_time": torch.cat([0.3 * torch.arange(n) for n in numbers]),
+    }
+
+
 def symmetric(first: Tensor, second: Tensor, scalars: dict[str, Tensor]) -> Tensor:
     """As InfoNCE."""
     logits, target = scalars["logit_scale"].exp() * first @ second.T, torch.arange(len(first))
@@ -169,6 +208,8 @@ def all_of(case: ThreeBranches):
         ("image", "text"): InfoNCE(),
         ("audio", "text"): InfoNCE(0.1),
         ("image", "audio"): Sigmoid(),
+        ("video", "text"): InfoNCE(),
+        ("image", "video"): Sigmoid(),
     }
     if case.plain:
         losses = {
@@ -187,6 +228,8 @@ def all_of(case: ThreeBranches):
     )
     towers, image_size = towers_of(Case("fork", 1, 1))
     entering = {**INPUTS} if case.audio == "toy" else {**INPUTS, "audio": ("input_features",)}
+    if case.pairs == "four":
+        entering["video"] = ("video_frames", "video_time", "video_row", "video_clips")
     objective = Objective(tuple(Branch(name, inputs) for name, inputs in entering.items()), pairs)
     image = towers["image"]
     towers["image"] = replace(
@@ -200,6 +243,8 @@ def all_of(case: ThreeBranches):
     towers["audio"] = (
         sound_tower(scalars) if case.audio == "toy" else real_audio_tower(case.audio, scalars)
     )
+    if case.pairs == "four":
+        towers["video"] = real_video_tower(objective.scalars_of("video"))
     assert {name: towers[name].inputs for name in entering} == entering
     return objective, towers, image_size
 
@@ -216,6 +261,14 @@ def loaded(case: ThreeBranches, branch: str, places: Tensor, image_size: int) ->
     of_two = Case(
         "fork", 1, 1, global_batch_size=case.global_batch_size, not_loaded=case.not_loaded
     )
+    index = places + FIRST_INDEX
+    gone = torch.tensor(case.not_loaded.get(branch, ()), dtype=torch.int64)
+    labels = {
+        f"{branch}_position": places,
+        f"{branch}_index": torch.where(torch.isin(places, gone), -1 - index, index),
+    }
+    if branch == "video":
+        return clips(places) | labels
     if branch != "audio":
         return micro_batch(of_two, global_batch(of_two, 0, image_size), branch, places)
     name, shape = "samples", (SOUND_WIDTH,)
@@ -227,13 +280,7 @@ def loaded(case: ThreeBranches, branch: str, places: Tensor, image_size: int) ->
     samples = torch.randn(
         case.global_batch_size, *shape, generator=torch.Generator().manual_seed(77)
     )
-    index = places + FIRST_INDEX
-    broken = torch.isin(places, torch.tensor(case.not_loaded.get("audio", ()), dtype=torch.int64))
-    return {
-        name: samples[places],
-        "audio_position": places,
-        "audio_index": torch.where(broken, -1 - index, index),
-    }
+    return {name: samples[places]} | labels
 
 
 # -- split

@@ -14,6 +14,7 @@ from models.losses.blocks import (
 )
 from models.losses.infonce import InfoNCE
 from models.losses.matching import Matching
+from models.losses.milnce import MILNCE
 from models.losses.plain import PlainLoss
 from models.losses.sigmoid import Sigmoid
 
@@ -21,6 +22,7 @@ __all__ = [
     "DUPLICATES",
     "LOGIT_SCALE_LIMIT",
     "LOSSES",
+    "MILNCE",
     "InfoNCE",
     "Matching",
     "Part",
@@ -35,6 +37,7 @@ __all__ = [
 LOSSES: dict[str, Callable[[], InfoNCE | Sigmoid | PlainLoss]] = {
     "infonce": InfoNCE,
     "sigmoid": Sigmoid,
+    "milnce": MILNCE,
 }
 """--loss -> what makes it. A module of one's own adds to it; see `PlainLoss`."""
 
@@ -53,7 +56,7 @@ def build_loss(
             "smooth: leave it at 0"
         )
     loss = LOSSES[name]()
-    if isinstance(loss, InfoNCE):
+    if isinstance(loss, InfoNCE) and label_smoothing:
         loss = replace(loss, label_smoothing=label_smoothing)
     if isinstance(loss, (InfoNCE, Sigmoid)):
         loss = replace(loss, targets=Targets(duplicates))

@@ -260,6 +260,14 @@ def test_several_texts_per_image_weights_and_the_sigmoid_loss():
         merged(1, 2, 4, texts_per_image=(3,), schedule="per_micro_batch"),
         chain(1, 1, 2, 4, **THREE_TEXTS, **lost),
         chain(2, 1, 1, 8, loss="sigmoid"),
+        merged(2, 1, 8, **THREE_TEXTS, loss="milnce", duplicates="masked", schedule="replay"),
+        fork(
+            *((1, 2), (1, 1), {"image": 4, "text": 8}),
+            **THREE_TEXTS,
+            **lost,
+            loss="milnce",
+            duplicates="negatives",
+        ),
         fork(
             *((1, 2), (1, 1), {"image": 4, "text": 8}),
             **THREE_TEXTS,
@@ -591,7 +599,7 @@ def three(layout, stages, replicas, micro_batch_size, **more):
 
 
 def fork_of_three(stages, replicas, sizes, **more):
-    names = ("image", "text", "audio")
+    names = ("image", "text", "audio", "video")
     return three(
         "fork", *(dict(zip(names, numbers)) for numbers in (stages, replicas, sizes)), **more
     )
@@ -656,14 +664,32 @@ THREE = [
         audio="whisper",
         locked=("image", "audio"),
     ),
+    # four: clips of unequal numbers of frames, in replicas, in two stages
+    fork_of_three(
+        *((1, 1, 1, 1), (1, 1, 1, 2), (8, 12, 24, 4)),
+        pairs="four",
+        lacking=LACKING | {"video": (1, 5, 6, 20)},
+        not_loaded={"video": (3, 9)},
+    ),
+    fork_of_three(
+        *((1, 1, 1, 2), (1, 1, 1, 1), (8, 12, 24, 6)),
+        pairs="four",
+        lacking=LACKING,
+        schedule="replay",
+    ),
+    three("merged", {"merged": 2}, 1, 8, pairs="four", not_loaded={"video": (0, 3)}),
+    three("merged", {"merged": 1}, 2, 4, pairs="four", schedule="replay"),
+    three(
+        *("chain", CHAIN_OF_THREE | {"video": 1}, 1, 6), pairs="four", not_loaded={"video": (7, 8)}
+    ),
 ]
 
 
 def test_three_branches_equal_unsplit_training():
     """Every pair over the samples that have both of its halves; a branch in several pairs gets the
     sum of their gradients."""
-    names = ("image", "text", "audio")
     for case, results in split(THREE, train_three_split):
+        names = [*dict.fromkeys(name for pair in PAIRS[case.pairs] for name in pair)]
         replicas, sizes = (
             value if isinstance(value, dict) else dict.fromkeys(names, value)
             for value in (case.replicas, case.micro_batch_size)
