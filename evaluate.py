@@ -39,9 +39,17 @@ from data.index.sources import KnownSource
 from data.loader import resolve_workers
 from data.modules import add_trust_flags, import_named
 from launch.inference.classes import benchmark_metrics, classification, classification_table
+from launch.inference.clips import PROTOCOL as CLIPS_PROTOCOL
+from launch.inference.clips import clip_figures, clip_rows, frames_of
 from launch.inference.embedding import PRECISIONS, Embedded, Embedder, chosen_device
+from launch.inference.evaluation import (
+    DUAL_SOFTMAX_PROTOCOL,
+    by_language,
+    examples,
+    retrieval,
+    write_numbers,
+)
 from launch.inference.evaluation import benchmark_metrics as retrieval_metrics
-from launch.inference.evaluation import by_language, examples, retrieval, write_numbers
 from launch.inference.folders import forget_embeddings, refuse_other_content, write_embeddings
 from launch.inference.gallery import draw_rows
 from launch.inference.querying import find
@@ -291,6 +299,7 @@ def of_pairs(
     results: dict[str, float] = {}
     after: dict[str, float] = {}  # reranked
     of_regions: list[dict[str, str]] = []
+    of_clips: list[dict[str, str]] = []
     if arguments.embeddings:
         forget_embeddings(arguments.embeddings)
     for part_name, part in parts.items():
@@ -302,6 +311,9 @@ def of_pairs(
             number = len(embedded.regions.image)
             of_regions += regions_rows(figures, part_name, number)
             found |= figures
+        in_time = clip_figures(embedder, embedded, part.source)
+        of_clips += clip_rows(in_time, part_name)
+        found |= in_time
         results |= {f"{part_name}/{key}": value for key, value in found.items()}
         for language, own in by_language(embedded, part.source).items():
             found = {"num_samples": len(own.samples), **retrieval(own)}
@@ -335,6 +347,9 @@ def of_pairs(
     numbers |= {"languages": languages} if languages else {}
     protocol = PROTOCOL + (POOLED if embedder.pooled else "")
     numbers |= {"protocol_of_regions": protocol} if of_regions else {}
+    if "video" in embedder.branches:
+        frames = frames_of(embedder.trained.options)
+        numbers["protocol_of_clips"] = f"{frames}; {CLIPS_PROTOCOL}; {DUAL_SOFTMAX_PROTOCOL}"
     numbers |= {"left_out": left_out(parts["validation"])} if arguments.val_data else {}
     numbers |= results
     numbers |= {"reranked": {"candidates": rerank, **after}} if rerank else {}
@@ -342,6 +357,10 @@ def of_pairs(
     if of_regions:
         title = f"Regions of images, {name}"
         tables.append(PrintedTable.of(title, of_regions, protocol).for_terminal())
+    if "video" in embedder.branches:
+        title = f"Clips in time, {name}"
+        said = numbers["protocol_of_clips"]
+        tables.append(PrintedTable.of(title, of_clips, said).for_terminal())
     return numbers, tables, pictures
 
 

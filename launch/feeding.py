@@ -36,7 +36,7 @@ from launch.run.folder import RunFolder
 
 MicroBatches = Generator[dict[str, Tensor] | list[dict[str, Tensor]], None, None]
 OF_STORAGE = ("unreadable", "missing-file")
-CACHED = frozenset(("image", "audio"))
+CACHED = frozenset(("image", "audio", "video"))
 BAD_TO_JUDGE = 100  # a few images that break are no fraction yet
 # Below this many micro-batches, starting loader processes takes longer than they save.
 WORTH_WORKERS = 64

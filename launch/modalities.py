@@ -31,14 +31,16 @@ from data.modalities.modality import Modality
 from data.modalities.text import Languages, TextModality
 from data.modalities.tokenizer import num_ids
 from data.modalities.transforms import EvalTransform, augmented, normalise
+from data.modalities.video import FrameTimes, VideoModality
 from data.options import IMAGE_TEXT, branches_of, has_regions, read_pairs
-from launch.views import ImageView, SoundView, View
+from launch.views import FilmView, ImageView, SoundView, View
 from models.towers.audio import audio_tower
 from models.towers.building import with_head
 from models.towers.fusion import FusionSizes
 from models.towers.image import image_tower
 from models.towers.layers import Tower
 from models.towers.text import text_tower
+from models.towers.video import video_tower
 
 if TYPE_CHECKING:
     from data.index.sources import KnownSource
@@ -130,6 +132,19 @@ def _load_audio(inputs: Inputs) -> Modality:
     return AudioModality(features, inputs.cache)
 
 
+def _load_video(inputs: Inputs) -> Modality:
+    options = inputs.options
+    if options.video_frames is None:
+        raise ValueError("a pair with video needs --video-tower and --video-frames")
+    size = (options.image_size, options.image_size)
+    return VideoModality(
+        augmented(size, options.augmentation or (), options.preprocessing),
+        EvalTransform(size, options.preprocessing),
+        FrameTimes(options.video_frames, options.video_rate),
+        inputs.cache,
+    )
+
+
 def _text_tower(wanted: Wanted) -> Tower:
     options, (size, pad_id, end_id) = wanted.options, wanted.vocabulary
     return text_tower(options["text_tower"], size, options["max_text_tokens"], pad_id, end_id)
@@ -149,6 +164,14 @@ MODALITIES: dict[str, ModalityEntry] = {
             *(wanted.options[f"audio_{name}"] for name in ("tower", "seconds", "size"))
         ),
         SoundView,
+    ),
+    "video": ModalityEntry(
+        _load_video,
+        lambda wanted: video_tower(
+            *(wanted.options[name] for name in ("video_tower", "image_size", "video_frames"))
+        ),
+        FilmView,
+        {"video_frames": normalise},
     ),
 }
 OWN = dict(MODALITIES)  # which have flags of their own, while no module replaces them

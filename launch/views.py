@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from PIL import Image
 
+from data.clips import Clip
+from data.decoding.films import FilmReader, describe_film, even_times
 from data.decoding.images import decode_bytes, upright_8bit
 from data.decoding.sounds import Sound, decode_audio
-from data.formats.rows import AUDIO_ENDINGS, IMAGE_ENDINGS
+from data.formats.rows import AUDIO_ENDINGS, IMAGE_ENDINGS, VIDEO_ENDINGS
 from data.modalities.audio.picture import playable, spectrogram_of
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
     from data.index.sources import KnownSource
 
+STRIP = 4  # frames of a clip that are shown
 SPECTROGRAM_INCHES, DOTS_PER_INCH = (1.8, 1.2), 100  # of a small picture of a sound
 MOST_KEPT = 400  # pictures, and files to play, of 90 kB at most
 MOST_PLAYED_S, MOST_PLAYED_BYTES = 10.0, 24_000  # else a sound is only drawn
@@ -163,3 +166,40 @@ class SoundView(View):
 
     def _mp3(self) -> bytes | None:
         return playable(self.decode(), MOST_PLAYED_S, MOST_PLAYED_BYTES)
+
+
+class FilmView(View):
+    """Of a clip, or of a whole film, as bytes or as the path of its file."""
+
+    data: bytes | Clip  # type: ignore[assignment]
+    several, endings = "films", VIDEO_ENDINGS
+    others, side = frozenset({"not-a-film"}), 240
+
+    @classmethod
+    def of(cls, source: KnownSource, i: int) -> Self:
+        return cls(source.value("video", i))
+
+    @staticmethod
+    def content(source: KnownSource, i: int) -> str:
+        return f"{int(source.keys('video')[i]):016x}"
+
+    @property
+    def clip(self) -> Clip:
+        if isinstance(self.data, Clip):
+            return self.data
+        return Clip(self.data, 0.0, describe_film(self.data).seconds)
+
+    def decode(self) -> np.ndarray:
+        """[h, STRIP * w, 3] uint8: frames side by side."""
+        clip = self.clip
+        with FilmReader() as reader:
+            frames = reader.frames(clip.film, even_times(clip.start_s, clip.end_s, STRIP))
+        return np.concatenate(list(frames.transpose(0, 2, 3, 1)), 1)
+
+    def draw(self, axes: Axes) -> None:
+        axes.imshow(self.decode())
+        axes.set(xticks=[], yticks=[])
+        axes.set_xlabel(f"{self.clip.start_s:.1f} – {self.clip.end_s:.1f} s", fontsize=5.5)
+
+    def picture(self) -> Image.Image:
+        return Image.fromarray(self.decode())

@@ -320,6 +320,39 @@ class AudioOptions(OptionGroup):
 
 
 @dataclass(frozen=True, kw_only=True)
+class VideoOptions(OptionGroup):
+    """What a video tower sees; all None where no pair has films. Frames are prepared as images
+    are."""
+
+    title = "films, for --pairs that name video"
+    in_recipe = True
+    video_tower: str | None = option(
+        "resnet50",
+        "any image tower, of each frame, and time=mean or time=transformer behind it; or a video "
+        "classifier of torchvision, or hf:NAME of VideoMAE, TimeSformer or X-CLIP",
+        "NAME",
+        demo="resnet18:layers=1-1-1-1,time=transformer",
+        shown="resnet50; demo: a ResNet-10 and a transformer over time",
+        kept=True,
+    )
+    video_frames: int | None = option(
+        8,
+        "of each clip at most, from the middles of equal parts of it",
+        "N",
+        at_least(1),
+        kept=True,
+    )
+    video_rate: float | None = option(
+        None,
+        "frames a second: a clip that is shorter than --video-frames of them has fewer",
+        "HZ",
+        positive,
+        shown="all clips have --video-frames",
+        kept=True,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RegionOptions(OptionGroup):
     """Which regions of an image are compared with their phrases, where a pair has regions."""
 
@@ -339,7 +372,13 @@ class RegionOptions(OptionGroup):
 
 @dataclass(frozen=True, kw_only=True)
 class InputOptions(
-    SeedOptions, PairsOptions, ImageOptions, TextOptions, AudioOptions, RegionOptions
+    SeedOptions,
+    PairsOptions,
+    ImageOptions,
+    TextOptions,
+    AudioOptions,
+    VideoOptions,
+    RegionOptions,
 ):
     """What the towers see of a sample."""
 
@@ -379,6 +418,12 @@ class TowerOptions(InputOptions, ModuleOptions):
     )
     audio_weights: str | None = option(
         None, "pretrained, as --image-weights", "WHERE", shown="from scratch"
+    )
+    video_weights: str | None = option(
+        None,
+        "pretrained, as --image-weights: of the tower of the frames, or of a video classifier",
+        "WHERE",
+        shown="from scratch",
     )
     imported: str | None = option(
         None,
@@ -610,6 +655,7 @@ GROUPS: Sequence[type[OptionGroup]] = (
     ImageOptions,
     TextOptions,
     AudioOptions,
+    VideoOptions,
     RegionOptions,
     PairsOptions,
     ModelOptions,

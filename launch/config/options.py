@@ -40,6 +40,7 @@ from launch.config.groups import (
     ModelOptions,
     RunOptions,
     TrackingOptions,
+    VideoOptions,
 )
 from launch.config.imported import options_of_import, refuse_no_model
 from launch.config.recipe_files import RecipeFile, find_recipe
@@ -57,6 +58,7 @@ OF_BRANCH = {
     "image": ("image_tower", "image_weights", "image_buckets"),
     "text": ("text_tower", "text_weights", "tokenizer"),
     "audio": ("audio_weights", *(each.name for each in fields(AudioOptions))),
+    "video": ("video_weights", *(each.name for each in fields(VideoOptions))),
 }
 
 
@@ -166,8 +168,9 @@ def decide(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Options
 
     pixels, trained = settled_pixels(given, values, held, began)
     settled = {**values, **_paths(values), **pixels}
-    if "audio" not in branches_of(values["pairs"]):
-        settled |= {each.name: None for each in fields(AudioOptions)}
+    for branch, of_branch in (("audio", AudioOptions), ("video", VideoOptions)):
+        if branch not in branches_of(values["pairs"]):
+            settled |= {each.name: None for each in fields(of_branch)}
     sources = {
         name: next(source for source, layer in layers.items() if name in layer) for name in defaults
     }
@@ -320,7 +323,8 @@ def _paths(values: Mapping[str, Any]) -> dict[str, Any]:
         "data_root": values["data_root"] and tuple(dict.fromkeys(values["data_root"])),
         "tokenizer": values["tokenizer"] and _absolute(values["tokenizer"]),
     }
-    for name in ("image_weights", "text_weights", "audio_weights", "imported", "text_tower"):
+    weights = (f"{branch}_weights" for branch in OF_BRANCH)
+    for name in (*weights, "imported", "text_tower"):
         value = values[name]
         # NAME is also one that a library knows; ./NAME is not
         if value and ("/" in value or name == "imported"):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from data.batching.requests import evaluation_requests
 from data.batching.shown import ShownRegions, shown_regions
+from data.clips import Clip
 from data.index.sources import KnownSource
 from data.keys import content_hash
 from data.loader import LoadReport, micro_batches
@@ -116,7 +117,13 @@ class Values:
         return self.values[i]
 
     def content_hash(self, modality: str, i: int) -> bytes:
-        return content_hash(self.values[i])
+        value = self.values[i]
+        return content_hash(value.identity if isinstance(value, Clip) else value)
+
+    def numbers(self, name: str, index: np.ndarray) -> np.ndarray:
+        """Where clips begin and end, as an index has it."""
+        key = name.removeprefix("video_")
+        return np.array([getattr(self.values[i], key) for i in index.tolist()])
 
     def language(self, i: int) -> Any:
         return self.languages[i] if self.languages else None

@@ -20,8 +20,10 @@ from launch.inference.gallery import Cell, Row
 from launch.modalities import encoded
 from models.metrics.alignment import alignment_figures, alignment_sums
 from models.metrics.retrieval import (
+    DUAL_SCALE,
     RECALL_AT,
     Relevance,
+    dual_softmax_ranks,
     equal_labels,
     median_rank,
     nearest,
@@ -31,6 +33,11 @@ from models.metrics.retrieval import (
 )
 
 SHOWN = 5  # answers to a query
+DUAL_SOFTMAX = "_dual_softmax"  # behind a direction
+DUAL_SOFTMAX_PROTOCOL = (
+    "dual softmax (CAMoE, Cheng et al. 2021): each similarity times the softmax over all queries of "
+    f"the set, at a scale of {DUAL_SCALE:g}, which a single query does not have"
+)
 
 
 def retrieval(embedded: Embedded) -> dict[str, float]:
@@ -49,6 +56,9 @@ def retrieval(embedded: Embedded) -> dict[str, float]:
         for direction, own, candidates, relevance in directions(embedded, pair):
             ranks = relevant_ranks(own.embeds, candidates.embeds, relevance)
             values |= rank_figures(direction, ranks, relevance)
+            if "video" in pair:
+                ranks = dual_softmax_ranks(own.embeds, candidates.embeds, relevance)
+                values |= rank_figures(f"{direction}{DUAL_SOFTMAX}", ranks, relevance)
         # pairs of rows, which all captions of an image are not
         if torch.equal(one.sample, other.sample):
             target = torch.arange(len(one.sample))

@@ -25,7 +25,7 @@ from launch.inference.gallery import Cell, draw_rows
 from launch.inference.samples import held_out
 from launch.modalities import encoded, names_a_file, read_value
 from launch.terminal.tables import show
-from launch.views import View
+from launch.views import FilmView, View
 from models.metrics.retrieval import nearest
 
 IN_A_ROW = 5  # answers that are drawn beside each other
@@ -78,7 +78,8 @@ def embedded_query(query: Query, embedder: Embedder) -> Tensor:
     """[1, D]"""
     if query.value is None:
         return embedder.texts([query.words])
-    one = as_source([query.value.data], query.words)
+    value = query.value.clip if isinstance(query.value, FilmView) else query.value.data
+    one = as_source([value], query.words)
     return embedder.rows(query.modality, one, np.zeros(1, np.int64)).embeds
 
 

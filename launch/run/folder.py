@@ -14,6 +14,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,12 @@ from common.files import (
     write_text,
 )
 from common.secrets import redacted
-from data.options import has_regions
+from data.options import branches_of, has_regions
 from engine.checkpoint.layout import replace_text
 from engine.planning.planner import RunPlan
 from engine.schedule import SCHEDULES
 from launch.config.blocks import SampleWeightsBlock
+from launch.config.groups import VideoOptions
 from launch.config.options import ROOT, free_options
 from launch.records import RUN_RECORD, flat, read_run
 from models.towers.building import Tower
@@ -326,6 +328,8 @@ def training_identity(
     free = [key for key in free_options() if key != "eval_every" or not by_evaluation]
     if not has_regions(options["pairs"]):  # earlier versions did not have them
         free += ["max_regions", "max_negatives"]
+    if "video" not in branches_of(options["pairs"]):
+        free += [each.name for each in fields(VideoOptions)] + ["video_weights"]
     free_branches = [*BRANCHES_FREE_TO_CHANGE, *(() if by_split else BRANCHES_SPLIT)]
     known = {
         "options": _without(free, options),

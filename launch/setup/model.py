@@ -26,6 +26,7 @@ from models.towers.building import takes_other_sizes
 from models.towers.fusion import FusionSizes, fusion_sizes
 from models.towers.layers import LayerSpec, Tower, Weights
 from models.weights.audio import open_audio_weights
+from models.weights.of_image import open_inner_weights
 from models.weights.reading import open_model, open_weights
 
 SMALLEST_PATCH = 7  # pixels, of towers that stay at one resolution
@@ -184,4 +185,6 @@ def _pretrained(options: ModelOptions, towers: Sequence[Tower]) -> dict[str, Wei
             found[branch] = open_weights(branch, where, of_branch[branch])
     if options.audio_weights and "audio" in of_branch:
         found["audio"] = open_audio_weights(options.audio_weights, of_branch["audio"])
+    if options.video_weights and "video" in of_branch:
+        found["video"] = open_inner_weights(options.video_weights, of_branch["video"])
     return found

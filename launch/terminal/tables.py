@@ -89,7 +89,7 @@ def retrieval_rows(
             )
             row = {
                 "held-out set": f"{held_out} ({samples})",
-                "query → answer": direction.replace("_to_", " → "),
+                "query → answer": direction.replace("_to_", " → ").replace("_dual_", ", dual "),
             }
             if several:
                 row["queries → candidates"] = f"{queries:g} → {round(candidates, 1):g}"
@@ -138,7 +138,7 @@ def _with_languages(
 def _with_both(values: Mapping[str, float], held_out: str, direction: str, count: int) -> int:
     """Samples of a held-out set that have both halves of the pair of `direction`. `count`: of the
     set, where the run has one pair."""
-    first, second = direction.split("_to_")
+    first, second = direction.removesuffix("_dual_softmax").split("_to_")
     names = (f"{held_out}/num_samples/{a}_{b}" for a, b in ((first, second), (second, first)))
     return int(next((values[name] for name in names if name in values), count))
 

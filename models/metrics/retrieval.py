@@ -3,8 +3,9 @@ Exact, in blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,14 +103,20 @@ def equal_labels(own: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     return rows, first[rows] + within
 
 
-def best_ranks(own: Tensor, other: Tensor, query: Tensor, candidate: Tensor) -> Tensor:
+def best_ranks(
+    own: Tensor,
+    other: Tensor,
+    query: Tensor,
+    candidate: Tensor,
+    change: Callable[[Tensor], Any] | None = None,
+) -> Tensor:
     """Rank (0 = first) of each query's best match among all candidates: int64 [q].
 
     `own` [q, D] queries, `other` [m, D] candidates; `query` [p], ascending, and `candidate` [p]:
     the pairs that match, at least one for each query. Matches do not stand in each other's way: as
     COCO counts, an image has found its text when one of its five is among the first. Another
     candidate that ties with the best match counts as ranked before it, so that a collapsed model
-    scores nothing.
+    scores nothing. `change`: of similarities [block, m], in place.
     """
     last = query.bincount(minlength=len(own)).cumsum(0)
     ranks, parts = query.new_empty(len(own)), list(blocks(len(own), len(other)))
@@ -122,6 +129,8 @@ def best_ranks(own: Tensor, other: Tensor, query: Tensor, candidate: Tensor) -> 
     for rows in parts:
         # [block, m]
         similarity = torch.mm(own[rows], other.T, out=memory[: rows.stop - rows.start])
+        if change is not None:
+            change(similarity)
         of_block = slice(int(last[rows.start - 1]) if rows.start else 0, int(last[rows.stop - 1]))
         within, match = query[of_block] - rows.start, candidate[of_block]
         of_match = similarity[within, match]
@@ -143,6 +152,24 @@ def relevant_ranks(own: Tensor, other: Tensor, relevance: Relevance) -> Tensor:
     D]: int64 [q]."""
     queries, candidates = own[relevance.query_row], other[relevance.candidate_row]
     return best_ranks(queries, candidates, relevance.query, relevance.candidate)
+
+
+DUAL_SCALE = 100.0  # of the similarities in the softmax: the largest that CLIP trains with
+
+
+def dual_softmax_ranks(own: Tensor, other: Tensor, relevance: Relevance) -> Tensor:
+    """As `relevant_ranks`, with each similarity times its softmax over all queries of a candidate
+    (CAMoE: Cheng et al. 2021): int64 [q]."""
+    queries, candidates = own[relevance.query_row], other[relevance.candidate_row]
+    total = torch.full_like(candidates[:, 0], -torch.inf)  # log-sum-exp over the queries
+    for rows in blocks(len(queries), len(candidates)):
+        logits = DUAL_SCALE * queries[rows] @ candidates.T
+        total = torch.logaddexp(total, logits.logsumexp(0))
+
+    def weigh(similarity: Tensor) -> None:
+        similarity *= (DUAL_SCALE * similarity - total).exp()
+
+    return best_ranks(queries, candidates, relevance.query, relevance.candidate, weigh)
 
 
 def positive_ranks(own: Tensor, other: Tensor, target: Tensor) -> Tensor:

@@ -294,3 +294,17 @@ def test_ranks_among_the_first_candidates_by_other_scores(subtests):
                     not r and not (best is not None and s < best) for s, r in zip(own, is_right)
                 )
                 assert found[i] == (100 + i if best is None else before), i
+
+
+def test_dual_softmax_is_a_product_with_the_softmax_over_queries(monkeypatch):
+    """As CAMoE has it, in blocks too."""
+    draw = torch.Generator().manual_seed(3)
+    own, other = (F.normalize(torch.randn(7, 5, generator=draw).double(), dim=1) for _ in "ab")
+    rows = torch.arange(7)
+    relevance = Relevance.of(rows, rows, rows, rows)
+    similarity = own @ other.T
+    weighed = similarity * (retrieval.DUAL_SCALE * similarity).softmax(0)
+    expected = (weighed >= weighed.diagonal()[:, None]).sum(1) - 1
+    for bytes_at_once in (1, 1 << 20):
+        monkeypatch.setattr(retrieval, "BLOCK_BYTES", bytes_at_once)
+        assert torch.equal(retrieval.dual_softmax_ranks(own, other, relevance), expected)

@@ -1,0 +1,111 @@
+"""Clips in time: whether a model knows what comes first, and where in a film a sentence holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from data.clips import Clip
+from data.index.sources import KnownSource
+from launch.inference.embedding import Embedded, Embedder, as_source
+from models.metrics.grounding import OVERLAPS, grounding_figures, overlap, windows
+
+PART = 0.95  # of its film, at most, has a clip that is looked for in it
+LENGTHS = (0.25, 0.5, 0.75)  # quantiles of the clips' lengths, of which windows are made
+ORDER = "video_to_order"
+
+PROTOCOL = (
+    "grounding: among windows of the film, as long as the quartiles of the set's clips and a quarter "
+    "of that apart, the sentence chooses the most similar one; right if their intersection over "
+    "union in time is at least that. order: the caption is more similar to the film than the one "
+    "that tells the same events backwards"
+)
+
+
+def clip_figures(embedder: Embedder, embedded: Embedded, source: KnownSource) -> dict[str, float]:
+    """Of the samples with a film and a text; none where there is nothing to ask."""
+    if not {"video", "text"} <= embedded.rows.keys():
+        return {}
+    return _order(embedder, embedded, source) | _grounding(embedder, embedded, source)
+
+
+def _order(embedder: Embedder, embedded: Embedded, source: KnownSource) -> dict[str, float]:
+    reverse = getattr(source, "reversed_caption", lambda i: None)
+    films, texts = embedded.both("video", "text")
+    reversals = enumerate(map(reverse, films.sample.tolist()))
+    backwards = {row: text for row, text in reversals if text is not None}
+    if not backwards:
+        return {}
+    asked, other = [*backwards], embedder.texts([*backwards.values()])
+    own = films.embeds[asked]
+    first = {i: row for row, i in reversed([*enumerate(texts.sample.tolist())])}
+    told = texts.embeds[[first[int(films.sample[row])] for row in asked]]
+    right = (own * told).sum(1) > (own * other).sum(1)
+    return {f"{ORDER}_right": right.float().mean().item(), f"{ORDER}_queries": float(len(asked))}
+
+
+def _grounding(embedder: Embedder, embedded: Embedded, source: KnownSource) -> dict[str, float]:
+    texts = embedded.rows["text"]
+    rows = embedded.rows["video"].sample
+    columns = ("video_start_s", "video_end_s", "video_seconds")
+    starts, ends, films_s = (source.numbers(name, rows.numpy()) for name in columns)
+    is_part = ends - starts < PART * films_s
+    if not is_part.any():
+        return {}
+    samples = rows.numpy()[is_part]
+    lengths = np.quantile((ends - starts)[is_part], LENGTHS).tolist()
+    span = {int(i): (float(a), float(b)) for i, a, b in zip(rows, starts, ends)}
+    # the clips of a film share its windows
+    of_film: dict[bytes, list[int]] = {}
+    for i in samples.tolist():
+        of_film.setdefault(source.content_hash("video", i), []).append(i)
+    seconds = dict(zip(rows.tolist(), films_s.tolist()))
+    every = {key: windows(seconds[own[0]], lengths) for key, own in of_film.items()}
+    clips = [
+        Clip(source.value("video", own[0]).film, *span_of)
+        for key, own in of_film.items()
+        for span_of in every[key].tolist()
+    ]
+    embeds = embedder.rows("video", as_source(clips, source.spec), np.arange(len(clips))).embeds
+    found, at = [], 0
+    queries: dict[int, list[int]] = {}
+    for row, i in enumerate(texts.sample.tolist()):
+        queries.setdefault(i, []).append(row)
+    for key, own in of_film.items():
+        number = len(every[key])
+        similarity = embeds[at : at + number] @ texts.embeds.T
+        at += number
+        for i in own:
+            overlaps = overlap(every[key], *span[i])
+            for row in queries.get(i, ()):
+                found.append((float(overlaps[int(similarity[:, row].argmax())]), overlaps))
+    return grounding_figures(found)
+
+
+def clip_rows(values: Mapping[str, float], held_out: str) -> list[dict[str, str]]:
+    """Lines of a table."""
+    lines: list[tuple[str, float, float, float]] = []
+    if f"{ORDER}_right" in values:
+        queries = values[f"{ORDER}_queries"]
+        lines.append(("video → order of events", queries, values[f"{ORDER}_right"], 0.5))
+    for least in OVERLAPS if "grounding_queries" in values else ():
+        found, chance = (values[f"grounding_{name}_iou_{least}"] for name in ("R@1", "chance"))
+        queries = values["grounding_queries"]
+        lines.append((f"text → window, IoU >= {least}", queries, found, chance))
+    return [
+        {
+            "held-out set": f"{held_out} ({queries:g})",
+            "query → answer": question,
+            "right %": f"{100 * right:.1f}",
+            "chance %": f"{100 * chance:.1f}",
+        }
+        for question, queries, right, chance in lines
+    ]
+
+
+def frames_of(options: Mapping[str, Any]) -> str:
+    """How many frames the model sees, for a protocol."""
+    rate = options.get("video_rate")
+    return f"{options['video_frames']} frames a clip" + (f" at {rate:g}/s at most" if rate else "")

@@ -1,0 +1,32 @@
+"""Windows of films, and which of them holds what a sentence says."""
+
+import numpy as np
+import pytest
+
+from models.metrics.grounding import OVERLAPS, grounding_figures, overlap, windows
+
+
+def test_windows_cover_a_film_to_its_end():
+    found = windows(10.0, [4.0, 20.0])
+    assert found[0].tolist() == [0, 4] and [6, 10] in found.tolist() and [0, 10] in found.tolist()
+    lengths = found[:, 1] - found[:, 0]
+    assert set(lengths.round(6)) == {4.0, 10.0} and len(found) == 7 + 1
+    assert (np.diff(found[:7, 0]) == 1).all()
+    assert windows(3.0, [3.0]).tolist() == [[0, 3]]
+
+
+def test_overlap_is_of_the_intersection_in_the_union():
+    every = np.array([[0, 4], [2, 6], [5, 9], [4, 8], [1, 3]], float)
+    assert overlap(every, 0, 4).tolist() == pytest.approx([1, 1 / 3, 0, 0, 1 / 2])
+
+
+def test_figures_are_of_the_chosen_window_and_of_a_random_one():
+    found = [(0.6, np.array([0.6, 0.2, 0.0, 0.4])), (0.1, np.array([0.9, 0.1]))]
+    figures = grounding_figures(found)
+    assert figures["grounding_queries"] == 2
+    expected = {0.3: (1 / 2, (2 / 4 + 1 / 2) / 2), 0.5: (1 / 2, (1 / 4 + 1 / 2) / 2)}
+    expected[0.7] = (0, (0 + 1 / 2) / 2)
+    for least in OVERLAPS:
+        own = figures[f"grounding_R@1_iou_{least}"], figures[f"grounding_chance_iou_{least}"]
+        assert own == pytest.approx(expected[least]), least
+    assert grounding_figures([]) == {}
