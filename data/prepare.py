@@ -19,7 +19,7 @@ from data.bad_samples import REASONS
 from data.batching.draws import LIMIT
 from data.batching.mixing import mixed
 from data.batching.mixture import Mixture, open_sources
-from data.batching.order import BatchSizes, GlobalOrder, Parts
+from data.batching.order import BatchSizes, GlobalOrder, Parts, Together
 from data.batching.rows import Rows
 from data.batching.stream_order import Shards, StreamOrder
 from data.index.leaks import count_leaks, describe_leaks, find_leaks
@@ -77,12 +77,27 @@ class PreparedData:
     shards: tuple[Shards, ...] = ()
     seed: int = 0
 
-    def order(self, global_batch_size: int, earlier: BatchSizes = ()) -> GlobalOrder:
-        """In which the training samples come."""
+    def order(
+        self, global_batch_size: int, earlier: BatchSizes = (), film_clips: int = 1
+    ) -> GlobalOrder:
+        """In which the training samples come. `film_clips`: so many clips of a film stand together.
+        Errors: ValueError where these are of streams."""
         sizes = (len(self.train), global_batch_size, self.seed, self.parts, earlier)
         if not self.shards:
-            return GlobalOrder(*sizes)
+            together = Together(self._films(), film_clips) if film_clips > 1 else None
+            return GlobalOrder(*sizes, together=together)
+        if film_clips > 1:
+            raise ValueError(
+                "argument --film-clips: the samples of a stream come shard by shard, so its films are "
+                "not known beforehand; leave it out, or give data that is no stream"
+            )
         return StreamOrder(*sizes, shards=self.shards)
+
+    def _films(self) -> np.ndarray:
+        """[N]: equal numbers for training samples that are clips of one film."""
+        key = self.known.keys("video")[self.train[:]]
+        label = np.unique(key, return_inverse=True)[1].reshape(-1)
+        return np.where(key == 0, len(key) + np.arange(len(key)), label)
 
     @property
     def stream_order(self) -> StreamOrder:

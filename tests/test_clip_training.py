@@ -31,7 +31,7 @@ NO_DROPOUT = "hidden_dropout_prob=0,attention_probs_dropout_prob=0"
 TOWERS = ["--image-tower", VIT, "--video-tower", f"{VIT},time=transformer,time_layers=1"]
 TOWERS += ["--text-tower", f"bert-tiny:{NO_DROPOUT}", "--audio-tower", VIT, "--audio-size", 32]
 SIZES = ["--image-size", 32, "--embed-dim", 16, "--max-text-tokens", 12, "--audio-seconds", 0.5]
-SIZES += ["--video-frames", 4, "--video-rate", 8]
+SIZES += ["--video-frames", 4, "--video-rate", 8, "--film-clips", 2]
 PAIRS = ["--pairs", "image:text,video:text,audio:text,image:video"]
 SPLITS = {
     1: {"layout": "merged", "stages": {"merged": 1}, "micro_batch_size": 24},

@@ -22,6 +22,25 @@ Mixes = tuple[tuple[int, Parts], ...]
 BatchSizes = tuple[tuple[int, int], ...]
 
 
+@dataclass(frozen=True, eq=False)
+class Together:
+    """Samples that are to stand in a global batch together, such as the clips of a film. `label` [N]:
+    equal for such samples; `number` of them stand side by side, which a batch may end between."""
+
+    label: np.ndarray
+    number: int
+
+    def arranged(self, visits: np.ndarray) -> np.ndarray:
+        """The visits [n] of an epoch in another order: with the first of each `number` of one label
+        come the next ones."""
+        place = np.argsort(self.label[visits], kind="stable")
+        label = self.label[visits][place]
+        begins = np.flatnonzero(np.append(True, label[1:] != label[:-1]))
+        within = np.arange(len(label)) - np.repeat(begins, np.diff(np.append(begins, len(label))))
+        first = place[np.arange(len(label)) - within % self.number]
+        return visits[place[np.lexsort((place, first))]]
+
+
 @dataclass(frozen=True)
 class GlobalOrder:
     """The order of all training samples, the same for every branch, replica and world size.
@@ -39,6 +58,8 @@ class GlobalOrder:
     have `global_batch_size`. Within an epoch a size goes on with the samples that the one before
     has left, so none comes twice. An epoch ends where those left do not fill a batch, before a
     change or after it.
+
+    `together`: of the permutation the samples of one kind come side by side.
     """
 
     num_samples: int
@@ -47,6 +68,7 @@ class GlobalOrder:
     parts: Parts = ()
     earlier: BatchSizes = ()
     mixes: Mixes = ()
+    together: Together | None = None
 
     def __post_init__(self) -> None:
         counts, weights = zip(*self.parts) if self.parts else ((self.num_samples,), ())
@@ -87,7 +109,8 @@ class GlobalOrder:
 
     def _visited(self, epoch: int, start: int, stop: int) -> np.ndarray:
         """[stop - start] int64: the samples of so many visits of an epoch."""
-        visits = _visits(self.seed, self.num_samples, self._mixes_until(epoch), epoch)
+        mixes = self._mixes_until(epoch)
+        visits = _visits(self.seed, self.num_samples, mixes, epoch, self.together)
         return visits[start:stop].astype(np.int64)
 
     def visits(self, step: int) -> tuple[float, ...]:
@@ -198,7 +221,9 @@ class _Stretch:
 
 
 @lru_cache(maxsize=2)  # this epoch and, while workers load ahead, the next
-def _visits(seed: int, num_samples: int, mixes: Mixes, epoch: int) -> np.ndarray:
+def _visits(
+    seed: int, num_samples: int, mixes: Mixes, epoch: int, together: Together | None
+) -> np.ndarray:
     """[n] the samples of an epoch in the order of their visits, 4 bytes each where that does.
     `mixes`: all until this epoch, from the first on."""
     kind = np.int32 if num_samples <= np.iinfo(np.int32).max else np.int64
@@ -207,7 +232,7 @@ def _visits(seed: int, num_samples: int, mixes: Mixes, epoch: int) -> np.ndarray
     else:
         samples = np.arange(num_samples, dtype=kind)
     np.random.default_rng([seed, epoch]).shuffle(samples)
-    return samples
+    return samples if together is None else together.arranged(samples)
 
 
 def _weighted(seed: int, mixes: Mixes, epoch: int) -> np.ndarray:

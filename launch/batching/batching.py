@@ -86,7 +86,7 @@ class Batching:
         self.balance = balancing(block)
         self.sources = source_names(options.data)
         earlier = earlier_sizes(state["batch_sizes"], batch_size)
-        order = data.order(batch_size, earlier)
+        order = data.order(batch_size, earlier, options.film_clips or 1)
         weights_of = sample_weights_of(data, weighting(block), options.max_text_tokens, folder)
         examples = data.example_numbers(MOST_EXAMPLES) if data.shards else None
         self.batches = Batches(

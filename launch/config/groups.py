@@ -350,6 +350,13 @@ class VideoOptions(OptionGroup):
         shown="all clips have --video-frames",
         kept=True,
     )
+    film_clips: int | None = option(
+        1,
+        "of one film in a global batch together, as each other's negatives, where it has as many; 1: "
+        "by chance",
+        "N",
+        at_least(1),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from data.batching.order import GlobalOrder
+from data.batching.order import GlobalOrder, Together
 
 ORDER = GlobalOrder(num_samples=103, global_batch_size=12, seed=5)
 
@@ -20,6 +20,26 @@ def test_batch_is_the_documented_formula():
             == np.random.default_rng([5, epoch]).permutation(103)[start : start + 12].tolist()
         )
     assert ORDER.batch(3).dtype == np.int64
+
+
+def test_samples_of_one_kind_come_side_by_side():
+    """So many at a time, each once an epoch; what is alone stays where it was."""
+    label = np.array([0] * 7 + [1] * 2 + [*range(2, 33)])
+    for number in (2, 3, 7):
+        order = GlobalOrder(40, 40, seed=3, together=Together(label, number))
+        epochs = [order.batch(step) for step in range(4)]
+        for visits in epochs:
+            assert sorted(visits) == [*range(40)]
+            runs = [len([*run]) for of, run in itertools.groupby(label[visits]) if of == 0]
+            full, rest = divmod(7, number)
+            # one run may follow another one by chance
+            assert sum(runs) == 7 and max(runs) >= number and len(runs) <= full + bool(rest)
+            assert (
+                len({len([*run]) for of, run in itertools.groupby(label[visits]) if of == 1}) == 1
+            )
+        assert not np.array_equal(epochs[0], epochs[1])
+    alone = GlobalOrder(40, 40, seed=3, together=Together(np.arange(40), 3))
+    assert np.array_equal(alone.batch(2), GlobalOrder(40, 40, seed=3).batch(2))
 
 
 def test_every_sample_at_most_once_per_epoch_and_epochs_differ():
