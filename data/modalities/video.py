@@ -23,11 +23,11 @@ from data.modalities.transforms import ImageTransform, stacked
 if TYPE_CHECKING:
     from data.batching.requests import MicroBatchRequest
     from data.cache import SampleCache
-    from data.clips import Clip
     from data.index.sources import Source
 
 # Times in training from which one is drawn for each frame. Few, so that a cache can hold them.
 CANDIDATES = 2
+Span = tuple[float, float]  # seconds of the film
 GREY = 128  # where a micro-batch has no readable clip at all
 
 
@@ -46,9 +46,9 @@ class FrameTimes:
             return np.full(len(seconds), self.most)
         return np.clip(np.rint(seconds * self.rate), 1, self.most).astype(np.int64)
 
-    def candidates(self, clip: Clip, number: int, training: bool) -> np.ndarray:
+    def candidates(self, span: Span, number: int, training: bool) -> np.ndarray:
         """Seconds of the film, of evaluation `number`, of training CANDIDATES * `number`."""
-        return even_times(clip.start_s, clip.end_s, number * (CANDIDATES if training else 1))
+        return even_times(*span, number * (CANDIDATES if training else 1))
 
 
 class View(NamedTuple):
@@ -84,17 +84,20 @@ class VideoModality(Modality):
 
     def load(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
         transform = self.transform_train if request.training else self.transform_eval
-        numbers = self._numbers(source, request)
-        number_of = dict(zip(request.index.tolist(), numbers.tolist()))
+        spans = _spans(source, request)
+        numbers = self.times.numbers(spans[:, 1] - spans[:, 0])
+        index = request.index.tolist()
+        number_of = dict(zip(index, numbers.tolist()))
+        span_of = {i: (begin, end) for i, (begin, end) in zip(index, spans.tolist())}
 
         def read(i: int, generator: np.random.Generator) -> View:
-            clip: Clip = source.value("video", i)
-            number, training = number_of[i], request.training
-            times = self.times.candidates(clip, number, training)
+            number, span, training = number_of[i], span_of[i], request.training
+            if span[1] <= span[0]:
+                source.value("video", i)  # the source says what is missing
+            times = self.times.candidates(span, number, training)
             first = np.arange(number) * (CANDIDATES if training else 1)
             chosen = first + generator.integers(CANDIDATES, size=number) if training else first
-            key = source.content_hash("video", i)
-            images = self._stored(transform, clip, key, times, chosen)
+            images = self._stored(transform, source, i, span, times, chosen)
             drawn = int(generator.integers(1 << 62))
             frames = [transform(image, np.random.default_rng(drawn)) for image in images]
             since_first = times[chosen] - times[chosen[0]]
@@ -117,13 +120,17 @@ class VideoModality(Modality):
                 **_rows(numbers),
                 "video_time": torch.from_numpy(np.concatenate(times)),
             },
-            key=keys_of(self._clip_keys(source, request)),
+            key=keys_of(
+                content_hash(source.content_hash("video", i) + span.tobytes())
+                for i, span in zip(request.index.tolist(), spans)
+            ),
             counts={"unreadable_films": len(loaded.bad)},
         )
 
     def meta_batch(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
         size = (self.transform_train if request.training else self.transform_eval).size
-        numbers = self._numbers(source, request)
+        spans = _spans(source, request)
+        numbers = self.times.numbers(spans[:, 1] - spans[:, 0])
         count = int(numbers.sum())
         tensors = {
             "video_frames": torch.empty((count, 3, *size), dtype=torch.uint8, device="meta"),
@@ -132,35 +139,27 @@ class VideoModality(Modality):
         }
         return Loaded.of(request, tensors)
 
-    def _numbers(self, source: Source, request: MicroBatchRequest) -> np.ndarray:
-        start, end = (source.numbers(f"video_{key}", request.index) for key in ("start_s", "end_s"))
-        return self.times.numbers(end - start)
-
-    def _clip_keys(self, source: Source, request: MicroBatchRequest) -> list[bytes]:
-        spans = [source.numbers(f"video_{key}", request.index) for key in ("start_s", "end_s")]
-        return [
-            content_hash(source.content_hash("video", i) + span.tobytes())
-            for i, span in zip(request.index.tolist(), np.stack(spans, 1))
-        ]
-
     def _stored(
         self,
         transform: ImageTransform,
-        clip: Clip,
-        content: bytes,
+        source: Source,
+        i: int,
+        span: Span,
         times: np.ndarray,
         chosen: np.ndarray,
     ) -> list[np.ndarray]:
-        """Those of the `times` of a clip that are `chosen`, before augmentation."""
+        """Those of the `times` of a clip that are `chosen`, before augmentation. Of a cached one no
+        film is read."""
         stored = transform.stored
 
         def decoded(wanted: np.ndarray) -> list[np.ndarray]:
-            frames = self._reader.frames(clip.film, wanted)
+            frames = self._reader.frames(source.value("video", i).film, wanted)
             return [stored.of(Image.fromarray(frame.transpose(1, 2, 0))) for frame in frames]
 
         if self.cache is None:
             return decoded(times[chosen])
-        key = content + f"{stored.name}:{clip.start_s!r}:{clip.end_s!r}:{len(times)}".encode()
+        key = source.content_hash("video", i)
+        key += f"{stored.name}:{span[0]!r}:{span[1]!r}:{len(times)}".encode()
         every = self.cache.fetch(key, lambda: np.stack(decoded(times)))
         return [np.ascontiguousarray(every[k]) for k in chosen.tolist()]
 
@@ -170,6 +169,12 @@ class VideoModality(Modality):
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_reader"}
+
+
+def _spans(source: Source, request: MicroBatchRequest) -> np.ndarray:
+    """float64 [b, 2]: where each clip begins and ends; of one that is missing or bad 0 and 0."""
+    names = ("video_start_s", "video_end_s")
+    return np.stack([source.numbers(name, request.index) for name in names], 1).astype(np.float64)
 
 
 def _rows(numbers: np.ndarray) -> dict[str, Tensor]:
