@@ -104,6 +104,6 @@ def test_a_loss_that_nobody_registered_is_refused(capsys):
     with pytest.raises(SystemExit):
         parse_options(["--loss", "infonec"])
     assert (
-        "there is no loss 'infonec'; there are infonce, sigmoid; did you mean 'infonce'?"
+        "there is no loss 'infonec'; there are infonce, sigmoid, milnce; did you mean 'infonce'?"
         in capsys.readouterr().err
     )
