@@ -9,7 +9,6 @@ fifty; some regions are not in the view; phrases repeat, and some come with nega
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -27,6 +26,7 @@ from split_training import (
     micro_batch,
     towers_of,
 )
+from three_branches import engine_for
 from torch import Tensor
 
 from common.boxes import WHOLE
@@ -165,56 +165,8 @@ def all_of(case: WithRegions):
 
 def train_regions_split(case: WithRegions) -> dict[str, Any]:
     """On each rank: the metrics of one step, and the gradients as (name, offset, flat piece)."""
-    import torch.distributed as dist
-    from cost_models import proportional
-
-    from engine.build import build_engine
-    from engine.config.reading import check_config
-    from engine.planning.planner import plan_run
-
     objective, towers, image_size = all_of(case)
-    config = {
-        "train_batch_size": G,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "zero_optimization": {
-            "stage": case.zero_stage,
-            "reduce_bucket_size": 100_000,
-            "allgather_bucket_size": 100_000,
-        },
-        "branches": {
-            "layout": case.layout,
-            "stages": case.stages,
-            "replicas": case.replicas,
-            "micro_batch_size": case.micro_batch_size,
-            "schedule": case.schedule,
-            "gradient_clipping": {},
-        },
-    }
-    config, block = check_config(config, objective.names)
-    costs = proportional(
-        {
-            name: [1.0 if spec.num_parameters else 0.1 for spec in tower.specs]
-            for name, tower in towers.items()
-        }
-    )
-    layers = {
-        name: [
-            replace(own, num_parameters=spec.num_parameters)
-            for own, spec in zip(costs.layers[name], tower.specs)
-        ]
-        for name, tower in towers.items()
-    }
-    engine = build_engine(
-        plan_run(config, block, dist.get_world_size(), replace(costs, layers=layers)),
-        config,
-        layers={name: tower.specs for name, tower in towers.items()},
-        build_layer=lambda spec: spec.build(SEED),
-        objective=objective,
-        embed_dim=EMBED_DIM,
-        total_num_steps=10,
-        seed=SEED,
-        timeout=timedelta(seconds=300),
-    )
+    engine = engine_for(case, objective, towers, G, {})
     gradients: list[tuple[str, int, Tensor]] = []
     engine.basic_optimizer.register_step_pre_hook(
         lambda *_: gradients.extend(gradient_pieces(engine))

@@ -9,7 +9,7 @@ the row comes and could not be loaded (`not_loaded`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
@@ -421,6 +421,32 @@ def alikeness(own: Tensor, other: Tensor, target: Tensor) -> Tensor:
 
 def engine_of(case: ThreeBranches) -> tuple[Any, int]:
     """The engine of this rank, and the images' size."""
+    objective, towers, image_size = all_of(case)
+    towers = {name: towers[name] for name in objective.names}
+    locked = {"locked": dict.fromkeys(case.locked, True)}
+    engine = engine_for(
+        case,
+        objective,
+        towers,
+        case.global_batch_size,
+        locked,
+        compared=PAIRS[case.pairs],
+        equal_shares=not case.lacking,
+    )
+    return engine, image_size
+
+
+def engine_for(
+    case: Any,
+    objective: Any,
+    towers: Mapping[str, Tower],
+    global_batch_size: int,
+    branches: Mapping[str, Any],
+    compared: Any = None,
+    **more: Any,
+) -> Any:
+    """That of this rank, for a case that says how it is split. `branches`: further keys of that
+    block; `compared`: as in `cost_models.proportional`."""
     import torch.distributed as dist
     from cost_models import proportional
 
@@ -428,9 +454,8 @@ def engine_of(case: ThreeBranches) -> tuple[Any, int]:
     from engine.config.reading import check_config
     from engine.planning.planner import plan_run
 
-    objective, towers, image_size = all_of(case)
     config = {
-        "train_batch_size": case.global_batch_size,
+        "train_batch_size": global_batch_size,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
         "zero_optimization": {
             "stage": case.zero_stage,
@@ -444,17 +469,16 @@ def engine_of(case: ThreeBranches) -> tuple[Any, int]:
             "micro_batch_size": case.micro_batch_size,
             "schedule": case.schedule,
             "gradient_clipping": {},
-            "locked": dict.fromkeys(case.locked, True),
+            **branches,
         },
     }
     config, block = check_config(config, objective.names)
-    towers = {name: towers[name] for name in objective.names}
     costs = proportional(
         {
             name: [1.0 if spec.num_parameters else 0.1 for spec in tower.specs]
             for name, tower in towers.items()
         },
-        compared=PAIRS[case.pairs],
+        **({} if compared is None else {"compared": compared}),
     )
     layers = {  # what is locked is counted by the true numbers of parameters
         name: [
@@ -463,7 +487,7 @@ def engine_of(case: ThreeBranches) -> tuple[Any, int]:
         ]
         for name, tower in towers.items()
     }
-    engine = build_engine(
+    return build_engine(
         plan_run(config, block, dist.get_world_size(), replace(costs, layers=layers)),
         config,
         layers={name: tower.specs for name, tower in towers.items()},
@@ -473,9 +497,8 @@ def engine_of(case: ThreeBranches) -> tuple[Any, int]:
         total_num_steps=10,
         seed=SEED,
         timeout=timedelta(seconds=300),
-        equal_shares=not case.lacking,
+        **more,
     )
-    return engine, image_size
 
 
 def _micro_batches(case: ThreeBranches, engine, image_size: int):
