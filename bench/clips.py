@@ -6,18 +6,16 @@ python bench/clips.py learn --seeds 3 --epochs 30         tables to bench/out/
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench.compare import Column, Figures, Study, Way, main
-from bench.runs import call, settings, train_command
+from bench.compare import Column, Study, Way, main
+from bench.runs import learned
 
 FRAMES_TOWER = "resnet18:layers=1-1-1-1"
 
@@ -25,7 +23,13 @@ FRAMES_TOWER = "resnet18:layers=1-1-1-1"
 def learn(seeds: int = 3, epochs: int = 30, films: int = 2000, batch_size: int = 256) -> Study:
     """The mean of the frames tells a caption from its reversed one half of the time, the transformer
     at least 85 %; a sentence finds its window at least 5 × as often as by chance."""
-    given = {"epochs": epochs, "train_batch_size": batch_size}
+    cache = f"{tempfile.gettempdir()}/clips"
+    given = {
+        "pairs": "video:text",
+        "epochs": epochs,
+        "train_batch_size": batch_size,
+        "cache": cache,
+    }
     ways = {}
     for name, time, more in (
         ("mean", "mean", ""),
@@ -47,27 +51,6 @@ def learn(seeds: int = 3, epochs: int = 30, films: int = 2000, batch_size: int =
 
 
 STUDIES = (learn,)
-
-
-def learned(given: dict[str, Any], seeds: int) -> Figures:
-    """What evaluate.py finds at the end, of each seed."""
-    figures: dict[str, list[float]] = {}
-    for seed in range(seeds):
-        with tempfile.TemporaryDirectory() as run_dir:
-            log, run = Path(run_dir) / "log", Path(run_dir) / "run"
-            common = settings(
-                "trace_every=0 wandb=disabled eval_every=1000000 pairs=video:text",
-                {"run_dir": str(run), "seed": seed, "cache": f"{tempfile.gettempdir()}/clips"},
-            )
-            call(train_command(2, common | given), log, f"seed {seed}", 2)
-            words = ("evaluate.py", run, "--json", run / "found.json")
-            call([sys.executable, *map(str, words)], log, f"evaluating seed {seed}")
-            found = json.loads((run / "found.json").read_text())
-        print({n: v for n, v in found.items() if "R@1" in n or "order" in n}, flush=True)
-        for name, value in found.items():
-            if isinstance(value, float):
-                figures.setdefault(name, []).append(value)
-    return figures
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench.compare import Column, Figures, Study, Way, main
-from bench.runs import call, read_metrics, settings, train_command
+from bench.runs import call, learned, read_metrics, settings, train_command
 
 MIB = 2**20
 SECONDS = {"ms": 1e-3, "s": 1.0, "min": 60.0}
@@ -58,13 +58,16 @@ def cost(steps: int = 12, images: int = 512, batch_size: int = 64, image_size: i
 def learn(seeds: int = 3, epochs: int = 15, scenes: int = 1000) -> Study:
     """With regions phrases find their box at least 3 × as often above chance as without, where the
     last map is all there is; images find their captions no worse."""
-    given = {"data": f"demo:scenes:{scenes}", "epochs": epochs}
+    given = settings(
+        "workers=0 image_size=112 max_text_tokens=64",
+        {"data": f"demo:scenes:{scenes}", "epochs": epochs},
+    )
     both = {"pairs": "image:text,region:text"}
     local = {"import_module": "bench.local_loss", "loss": "image:text=infonce,region:text=local"}
     ways = {
-        "with regions": Way(partial(learned, given | both, seeds)),
-        "among a rank's own": Way(partial(learned, given | both | local, seeds)),
-        "without": Way(partial(learned, given | {"pairs": "image:text"}, seeds)),
+        "with regions": Way(partial(learned, given | both, seeds, "--regions")),
+        "among a rank's own": Way(partial(learned, given | both | local, seeds, "--regions")),
+        "without": Way(partial(learned, given | {"pairs": "image:text"}, seeds, "--regions")),
     }
     columns = (
         Column("composition/phrase_to_box_R@1", "phrase → box, %", "{:.1f}", 100),
@@ -128,28 +131,6 @@ def measured(folder: str, number: int, steps: int, batch_size: int, image_size: 
         "predicted": predicted / step_s,
         "peak_bytes": float(max(peaks)),
     }
-
-
-def learned(given: dict[str, Any], seeds: int) -> Figures:
-    """What evaluate.py finds at the end, of each seed."""
-    figures: dict[str, list[float]] = {}
-    for seed in range(seeds):
-        with tempfile.TemporaryDirectory() as run_dir:
-            log, run = Path(run_dir) / "log", Path(run_dir) / "run"
-            common = settings(
-                "workers=0 trace_every=0 wandb=disabled eval_every=1000000",
-                "image_size=112 max_text_tokens=64",
-                {"run_dir": str(run), "seed": seed},
-            )
-            call(train_command(2, common | given), log, f"seed {seed}", 2)
-            words = ("evaluate.py", run, "--regions", "--trust-run", "--json", run / "found.json")
-            call([sys.executable, *map(str, words)], log, f"evaluating seed {seed}")
-            found = json.loads((run / "found.json").read_text())
-        print({name: value for name, value in found.items() if "R@1" in name}, flush=True)
-        for name, value in found.items():
-            if isinstance(value, float):
-                figures.setdefault(name, []).append(value)
-    return figures
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,26 @@ def train_command(ranks: int, given: Mapping[str, Any]) -> list[str]:
     deepspeed = str(Path(sys.executable).parent / "deepspeed")
     where = flags({"num_gpus": ranks, "master_port": free_port()})
     return [deepspeed, "--quiet", *where, "train.py", *train_arguments(given)]
+
+
+def learned(given: Mapping[str, Any], seeds: int, *flags: str) -> dict[str, list[float]]:
+    """Every number that evaluate.py, with `flags`, finds of the end of a run of two ranks, of each
+    seed."""
+    figures: dict[str, list[float]] = {}
+    fixed = "trace_every=0 wandb=disabled eval_every=1000000"
+    for seed in range(seeds):
+        with tempfile.TemporaryDirectory() as folder:
+            log, run = Path(folder) / "log", Path(folder) / "run"
+            own = settings(fixed, {"run_dir": str(run), "seed": seed}, given)
+            call(train_command(2, own), log, f"seed {seed}", 2)
+            words = ("evaluate.py", run, "--trust-run", "--json", run / "found.json", *flags)
+            call([sys.executable, *map(str, words)], log, f"evaluating seed {seed}")
+            found = json.loads((run / "found.json").read_text())
+        print({name: value for name, value in found.items() if "R@1" in name}, flush=True)
+        for name, value in found.items():
+            if isinstance(value, float):
+                figures.setdefault(name, []).append(value)
+    return figures
 
 
 def call(
