@@ -11,8 +11,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib import colormaps, rc_context
@@ -26,6 +27,7 @@ from common.files import make_folder, replacing
 from common.options import at_least, positive
 from common.output import outlive_output, plain, run_program
 from data.bad_samples import REASONS, Absent, BadSample
+from data.decoding.films import strip_of
 from data.decoding.images import decode_bytes, upright_8bit
 from data.decoding.sounds import decode_audio
 from data.index.roots import add_root_flag, given_roots, with_roots
@@ -43,7 +45,13 @@ DOTS_PER_INCH, CELL_INCHES = 100, (1.8, 2.3)
 CAPTION_LINES, LETTERS, LETTER_POINTS = 3, 26, 7.5
 BAR = 30  # characters
 COLOURS = "magma"  # of spectrograms, as evaluate.py draws them
-SEVERAL = {"image": "images", "audio": "sounds"}
+# modality -> by what equal ones are known, and what they are called
+SEVERAL = {
+    "image": ("content", "images"),
+    "audio": ("audio", "sounds"),
+    "video": ("video", "films"),
+}
+STRIP = 3  # frames of a clip
 COLUMNS = (
     ("width", "width, pixels"),
     ("height", "height, pixels"),
@@ -53,6 +61,10 @@ COLUMNS = (
     ("audio_seconds", "seconds of the sound"),
     ("audio_rate", "rate of the sound, Hz"),
     ("audio_channels", "channels of the sound"),
+    ("video_seconds", "seconds of the film"),
+    ("video_rate", "frames a second"),
+    ("video_width", "width of the film, pixels"),
+    ("video_height", "height of the film, pixels"),
 )
 
 
@@ -77,11 +89,11 @@ def report(source: IndexedSource, most_bad: int = 10) -> list[Table]:
     counts = Table(title=plain(source.spec), title_justify="left", show_header=False)
     counts.add_row("samples", f"{len(source):,}")
     counts.add_row("usable", f"{len(usable):,}")
-    for modality, kind in (("image", "content"), ("audio", "audio")):
+    for modality, (kind, several) in SEVERAL.items():
         if modality in source.index.modalities:
             there = usable[~source.lacking(modality)[usable]]
             different = len(np.unique(source.keys(kind)[there]))
-            counts.add_row(f"different {SEVERAL[modality]}", f"{different:,}")
+            counts.add_row(f"different {several}", f"{different:,}")
     for modality in source.index.modalities:
         if lacking := int(source.lacking(modality)[usable].sum()):
             counts.add_row(f"usable, without {modality}", f"{lacking:,}")
@@ -152,22 +164,16 @@ def contact_sheet(
 
 
 def _tile(source: KnownSource, i: int) -> Image.Image:
-    """RGBA, at most `TILE` a side: the image, the spectrogram of the sound, or one above the
-    other. Raises Absent where the sample has neither, BadSample."""
-    has_sound = source.column("audio_seconds")[i] > 0
-    sides = (TILE, TILE // 2 if has_sound else TILE)
-    try:
-        found = upright_8bit(decode_bytes(source.value("image", i), at_least=sides)).convert("RGBA")
-        shown = [ImageOps.contain(found, sides)]
-    except Absent:
-        if not has_sound:
-            raise
-        shown, sides = [], (TILE, TILE)
-    if has_sound:
-        shown.append(_spectrogram(source.value("audio", i)).resize(sides))
+    """RGBA, at most `TILE` a side: the image, frames of the film and the spectrogram of the sound,
+    as far as it has them, one above the other. Raises Absent where it has none, BadSample."""
+    there = [m for m in SEVERAL if not source.lacking(m)[i]] or ["image"]
+    sides = (TILE, TILE // len(there))
+    shown = [_PICTURES[modality](source.value(modality, i), sides) for modality in there]
     tile = Image.new("RGBA", (TILE, sum(image.height for image in shown)))
-    for n, image in enumerate(shown):
-        tile.paste(image, ((TILE - image.width) // 2, n * shown[0].height))
+    top = 0
+    for image in shown:
+        tile.paste(image, ((TILE - image.width) // 2, top))
+        top += image.height
     return tile
 
 
@@ -179,6 +185,17 @@ def _spectrogram(sound: bytes) -> Image.Image:
     low, high = float(decibels.min()), float(decibels.max())
     levels = (decibels - low) / max(high - low, 1e-6)
     return Image.fromarray(colormaps[COLOURS](levels, bytes=True))
+
+
+_PICTURES: dict[str, Callable[[Any, tuple[int, int]], Image.Image]] = {
+    "image": lambda data, sides: ImageOps.contain(
+        upright_8bit(decode_bytes(data, at_least=sides)).convert("RGBA"), sides
+    ),
+    "audio": lambda data, sides: _spectrogram(data).resize(sides),
+    "video": lambda clip, sides: ImageOps.contain(
+        Image.fromarray(strip_of(clip, STRIP)).convert("RGBA"), sides
+    ),
+}
 
 
 def _number(value: float) -> str:

@@ -14,13 +14,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
+from PIL import Image
 from rich.table import Table
 
 from common.output import plain
 from data.bad_samples import Absent, BadSample
+from data.clips import Clip
+from data.decoding.films import FilmReader, even_times
 from data.formats.specs import is_remote
 from data.index.building import load_index
 from data.index.media import MEDIA
@@ -35,7 +38,8 @@ CLIP = 10 * 48_000  # samples that CLAP reads
 TEXTS_AT_ONCE = 64
 MOST_SHARDS = 16  # that samples are read of
 FETCHING, LISTING, READING, TOKENS_OF = "fetching shards", "listing shards", "reading", "tokenizing"
-DECODING = {"image": "decoding images", "audio": "decoding sounds"}
+DECODING = {"image": "decoding images", "audio": "decoding sounds", "video": "decoding clips"}
+FRAMES = 8  # of a clip, as --video-frames is by default
 
 
 @dataclass
@@ -163,12 +167,16 @@ def _read(speed: Speed, samples: Iterable[tuple[IndexedSource, int]], seconds: f
         if time.monotonic() > until:
             break
         began = time.perf_counter()
-        own, found = source.captions(i)[:1], dict[str, bytes]()
+        own, found = source.captions(i)[:1], dict[str, Any]()
         for name in MEDIA:
             with contextlib.suppress(Absent, BadSample):
                 found[name] = source.value(name, i)
         took = time.perf_counter() - began
-        size = sum(map(len, found.values())) + len("".join(own).encode(errors="replace"))
+        # of a film in a file of its own nothing is read until it is decoded
+        contents = [value.film if isinstance(value, Clip) else value for value in found.values()]
+        size = sum(len(content) for content in contents if isinstance(content, bytes)) + len(
+            "".join(own).encode(errors="replace")
+        )
         speed.add(READING, 1, size, took)
         texts += own
         for name, value in found.items():
@@ -189,11 +197,20 @@ def _read(speed: Speed, samples: Iterable[tuple[IndexedSource, int]], seconds: f
 
 
 def _decoder(modality: str) -> Callable[..., object]:
-    if modality == "image":
+    if modality in ("image", "video"):
         from data.modalities.transforms import TrainTransform
 
         transform = TrainTransform((SIDE, SIDE))
-        return lambda value, random: transform(transform.stored(value), random)
+        if modality == "image":
+            return lambda value, random: transform(transform.stored(value), random)
+        reader = FilmReader()
+
+        def decode(clip: Clip, random: np.random.Generator) -> list[np.ndarray]:
+            times = even_times(clip.start_s, clip.end_s, FRAMES)
+            frames = reader.frames(clip.film, times).transpose(0, 2, 3, 1)
+            return [transform(transform.stored.of(Image.fromarray(f)), random) for f in frames]
+
+        return decode
     from data.modalities.audio.features import AudioFeatures
     from data.modalities.audio.modality import AudioModality
 

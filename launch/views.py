@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from data.clips import Clip
-from data.decoding.films import FilmReader, describe_film, even_times
+from data.decoding.films import describe_film, strip_of
 from data.decoding.images import decode_bytes, upright_8bit
 from data.decoding.sounds import Sound, decode_audio
 from data.formats.rows import AUDIO_ENDINGS, IMAGE_ENDINGS, VIDEO_ENDINGS
@@ -191,10 +191,7 @@ class FilmView(View):
 
     def decode(self) -> np.ndarray:
         """[h, STRIP * w, 3] uint8: frames side by side."""
-        clip = self.clip
-        with FilmReader() as reader:
-            frames = reader.frames(clip.film, even_times(clip.start_s, clip.end_s, STRIP))
-        return np.concatenate(list(frames.transpose(0, 2, 3, 1)), 1)
+        return strip_of(self.clip, STRIP)
 
     def draw(self, axes: Axes) -> None:
         axes.imshow(self.decode())

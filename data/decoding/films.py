@@ -28,6 +28,7 @@ from data.bad_samples import (
     check_size,
     refusing,
 )
+from data.clips import Clip
 
 INSTALL = "pip install -r requirements-audio.txt"
 OLDEST = 17  # version of PyAV
@@ -415,6 +416,14 @@ def _container(file: str | bytes) -> tuple[Any, Any]:
             "truncated-film" if is_film else "not-a-film",
             f"a file that begins with {begins[:12]!r}: {error.strerror}",
         ) from error
+
+
+def strip_of(clip: Clip, number: int) -> np.ndarray:
+    """uint8 [h, number * w, 3]: frames of a clip from the middles of equal parts, side by side. Raises
+    BadSample."""
+    with FilmReader() as reader:
+        frames = reader.frames(clip.film, even_times(clip.start_s, clip.end_s, number))
+    return np.concatenate(list(frames.transpose(0, 2, 3, 1)), 1)
 
 
 def missing_film_decoders() -> list[str]:

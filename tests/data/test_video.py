@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from PIL import Image
 from plain_requests import request_of
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -22,8 +23,10 @@ from data.clips import checked_span, placed_span
 from data.index.leaks import find_leaks
 from data.index.sources import open_source
 from data.index.splits import split_source
+from data.inspect import TILE, _tile, main
 from data.modalities.transforms import EvalTransform
 from data.modalities.video import CANDIDATES, FrameTimes, VideoModality
+from data.speed import DECODING, measured
 
 pytest.importorskip("av", reason="pip install -r requirements-audio.txt")
 
@@ -272,6 +275,24 @@ def test_clips_of_one_film_have_equal_keys_where_they_are_the_same_part(tmp_path
     source = open_source(f"jsonl:{tmp_path}/a.jsonl", PAIRS)
     key = modality(2).load(source, request_of([0, 1, 2]), 0).key
     assert key[0] == key[2] != key[1]
+
+
+def test_what_is_in_films_is_shown_and_how_fast_they_are_read(source, tmp_path, capsys):
+    """Also beside an image, and of a film whose file is gone."""
+    Image.new("RGB", (40, 30), "red").save(tmp_path / "a.png")
+    lines = (tmp_path / "a.jsonl").read_text().splitlines()
+    lines[0] = json.dumps(json.loads(lines[0]) | {"image_path": "a.png"})
+    (tmp_path / "a.jsonl").write_text("\n".join(lines[:2]))
+    words = [f"jsonl:{tmp_path}/a.jsonl", "--pairs", "video:text,image:text"]
+    assert main([*words, "--sheet", str(tmp_path / "sheet.png")]) == 0
+    printed = capsys.readouterr().out
+    assert "different films" in printed and "seconds of the film" in printed
+    both = open_source(words[0], (("video", "text"), ("image", "text")))
+    pixels = [np.asarray(_tile(both, i).convert("RGB")).astype(int) for i in (0, 1)]
+    assert (pixels[0][: TILE // 4, TILE // 2] == [255, 0, 0]).all(1).any()
+    assert pixels[0].shape[0] > pixels[1].shape[0] and pixels[1].max() > 200 > pixels[1].min()
+    speed = measured(source, 30)
+    assert speed.parts[DECODING["video"]][0] == 2
 
 
 def test_how_many_frames_a_clip_has():
