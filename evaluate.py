@@ -357,7 +357,7 @@ def of_pairs(
     if of_regions:
         title = f"Regions of images, {name}"
         tables.append(PrintedTable.of(title, of_regions, protocol).for_terminal())
-    if "video" in embedder.branches:
+    if of_clips:
         title = f"Clips in time, {name}"
         said = numbers["protocol_of_clips"]
         tables.append(PrintedTable.of(title, of_clips, said).for_terminal())

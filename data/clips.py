@@ -1,5 +1,6 @@
 """Clips: the parts of films that samples are of."""
 
+import contextlib
 import math
 from dataclasses import dataclass
 from numbers import Real
@@ -68,10 +69,8 @@ def _seconds(given: Any, key: str) -> float | None:
     if isinstance(given, str):
         if not given.strip():
             return None  # an empty cell of a table
-        try:
+        with contextlib.suppress(ValueError):  # it is refused below
             given = float(given)
-        except ValueError:
-            pass
     if given is None or isinstance(given, Real) and math.isnan(given):
         return None
     if not isinstance(given, Real) or isinstance(given, bool) or not math.isfinite(given):

@@ -27,10 +27,12 @@ IMAGE_TEXT = "image:text"
 REGION_TEXT = "region", "text"
 DEFAULT_LOSS = "infonce"
 SPECS = (
-    "demo | demo:LANG[+LANG...] | demo:voices | demo:scenes | demo:clips | jsonl:FILE | csv:FILE | tsv:FILE | "
+    "demo | demo:LANG[+LANG...] | demo:voices | demo:scenes | demo:clips | "
+    "jsonl:FILE | csv:FILE | tsv:FILE | "
     "parquet:FILES | coco:IMAGES:CAPTIONS.json | karpathy:FILE?split=train+restval | "
     "vg:IMAGES:FILE | refcoco:IMAGES:REFS.p?split=val | flickr30k-entities:IMAGES:DIR?split=val | "
-    "imagefolder:DIR | audiofolder:DIR | videofolder:DIR | webdataset:SHARDS | stream:SHARDS | python:MODULE:NAME"
+    "imagefolder:DIR | audiofolder:DIR | videofolder:DIR | "
+    "webdataset:SHARDS | stream:SHARDS | python:MODULE:NAME"
 )
 
 
