@@ -21,8 +21,8 @@ FRAMES_TOWER = "resnet18:layers=1-1-1-1"
 
 
 def learn(seeds: int = 3, epochs: int = 30, films: int = 2000, batch_size: int = 256) -> Study:
-    """The mean of the frames tells a caption from its reversed one half of the time, the transformer
-    at least 85 %; a sentence finds its window at least 5 × as often as by chance."""
+    """The mean of the frames tells a caption from its reversed one half of the time, the
+    transformer at least 85 %; a sentence finds its window at least 5 × as often as by chance."""
     cache = f"{tempfile.gettempdir()}/clips"
     given = {
         "pairs": "video:text",

@@ -1,5 +1,5 @@
-"""The loss of regions as public code has it, for `bench/regions.py learn`: each of eight ranks among
-its own boxes alone, where equal phrases are each other's negatives.
+"""The loss of regions as public code has it, for `bench/regions.py learn`: each of eight ranks
+among its own boxes alone, where equal phrases are each other's negatives.
 
     python train.py --import-module bench.local_loss --loss image:text=infonce,region:text=local
 """

@@ -30,8 +30,8 @@ SKIPPED = 2  # steps, in which files are read for the first time
 
 
 def cost(steps: int = 12, images: int = 512, batch_size: int = 64, image_size: int = 96) -> Study:
-    """Regions of each image: 16 cost the text branch 16 phrases of three words, so a step where texts
-    wait 2 to 3 × the time; the planner within 10 %."""
+    """Regions of each image: 16 cost the text branch 16 phrases of three words, so a step where
+    texts wait 2 to 3 × the time; the planner within 10 %."""
     folder = tempfile.mkdtemp(prefix="regions-")
     write_images(Path(folder), images)
     ways = {

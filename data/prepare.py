@@ -88,8 +88,8 @@ class PreparedData:
             return GlobalOrder(*sizes, together=together)
         if film_clips > 1:
             raise ValueError(
-                "argument --film-clips: the samples of a stream come shard by shard, so its films are "
-                "not known beforehand; leave it out, or give data that is no stream"
+                "argument --film-clips: the samples of a stream come shard by shard, so its films "
+                "are not known beforehand; leave it out, or give data that is no stream"
             )
         return StreamOrder(*sizes, shards=self.shards)
 

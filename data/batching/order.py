@@ -24,8 +24,9 @@ BatchSizes = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, eq=False)
 class Together:
-    """Samples that are to stand in a global batch together, such as the clips of a film. `label` [N]:
-    equal for such samples; `number` of them stand side by side, which a batch may end between."""
+    """Samples that are to stand in a global batch together, such as the clips of a film. `label`
+    [N]: equal for such samples; `number` of them stand side by side, which a batch may end
+    between."""
 
     label: np.ndarray
     number: int

@@ -31,8 +31,8 @@ class Places(NamedTuple):
         return Places(*(each[rows] for each in self))
 
     def samples(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of each region of these samples, whose numbers in the source are `index`: its sample there,
-        and which of those that it shows."""
+        """Of each region of these samples, whose numbers in the source are `index`: its sample
+        there, and which of those that it shows."""
         return np.repeat(index, self.regions), _counted(self.regions)
 
     def phrases(self, index: np.ndarray, weight: np.ndarray | None) -> PhraseRows:

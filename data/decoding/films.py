@@ -419,8 +419,8 @@ def _container(file: str | bytes) -> tuple[Any, Any]:
 
 
 def strip_of(clip: Clip, number: int) -> np.ndarray:
-    """uint8 [h, number * w, 3]: frames of a clip from the middles of equal parts, side by side. Raises
-    BadSample."""
+    """uint8 [h, number * w, 3]: frames of a clip from the middles of equal parts, side by side.
+    Raises BadSample."""
     with FilmReader() as reader:
         frames = reader.frames(clip.film, even_times(clip.start_s, clip.end_s, number))
     return np.concatenate(list(frames.transpose(0, 2, 3, 1)), 1)

@@ -163,9 +163,9 @@ def twin_of(number: int) -> int:
 class ClipsFormat(DrawnFormat):
     """Films with two or three events, each of another emoji, which is seen only then: what comes
     first can be told from nothing but the order of the frames. Of those that are trained on, each
-    second one shows the events of the one before in the opposite order. In one of kind `composition` no
-    emoji does what it does in training. With `:events` each event is a sample, a clip of its
-    film."""
+    second one shows the events of the one before in the opposite order. In one of kind
+    `composition` no emoji does what it does in training. With `:events` each event is a sample, a
+    clip of its film."""
 
     called, version = "clips", 1
     holds = ("video", "text")
@@ -195,8 +195,8 @@ class ClipsFormat(DrawnFormat):
 
     @cached_property
     def _encoded(self) -> Callable[[int], bytes]:
-        """Of a film's number. To encode one takes six times as long as to decode eight frames of it;
-        all of the usual ones have 50 MB."""
+        """Of a film's number. To encode one takes six times as long as to decode eight frames of
+        it; all of the usual ones have 50 MB."""
         return lru_cache(USUAL)(lambda number: self.clip(number).encoded())
 
     def events(self, number: int) -> list[dict[str, Any]]:

@@ -54,8 +54,8 @@ class JsonlFormat(EntriesFormat):
     """Paths count from the file's folder, then from each further root. A file that begins with `[{`
     is one JSON list. Rows of FG-CLIP's data are read as they are. A film with `segments`, a list of
     {"start_s", "end_s", "text"}, is a sample for each, whose id is the film's, # and its number;
-    with `near=K` it has the texts of the K - 1 segments that are nearest in time as well, behind its
-    own."""
+    with `near=K` it has the texts of the K - 1 segments that are nearest in time as well, behind
+    its own."""
 
     unit = "B"
     holds = ("image", "text", "audio", "video", "region")
@@ -228,9 +228,9 @@ def list_entries(file: str) -> Iterator[tuple[tuple[int, Any], int]]:
 
 
 class TableFormat(EntriesFormat):
-    """A csv or tsv file with a line of column names; sounds are in `audio_path` or `audio`, films in
-    `video_path`, `video` or `video_id`. Paths count from the file's folder, then from each further
-    root."""
+    """A csv or tsv file with a line of column names; sounds are in `audio_path` or `audio`, films
+    in `video_path`, `video` or `video_id`. Paths count from the file's folder, then from each
+    further root."""
 
     unit = "B"
 

@@ -36,10 +36,10 @@ def find_leaks(
     before video before id before near.
 
     content: the encoded images are equal byte for byte. audio: the sounds are equal sample by
-    sample, once decoded. video: frames of the films look equal. id: the ids are equal and so is a caption
-    (ids that only number the samples of a shard are equal by chance). near: perceptual hashes
-    differ in at most `near_bits` of 64 bits; None: not looked for. Samples that have neither
-    images nor captions are compared by their ids alone, unless these are numbers.
+    sample, once decoded. video: frames of the films look equal. id: the ids are equal and so is a
+    caption (ids that only number the samples of a shard are equal by chance). near: perceptual
+    hashes differ in at most `near_bits` of 64 bits; None: not looked for. Samples that have
+    neither images nor captions are compared by their ids alone, unless these are numbers.
     """
     found, left = [], np.ones(len(train_subset), bool)
     sides = ((train, train_subset), (held_out, held_out_subset))

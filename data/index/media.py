@@ -1,5 +1,5 @@
-"""What an index knows of encoded images, sounds and films: where they are, their hashes, and what was
-measured."""
+"""What an index knows of encoded images, sounds and films: where they are, their hashes, and what
+was measured."""
 
 import os
 from collections.abc import Callable, Sequence

@@ -105,8 +105,8 @@ class KnownSource(Source, Protocol):
 
     def keys(self, kind: str) -> np.ndarray:
         """[N] uint64, equal for samples with equal encoded images (kind "content"), equal decoded
-        sounds ("audio"), clips of equal films ("video") or equal ids ("id"); 0: there is none. Different ones are equal by chance
-        once in 10^19 pairs."""
+        sounds ("audio"), clips of equal films ("video") or equal ids ("id"); 0: there is none.
+        Different ones are equal by chance once in 10^19 pairs."""
 
     def usable(self) -> np.ndarray:
         """[n] int64, ascending: the samples that are not bad."""

@@ -352,8 +352,8 @@ class VideoOptions(OptionGroup):
     )
     film_clips: int | None = option(
         1,
-        "of one film in a global batch together, as each other's negatives, where it has as many; 1: "
-        "by chance",
+        "of one film in a global batch together, as each other's negatives, where it has as many; "
+        "1: by chance",
         "N",
         at_least(1),
     )

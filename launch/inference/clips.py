@@ -17,8 +17,8 @@ LENGTHS = (0.25, 0.5, 0.75)  # quantiles of the clips' lengths, of which windows
 ORDER = "video_to_order"
 
 PROTOCOL = (
-    "grounding: among windows of the film, as long as the quartiles of the set's clips and a quarter "
-    "of that apart, the sentence chooses the most similar one; right if their intersection over "
+    "grounding: among windows of the film, as long as the quartiles of the set's clips and a "
+    "quarter of that apart, the sentence chooses the most similar one; right if their intersection over "
     "union in time is at least that. order: the caption is more similar to the film than the one "
     "that tells the same events backwards"
 )

@@ -35,8 +35,8 @@ from models.metrics.retrieval import (
 SHOWN = 5  # answers to a query
 DUAL_SOFTMAX = "_dual_softmax"  # behind a direction
 DUAL_SOFTMAX_PROTOCOL = (
-    "dual softmax (CAMoE, Cheng et al. 2021): each similarity times the softmax over all queries of "
-    f"the set, at a scale of {DUAL_SCALE:g}, which a single query does not have"
+    "dual softmax (CAMoE, Cheng et al. 2021): each similarity times the softmax over all queries "
+    f"of the set, at a scale of {DUAL_SCALE:g}, which a single query does not have"
 )
 
 

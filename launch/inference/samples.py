@@ -58,8 +58,8 @@ def _with_regions(
     for part in parts.values():
         if len(part.source) != len(source):
             raise ValueError(
-                f"{source.spec}: has {len(source):,} samples, and had {len(part.source):,} when the "
-                "run began; give samples with --val-data"
+                f"{source.spec}: has {len(source):,} samples, and had {len(part.source):,} when "
+                "the run began; give samples with --val-data"
             )
     return {name: replace(part, source=source) for name, part in parts.items()}
 

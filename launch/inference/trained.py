@@ -103,8 +103,8 @@ class Trained:
         return self.unlearned_regions or has_regions(self.options.get("pairs", IMAGE_TEXT))
 
     def with_regions(self) -> Trained:
-        """The same model, which compares regions though it may have learned none. Errors: ValueError
-        where it has no images or no texts."""
+        """The same model, which compares regions though it may have learned none. Errors:
+        ValueError where it has no images or no texts."""
         if missing := {"image", "text"} - self.by_branch.keys():
             raise ValueError(
                 f"{self.checkpoint}: regions of images are compared with texts, and this model has "

@@ -1,5 +1,5 @@
-"""MIL-NCE: a clip and several captions near it in time, of which it is not known which one says what
-is seen."""
+"""MIL-NCE: a clip and several captions near it in time, of which it is not known which one says
+what is seen."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class MILNCE(InfoNCE):
             raise ValueError("label smoothing is for loss 'infonce'; leave it at 0")
         if self.targets.duplicates == "positives":
             raise ValueError(
-                "duplicates 'positives' are not for loss 'milnce', whose positives are the captions "
-                "of a clip; give masked or negatives"
+                "duplicates 'positives' are not for loss 'milnce', whose positives are the "
+                "captions of a clip; give masked or negatives"
             )
 
     def _part(
@@ -96,8 +96,8 @@ class MILNCE(InfoNCE):
 
 
 def _by_label(values: Tensor, label: Tensor) -> Tensor:
-    """[n] -> [labels + 1]: the log-sum-exp of those with each label; the last entry, which −1 finds,
-    is infinite, so that what is nobody's asks nothing."""
+    """[n] -> [labels + 1]: the log-sum-exp of those with each label; the last entry, which −1
+    finds, is infinite, so that what is nobody's asks nothing."""
     number = int(label.max()) + 1 if len(label) else 0
     slot = torch.where(label < 0, number, label)
     most = values.new_full((number + 1,), -torch.inf).scatter_reduce(0, slot, values, "amax")

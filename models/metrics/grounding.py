@@ -12,8 +12,9 @@ STRIDE = 0.25  # of a window's length
 
 
 def windows(seconds: float, lengths: Sequence[float]) -> np.ndarray:
-    """float64 [w, 2]: all windows of these lengths in a film, `STRIDE` of a length apart, and one of
-    each length that ends with the film; a length that the film does not have is the whole film."""
+    """float64 [w, 2]: all windows of these lengths in a film, `STRIDE` of a length apart, and one
+    of each length that ends with the film; a length that the film does not have is the whole
+    film."""
     found: dict[tuple[float, float], None] = {}
     for length in lengths:
         length = min(length, seconds)
@@ -30,9 +31,9 @@ def overlap(windows: np.ndarray, start_s: float, end_s: float) -> np.ndarray:
 
 
 def grounding_figures(found: Sequence[tuple[float, np.ndarray]]) -> dict[str, float]:
-    """`found`: of each sentence the overlap of the window that it chooses, and of all windows of its
-    film [w]. -> `grounding_R@1_iou_0.5` and, drawn by chance, `grounding_chance_iou_0.5`, and so on
-    for each of `OVERLAPS`; `grounding_queries`. Empty: none."""
+    """`found`: of each sentence the overlap of the window that it chooses, and of all windows of
+    its film [w]. -> `grounding_R@1_iou_0.5` and, drawn by chance, `grounding_chance_iou_0.5`, and
+    so on for each of `OVERLAPS`; `grounding_queries`. Empty: none."""
     if not found:
         return {}
     values = {"grounding_queries": float(len(found))}

@@ -1,5 +1,5 @@
-"""Video towers by name: any image tower on each frame of a clip, with a temporal part behind it, and
-networks of clips.
+"""Video towers by name: any image tower on each frame of a clip, with a temporal part behind it,
+and networks of clips.
 
 | name | tower |
 |---|---|
@@ -41,8 +41,8 @@ from models.towers.of_image import OfImage, renamed_specs
 from models.towers.pooling import num_heads
 
 OWN: dict[str, Callable[[str, int, int], Tower]] = {}
-"""Towers of one's own: how names begin -> from a whole name, the image size and the number of frames
-to a tower without a head."""
+"""Towers of one's own: how names begin -> from a whole name, the image size and the number of
+frames to a tower without a head."""
 
 KEYS = {"time": str, "time_layers": int, "time_heads": int}  # beside those of the image tower
 TIMES = ("mean", "transformer")
@@ -53,8 +53,8 @@ FASTEST_S, SLOWEST_S = 0.25, 256.0  # periods of the positions in time
 
 
 def video_tower(name: str, image_size: int, num_frames: int) -> Tower:
-    """The tower of `name` for frames of `image_size` pixels a side and about `num_frames` a clip; it
-    has no head yet. Errors: ValueError, FileNotFoundError."""
+    """The tower of `name` for frames of `image_size` pixels a side and about `num_frames` a clip;
+    it has no head yet. Errors: ValueError, FileNotFoundError."""
     if num_frames < 1:
         raise ValueError(f"video tower {name!r}: num_frames={num_frames} must be at least 1")
     base, overrides = split_name(name)

@@ -25,8 +25,8 @@ NUMBER, WIDE = 40, 3  # samples; the one of which the tower sees the middle half
 
 
 def write_scenes(folder):
-    """The spec of a JSONL of scenes: boxes that overlap an earlier one of another phrase, some at an
-    edge that the tower does not see, samples without regions and without a caption."""
+    """The spec of a JSONL of scenes: boxes that overlap an earlier one of another phrase, some at
+    an edge that the tower does not see, samples without regions and without a caption."""
     folder.mkdir()
     scenes = open_source("demo:scenes:100", [("image", "text"), ("image", "region")])
     with (folder / "scenes.jsonl").open("w") as lines:

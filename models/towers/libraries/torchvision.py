@@ -1,5 +1,5 @@
-"""torchvision's classifiers as image towers, under their own names: `efficientnet_b0`, `swin_t`; and
-those of clips: `r3d_18`.
+"""torchvision's classifiers as image towers, under their own names: `efficientnet_b0`, `swin_t`;
+and those of clips: `r3d_18`.
 
 Those that were cut by hand before (`torchvision_by_hand.py`) stay as they are; this is for all
 others. The features are the model's output with the last layer of the classifier left out.

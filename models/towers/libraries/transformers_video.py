@@ -1,5 +1,5 @@
-"""Networks of clips of transformers, `hf:WHERE`: VideoMAE, TimeSformer and X-CLIP's videos, cut into
-layers. They are image towers but for their `pixel_values` [C, T, 3, H, W].
+"""Networks of clips of transformers, `hf:WHERE`: VideoMAE, TimeSformer and X-CLIP's videos, cut
+into layers. They are image towers but for their `pixel_values` [C, T, 3, H, W].
 
 C clips, T frames of each, N tokens, D width.
 """
@@ -41,8 +41,8 @@ class XCLIPStart(Start):
 
 
 class XCLIPPool(Layer):
-    """`image_hidden` [C T, N, D] -> `image_features`: the class token of each frame, projected, goes
-    through the library's transformer over the frames."""
+    """`image_hidden` [C T, N, D] -> `image_features`: the class token of each frame, projected,
+    goes through the library's transformer over the frames."""
 
     reads = drops = ("image_hidden",)
     makes = ("image_features",)
