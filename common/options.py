@@ -32,8 +32,8 @@ SAME = object()
 class Flag:
     """What a field says of its flag.
 
-    `help`: without the default, which is added: `shown`, else the field's own and, where it
-    differs, that of the embedded data (`demo`). `parse`: from the text to the value; ValueError and
+    `help`: without the default, which is added: `shown`, else the field's own and, where they
+    differ, that of the embedded data (`demo`) and those of single ones by name (`demos`). `parse`: from the text to the value; ValueError and
     argparse.ArgumentTypeError are the user's mistakes. `action`: argparse's, for flags that may be
     repeated. `free`: may differ when a run goes on, because it does not change what is trained.
     `kept`: where it is not given, a run that goes on has what it began with. `recorded`: is part of
@@ -49,6 +49,7 @@ class Flag:
     choices: Sequence[str] | None = None
     shown: str | None = None
     demo: Any = SAME
+    demos: Mapping[str, Any] = field(default_factory=dict)
     action: Any = None
     nargs: str | None = None
     name: str | None = None  # where it is not the field's
@@ -137,8 +138,11 @@ def add_flag(group: Any, name: str, flag: Flag) -> None:
 def _shown(flag: Flag) -> str:
     if flag.shown is not None:
         return flag.shown
-    words = "none" if flag.default is None else str(flag.default)
-    return words if flag.demo is SAME else f"{words}; demo: {flag.demo}"
+    demos = ({} if flag.demo is SAME else {"demo": flag.demo}) | {
+        f"demo:{name}": value for name, value in flag.demos.items()
+    }
+    words = ["none" if flag.default is None else str(flag.default)]
+    return "; ".join(words + [f"{name}: {value}" for name, value in demos.items()])
 
 
 class Once(argparse.Action):

@@ -31,7 +31,7 @@ SPECS = (
     "jsonl:FILE | csv:FILE | tsv:FILE | "
     "parquet:FILES | coco:IMAGES:CAPTIONS.json | karpathy:FILE?split=train+restval | "
     "vg:IMAGES:FILE | refcoco:IMAGES:REFS.p?split=val | flickr30k-entities:IMAGES:DIR?split=val | "
-    "imagefolder:DIR | audiofolder:DIR | videofolder:DIR | "
+    "imagefolder:DIR | audiofolder:DIR | videofolder:DIR | subtitles:DIR | "
     "webdataset:SHARDS | stream:SHARDS | python:MODULE:NAME"
 )
 
@@ -293,8 +293,13 @@ class DataOptions(SeedOptions, PairsOptions, BadSampleOptions):
     )
 
     @property
-    def is_demo(self) -> bool:
-        return all(spec.split(":")[0] == "demo" for spec in self.data)
+    def demo(self) -> str | None:
+        """What follows `demo:` in all of the data, such as `scenes`; "": several things, or
+        nothing; None: not all data are embedded ones."""
+        named = {tuple(f"{spec}:".split(":")[:2]) for spec in self.data}
+        if {kind for kind, _ in named} != {"demo"}:
+            return None
+        return named.pop()[1] if len(named) == 1 else ""
 
     def check(self) -> None:
         """Raise ValueError, in the words of a command line, for options that do not go together."""

@@ -181,7 +181,9 @@ class ImageOptions(OptionGroup):
         "N",
         at_least(1),
         demo=64,
-        shown="224; demo: 64; pretrained image weights: what they were trained with",
+        demos={"scenes": 112, "clips": 32},
+        shown="224; demo: 64, of scenes 112, of clips 32; pretrained image weights: what they were "
+        "trained with",
         kept=True,
     )
     image_normalization: str | None = option(
@@ -265,7 +267,12 @@ class TextOptions(OptionGroup):
 
     title = "texts"
     in_recipe = True
-    max_text_tokens: int = option(77, "longer texts are cut", "N", at_least(4), demo=32, kept=True)
+    max_text_tokens: int = option(
+        *(77, "longer texts are cut", "N", at_least(4)),
+        demo=32,
+        demos={"scenes": 64, "clips": 64},
+        kept=True,
+    )
     tokenizer: str | None = option(
         None,
         "Hugging Face id, folder, or open_clip:MODEL for that of one of OpenCLIP's models",
@@ -331,7 +338,7 @@ class VideoOptions(OptionGroup):
         "any image tower, of each frame, and time=mean or time=transformer behind it; or a video "
         "classifier of torchvision, or hf:NAME of VideoMAE, TimeSformer or X-CLIP",
         "NAME",
-        demo="resnet18:layers=1-1-1-1,time=transformer",
+        demo="resnet18:layers=1-1-1-1,time=transformer,time_layers=1",
         shown="resnet50; demo: a ResNet-10 and a transformer over time",
         kept=True,
     )
@@ -356,6 +363,7 @@ class VideoOptions(OptionGroup):
         "1: by chance",
         "N",
         at_least(1),
+        demos={"clips": 4},
     )
 
 
@@ -579,7 +587,11 @@ class LengthOptions(OptionGroup):
     free = True
     in_recipe = True
     epochs: int | None = option(
-        30, "passes over the training samples", "N", at_least(1), demo=12, kept=True, free=False
+        *(30, "passes over the training samples", "N", at_least(1)),
+        demo=12,
+        demos={"clips": 6},
+        kept=True,
+        free=False,
     )
     steps: int | None = option(
         None,

@@ -42,7 +42,7 @@ from launch.config.groups import (
     TrackingOptions,
     VideoOptions,
 )
-from launch.config.imported import options_of_import, refuse_no_model
+from launch.config.imported import as_branches, options_of_import, refuse_no_model
 from launch.config.recipe_files import RecipeFile, find_recipe
 from launch.config.settings import split_settings
 from launch.records import read_export, read_run
@@ -153,8 +153,8 @@ def decide(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Options
     layers["--import"] = {
         name: value for name, value in imported.items() if name not in (*PIXELS, *began)
     }
-    is_demo = DataOptions(data=tuple(given.get("data", ("demo",)))).is_demo
-    defaults = {name: default_of(name, is_demo) for name in FLAGS}
+    demo = DataOptions(data=tuple(given.get("data", ("demo",)))).demo
+    defaults = {name: default_of(name, demo) for name in FLAGS}
     layers["default"] = defaults
     _refuse_two_lengths(layers)
     values = ChainMap(*map(dict, layers.values()))
@@ -195,10 +195,12 @@ def free_options() -> list[str]:
     return [name for name, flag in FLAGS.items() if flag.free]
 
 
-def default_of(name: str, is_demo: bool = False) -> Any:
-    """Of an option; `is_demo`: where all data are embedded ones."""
+def default_of(name: str, demo: str | None = None) -> Any:
+    """Of an option; `demo`: where all data are embedded ones, as `DataOptions.demo` names them."""
     flag = FLAGS[name]
-    return flag.demo if is_demo and flag.demo is not SAME else flag.default
+    if demo is None:
+        return flag.default
+    return flag.demos.get(demo, flag.default if flag.demo is SAME else flag.demo)
 
 
 def _refuse_two_lengths(layers: dict[str, Mapping[str, Any]]) -> None:
@@ -259,9 +261,12 @@ def _of_import(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...
             said = options_of_open_clip(model) if model else {}
     except (ValueError, OSError) as error:
         raise ValueError(f"argument --import: {error}") from error
-    held = branches_of(said.get("pairs", IMAGE_TEXT))
     pairs = given.get("pairs") or said.get("pairs", IMAGE_TEXT)
-    lacking = [branch for branch in held if branch not in branches_of(pairs)]
+    named = branches_of(pairs)
+    held = as_branches(branches_of(said.get("pairs", IMAGE_TEXT)), named)
+    lacking = [branch for branch in held if branch not in named]
+    if "video" in held and "image_tower" in said:
+        said["video_tower"] = said.pop("image_tower")
     # what export.py wrote of three towers goes on with two of them too
     if lacking and not (lacking == ["audio"] and read_export(where)):
         raise ValueError(

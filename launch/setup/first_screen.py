@@ -132,15 +132,15 @@ def _data(data: PreparedData) -> str:
 def _weights(options: Options) -> dict[str, str]:
     """By branch, of towers that start from pretrained ones: where these come from."""
     given = {branch: getattr(options, f"{branch}_weights") for branch in OWN}
-    given |= dict.fromkeys(branches_held(options.imported), options.imported)
+    given |= dict.fromkeys(branches_held(options.imported, options.branches), options.imported)
     return {branch: where for branch, where in given.items() if where}
 
 
 def _published(options: Options, towers: Sequence[Tower]) -> str:
     """The options that start from published weights where there are some and none were asked for;
     empty where there are none. The demo's own text tower is to be small, not pretrained."""
-    if options.is_demo:
-        demo = default_of("text_tower", is_demo=True)
+    if options.demo is not None:
+        demo = default_of("text_tower", options.demo)
         towers = [tower for tower in towers if tower.name.split(":")[0] != demo]
     asked = [tower for tower in towers if tower.branch in {*OWN} - {*_weights(options)}]
     known = {tower.branch: published_weights(tower) for tower in asked}

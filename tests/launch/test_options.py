@@ -46,9 +46,12 @@ def test_every_option_is_a_flag_and_its_help_says_the_default():
     for written, (name, flag) in FLAGS.items():
         help = actions[written].help
         assert written in text and len(flag.help) > 5 and "(default: " in help
-        demo = default_of(name, is_demo=True)
-        if demo != flag.default and name != "epochs":
+        demo = default_of(name, "")
+        if demo != flag.default:
             assert "demo: " in help, written
+        for which, value in flag.demos.items():
+            assert default_of(name, which) == value and which in help and str(value) in help
+        assert default_of(name, "voices") == demo
 
 
 def test_what_is_trained_may_not_change_when_a_run_goes_on():
@@ -77,7 +80,7 @@ def test_the_demo_is_the_default_and_real_data_has_real_towers():
     assert (options.resume, options.workers, options.seed) == ("auto", "auto", 0)
     assert (options.wandb, options.val_fraction, options.steps) == ("auto", 0.1, None)
     assert options.part(DataOptions) == DataOptions()
-    assert parsed("--data demo:de+ja").image_tower == default_of("image_tower", True)
+    assert parsed("--data demo:de+ja").image_tower == default_of("image_tower", "")
     options = parsed("--data jsonl:pairs.jsonl")
     assert (options.image_tower, options.text_tower) == ("resnet50", "bert-base-uncased")
     assert (options.embed_dim, options.image_size, options.epochs) == (512, 224, 30)
