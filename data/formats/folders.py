@@ -90,12 +90,12 @@ class ImageFolderFormat(Format):
 
     def rows(self, part: Part) -> Iterator[Row | Unused]:
         name, number = part.content, 0
-        found = self._beside() if name is None else _files(self.roots.own, name)
+        found = self._beside() if name is None else files_below(self.roots.own, name)
         for path, leads_out in found:
             ending = os.path.splitext(path)[1][1:].lower()
             values: dict[str, Any] | BadSample
             if not leads_out and ending not in {*self.endings, *self.unread}:
-                yield Unused(_kind_of(path), path)
+                yield Unused(kind_of(path), path)
                 continue
             if name is None:
                 values = BadSample(
@@ -114,7 +114,7 @@ class ImageFolderFormat(Format):
             yield Row(name, 0, BadSample("orphan-member", without))
 
     def _beside(self) -> Iterator[tuple[str, bool]]:
-        """What is in DIR and in no class; as `_files`."""
+        """What is in DIR and in no class; as `files_below`."""
         used = {*map(os.path.realpath, filter(None, self.made_of))}
         for entry in sorted(os.scandir(self.roots.own), key=lambda entry: entry.name):
             taken = entry.name in self.classes or os.path.realpath(entry.path) in used
@@ -164,21 +164,22 @@ class VideoFolderFormat(ImageFolderFormat):
     )
 
 
-def _files(root: str, relative: str) -> Iterator[tuple[str, bool]]:
-    """Paths below `root`, sorted, without what systems leave there. A folder that leads out of the
-    root, or is too deep, comes as its own path, with True, and is not entered."""
+def files_below(root: str, relative: str = "") -> Iterator[tuple[str, bool]]:
+    """Paths below `relative` in `root`, sorted, without what systems leave there. A folder that
+    leads out of the root, or is too deep, comes as its own path, with True, and is not entered."""
     folder = os.path.join(root, relative)
-    if relative.count("/") == DEPTH_LIMIT or not is_inside(root, os.path.realpath(folder)):
+    outside = relative and not is_inside(root, os.path.realpath(folder))
+    if relative.count("/") == DEPTH_LIMIT or outside:
         yield relative, True
         return
     for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
-        path = f"{relative}/{entry.name}"
+        path = os.path.join(relative, entry.name)
         if _is_leftover(entry):
             continue
         if not _is_folder(entry):
             yield path, False
         elif not entry.is_symlink():
-            yield from _files(root, path)
+            yield from files_below(root, path)
         # What a linked folder holds is listed where it is, else a link to its own parent would
         # never end.
         elif not is_inside(root, os.path.realpath(entry.path)):
@@ -195,7 +196,7 @@ def _is_folder(entry: os.DirEntry) -> bool:
     return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
 
 
-def _kind_of(path: str) -> str:
+def kind_of(path: str) -> str:
     """What a file that is not used is counted as."""
     if os.path.basename(path).startswith("."):
         return "hidden files"

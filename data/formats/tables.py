@@ -64,10 +64,7 @@ class JsonlFormat(EntriesFormat):
         """`where`: `FILE[?image=KEY&…&near=K&root=DIR]`. Errors: ValueError, FileNotFoundError."""
         name, options, more = split_options("jsonl", where, (*KEYS, "near", ROOT))
         spec = f"data spec 'jsonl:{where}':"
-        near = options.pop("near", "1")
-        if not (near.isdecimal() and int(near) >= 1):
-            raise ValueError(f"{spec} near '{near}': a whole number of texts from 1 is needed")
-        self.near = int(near)
+        self.near = number_of_texts(spec, options)
         self.files = [existing(spec, name, "file", f"a file of {LINE}: {JSONL}")]
         self.keys = names_of(KEYS, options)
         self.roots = Roots.of(os.path.dirname(self.file), more)
@@ -134,14 +131,23 @@ class JsonlFormat(EntriesFormat):
         return values
 
 
+def number_of_texts(spec: str, options: dict[str, str]) -> int:
+    """What `near=K` says, taken out of the options. `spec` begins the message. Errors:
+    ValueError."""
+    given = options.pop("near", "1")
+    if not (given.isdecimal() and int(given) >= 1):
+        raise ValueError(f"{spec} near '{given}': a whole number of texts from 1 is needed")
+    return int(given)
+
+
 def with_near_texts(rows: list[Any], number: int) -> list[Any]:
-    """The segments of a film, each with the texts of those whose middles are nearest to its own,
-    `number` with its own."""
+    """The segments of a film, each that has a text with those of the ones whose middles are nearest
+    to its own, `number` with its own."""
     middles: dict[int, float] = {}
     for k, row in enumerate(rows):
         with contextlib.suppress(BadSample, AttributeError):
             span = checked_span(*(row.get(key) for key in SPAN))
-            if span.end_s is not None:
+            if span.end_s is not None and row.get("text"):
                 middles[k] = (span.start_s + span.end_s) / 2
     made = list(rows)
     for k, middle in middles.items():

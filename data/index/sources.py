@@ -28,6 +28,7 @@ from data.formats.parquet import ParquetFormat
 from data.formats.python import PythonFormat
 from data.formats.rows import DEFAULT_PAIRS, Format, Media, Pairs, size_and_time
 from data.formats.scenes import demo_format
+from data.formats.subtitles import SubtitlesFormat
 from data.formats.tables import JsonlFormat, TableFormat
 from data.formats.webdataset import WebdatasetFormat
 from data.index.building import load_index
@@ -246,13 +247,13 @@ class ConceptSource(IndexedSource):
 
     def reversed_caption(self, i: int) -> str | None:
         """The caption of a film whose events come in the opposite order; None: it has none."""
-        if not isinstance(self.format, ClipsFormat) or self.format.of_events:
+        if not isinstance(self.format, ClipsFormat):
             return None
-        return self.format.reversed_caption(int(self.column("row")[i]))
+        return self.format.reversed_caption(self.identity(i))
 
 
 KINDS: dict[str, tuple[str, Callable[..., Format]]] = {
-    "demo": ("demo[:voices][:LANG+LANG], demo:scenes[:N] or demo:clips[:N][:events]", demo_format),
+    "demo": ("demo[:voices][:LANG+LANG], demo:scenes[:N] or demo:clips[:N]", demo_format),
     "jsonl": ("jsonl:FILE", JsonlFormat),
     "csv": ("csv:FILE", partial(TableFormat, "csv")),
     "tsv": ("tsv:FILE", partial(TableFormat, "tsv")),
@@ -268,6 +269,7 @@ KINDS: dict[str, tuple[str, Callable[..., Format]]] = {
     "imagefolder": ("imagefolder:DIR", ImageFolderFormat),
     "audiofolder": ("audiofolder:DIR", AudioFolderFormat),
     "videofolder": ("videofolder:DIR", VideoFolderFormat),
+    "subtitles": ("subtitles:DIR", SubtitlesFormat),
     "webdataset": ("webdataset:PATTERN", WebdatasetFormat),
     "python": ("python:MODULE:NAME", PythonFormat),
 }

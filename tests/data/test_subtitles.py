@@ -1,0 +1,133 @@
+"""`subtitles:DIR`: films with SubRip or WebVTT beside them."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bad_films import film  # noqa: E402
+
+from data.formats.subtitles import cues
+from data.index.sources import open_source
+
+pytest.importorskip("av", reason="pip install -r requirements-audio.txt")
+
+PAIRS = (("video", "text"),)
+SRT = """\ufeff1\r
+00:00:00,100 --> 00:00:00,500\r
+<i>Bread</i> & butter\r
+{\\an8}on a plate\r
+\r
+2
+00:00:00,400 --> 00:00:00,900 X1:0 Y1:2
+it overlaps
+
+3
+00:00:00,700 --> 00:00:00,600
+ends before
+
+4
+100:00:05,000 --> 100:00:06,000
+far behind
+
+5
+00:00:00,300 --> 00:00:00,800
+
+6
+00:00:00,300 -> 00:00:00,800
+no arrow"""
+VTT = """WEBVTT
+
+NOTE 00:01.000 is no cue
+
+STYLE
+::cue { color: red }
+
+name
+00:00.200 --> 00:00.600 align:start
+<v Ann>Salz <00:00:00.300><c.red>&amp; Brot</c>
+00:00.600 --> 00:00.900
+nothing between them
+"""
+
+
+def test_subtitles_are_clips_of_the_film_beside_them(tmp_path):
+    root = tmp_path / "my films"
+    (root / "more").mkdir(parents=True)
+    files = {
+        "a.mp4": film(),
+        "a.srt": SRT.encode(),
+        "a.de.vtt": VTT.encode(),
+        "more/b [x].1.webm": film(kind="webm", codec="libvpx-vp9"),
+        "more/b [x].1.en-US.vtt": VTT.encode(),
+        "more/b [x].1.en-US.srt": SRT.encode("utf-16"),
+        "silent.mp4": film(),
+        "latin.mp4": film(),
+        "latin.srt": b"1\n00:00:00,100 --> 00:00:00,500\nB\xe4r\n",
+        "empty.mp4": film(),
+        "empty.srt": b"",
+        "alone.srt": SRT.encode(),
+        "a.jpg": b"a picture",
+    }
+    for name, content in files.items():
+        (root / name).write_bytes(content)
+    (root / "out").symlink_to(tmp_path)
+    source = open_source(f"subtitles:{root}", PAIRS)
+    found, languages = {}, {}
+    for i in source.usable().tolist():
+        clip, identity = source.value("video", i), source.identity(i)
+        found[identity] = clip.start_s, clip.end_s, *source.captions(i)
+        languages[identity] = source.language(i)
+        of = "a.mp4" if identity.startswith("a.") else "more/b [x].1.webm"
+        assert clip.film == str(root / of)
+    assert [languages[f"{name}#0"] for name in ("a.srt", "a.de.vtt")] == [None, "de"]
+    assert languages["more/b [x].1.en-US.srt#0"] == "en-US"
+    salt = (0.2, 0.6, "Salz & Brot")
+    between = (0.6, 0.9, "nothing between them")
+    bread, overlap = (0.1, 0.5, "Bread & butter on a plate"), (0.4, 0.9, "it overlaps")
+    assert found == {
+        "a.de.vtt#0": salt,
+        "a.de.vtt#1": between,
+        "a.srt#0": bread,
+        "a.srt#1": overlap,
+        "more/b [x].1.en-US.srt#0": bread,
+        "more/b [x].1.en-US.srt#1": overlap,
+    }
+    reasons = {identity: reason for identity, _, reason, _ in source.bad_samples()}
+    of_cues = {2: "empty-segment", 3: "outside-film", 4: "empty-caption"}
+    expected = {
+        f"{name}#{k}": reason
+        for name in ("a.srt", "more/b [x].1.en-US.srt")
+        for k, reason in of_cues.items()
+    }
+    alone = ("alone.srt", "silent.mp4", "more/b [x].1.en-US.vtt")
+    expected |= dict.fromkeys(alone, "orphan-member")
+    expected |= {"latin.srt": "invalid-utf8", "empty.srt": "no-caption", "out": "outside-root"}
+    assert reasons == expected
+    assert {what: number for what, (number, _) in source.unused().items()} == {"files .jpg": 1}
+
+
+def test_a_narration_may_have_the_texts_that_are_nearest_in_time(tmp_path):
+    (tmp_path / "a.mp4").write_bytes(film())
+    (tmp_path / "a.srt").write_text(SRT)
+    source = open_source(f"subtitles:{tmp_path}?near=2", PAIRS)
+    assert source.captions(0) == ["Bread & butter on a plate", "it overlaps"]
+    with pytest.raises(ValueError, match="near '0': a whole number"):
+        open_source(f"subtitles:{tmp_path}?near=0", PAIRS)
+
+
+def test_changed_subtitles_are_read_again(tmp_path):
+    (tmp_path / "a.mp4").write_bytes(film())
+    (tmp_path / "a.srt").write_text(SRT)
+    assert open_source(f"subtitles:{tmp_path}", PAIRS).captions(1) == ["it overlaps"]
+    (tmp_path / "a.srt").write_text(SRT.replace("it overlaps", "it laps over"))
+    os.utime(tmp_path / "a.srt", ns=(1, 1))
+    assert open_source(f"subtitles:{tmp_path}", PAIRS).captions(1) == ["it laps over"]
+
+
+def test_a_hostile_file_takes_no_time():
+    assert list(cues(b"1\n" * 200_000)) == []
+    assert len(list(cues(b"00:01.0 --> 00:02.0\n" + b"<" * 400_000 + b"\n"))) == 1
+    assert list(cues(b" " * 400_000)) == [] == list(cues(b"0:" * 200_000))
