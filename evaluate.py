@@ -38,7 +38,12 @@ from data.index.roots import add_root_flag, from_anywhere, given_roots, with_roo
 from data.index.sources import KnownSource
 from data.loader import resolve_workers
 from data.modules import add_trust_flags, import_named
-from launch.inference.classes import benchmark_metrics, classification, classification_table
+from launch.inference.classes import (
+    benchmark_metrics,
+    classification,
+    classification_table,
+    modality_to_classify,
+)
 from launch.inference.clips import PROTOCOL as CLIPS_PROTOCOL
 from launch.inference.clips import clip_figures, clip_rows, frames_of
 from launch.inference.embedding import PRECISIONS, Embedded, Embedder, chosen_device
@@ -276,8 +281,10 @@ def of_classes(
         "task": "zeroshot_classification",
         "metrics": benchmark_metrics(results),
     }
-    title = f"Classes of {arguments.classify}, {name}"
-    return {**about, **results}, classification_table(results, title)
+    table = classification_table(results, f"Classes of {arguments.classify}, {name}")
+    if modality_to_classify(embedder, test) == "video":
+        about["frames"] = table.caption = frames_of(embedder.trained.options)
+    return {**about, **results}, table
 
 
 def of_pairs(

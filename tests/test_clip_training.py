@@ -34,13 +34,19 @@ SIZES = ["--image-size", 32, "--embed-dim", 16, "--max-text-tokens", 12, "--audi
 SIZES += ["--video-frames", 4, "--video-rate", 8, "--film-clips", 2]
 PAIRS = ["--pairs", "image:text,video:text,audio:text,image:video"]
 SPLITS = {
-    1: {"layout": "merged", "stages": {"merged": 1}, "micro_batch_size": 24},
+    1: {
+        "layout": "merged",
+        "stages": {"merged": 1},
+        "micro_batch_size": 24,
+        "balance": {"strategy": "off"},
+    },
     5: {
         "layout": "fork",
         "stages": 1,
         "replicas": {"image": 1, "text": 1, "audio": 1, "video": 2},
         "micro_batch_size": {"image": 6, "text": 24, "audio": 12, "video": 4},
         "schedule": "replay",
+        "balance": {"strategy": "deal"},
     },
 }
 
@@ -70,7 +76,7 @@ def data(module_folder):
 def train(folder, spec, ranks, run_dir, *more, expected=0):
     config = json.loads((ROOT / "ds_configs" / "cpu_fp32.json").read_text())
     config["train_batch_size"] = 24
-    config["branches"] |= SPLITS[ranks] | {"balance": {"strategy": "off"}}
+    config["branches"] |= SPLITS[ranks]
     (folder / f"{ranks}.json").write_text(json.dumps(config))
     flags = ["--deepspeed_config", folder / f"{ranks}.json", "--run-dir", run_dir, *PAIRS]
     flags += ["--data", spec, "--workers", 0, *TOWERS, *SIZES, *more]
@@ -113,6 +119,11 @@ def check_evaluation(run_dir, folder, monkeypatch, capsys):
     sample = record["samples"][record["video_to_text"][0]["query"]]
     strip = Image.open(io.BytesIO(base64.b64decode(sample["video_picture"])))
     assert strip.width > 3 * strip.height and np.asarray(strip).std() > 20
+    for name, n in (("runs", 0), ("jumps", 1)):
+        (folder / "classes" / name).mkdir(parents=True)
+        (folder / "classes" / name / "a.mp4").write_bytes((folder / f"{n}.mp4").read_bytes())
+    said = evaluated(run_dir, "--classify", f"videofolder:{folder}/classes")
+    assert "chance, 2 classes" in said and "4 frames a clip at 8/s at most" in said
     picture = folder / "found.png"
     spec = ("--val-data", f"jsonl:{folder}/set.jsonl")
     words = ("--query", folder / "3.mp4", "--find", "video", "--number", 2, "--picture", picture)

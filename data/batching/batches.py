@@ -9,6 +9,7 @@ G: samples of a global batch, R: replicas of a branch, M: micro-batches of each,
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -113,10 +114,11 @@ class Batches:
 
     `train` [N]: the source's indices of the training samples. `buckets`: the shapes of their
     images; None: one square. `texts`: what packs texts by cost; None: they come with their samples,
-    which are packed in order. `regions`: which are shown, where a pair has them. `weights_of`: a
-    global batch -> what its samples count in its loss, [G] int64 millionths; None: all the same.
-    `examples`: numbers of training samples that stand for others that are not known yet; None: all
-    are known.
+    which are packed in order. `num_frames`: the source's indices of samples -> frames of their
+    clips; None: all have equally many. `regions`: which are shown, where a pair has them.
+    `weights_of`: a global batch -> what its samples count in its loss, [G] int64 millionths; None:
+    all the same. `examples`: numbers of training samples that stand for others that are not known
+    yet; None: all are known.
 
     `order` and `settings` change in the course of a run, for steps that no loader has begun with.
     """
@@ -126,6 +128,7 @@ class Batches:
     settings: list[Setting]
     buckets: Buckets | None = None
     texts: TextPacker | None = None
+    num_frames: Callable[[np.ndarray], np.ndarray] | None = None
     regions: ShownRegions | None = None
     weights_of: Callable[[GlobalBatch], np.ndarray] | None = None
     examples: np.ndarray | None = None
@@ -193,7 +196,7 @@ class Batches:
         samples: list[tuple[np.ndarray, Size | None]] = [(nothing, None)] * number
         if self.texts is None or any(branch != "text" for branch in loads):
             own = slice(replica * number, (replica + 1) * number)
-            samples = self._samples(branch, batch, replicas, number)[own]
+            samples = self._samples(branch, loads, batch, replicas, number)[own]
         texts: list[TextRows | None] = [None] * number
         if self.texts is not None and "text" in loads:
             positions = self.texts.pack(batch, replicas, (number,))[replica]
@@ -216,12 +219,17 @@ class Batches:
         ]
 
     def _samples(
-        self, branch: str, batch: GlobalBatch, replicas: int, number: int
+        self, branch: str, loads: Sequence[str], batch: GlobalBatch, replicas: int, number: int
     ) -> list[tuple[np.ndarray, Size | None]]:
         """Positions of each micro-batch and the size of its images, R · M of them: as equal as the
         global batch and the shares allow, and in the order of their buckets, so that most have one
-        alone. The others have neighbouring shapes, and the size of most of their images."""
+        alone. The others have neighbouring shapes, and the size of most of their images. Clips of
+        unequal lengths, where images have no buckets: as many frames in each."""
         shares = batch.setting.shares.get(branch)
+        in_shapes = self.buckets is not None and "image" in loads
+        if self.num_frames is not None and "video" in loads and not in_shapes:
+            frames = self.num_frames(batch.indices)
+            return [(part, None) for part in dealt_by_frames(frames, replicas, number, shares)]
         parts = in_parts(len(batch.visited), replicas, number, shares)
         if self.buckets is None:
             return [(part, None) for part in parts]
@@ -252,6 +260,28 @@ def in_parts(
         sizes = sizes_of_shares(global_batch_size, shares, num_micro_batches)
         of_replicas = np.split(positions, np.cumsum(sizes)[:-1])
     return [part for own in of_replicas for part in np.array_split(own, num_micro_batches)]
+
+
+def dealt_by_frames(
+    num_frames: np.ndarray,
+    replicas: int,
+    num_micro_batches: int,
+    shares: Sequence[float] | None = None,
+) -> list[np.ndarray]:
+    """As `in_parts`, with about as many frames, of `num_frames` [G], in each micro-batch, or as the
+    replica's share says: the longest clip first, each to the one that has least so far (LPT, Graham
+    1969)."""
+    pieces = replicas * num_micro_batches
+    if len(num_frames) < pieces:
+        in_parts(len(num_frames), replicas, num_micro_batches)  # which says what is wrong
+    share = np.repeat(np.ones(replicas) if shares is None else shares, num_micro_batches)
+    lowest = [(0.0, piece) for piece in range(pieces)]
+    dealt = np.empty(len(num_frames), dtype=np.int64)
+    for position in np.argsort(-num_frames, kind="stable").tolist():
+        load, piece = lowest[0]
+        dealt[position] = piece
+        heapq.heapreplace(lowest, (load + int(num_frames[position]) / share[piece], piece))
+    return [np.flatnonzero(dealt == piece) for piece in range(pieces)]
 
 
 def sizes_of_shares(number: int, shares: Sequence[float], least: int) -> np.ndarray:

@@ -46,6 +46,11 @@ class FrameTimes:
             return np.full(len(seconds), self.most)
         return np.clip(np.rint(seconds * self.rate), 1, self.most).astype(np.int64)
 
+    def of(self, source: Source, index: np.ndarray) -> np.ndarray:
+        """[n] int64 of the clips of the samples `index` [n]; 1 of one that is missing or bad."""
+        spans = _spans(source, index)
+        return self.numbers(spans[:, 1] - spans[:, 0])
+
     def candidates(self, span: Span, number: int, training: bool) -> np.ndarray:
         """Seconds of the film, of evaluation `number`, of training CANDIDATES * `number`."""
         return even_times(*span, number * (CANDIDATES if training else 1))
@@ -84,8 +89,7 @@ class VideoModality(Modality):
 
     def load(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
         transform = self.transform_train if request.training else self.transform_eval
-        spans = _spans(source, request)
-        numbers = self.times.numbers(spans[:, 1] - spans[:, 0])
+        spans, numbers = _spans(source, request.index), self.times.of(source, request.index)
         index = request.index.tolist()
         number_of = dict(zip(index, numbers.tolist()))
         span_of = {i: (begin, end) for i, (begin, end) in zip(index, spans.tolist())}
@@ -129,8 +133,7 @@ class VideoModality(Modality):
 
     def meta_batch(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
         size = (self.transform_train if request.training else self.transform_eval).size
-        spans = _spans(source, request)
-        numbers = self.times.numbers(spans[:, 1] - spans[:, 0])
+        numbers = self.times.of(source, request.index)
         count = int(numbers.sum())
         tensors = {
             "video_frames": torch.empty((count, 3, *size), dtype=torch.uint8, device="meta"),
@@ -171,10 +174,10 @@ class VideoModality(Modality):
         return {name: value for name, value in self.__dict__.items() if name != "_reader"}
 
 
-def _spans(source: Source, request: MicroBatchRequest) -> np.ndarray:
-    """float64 [b, 2]: where each clip begins and ends; of one that is missing or bad 0 and 0."""
+def _spans(source: Source, index: np.ndarray) -> np.ndarray:
+    """float64 [n, 2]: where each clip begins and ends; of one that is missing or bad 0 and 0."""
     names = ("video_start_s", "video_end_s")
-    return np.stack([source.numbers(name, request.index) for name in names], 1).astype(np.float64)
+    return np.stack([source.numbers(name, index) for name in names], 1).astype(np.float64)
 
 
 def _rows(numbers: np.ndarray) -> dict[str, Tensor]:

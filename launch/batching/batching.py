@@ -43,6 +43,7 @@ from launch.batching.measured import (
 from launch.batching.planned import (
     adaptation,
     explain_batches,
+    frame_counts,
     image_buckets,
     load_control,
     mean_length,
@@ -112,6 +113,7 @@ class Batching:
         self.adaptation = adaptation(self.balance, self.order.parts, self.options)
         refuse_missing_branches(self.balance, plan)
         self.batches.buckets = image_buckets(self.data, self.options, patch_size)
+        self.batches.num_frames = frame_counts(self.balance, plan, self.data, self.options)
         self.batches.texts = text_packer(self.balance, plan, self.data, self.options, self.folder)
         self.control = LoadControl()
         self.first = Setting(0, {b: batch.num_micro_batches for b, batch in plan.batches.items()})
@@ -139,7 +141,8 @@ class Batching:
     def equal_shares(self) -> bool:
         """Does every replica of a branch get equally many samples?"""
         even = all(batch.is_even for batch in self.plan.batches.values())
-        return even and self.batches.texts is None and self.balance.ranks == "equal"
+        packed = self.batches.texts is not None or self.batches.num_frames is not None
+        return even and not packed and self.balance.ranks == "equal"
 
     # -- what a step is
 

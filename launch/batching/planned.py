@@ -25,6 +25,7 @@ from data.batching.weights import loss_weights
 from data.index.sources import Source
 from data.modalities.lengths import Counts, token_counts
 from data.modalities.tokenizer import token_lengths
+from data.modalities.video import FrameTimes
 from data.options import has_regions
 from data.prepare import PreparedData
 from data.streams.lengths import stream_token_counts
@@ -166,6 +167,17 @@ def text_packer(
         phrase_tokens=each,
         sample_phrase_tokens=of_sample,
     )
+
+
+def frame_counts(
+    block: BalanceBlock, plan: RunPlan, data: PreparedData, options: BatchingOptions
+) -> Callable[[np.ndarray], np.ndarray] | None:
+    """The source's indices of samples -> frames of their clips; None: clips are not dealt by them."""
+    rate, packs = options.video_rate, not plan.schedule_type.loss_per_micro_batch
+    if rate is None or block.strategy == "off" or not packs or "video" not in plan.batches:
+        return None
+    assert options.video_frames is not None
+    return partial(FrameTimes(options.video_frames, rate).of, data.source)
 
 
 def mean_length(texts: TextPacker) -> float:
