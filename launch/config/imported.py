@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from argparse import ArgumentTypeError
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -90,12 +90,19 @@ def options_of_import(where: Path) -> dict[str, Any]:
     return options_of_open_clip(f"{PREFIX}{folder_of(where)}")
 
 
-def branches_held(where: str | Path | None) -> tuple[str, ...]:
-    """The branches that the model of --import has towers of; none where there is no such model.
-    Errors: as `options_of_import`."""
+def branches_held(where: str | Path | None, named: Collection[str]) -> tuple[str, ...]:
+    """The branches of a run with those `named` that the model of --import has towers of; none where
+    there is no such model. Errors: as `options_of_import`."""
     if not where:
         return ()
-    return branches_of(options_of_import(Path(where)).get("pairs", IMAGE_TEXT))
+    return as_branches(branches_of(options_of_import(Path(where)).get("pairs", IMAGE_TEXT)), named)
+
+
+def as_branches(held: Sequence[str], named: Collection[str]) -> tuple[str, ...]:
+    """Branches of a model in a run with those `named`: where that has films and no images, the
+    tower of images is for the frames of films."""
+    is_of_frames = "video" in named and "image" not in named
+    return tuple("video" if each == "image" and is_of_frames else each for each in held)
 
 
 def is_published(folder: Path) -> bool:

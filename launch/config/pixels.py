@@ -7,7 +7,7 @@ here it becomes a `Preprocessing`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +18,13 @@ from PIL import Image
 
 from common.files import read_json
 from data.modalities.preprocessing import CLIP, INTERPOLATIONS, NORMALIZATIONS, Preprocessing
+from data.options import branches_of
 from launch.config.groups import PIXELS, ImageOptions
 from launch.config.imported import branches_held, options_of_export
 from models.towers.image import full_name
 from models.towers.libraries import open_clip, timm, transformers_image
 from models.towers.names import HF, split_name
+from models.towers.video import frames_tower
 from models.weights.libraries import DEFAULT
 from models.weights.open_clip_models import folder_of
 
@@ -52,8 +54,9 @@ def settled_pixels(
     ImageOptions(image_normalization=given.get("image_normalization"), **asked).check_pixels()
     if given.get("image_normalization"):
         asked["image_mean"], asked["image_std"] = NORMALIZATIONS[given["image_normalization"]]
-    weights = values["imported"] if "image" in held else values["image_weights"]
-    trained = None if weights is None or began else trained_with(weights, values["image_tower"])
+    weights, tower, _ = _what_shows(branches_of(values["pairs"]), held, values)
+    asks = weights is not None and not began
+    trained = trained_with(weights, tower) if tower is not None and asks else None
     preprocessing, size = trained or (Preprocessing.from_options(began), values["image_size"])
     size = given.get("image_size") or size
     found: dict[str, Any] = {
@@ -67,6 +70,19 @@ def settled_pixels(
         )
     Preprocessing.from_options({**found, "image_size": size})
     return {"image_size": size, **found}, trained is not None
+
+
+def _what_shows(
+    branches: Collection[str], held: Collection[str], values: Mapping[str, Any]
+) -> tuple[Any, str | None, str]:
+    """Weights, tower and flag that say how pixels are prepared: of images, without any those of the
+    frames of films."""
+    branch, tower = "image", values["image_tower"]
+    if "image" not in branches and "video" in branches:
+        branch, tower = "video", frames_tower(values["video_tower"])
+    if branch in held:
+        return values["imported"], tower, "--import"
+    return values[f"{branch}_weights"], tower, f"--{branch}-weights"
 
 
 def trained_with(where: str, image_tower: str) -> tuple[Preprocessing, int] | None:
@@ -107,8 +123,9 @@ def trained_with(where: str, image_tower: str) -> tuple[Preprocessing, int] | No
 
 def describe_pixels(options: Options) -> str:
     """One line for the start of a run; empty where no image weights are given."""
-    imported = options.imported if "image" in branches_held(options.imported) else None
-    if not imported and not options.image_weights:
+    held = branches_held(options.imported, options.branches)
+    weights, tower, flag = _what_shows(options.branches, held, vars(options))
+    if not weights or tower is None:
         return ""
     used = options.preprocessing
     mean, std = (", ".join(f"{value:.4g}" for value in values) for values in (used.mean, used.std))
@@ -116,10 +133,7 @@ def describe_pixels(options: Options) -> str:
         f"pixels: mean {mean}; std {std}; {options.image_interpolation}; shorter side "
         f"{options.image_resize}, centre {options.image_size}"
     )
-    weights, flag = (
-        (imported, "--import") if imported else (options.image_weights, "--image-weights")
-    )
-    found = trained_with(str(weights), options.image_tower)
+    found = trained_with(str(weights), tower)
     if found is None:
         assumed = ASSUMED if used.mean == CLIP.mean else ""
         return f"{line}. {flag} {weights} does not say what it was trained with{assumed}"

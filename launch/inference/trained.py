@@ -275,7 +275,7 @@ def with_named_towers(options: Options, previous: Mapping[str, Any] | None) -> O
     known |= (previous or {}).get("options", {})
     image, text = options.image_tower, options.text_tower
     if image != known.get("image_tower"):
-        holds_images = "image" in branches_held(options.imported)
+        holds_images = "image" in branches_held(options.imported, options.branches)
         image = image_name(image, options.imported if holds_images else options.image_weights)
     if text != known.get("text_tower"):
         text = text_name(text, options.text_weights)

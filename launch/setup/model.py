@@ -26,8 +26,8 @@ from models.towers.building import takes_other_sizes
 from models.towers.fusion import FusionSizes, fusion_sizes
 from models.towers.layers import LayerSpec, Tower, Weights
 from models.weights.audio import open_audio_weights
-from models.weights.of_image import open_inner_weights
-from models.weights.reading import open_model, open_weights
+from models.weights.of_image import open_inner_weights, open_model_weights
+from models.weights.reading import open_weights
 
 SMALLEST_PATCH = 7  # pixels, of towers that stay at one resolution
 
@@ -176,9 +176,9 @@ def _pretrained(options: ModelOptions, towers: Sequence[Tower]) -> dict[str, Wei
     of_branch = {tower.branch: tower for tower in towers}
     found: dict[str, Weights] = {}
     if options.imported:
-        held = [branch for branch in branches_held(options.imported) if branch in of_branch]
-        model = open_model(options.imported, *(of_branch[branch] for branch in held))
-        found |= dict.fromkeys(held, model)
+        held = branches_held(options.imported, of_branch)
+        of_model = (of_branch[branch] for branch in held if branch in of_branch)
+        found |= open_model_weights(options.imported, *of_model)
     given = {"image": options.image_weights, "text": options.text_weights}
     for branch, where in given.items():
         if where and branch in of_branch:

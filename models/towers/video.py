@@ -47,8 +47,6 @@ frames to a tower without a head."""
 KEYS = {"time": str, "time_layers": int, "time_heads": int}  # beside those of the image tower
 TIMES = ("mean", "transformer")
 TIME_LAYERS = 4  # as CLIP4Clip's sequential transformer (Luo et al. 2022)
-TIME_NAMES = ("video.time.",)
-"""How the canonical names begin of what a temporal part learns."""
 FASTEST_S, SLOWEST_S = 0.25, 256.0  # periods of the positions in time
 
 
@@ -81,6 +79,15 @@ def video_tower(name: str, image_size: int, num_frames: int) -> Tower:
         config={**image.config, **time, "video_input": _video_input(image_size, num_frames)},
         example=partial(_example, image_size, num_frames),
     )
+
+
+def frames_tower(name: str) -> str | None:
+    """The name of the image tower that the video tower `name` shows its frames; None: it sees whole
+    clips."""
+    base, overrides = split_name(name)
+    if base in OWN or _whole_clips(base):
+        return None
+    return join_name(base, {key: text for key, text in overrides.items() if key not in KEYS})
 
 
 def _whole_clips(base: str) -> Callable[[str, int, int], Tower] | None:

@@ -1,6 +1,7 @@
 """The recipe files: the planner says of each what it says itself, and each is dry-run on a small
 stand-in for its data and weights."""
 
+import importlib.util
 import itertools
 import json
 import re
@@ -15,6 +16,7 @@ from transformers import CLIPConfig, CLIPModel
 
 sys.path.insert(0, str(ROOT / "tests/data"))
 from bad_audio import tone, wav  # noqa: E402
+from bad_films import film  # noqa: E402
 
 from data.modalities.tokenizer import train_tokenizer
 from engine.objective import scalars_of
@@ -33,6 +35,7 @@ from launch.terminal.tables import duration
 FILES = sorted(RECIPES.glob("*.json"))
 PAGE = (RECIPES / "README.md").read_text(encoding="utf-8").splitlines()
 ROWS = [row for row in PAGE if row.startswith("| `")]
+FILMS = importlib.util.find_spec("av") is not None
 NUMBER = 120  # samples of a stand-in
 BATCH, MOST_RANKS = 64, 8  # of a dry run
 
@@ -78,7 +81,7 @@ def vit(module_folder):
 
 @pytest.fixture(scope="module")
 def data(module_folder):
-    """Emoji with a sound and a region each."""
+    """Emoji with a sound, a region and a film each."""
     folder = module_folder("data")
     write_pairs(folder, NUMBER)
     file = folder / "pairs.jsonl"
@@ -87,6 +90,8 @@ def data(module_folder):
         row["audio_path"] = f"{i}.wav"
         row["regions"] = [{"box": [0, 0, 1, 1], "unit": "relative", "text": row["text"]}]
         (folder / row["audio_path"]).write_bytes(wav(tone(0.3, 200 + i)))
+        row["video_path"] = f"{i}.mp4"
+        (folder / row["video_path"]).write_bytes(film(number=4 + i) if FILMS else b"")
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return f"jsonl:{file}"
 
@@ -146,6 +151,8 @@ def test_a_recipe_is_dry_run(file, data, stand_ins, tmp_path, monkeypatch, capsy
     recipe = RecipeFile.read(file)
     if "audio" in recipe.flags.get("pairs", ""):
         pytest.importorskip("soundfile", reason="pip install -r requirements-audio.txt")
+    if "video" in recipe.flags.get("pairs", "") and not FILMS:
+        pytest.skip("pip install -r requirements-audio.txt")
     words = ["--recipe", tmp_path / file.name, "--data", data, "--val-fraction", 0.2]
     words += ["--dry-run", "--ranks", min(recipe.ranks, MOST_RANKS), *stand_ins(recipe)]
     assert dry_run(parse_options(list(map(str, words)))) == 0

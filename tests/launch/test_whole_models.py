@@ -291,3 +291,46 @@ def test_the_form_of_an_export_can_be_chosen(models, tmp_path):
     assert {"head.logit_scale", "head.logit_bias"} < names.keys()
     again = open_model_folder(tmp_path / "state")
     assert len(again.layers) == len(trained.layers)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("time", ["", ":time=transformer,time_heads=2"])
+def test_a_model_of_images_is_started_from_for_clips(models, name, time):
+    """A clip is the mean of its frames as the model embeds them; a temporal part changes nothing
+    yet."""
+    folder, _ = models[name]
+    flags = ["--pairs", "video:text"] + (["--video-tower", f"hf:{folder}{time}"] if time else [])
+    options = with_named_towers(started_from(folder, *flags), None)
+    assert options.image_mean == PIXELS.mean and options.image_size == SIZE
+    assert "--import" in describe_pixels(options)
+    model = RunModel.of(options, load_tokenizer(options.tokenizer))
+    assert set(model.pretrained) == {"video", "text"}
+    of_images = RunModel.of(
+        with_named_towers(started_from(folder), None), load_tokenizer(options.tokenizer)
+    )
+
+    def forward(layers, tensors):
+        for layer in layers:
+            tensors = layer(tensors)
+        return tensors
+
+    frames = torch.randn(5, 3, SIZE, SIZE)
+    row = torch.tensor([0, 0, 0, 1, 1])
+    clips = {"video_frames": frames, "video_row": row, "video_time": row * 0.5}
+    with torch.no_grad():
+        layers = [model.build_layer(spec).eval() for spec in model.layers["video"]]
+        found = forward(layers, clips)
+        *tower, head = (of_images.build_layer(spec).eval() for spec in of_images.layers["image"])
+        features = forward(tower, {"pixel_values": frames})["image_features"]
+        means = torch.stack([features[:3].mean(0), features[3:].mean(0)])
+        expected = forward([head], {"image_features": means})
+    assert torch.allclose(found["video_embeds"], expected["image_embeds"], atol=1e-5)
+    scale = next(value for key, value in found.items() if key.endswith("logit_scale"))
+    assert scale == expected["logit_scale"]
+
+
+def test_a_tower_of_whole_clips_does_not_start_from_a_model_of_images(models):
+    folder, _ = models["CLIPModel"]
+    options = started_from(folder, "--pairs", "video:text", "--video-tower", "r3d_18")
+    with pytest.raises(ValueError, match="sees single frames, and --video-tower r3d_18"):
+        RunModel.of(options, load_tokenizer(options.tokenizer))
