@@ -1,4 +1,5 @@
-"""`--data demo:clips`: short films in which emoji do one thing after another, told in order.
+"""`--data demo:clips`: short films in which emoji do one thing after another, and then in the
+opposite order.
 
 A film is MPEG-4 Part 2 in an MP4: every FFmpeg has that encoder, whoever built it.
 """
@@ -14,9 +15,7 @@ from PIL import Image
 from data.decoding.sounds import INSTALL
 from data.formats.drawn import (
     COMPOSITION,
-    KINDS,
     RESAMPLING,
-    USUAL,
     DrawnFormat,
     Emoji,
     is_plural,
@@ -27,13 +26,16 @@ from data.formats.drawn import (
 )
 from data.formats.rows import Media
 from data.formats.specs import installed
+from data.keys import hash64
 
-EVENTS = ":events"
-RATE, FRAMES = 8, 64  # frames a second, and in all
+RATE, FRAMES = 8, 96  # frames a second, and in all
 SIDES = (64, 80, 96, 112)  # pixels of a frame, which is a square
-# number of events -> frames that each takes, from and to; before, between and after them is nothing
-LENGTHS = {2: (8, 14), 3: (8, 10)}
-SIZES = (0.35, 0.5)  # an emoji's longer side, as a part of the frame's
+# number of events -> frames that each takes, from and to
+LENGTHS = {2: (10, 14), 3: (8, 11)}
+GAP = 2  # frames with nothing between two events, at most
+PAUSE = 4  # at least, between the events and the same ones in the opposite order
+SIZES = (0.45, 0.65)  # an emoji's longer side, as a part of the frame's
+ONE_OF = 7  # emoji: few, so that each comes often enough to be learned in some minutes
 SMALLEST, FAINTEST = 0.3, 0.2  # parts of its size and of its opacity
 # how a caption begins, and what stands between its events
 PHRASINGS = (("", ", then "), ("first ", ", after that "))
@@ -112,13 +114,17 @@ class Event(NamedTuple):
 class Clip(NamedTuple):
     side: int
     background: tuple[int, ...]  # red, green, blue
-    events: list[Event]
+    halves: tuple[list[Event], list[Event]]
     phrasing: tuple[str, str]
 
-    def caption(self, step: int = 1) -> str:
-        """`step` -1: the events from the last to the first."""
+    @property
+    def events(self) -> list[Event]:
+        return [event for half in self.halves for event in half]
+
+    def caption(self, half: int) -> str:
+        """Of the first half or of the second, 0 or 1."""
         begin, between = self.phrasing
-        return begin + between.join(event.text for event in self.events[::step])
+        return begin + between.join(event.text for event in self.halves[half])
 
     def frames(self) -> list[Image.Image]:
         frames = []
@@ -155,72 +161,68 @@ def _planes(image: Image.Image) -> np.ndarray:
     return np.concatenate([np.asarray(each).ravel() for each in planes]).reshape(-1, image.width)
 
 
-def twin_of(number: int) -> int:
-    """The film with the same events in the opposite order; itself where there is none."""
-    return number if number % 10 >= min(KINDS) else number ^ 1
-
-
 class ClipsFormat(DrawnFormat):
-    """Films with two or three events, each of another emoji, which is seen only then: what comes
-    first can be told from nothing but the order of the frames. Of those that are trained on, each
-    second one shows the events of the one before in the opposite order. In one of kind
-    `composition` no emoji does what it does in training. With `:events` each event is a sample, a
-    clip of its film."""
+    """Films of two halves: two or three events, each of another emoji, which is seen only then,
+    and the same events in the opposite order; which half is which can be told from nothing but the
+    order of the frames. In a film of kind `composition` no emoji does what it does in training. A
+    film has a sample of each half, with a caption that names the events in order, and one of each
+    event: clips of it."""
 
-    called, version = "clips", 1
+    called, version, usual = "clips", 2, 1000
     holds = ("video", "text")
 
     def __init__(self, where: str) -> None:
-        """`where`: `clips[:N][:events]`. Errors: as of `DrawnFormat`."""
-        super().__init__(where.removesuffix(EVENTS))
-        self.of_events = where.endswith(EVENTS)
+        """`where`: `clips[:N]`. Errors: as of `DrawnFormat`."""
+        super().__init__(where)
         installed("av", "encodes the films", INSTALL)
         import av
 
         self.spec += f":{av.ffmpeg_version_info}"  # another FFmpeg may write other bytes
-        self.spec += EVENTS * self.of_events
 
     def values(self, content: int) -> Any:
-        clip, identity = self.clip(content), self.identity(content)
-        film = self._encoded(content)
-        if not self.of_events:
-            return {"id": identity, "video": film, "text": [clip.caption()]}
+        film, clip = self._encoded(content), self.clip(content)
+        told = [
+            (half[0].start, half[-1].end, clip.caption(k)) for k, half in enumerate(clip.halves)
+        ]
+        told += [(event.start, event.end, event.text) for event in clip.events]
         return [
-            {"id": f"{identity}#{k}", "video": film, **event}
-            for k, event in enumerate(self.events(content))
+            {
+                "id": f"{self.identity(content)}#{k}",
+                "video": film,
+                "start_s": start / RATE,
+                "end_s": end / RATE,
+                "text": text,
+            }
+            for k, (start, end, text) in enumerate(told)
         ]
 
     def read(self, modality: str, file: str, number: int, media: Media) -> bytes:
         return self._encoded(number)
 
     @cached_property
+    def _emoji(self) -> list[Emoji]:
+        return [each for each in super()._emoji if hash64(self.called + each.points) % ONE_OF == 0]
+
+    @cached_property
     def _encoded(self) -> Callable[[int], bytes]:
         """Of a film's number. To encode one takes six times as long as to decode eight frames of
         it; all of the usual ones have 50 MB."""
-        return lru_cache(USUAL)(lambda number: self.clip(number).encoded())
+        return lru_cache(self.usual)(lambda number: self.clip(number).encoded())
 
-    def events(self, number: int) -> list[dict[str, Any]]:
-        """What a film shows and when, in order: `start_s`, `end_s`, `text`."""
-        return [
-            {"start_s": event.start / RATE, "end_s": event.end / RATE, "text": event.text}
-            for event in self.clip(number).events
-        ]
-
-    def reversed_caption(self, number: int) -> str:
-        """The caption of the same events in the opposite order."""
-        return self.clip(number).caption(-1)
+    def reversed_caption(self, identity: str) -> str | None:
+        """The caption of the other half of the film; None: the sample is of a single event."""
+        number, _, k = identity.rpartition("/")[2].partition("#")
+        return self.clip(int(number)).caption(1 - int(k)) if int(k) < 2 else None
 
     def clip(self, number: int) -> Clip:
         """Number -> what is seen when; the same on every machine."""
-        is_new, is_twin = kind_of(number) == COMPOSITION, twin_of(number) < number
-        rng = np.random.default_rng([self.version, number - is_twin])
+        is_new = kind_of(number) == COMPOSITION
+        rng = np.random.default_rng([self.version, number])
         side = int(rng.choice(SIDES))
         pool = self.pool(number)
         count = int(rng.integers(min(LENGTHS), max(LENGTHS) + 1))
         shortest, longest = LENGTHS[count]
         lengths = rng.integers(shortest, longest + 1, count)
-        # each event after as much of what is left as is drawn for it
-        free = np.sort(rng.integers(0, FRAMES - lengths.sum() + 1, count))
         events: list[Event] = []
         for emoji in (pool[n] for n in rng.permutation(len(pool))):
             known = [each for each in ACTIONS if never_together(emoji.points, each) == is_new]
@@ -233,12 +235,15 @@ class ClipsFormat(DrawnFormat):
             events.append(Event(emoji, action, 0, int(lengths[len(events)]), sprite, place))
             if len(events) == count:
                 break
-        events = events[::-1] if is_twin else events
-        lengths = np.array([event.end for event in events])
-        starts = (free + np.cumsum(lengths) - lengths).tolist()
-        events = [
-            event._replace(start=start, end=start + event.end)
-            for start, event in zip(starts, events)
-        ]
+        order = [*events, *reversed(events)]
+        # frames with nothing before each
+        gaps = rng.integers(0, GAP + 1, 2 * count)
+        gaps[[0, count]] = 0, PAUSE
+        free = FRAMES - sum(event.end for event in order) - gaps.sum()
+        before, middle = np.sort(rng.integers(0, free + 1, 2))
+        gaps[[0, count]] += before, middle - before
+        ends = np.cumsum([gap + event.end for gap, event in zip(gaps, order)]).tolist()
+        shown = [event._replace(start=end - event.end, end=end) for event, end in zip(order, ends)]
         phrasing = PHRASINGS[int(rng.integers(len(PHRASINGS)))]
-        return Clip(side, random_background(rng), events, phrasing)
+        halves = shown[:count], shown[count:]
+        return Clip(side, random_background(rng), halves, phrasing)

@@ -16,7 +16,7 @@ from PIL import Image
 from data.formats.demo import Concept, DemoFormat
 from data.keys import hash64
 
-USUAL, FEWEST = 2000, 10  # samples
+FEWEST = 10  # samples
 # Things that are told apart at any size, and by their names: food and plants, toys and music,
 # animals, clothing, vehicles, food, animals. Faces, people, flags, clocks and signs are left out.
 BLOCKS = (
@@ -47,6 +47,7 @@ class DrawnFormat(DemoFormat):
 
     called: str  # after "demo:", and before a sample's number in its id
     version: int  # of what a sample shows
+    usual = 2000  # samples
     drawn_sets = ()
 
     def __init__(self, where: str) -> None:
@@ -59,7 +60,7 @@ class DrawnFormat(DemoFormat):
                 f"data spec 'demo:{where}': '{number}' is no number of {self.called}; write "
                 f"demo:{self.called}:N with N from {FEWEST}"
             )
-        self.count = int(number) if colon else USUAL
+        self.count = int(number) if colon else self.usual
         # another Pillow may scale to other pixels
         versions = f"{self.version}:{PIL.__version__}"
         self.spec = f"demo:{self.called}:{self.count}:{versions}:{self.roots.own}"

@@ -18,8 +18,8 @@ ORDER = "video_to_order"
 
 PROTOCOL = (
     "grounding: among windows of the film, as long as the quartiles of the set's clips and a "
-    "quarter of that apart, the sentence chooses the most similar one; right if their intersection over "
-    "union in time is at least that. order: the caption is more similar to the film than the one "
+    "quarter of that apart, the sentence chooses the most similar one; right if its intersection over "
+    "union in time with a clip of that sentence is at least that. order: the caption is more similar to the film than the one "
     "that tells the same events backwards"
 )
 
@@ -77,10 +77,14 @@ def _grounding(embedder: Embedder, embedded: Embedded, source: KnownSource) -> d
         number = len(every[key])
         similarity = embeds[at : at + number] @ texts.embeds.T
         at += number
-        for i in own:
-            overlaps = overlap(every[key], *span[i])
-            for row in queries.get(i, ()):
-                found.append((float(overlaps[int(similarity[:, row].argmax())]), overlaps))
+        asked = [(i, row, int(texts.key[row])) for i in own for row in queries.get(i, ())]
+        # what a film shows twice may be found in either place
+        places: dict[int, list[np.ndarray]] = {}
+        for i, _, key_of_text in asked:
+            places.setdefault(key_of_text, []).append(overlap(every[key], *span[i]))
+        for _, row, key_of_text in asked:
+            overlaps = np.max(places[key_of_text], axis=0)
+            found.append((float(overlaps[int(similarity[:, row].argmax())]), overlaps))
     return grounding_figures(found)
 
 
