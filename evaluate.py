@@ -12,6 +12,7 @@ python evaluate.py RUN_DIR --embeddings OUT             values as memory-mapped 
 python evaluate.py RUN_DIR --embeddings OUT --query "a red apple" --picture apples.png
 python evaluate.py RUN_DIR --query bark.wav --find image   the images most like a sound
 python evaluate.py RUN_DIR --query "a red apple" --find region --picture apples.png
+python evaluate.py RUN_DIR --query "a dog runs" --find window   where it is seen in films
                                                         of a run with region:text: the boxes
 python evaluate.py --import openai/clip-vit-base-patch32 --precision bf16 \\
     --classify "imagefolder:IMAGENET/val?templates=openai"
@@ -107,8 +108,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--embeddings", type=Path, metavar="OUT", help=about)
     about = "instead: what is most like a text, or like the file of an image or a sound"
     add("--query", metavar="TEXT_OR_FILE", help=about)
-    about = "with it: what to find, such as image, text, audio or region (default: what the run compared "
-    add("--find", metavar="MODALITY", help=about + "first with the query's own modality)")
+    about = (
+        "with it: what to find, such as image, text, audio, region, or window: where in each film "
+    )
+    about += "(default: what the run compared first with the query's own modality)"
+    add("--find", metavar="MODALITY", help=about)
     about = f"answers that --query shows (default: {NUM_ANSWERS})"
     add("--number", type=at_least(1), metavar="N", help=about)
     about = (

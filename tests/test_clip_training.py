@@ -130,6 +130,11 @@ def check_evaluation(run_dir, folder, monkeypatch, capsys):
     said = evaluated(run_dir, *spec, *words)
     assert "1.000" in said and " 11 " in said  # the third clip of the film is all of it
     assert imread(picture).std() > 0.1
+    words = ("--query", folder / "3.mp4", "--find", "window", "--number", 99, "--picture", picture)
+    said = evaluated(run_dir, *spec, *words)
+    lines = [line for line in said.splitlines() if " s " in line and "│" in line]
+    assert len(lines) == 24  # the best window of each film
+    assert imread(picture).std() > 0.1
 
 
 def test_a_resumed_run_ends_where_an_undisturbed_one_ends_bit_for_bit(data, tmp_path):

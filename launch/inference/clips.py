@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from data.clips import Clip
 from data.index.sources import KnownSource
@@ -14,6 +15,7 @@ from models.metrics.grounding import OVERLAPS, grounding_figures, overlap, windo
 
 PART = 0.95  # of its film, at most, has a clip that is looked for in it
 LENGTHS = (0.25, 0.5, 0.75)  # quantiles of the clips' lengths, of which windows are made
+PARTS = (1 / 8, 1 / 4, 1 / 2)  # of films of which no clip is known
 ORDER = "video_to_order"
 
 PROTOCOL = (
@@ -46,42 +48,64 @@ def _order(embedder: Embedder, embedded: Embedded, source: KnownSource) -> dict[
     return {f"{ORDER}_right": right.float().mean().item(), f"{ORDER}_queries": float(len(asked))}
 
 
-def _grounding(embedder: Embedder, embedded: Embedded, source: KnownSource) -> dict[str, float]:
-    texts = embedded.rows["text"]
-    rows = embedded.rows["video"].sample
+def film_windows(
+    source: KnownSource, samples: np.ndarray
+) -> dict[bytes, tuple[list[int], np.ndarray]]:
+    """By film: the samples, of `samples` [n], that are clips of it, and its windows [w, 2], seconds,
+    as long as the quartiles of those clips that are a part of their films; where none is, as parts of
+    the film."""
     columns = ("video_start_s", "video_end_s", "video_seconds")
-    starts, ends, films_s = (source.numbers(name, rows.numpy()) for name in columns)
-    is_part = ends - starts < PART * films_s
-    if not is_part.any():
-        return {}
-    samples = rows.numpy()[is_part]
-    lengths = np.quantile((ends - starts)[is_part], LENGTHS).tolist()
-    span = {int(i): (float(a), float(b)) for i, a, b in zip(rows, starts, ends)}
-    # the clips of a film share its windows
+    starts, ends, films_s = (source.numbers(name, samples) for name in columns)
+    lengths = (ends - starts)[ends - starts < PART * films_s]
+    usual = np.quantile(lengths, LENGTHS).tolist() if len(lengths) else None
     of_film: dict[bytes, list[int]] = {}
     for i in samples.tolist():
         of_film.setdefault(source.content_hash("video", i), []).append(i)
-    seconds = dict(zip(rows.tolist(), films_s.tolist()))
-    every = {key: windows(seconds[own[0]], lengths) for key, own in of_film.items()}
-    clips = [
-        Clip(source.value("video", own[0]).film, *span_of)
+    seconds = dict(zip(samples.tolist(), films_s.tolist()))
+    return {
+        key: (own, windows(film_s, usual or [part * film_s for part in PARTS]))
         for key, own in of_film.items()
-        for span_of in every[key].tolist()
+        for film_s in (seconds[own[0]],)
+    }
+
+
+def embedded_windows(
+    embedder: Embedder,
+    source: KnownSource,
+    films: Mapping[bytes, tuple[Sequence[int], np.ndarray]],
+) -> Tensor:
+    """[Σ w, D] of the windows of all films, one film after the other."""
+    clips = [
+        Clip(source.value("video", own[0]).film, *span)
+        for own, every in films.values()
+        for span in every.tolist()
     ]
-    embeds = embedder.rows("video", as_source(clips, source.spec), np.arange(len(clips))).embeds
+    return embedder.rows("video", as_source(clips, source.spec), np.arange(len(clips))).embeds
+
+
+def _grounding(embedder: Embedder, embedded: Embedded, source: KnownSource) -> dict[str, float]:
+    texts, rows = embedded.rows["text"], embedded.rows["video"].sample.numpy()
+    columns = ("video_start_s", "video_end_s", "video_seconds")
+    starts, ends, films_s = (source.numbers(name, rows) for name in columns)
+    is_part = ends - starts < PART * films_s
+    if not is_part.any():
+        return {}
+    span = {int(i): (float(a), float(b)) for i, a, b in zip(rows, starts, ends)}
+    films = film_windows(source, rows[is_part])
+    embeds = embedded_windows(embedder, source, films)
     found, at = [], 0
     queries: dict[int, list[int]] = {}
     for row, i in enumerate(texts.sample.tolist()):
         queries.setdefault(i, []).append(row)
-    for key, own in of_film.items():
-        number = len(every[key])
+    for own, every in films.values():
+        number = len(every)
         similarity = embeds[at : at + number] @ texts.embeds.T
         at += number
         asked = [(i, row, int(texts.key[row])) for i in own for row in queries.get(i, ())]
         # what a film shows twice may be found in either place
         places: dict[int, list[np.ndarray]] = {}
         for i, _, key_of_text in asked:
-            places.setdefault(key_of_text, []).append(overlap(every[key], *span[i]))
+            places.setdefault(key_of_text, []).append(overlap(every, *span[i]))
         for _, row, key_of_text in asked:
             overlaps = np.max(places[key_of_text], axis=0)
             found.append((float(overlaps[int(similarity[:, row].argmax())]), overlaps))

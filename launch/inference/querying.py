@@ -16,8 +16,10 @@ from torch import Tensor
 
 from common.output import plain
 from data.batching.mixture import open_sources
+from data.clips import Clip
 from data.index.sources import KnownSource
 from data.modules import import_recorded, modules_of_specs
+from launch.inference.clips import embedded_windows, film_windows
 from launch.inference.embedding import Embedder, Regions, as_source
 from launch.inference.evaluation import caption_of
 from launch.inference.folders import lines_for, read_embeddings, refuse_other_data
@@ -28,6 +30,7 @@ from launch.terminal.tables import show
 from launch.views import FilmView, View
 from models.metrics.retrieval import nearest
 
+WINDOW = "window"  # of a film
 IN_A_ROW = 5  # answers that are drawn beside each other
 Line = Mapping[str, Any]
 
@@ -68,7 +71,11 @@ def answers_of(query: Query, embedder: Embedder, asked: str | None) -> str:
     if asked is None:
         first = next(pair for pair in embedder.trained.compared if query.modality in pair)
         return next(name for name in first if name != query.modality)
-    known = (*embedder.branches, *(["region"] if embedder.trained.compares_regions else []))
+    more = {
+        "region": embedder.trained.compares_regions,
+        WINDOW: "video" in embedder.branches,
+    }
+    known = (*embedder.branches, *(name for name, is_there in more.items() if is_there))
     if asked not in known:
         raise ValueError(f"--find {asked}: this model has {', '.join(known)}; give one of these")
     return asked
@@ -108,12 +115,14 @@ def search(
     query: Tensor, embeds: Tensor | np.ndarray, lines: Sequence[Line], number: int
 ) -> list[dict[str, Any]]:
     """The `number` rows most like a query [1, D], best first: their lines, with
-    "similarity"."""
-    index, similarity = nearest(query, torch.as_tensor(np.array(embeds)), number)
-    return [
-        {**lines[i], "similarity": round(s, 4)}
-        for i, s in zip(index[0].tolist(), similarity[0].tolist())
-    ]
+    "similarity". Of the windows of a film the best one."""
+    every = bool(lines) and "span" in lines[0]
+    how_many = len(lines) if every else number
+    index, similarity = nearest(query, torch.as_tensor(np.array(embeds)), how_many)
+    found: dict[int, dict[str, Any]] = {}  # of each film the best window
+    for i, s in zip(index[0].tolist(), similarity[0].tolist()):
+        found.setdefault(lines[i]["index"] if every else i, {**lines[i], "similarity": round(s, 4)})
+    return [*found.values()][:number]
 
 
 def search_table(query: str, found: Sequence[Line]) -> Table:
@@ -143,18 +152,22 @@ def _searched(
         source = open_sources(given, pairs=embedder.trained.read, progress=True)
         refuse_other_data(arguments.embeddings, lines, source, modality)
         return embeds, lines, source
+    there_is = "video" if modality == WINDOW else modality
     parts = list(held_out(arguments, embedder.trained).values())
     source = parts[0].source  # of all parts
     subset = np.concatenate([part.subset for part in parts])
-    there = subset[~source.lacking(modality)[subset]]
+    there = subset[~source.lacking(there_is)[subset]]
     if not len(there):
         raise ValueError(
-            f"--query: no sample of {source.spec} has {modality} to find; give others with "
+            f"--query: no sample of {source.spec} has {there_is} to find; give others with "
             "--val-data, or another modality with --find"
         )
     if modality == "region":
         _, regions = embedder.with_regions(source, there)
         return regions.region.embeds, [*_region_lines(regions, source)], source
+    if modality == WINDOW:
+        films = film_windows(source, there)
+        return embedded_windows(embedder, source, films), [*_window_lines(films, source)], source
     rows = {modality: embedder.rows(modality, source, there)}
     return rows[modality].embeds, [*lines_for(rows, source, modality)], source
 
@@ -166,7 +179,23 @@ def _region_lines(regions: Regions, source: KnownSource) -> Iterator[Line]:
         yield {"index": i, "id": identity, "where": where, "text": text, "box": box}
 
 
+def _window_lines(
+    films: Mapping[bytes, tuple[Sequence[int], np.ndarray]], source: KnownSource
+) -> Iterator[Line]:
+    """Of each window; its text says when it is."""
+    for (i, *_), every in films.values():
+        where, identity = source.where(i, "video"), source.identity(i)
+        for start_s, end_s in every.tolist():
+            text = f"{start_s:.1f} – {end_s:.1f} s"
+            span = (start_s, end_s)
+            yield {"index": i, "id": identity, "where": where, "text": text, "span": span}
+
+
 def _cell(source: KnownSource, modality: str, line: Line) -> Cell:
-    value = encoded(source, "image" if modality == "region" else modality, line["index"])
+    if modality == WINDOW:
+        clip: Any = Clip(source.value("video", line["index"]).film, *line["span"])
+        value: View | None = FilmView(clip)
+    else:
+        value = encoded(source, "image" if modality == "region" else modality, line["index"])
     text = line["text"] if "text" in line else caption_of(source, line["index"])
     return Cell(value, text, line["similarity"], box=line.get("box"))
