@@ -80,6 +80,13 @@ SOUNDS = """
 sounds = model.input_features("apple.wav")[None]
 audio = library_model.get_audio_features(sounds)"""
 
+OF_CLIPS = """## Clips
+
+This model was trained on clips of films, of which it saw {frames} frames each, from the middles of as
+many equal parts. The image tower embeds a frame. The embedding of a clip is the mean of its frames
+before their length is made 1, brought to the length 1: of what transformers' `get_image_features`
+returns."""
+
 OF_OPEN_CLIP = """OpenCLIP alone loads it too, and from the hub as `hf-hub:ORGANISATION/MODEL` once
 it has been uploaded. `preprocess` is what the images are given to:
 
@@ -175,6 +182,8 @@ def export_page(trained: Trained, record: Mapping[str, Any], averaged: bool) -> 
     if "regions" in towers["text"].config:
         rest = CALL_REGIONS if "regions" in record["loading"] else NO_REGIONS
         parts.append(WITH_REGIONS.format(file=REGIONS, rest=rest))
+    if "time" in towers.get("image", towers["text"]).config:
+        parts.append(OF_CLIPS.format(frames=trained.options["video_frames"]))
     if "data" in trained.options:
         parts += _training(trained, averaged)
     return "\n\n".join([*parts, *([PROCESSOR] if "image" in towers else [])]) + "\n"

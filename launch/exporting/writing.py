@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -32,6 +33,7 @@ from models.towers.libraries.open_clip import model_config
 from models.towers.libraries.open_clip import names as names_of_open_clip
 from models.towers.names import TWO_LAYERS, join_name, split_name
 from models.towers.regions import REGION_NAMES
+from models.towers.video import frames_tower
 from models.weights.clap import clap_config, clap_pairs, scale_of, what_clap_lacks
 from models.weights.dual_encoder import (
     dual_encoder_config,
@@ -40,6 +42,7 @@ from models.weights.dual_encoder import (
     what_differs,
 )
 from models.weights.names import AUDIO, FUSION, REGIONS, TEXT_FOLDER
+from models.weights.of_image import as_image_layers, as_image_tower
 from models.weights.open_clip_export import config_of_text, open_clip_model, what_open_clip_lacks
 from models.weights.translation import Pair, to_theirs
 from models.weights.whole_models import (
@@ -147,16 +150,18 @@ def refuse_to_overwrite(folder: Path, overwrite: bool) -> None:
 
 def exported(trained: Trained) -> Trained:
     """The image, the text and the audio tower of a model, as far as it has them; towers of other
-    modalities stay behind, and an audio tower of one's own beside an image tower does too.
+    modalities stay behind, and an audio tower of one's own beside an image tower does too. Without
+    pairs of images and texts, the tower of the frames of films is the image tower.
 
-    Raises ValueError for a model that was trained without pairs of images and texts or of sounds
-    and texts, and for one that other programs could not load: with a tower or a loss of its own.
+    Raises ValueError for a model that was trained without pairs of images, sounds or films and
+    texts, and for one that other programs could not load: with a tower or a loss of its own.
     """
+    trained = _of_frames(trained)
     images = _compares(trained, "image")
     if not images and not _compares(trained, "audio"):
         raise ValueError(
             f"{trained.checkpoint}: was trained with --pairs {trained.options['pairs']}; an export "
-            "holds a text tower and an image or audio tower that was compared with it"
+            "holds a text tower and an image, audio or video tower that was compared with it"
         )
     losses = loss_names(trained.options["loss"], trained.options.get("pairs", IMAGE_TEXT))
     if not {*losses} <= {"infonce", "sigmoid"}:
@@ -176,6 +181,32 @@ def exported(trained: Trained) -> Trained:
             )
     layers = [layer for tower in chosen for layer in trained.layers_of(tower.branch)]
     return replace(trained, towers=tuple(chosen), layers=layers)
+
+
+def _of_frames(trained: Trained) -> Trained:
+    """Of films and texts without images: the model of images that the frames are shown to. Raises
+    ValueError where a clip is more than the mean of its frames."""
+    if _compares(trained, "image") or not _compares(trained, "video"):
+        return trained
+    video, options = trained.by_branch["video"], trained.options
+    projection = options.get("projection", "linear")
+    if video.config.get("time") != "mean" or projection.startswith("mlp"):
+        raise ValueError(
+            f"{trained.checkpoint}: no other program has the tower {video.name} with the projection "
+            f"{projection}; an export needs an image tower with time=mean and a linear projection, "
+            "of which a clip is the mean of its frames; take these weights from the checkpoint"
+        )
+    pairs = re.sub(r"\bvideo\b", "image", options["pairs"])
+    options = options | {"pairs": pairs, "image_tower": frames_tower(options["video_tower"])}
+    layers = [
+        layer
+        for tower in trained.towers
+        for own in (trained.layers_of(tower.branch),)
+        for layer in (as_image_layers(own) if tower is video else own)
+    ]
+    towers = tuple(as_image_tower(each) if each is video else each for each in trained.towers)
+    record = trained.record | {"options": options}
+    return replace(trained, record=record, towers=towers, layers=layers)
 
 
 def _compares(trained: Trained, branch: str) -> bool:

@@ -2,10 +2,11 @@
 
 import copy
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 
 from models.towers.head import Head
-from models.towers.layers import Layer, LayerSpec, Tower, Weights
+from models.towers.layers import Layer, Tower, Weights
 from models.towers.of_image import OfImage, holds_image, image_inside
 from models.weights.reading import open_model, open_weights
 
@@ -27,7 +28,7 @@ def open_model_weights(where: str, *towers: Tower) -> dict[str, Weights]:
                 f"--import {where}: its tower of images sees single frames, and --video-tower "
                 f"{tower.name} sees whole clips; leave one of them out"
             )
-    model = open_model(where, *(_as_image(t) if t.branch == "video" else t for t in towers))
+    model = open_model(where, *(as_image_tower(t) if t.branch == "video" else t for t in towers))
     return {
         tower.branch: OfImageWeights(model) if tower.branch == "video" else model
         for tower in towers
@@ -48,30 +49,38 @@ class OfImageWeights:
             self.reader.fill(_head_of_images(layer))
 
 
-def _as_image(tower: Tower) -> Tower:
-    """The image tower inside, with the head of the branch as its own."""
-
-    def of(spec: LayerSpec) -> LayerSpec:
-        head = isinstance(spec.template, Head)
-        return replace(spec, template=_head_of_images(spec.template)) if head else spec
-
-    inside = image_inside(tower)
-    known = {id(spec.template) for spec in tower.specs}  # as they were: behind the image tower
+def as_image_tower(tower: Tower) -> Tower:
+    """The image tower inside, with the head of the branch as its own and nothing in between."""
     specs = [
-        of(spec)
-        for spec in inside.specs
-        if id(spec.template) not in known or isinstance(spec.template, Head)
+        replace(spec, branch="image", template=layer)
+        for spec in tower.specs
+        for layer in as_image_layers([spec.template])
     ]
-    return replace(inside, specs=tuple(specs))
+    return replace(image_inside(tower), specs=tuple(specs))
 
 
-def _head_of_images(head: Layer) -> Layer:
-    """The same tensors, called as the head of images calls its own."""
+def as_image_layers(layers: Iterable[Layer]) -> list[Layer]:
+    """Those of an image tower and its head."""
+    return [
+        layer.inner if isinstance(layer, OfImage) else _head_of_images(layer)
+        for layer in layers
+        if isinstance(layer, OfImage | Head)
+    ]
+
+
+def _head_of_images(head: Head) -> Head:
+    """The same tensors, called as the head of images calls its own; it is read and not run."""
     renamed = copy.copy(head)
     renamed.canonical_names = {
-        local: re.sub(r"^head\.\w+?_(logit_\w+)$", r"head.\1", name).replace(
-            "head.video_projection", "head.image_projection"
-        )
+        local: f"head.{_as_of_images(name.removeprefix('head.'))}"
         for local, name in head.canonical_names.items()
     }
+    renamed.scalars = {_as_of_images(name): value for name, value in head.scalars.items()}
     return renamed
+
+
+def _as_of_images(name: str) -> str:
+    """`video_projection.weight` -> `image_projection.weight`, `video_text_logit_scale` ->
+    `logit_scale`"""
+    name = re.sub(r"^\w+_(logit_\w+)$", r"\1", name)
+    return re.sub(r"^video_projection", "image_projection", name)

@@ -41,7 +41,12 @@ from data.modalities.tokenizer import load_tokenizer, train_tokenizer
 from launch.config.options import parse_options
 from launch.config.pixels import describe_pixels
 from launch.exporting.writing import image_processor, write_export
-from launch.inference.trained import open_model_folder, public_model, with_named_towers
+from launch.inference.trained import (
+    Trained,
+    open_model_folder,
+    public_model,
+    with_named_towers,
+)
 from launch.setup.model import RunModel
 
 PIXELS = Preprocessing(*NORMALIZATIONS["half"])
@@ -334,3 +339,27 @@ def test_a_tower_of_whole_clips_does_not_start_from_a_model_of_images(models):
     options = started_from(folder, "--pairs", "video:text", "--video-tower", "r3d_18")
     with pytest.raises(ValueError, match="sees single frames, and --video-tower r3d_18"):
         RunModel.of(options, load_tokenizer(options.tokenizer))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_for_clips_is_exported_as_the_model_of_its_frames(models, name, tmp_path):
+    folder, _ = models[name]
+    options = with_named_towers(started_from(folder, "--pairs", "video:text"), None)
+    tokenizer = load_tokenizer(options.tokenizer)
+    model = RunModel.of(options, tokenizer)
+    layers = [model.build_layer(spec).eval() for specs in model.layers.values() for spec in specs]
+    found = {
+        name: value for name, value in vars(options).items() if name not in ("data", "sources")
+    }
+    record = {"options": found}
+    trained = Trained(record, tmp_path / "step-00000003", 3, tokenizer, model.towers, layers)
+    assert write_export(trained, tmp_path / "out") == []
+    before, after = (load_file(where / "model.safetensors") for where in (folder, tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert "saw 8 frames each" in (tmp_path / "out/README.md").read_text()
+    again = with_named_towers(started_from(tmp_path / "out", "--pairs", "video:text"), None)
+    assert set(RunModel.of(again, tokenizer).pretrained) == {"video", "text"}
+    with pytest.raises(ValueError, match="with time=mean and a linear projection"):
+        video = replace(model.towers[0], config={**model.towers[0].config, "time": "transformer"})
+        write_export(replace(trained, towers=(video, model.towers[1])), tmp_path / "none")
