@@ -136,6 +136,8 @@ class TowerOptions(OptionGroup):
     text_tower: str = _as_in_train("text_tower")
     audio_tower: str = _as_in_train("audio_tower")
     audio_seconds: float | None = _as_in_train("audio_seconds", shown="the tower's own")
+    video_tower: str = _as_in_train("video_tower")
+    video_frames: int = _as_in_train("video_frames")
     tower: tuple[str, ...] = _as_in_train("tower", shown="the modality's own")
     embed_dim: int = _as_in_train("embed_dim")
     image_size: int = _as_in_train("image_size")

@@ -117,6 +117,20 @@ def test_the_hardware_is_as_asked():
     assert (machine.memory_bytes, machine.ranks_per_node) == (1e10, 4)
 
 
+def test_clips_take_as_much_memory_as_images_times_their_frames():
+    ratio = {}
+    for frames in (4, 8):
+        tower = f"--video-tower resnet18:layers=1-1-1-1 --video-frames {frames}"
+        options = planned(f"2 --pairs image:text,video:text {tower}", *TOWERS)
+        costs = cost_model(options, configuration(options)[0])
+        of = {
+            branch: sum(layer.activation_bytes.at(64) for layer in layers)
+            for branch, layers in costs.layers.items()
+        }
+        ratio[frames] = of["video"] / of["image"]
+    assert ratio == pytest.approx({4: 4, 8: 8}, rel=0.05)
+
+
 def test_a_mistake_is_one_line(capsys):
     for arguments, message in (
         ("", "the following arguments are required: --gpus"),
