@@ -73,7 +73,7 @@ def read_pairs(given: str) -> tuple[PairOption, ...]:
         words = each.strip().split(":")
         try:
             first, second, weight = words if len(words) == 3 else (*words, "1")
-            if (first, second) in (("text", "image"), REGION_TEXT[::-1]):
+            if (first, second) in (("text", "image"), ("text", "video"), REGION_TEXT[::-1]):
                 first, second = second, first  # its scalars have the names of one pair
             pairs.append(PairOption(first, second, float(weight)))
         except ValueError:

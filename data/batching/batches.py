@@ -224,10 +224,9 @@ class Batches:
         """Positions of each micro-batch and the size of its images, R · M of them: as equal as the
         global batch and the shares allow, and in the order of their buckets, so that most have one
         alone. The others have neighbouring shapes, and the size of most of their images. Clips of
-        unequal lengths, where images have no buckets: as many frames in each."""
+        unequal lengths, where no images come with them: as many frames in each."""
         shares = batch.setting.shares.get(branch)
-        in_shapes = self.buckets is not None and "image" in loads
-        if self.num_frames is not None and "video" in loads and not in_shapes:
+        if self.num_frames is not None and "video" in loads and "image" not in loads:
             frames = self.num_frames(batch.indices)
             return [(part, None) for part in dealt_by_frames(frames, replicas, number, shares)]
         parts = in_parts(len(batch.visited), replicas, number, shares)

@@ -1,6 +1,7 @@
 """`--data subtitles:DIR`: films with their subtitles beside them, `a.mp4` and `a.srt`, or `a.en.vtt`
 of a language, as programs that download films write them."""
 
+import contextlib
 import html
 import os
 import re
@@ -25,12 +26,15 @@ from data.formats.specs import existing, split_options
 from data.formats.tables import number_of_texts, with_near_texts
 
 ENDINGS = ("srt", "vtt")
+USED = (*ENDINGS, *VIDEO_ENDINGS)
 LANGUAGE = re.compile(r"[A-Za-z]{2,3}(-[A-Za-z0-9]+)*")
-TIME = r"(?:(\d+):)?(\d+):(\d+[.,]\d+)"  # WebVTT may leave out the hours
-# FROM --> TO, and the lines up to an empty one or to the next
+TIME = r"(?:(\d{1,5}):)?(\d{1,2}):(\d{1,2}(?:[.,]\d{1,9})?)"  # WebVTT may leave out the hours
+# FROM --> TO, and the lines up to an empty one, or to the next, which a number may stand above
 CUE = re.compile(
-    rf"^[ \t]*{TIME}[ \t]*-->[ \t]*{TIME}.*\n((?:(?!.*-->)[^\S\n]*\S.*\n)*)", re.MULTILINE
+    rf"[ \t]*{TIME}[ \t]*-->[ \t]*{TIME}(?![\d.,:]).*\n"
+    r"((?:(?!.*-->)(?![ \t]*\d+[ \t]*\n.*-->)[^\S\n]*\S.*\n)*)"
 )
+ARROW = re.compile(r"^.*-->.*$", re.MULTILINE)
 MARKUP = re.compile(r"<[^<>\n]*>|\{\\[^{}\n]*\}")  # of WebVTT, of SubRip
 
 
@@ -56,11 +60,13 @@ class SubtitlesFormat(Format):
         self.spec = f"subtitles:{folder}" + (f"?near={self.near}" if self.near > 1 else "")
 
     def fingerprint(self) -> list[Stamp]:
-        return [
-            stamp(os.path.join(self.roots.own, path))
-            for path, leads_out in files_below(self.roots.own)
-            if not leads_out
-        ]
+        paths = [path for path, _ in files_below(self.roots.own) if _ending(path) in USED]
+        stamps: list[Stamp] = [(repr(paths), 0, 0)]
+        for path in paths:
+            if _ending(path) in ENDINGS:
+                with contextlib.suppress(OSError):  # a link to nothing is a bad sample
+                    stamps.append(stamp(os.path.join(self.roots.own, path)))
+        return stamps
 
     def total(self) -> int:
         return sum(1 for _ in self._entries())
@@ -74,8 +80,7 @@ class SubtitlesFormat(Format):
         subtitles: list[str] = []
         found: list[Any] = []
         for path, leads_out in files_below(self.roots.own):
-            stem, ending = os.path.splitext(path)
-            ending = ending[1:].lower()
+            stem, ending = os.path.splitext(path)[0], _ending(path)
             if leads_out or ending in VIDEO_ENDINGS:
                 if films.setdefault(stem, path) != path:
                     found.append((path, None, None))
@@ -130,15 +135,26 @@ class SubtitlesFormat(Format):
         return os.path.join(file, path)
 
 
+def _ending(path: str) -> str:
+    return os.path.splitext(path)[1][1:].lower()
+
+
 def cues(content: bytes) -> Iterator[dict[str, Any]]:
-    """Of SubRip or WebVTT: `start_s`, `end_s` and `text`, without markup. Raises BadSample:
-    invalid-utf8."""
+    """Of SubRip or WebVTT: `start_s`, `end_s` and `text`, without markup; of a line with `-->` that
+    is not understood what is wrong, as `text`. Raises BadSample: invalid-utf8."""
     coding = "utf-16" if content[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
     try:
         text = content.decode(coding)
     except UnicodeDecodeError as error:
         raise BadSample("invalid-utf8", f"{error}; save the subtitles as UTF-8") from None
-    for *times, lines in CUE.findall("\n".join(text.splitlines()) + "\n"):
+    text = "\n".join(text.splitlines()) + "\n"
+    for arrow in ARROW.finditer(text):
+        cue = CUE.match(text, arrow.start())
+        if cue is None:
+            line = f"{arrow[0].strip()!r:.100} is not FROM --> TO, such as 00:00:01,500 --> 00:00:03,000"
+            yield {"text": BadSample("invalid-row", line)}
+            continue
+        *times, lines = cue.groups()
         start_s, end_s = (
             3600 * int(hours or 0) + 60 * int(minutes) + float(seconds.replace(",", "."))
             for hours, minutes, seconds in (times[:3], times[3:])

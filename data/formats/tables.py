@@ -147,7 +147,8 @@ def with_near_texts(rows: list[Any], number: int) -> list[Any]:
     for k, row in enumerate(rows):
         with contextlib.suppress(BadSample, AttributeError):
             span = checked_span(*(row.get(key) for key in SPAN))
-            if span.end_s is not None and row.get("text"):
+            said = row.get("text")
+            if span.end_s is not None and said and not isinstance(said, BadSample):
                 middles[k] = (span.start_s + span.end_s) / 2
     made = list(rows)
     for k, middle in middles.items():

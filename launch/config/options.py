@@ -253,7 +253,7 @@ def _of_import(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...
     try:
         refuse_no_model(given["imported"], where, weights_alone=True)
         said = options_of_import(where)
-        towers = given.get("image_tower"), given.get("text_tower")
+        towers = given.get("image_tower") or given.get("video_tower"), given.get("text_tower")
         if not said and all(tower and tower.startswith(OPEN_CLIP) for tower in towers):
             from models.weights.open_clip_models import model_of_towers, options_of_open_clip
 

@@ -82,8 +82,8 @@ audio = library_model.get_audio_features(sounds)"""
 
 OF_CLIPS = """## Clips
 
-This model was trained on clips of films, of which it saw {frames} frames each, from the middles of as
-many equal parts. The image tower embeds a frame. The embedding of a clip is the mean of its frames
+This model was trained on clips of films, of which it saw {frames} frames each at most, from the
+middles of as many equal parts. The image tower embeds a frame. The embedding of a clip is the mean of its frames
 before their length is made 1, brought to the length 1: of what transformers' `get_image_features`
 returns."""
 
@@ -274,7 +274,7 @@ def _training(trained: Trained, averaged: bool) -> list[str]:
     epochs = dict(zip(run.steps["step"], run.steps["epoch"])) if len(run.steps) else {}
     recalls = _recalls(run, trained, averaged)
     batch = BranchBatch(**next(iter(record["batches"].values())))
-    weights = ("imported", "image_weights", "text_weights", "audio_weights")
+    weights = ("imported", *(f"{branch}_weights" for branch in ("image", "text", "audio", "video")))
     rows = {
         "data": ", ".join(map(code, options["data"])),
         "held out": code(options["val_data"])

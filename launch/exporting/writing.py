@@ -186,7 +186,7 @@ def exported(trained: Trained) -> Trained:
 def _of_frames(trained: Trained) -> Trained:
     """Of films and texts without images: the model of images that the frames are shown to. Raises
     ValueError where a clip is more than the mean of its frames."""
-    if _compares(trained, "image") or not _compares(trained, "video"):
+    if "image" in trained.by_branch or not _compares(trained, "video"):
         return trained
     video, options = trained.by_branch["video"], trained.options
     projection = options.get("projection", "linear")
@@ -196,8 +196,15 @@ def _of_frames(trained: Trained) -> Trained:
             f"{projection}; an export needs an image tower with time=mean and a linear projection, "
             "of which a clip is the mean of its frames; take these weights from the checkpoint"
         )
-    pairs = re.sub(r"\bvideo\b", "image", options["pairs"])
-    options = options | {"pairs": pairs, "image_tower": frames_tower(options["video_tower"])}
+    if "lora" in video.config:
+        raise ValueError(
+            f"{trained.checkpoint}: the adapters of the video tower cannot be exported; take its "
+            "weights from the checkpoint"
+        )
+    renamed = {
+        name: re.sub(r"\bvideo\b(?=[:=,]|$)", "image", options[name]) for name in ("pairs", "loss")
+    }
+    options = options | renamed | {"image_tower": frames_tower(options["video_tower"])}
     layers = [
         layer
         for tower in trained.towers

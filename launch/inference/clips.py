@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from data.bad_samples import Absent, BadSample
 from data.clips import Clip
 from data.index.sources import KnownSource
 from launch.inference.embedding import Embedded, Embedder, as_source
-from models.metrics.grounding import OVERLAPS, grounding_figures, overlap, windows
+from models.metrics.grounding import (
+    MOST,
+    OVERLAPS,
+    grounding_figures,
+    overlap,
+    overlap_shares,
+    windows,
+)
 
 PART = 0.95  # of its film, at most, has a clip that is looked for in it
 LENGTHS = (0.25, 0.5, 0.75)  # quantiles of the clips' lengths, of which windows are made
@@ -20,9 +29,9 @@ ORDER = "video_to_order"
 
 PROTOCOL = (
     "grounding: among windows of the film, as long as the quartiles of the set's clips and a "
-    "quarter of that apart, the sentence chooses the most similar one; right if its intersection over "
-    "union in time with a clip of that sentence is at least that. order: the caption is more similar to the film than the one "
-    "that tells the same events backwards"
+    f"quarter of that apart, at most {MOST:,} of a length, the sentence chooses the most similar one; "
+    "right if its intersection over union in time with a clip of that sentence is at least that. "
+    "order: the caption is more similar to the film than the one that tells the same events backwards"
 )
 
 
@@ -70,17 +79,23 @@ def film_windows(
 
 
 def embedded_windows(
-    embedder: Embedder,
-    source: KnownSource,
-    films: Mapping[bytes, tuple[Sequence[int], np.ndarray]],
-) -> Tensor:
-    """[Σ w, D] of the windows of all films, one film after the other."""
-    clips = [
-        Clip(source.value("video", own[0]).film, *span)
-        for own, every in films.values()
-        for span in every.tolist()
-    ]
-    return embedder.rows("video", as_source(clips, source.spec), np.arange(len(clips))).embeds
+    embedder: Embedder, source: KnownSource, samples: np.ndarray
+) -> Iterator[tuple[list[int], np.ndarray, Tensor]]:
+    """Of each film that `film_windows` finds: its samples, its windows [w, 2] and their embeddings
+    [w, D]. What cannot be read is left out."""
+    films: list[tuple[list[int], np.ndarray]] = []
+    clips: list[Clip] = []
+    for own, every in film_windows(source, samples).values():
+        with contextlib.suppress(BadSample, Absent):
+            film = source.value("video", own[0]).film
+            films.append((own, every))
+            clips += [Clip(film, *span) for span in every.tolist()]
+    rows = embedder.rows("video", as_source(clips, source.spec), np.arange(len(clips)))
+    number, at = rows.sample.numpy(), 0
+    for own, every in films:
+        begin, end = np.searchsorted(number, (at, at + len(every))).tolist()
+        yield own, every[number[begin:end] - at], rows.embeds[begin:end]
+        at += len(every)
 
 
 def _grounding(embedder: Embedder, embedded: Embedded, source: KnownSource) -> dict[str, float]:
@@ -91,24 +106,22 @@ def _grounding(embedder: Embedder, embedded: Embedded, source: KnownSource) -> d
     if not is_part.any():
         return {}
     span = {int(i): (float(a), float(b)) for i, a, b in zip(rows, starts, ends)}
-    films = film_windows(source, rows[is_part])
-    embeds = embedded_windows(embedder, source, films)
-    found, at = [], 0
     queries: dict[int, list[int]] = {}
     for row, i in enumerate(texts.sample.tolist()):
         queries.setdefault(i, []).append(row)
-    for own, every in films.values():
-        number = len(every)
-        similarity = embeds[at : at + number] @ texts.embeds.T
-        at += number
+    found = []
+    for own, every, embeds in embedded_windows(embedder, source, rows[is_part]):
         asked = [(i, row, int(texts.key[row])) for i in own for row in queries.get(i, ())]
+        if not asked or not len(every):
+            continue
         # what a film shows twice may be found in either place
-        places: dict[int, list[np.ndarray]] = {}
-        for i, _, key_of_text in asked:
-            places.setdefault(key_of_text, []).append(overlap(every, *span[i]))
-        for _, row, key_of_text in asked:
-            overlaps = np.max(places[key_of_text], axis=0)
-            found.append((float(overlaps[int(similarity[:, row].argmax())]), overlaps))
+        places: dict[int, np.ndarray] = {}
+        for i, _, text in asked:
+            here = overlap(every, *span[i])
+            places[text] = np.maximum(places.get(text, here), here)
+        chosen = (embeds @ texts.embeds[[row for _, row, _ in asked]].T).argmax(0)
+        for (_, _, text), window in zip(asked, chosen.tolist()):
+            found.append((float(places[text][window]), overlap_shares(places[text])))
     return grounding_figures(found)
 
 

@@ -19,7 +19,7 @@ from data.batching.mixture import open_sources
 from data.clips import Clip
 from data.index.sources import KnownSource
 from data.modules import import_recorded, modules_of_specs
-from launch.inference.clips import embedded_windows, film_windows
+from launch.inference.clips import embedded_windows
 from launch.inference.embedding import Embedder, Regions, as_source
 from launch.inference.evaluation import caption_of
 from launch.inference.folders import lines_for, read_embeddings, refuse_other_data
@@ -141,6 +141,11 @@ def _searched(
     arguments: argparse.Namespace, embedder: Embedder, model: Mapping[str, str], modality: str
 ) -> tuple[np.ndarray | Tensor, Sequence[Line], KnownSource | None]:
     """(rows [n, D], the line of each, where they are from if that is needed)."""
+    if arguments.embeddings and modality == WINDOW:
+        raise ValueError(
+            "--find window: windows are embedded when they are looked for; leave out --embeddings "
+            f"{arguments.embeddings}"
+        )
     if arguments.embeddings:
         embeds, lines, specs = read_embeddings(arguments.embeddings, model, modality)
         if not (arguments.val_data or arguments.picture):
@@ -166,8 +171,11 @@ def _searched(
         _, regions = embedder.with_regions(source, there)
         return regions.region.embeds, [*_region_lines(regions, source)], source
     if modality == WINDOW:
-        films = film_windows(source, there)
-        return embedded_windows(embedder, source, films), [*_window_lines(films, source)], source
+        films = [*embedded_windows(embedder, source, there)]
+        of_windows = [
+            line for own, spans, _ in films for line in _window_lines(source, own[0], spans)
+        ]
+        return torch.cat([found for *_, found in films]), of_windows, source
     rows = {modality: embedder.rows(modality, source, there)}
     return rows[modality].embeds, [*lines_for(rows, source, modality)], source
 
@@ -179,16 +187,12 @@ def _region_lines(regions: Regions, source: KnownSource) -> Iterator[Line]:
         yield {"index": i, "id": identity, "where": where, "text": text, "box": box}
 
 
-def _window_lines(
-    films: Mapping[bytes, tuple[Sequence[int], np.ndarray]], source: KnownSource
-) -> Iterator[Line]:
-    """Of each window; its text says when it is."""
-    for (i, *_), every in films.values():
-        where, identity = source.where(i, "video"), source.identity(i)
-        for start_s, end_s in every.tolist():
-            text = f"{start_s:.1f} – {end_s:.1f} s"
-            span = (start_s, end_s)
-            yield {"index": i, "id": identity, "where": where, "text": text, "span": span}
+def _window_lines(source: KnownSource, i: int, windows: np.ndarray) -> Iterator[Line]:
+    """Of each window of the film of sample i; its text says when it is."""
+    where, identity = source.where(i, "video"), source.identity(i)
+    for start_s, end_s in windows.tolist():
+        text, span = f"{start_s:.1f} – {end_s:.1f} s", (start_s, end_s)
+        yield {"index": i, "id": identity, "where": where, "text": text, "span": span}
 
 
 def _cell(source: KnownSource, modality: str, line: Line) -> Cell:

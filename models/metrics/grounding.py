@@ -9,6 +9,7 @@ import numpy as np
 
 OVERLAPS = (0.3, 0.5, 0.7)
 STRIDE = 0.25  # of a window's length
+MOST = 1000  # windows of a length in a film; in a longer film they are farther apart
 
 
 def windows(seconds: float, lengths: Sequence[float]) -> np.ndarray:
@@ -18,7 +19,9 @@ def windows(seconds: float, lengths: Sequence[float]) -> np.ndarray:
     found: dict[tuple[float, float], None] = {}
     for length in lengths:
         length = min(length, seconds)
-        starts = [*np.arange(0, seconds - length, STRIDE * length), seconds - length]
+        last = seconds - length
+        apart = max(STRIDE * length, last / (MOST - 1))
+        starts = [*np.arange(0, last, apart), last]
         found |= dict.fromkeys((float(start), float(start) + length) for start in starts)
     return np.array([*found])
 
@@ -30,15 +33,21 @@ def overlap(windows: np.ndarray, start_s: float, end_s: float) -> np.ndarray:
     return inner / (np.maximum(ends, end_s) - np.minimum(starts, start_s))
 
 
-def grounding_figures(found: Sequence[tuple[float, np.ndarray]]) -> dict[str, float]:
-    """`found`: of each sentence the overlap of the window that it chooses, and of all windows of
-    its film [w]. -> `grounding_R@1_iou_0.5` and, drawn by chance, `grounding_chance_iou_0.5`, and
-    so on for each of `OVERLAPS`; `grounding_queries`. Empty: none."""
+def overlap_shares(overlaps: np.ndarray) -> list[float]:
+    """What part of the windows, of which these are the overlaps [w], each of `OVERLAPS` allows."""
+    return [float((overlaps >= least).mean()) for least in OVERLAPS]
+
+
+def grounding_figures(found: Sequence[tuple[float, Sequence[float]]]) -> dict[str, float]:
+    """`found`: of each sentence the overlap of the window that it chooses, and `overlap_shares` of
+    all windows of its film. -> `grounding_R@1_iou_0.5` and, drawn by chance,
+    `grounding_chance_iou_0.5`, and so on for each of `OVERLAPS`; `grounding_queries`. Empty:
+    none."""
     if not found:
         return {}
     values = {"grounding_queries": float(len(found))}
-    for least in OVERLAPS:
+    for n, least in enumerate(OVERLAPS):
         values[f"grounding_R@1_iou_{least}"] = float(np.mean([own >= least for own, _ in found]))
-        by_chance = [(every >= least).mean() for _, every in found]
-        values[f"grounding_chance_iou_{least}"] = float(np.mean(by_chance))
+        by_chance = np.mean([shares[n] for _, shares in found])
+        values[f"grounding_chance_iou_{least}"] = float(by_chance)
     return values

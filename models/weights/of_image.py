@@ -82,5 +82,4 @@ def _head_of_images(head: Head) -> Head:
 def _as_of_images(name: str) -> str:
     """`video_projection.weight` -> `image_projection.weight`, `video_text_logit_scale` ->
     `logit_scale`"""
-    name = re.sub(r"^\w+_(logit_\w+)$", r"\1", name)
-    return re.sub(r"^video_projection", "image_projection", name)
+    return re.sub("^video_", "image_", name).replace("image_text_logit_", "logit_")

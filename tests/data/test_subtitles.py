@@ -37,7 +37,14 @@ far behind
 
 6
 00:00:00,300 -> 00:00:00,800
-no arrow"""
+no arrow
+
+7
+00:00:00 --> 00:00:01
+I <3 you
+8
+soon --> later
+no times"""
 VTT = """WEBVTT
 
 NOTE 00:01.000 is no cue
@@ -74,6 +81,8 @@ def test_subtitles_are_clips_of_the_film_beside_them(tmp_path):
     for name, content in files.items():
         (root / name).write_bytes(content)
     (root / "out").symlink_to(tmp_path)
+    (root / "gone.jpg").symlink_to(tmp_path / "nowhere")
+    (root / "gone.srt").symlink_to(tmp_path / "nowhere")
     source = open_source(f"subtitles:{root}", PAIRS)
     found, languages = {}, {}
     for i in source.usable().tolist():
@@ -86,34 +95,37 @@ def test_subtitles_are_clips_of_the_film_beside_them(tmp_path):
     assert languages["more/b [x].1.en-US.srt#0"] == "en-US"
     salt = (0.2, 0.6, "Salz & Brot")
     between = (0.6, 0.9, "nothing between them")
+    heart = (0.0, 1.0, "I <3 you")
     bread, overlap = (0.1, 0.5, "Bread & butter on a plate"), (0.4, 0.9, "it overlaps")
     assert found == {
         "a.de.vtt#0": salt,
         "a.de.vtt#1": between,
         "a.srt#0": bread,
         "a.srt#1": overlap,
+        "a.srt#5": heart,
         "more/b [x].1.en-US.srt#0": bread,
         "more/b [x].1.en-US.srt#1": overlap,
+        "more/b [x].1.en-US.srt#5": heart,
     }
     reasons = {identity: reason for identity, _, reason, _ in source.bad_samples()}
-    of_cues = {2: "empty-segment", 3: "outside-film", 4: "empty-caption"}
+    of_cues = {2: "empty-segment", 3: "outside-film", 4: "empty-caption", 6: "invalid-row"}
     expected = {
         f"{name}#{k}": reason
         for name in ("a.srt", "more/b [x].1.en-US.srt")
         for k, reason in of_cues.items()
     }
     alone = ("alone.srt", "silent.mp4", "more/b [x].1.en-US.vtt")
-    expected |= dict.fromkeys(alone, "orphan-member")
+    expected |= dict.fromkeys((*alone, "gone.srt"), "orphan-member")
     expected |= {"latin.srt": "invalid-utf8", "empty.srt": "no-caption", "out": "outside-root"}
     assert reasons == expected
-    assert {what: number for what, (number, _) in source.unused().items()} == {"files .jpg": 1}
+    assert {what: number for what, (number, _) in source.unused().items()} == {"files .jpg": 2}
 
 
 def test_a_narration_may_have_the_texts_that_are_nearest_in_time(tmp_path):
     (tmp_path / "a.mp4").write_bytes(film())
     (tmp_path / "a.srt").write_text(SRT)
     source = open_source(f"subtitles:{tmp_path}?near=2", PAIRS)
-    assert source.captions(0) == ["Bread & butter on a plate", "it overlaps"]
+    assert source.captions(0) == ["Bread & butter on a plate", "I <3 you"]
     with pytest.raises(ValueError, match="near '0': a whole number"):
         open_source(f"subtitles:{tmp_path}?near=0", PAIRS)
 
@@ -131,3 +143,6 @@ def test_a_hostile_file_takes_no_time():
     assert list(cues(b"1\n" * 200_000)) == []
     assert len(list(cues(b"00:01.0 --> 00:02.0\n" + b"<" * 400_000 + b"\n"))) == 1
     assert list(cues(b" " * 400_000)) == [] == list(cues(b"0:" * 200_000))
+    (far,) = cues(b"9" * 5000 + b":00:00,1 --> 00:00:02,5\n")
+    assert far["text"].reason == "invalid-row"
+    assert len(list(cues(b"1\n" * 100_000 + b"-->\n" * 1000))) == 1000

@@ -3,7 +3,14 @@
 import numpy as np
 import pytest
 
-from models.metrics.grounding import OVERLAPS, grounding_figures, overlap, windows
+from models.metrics.grounding import (
+    MOST,
+    OVERLAPS,
+    grounding_figures,
+    overlap,
+    overlap_shares,
+    windows,
+)
 
 
 def test_windows_cover_a_film_to_its_end():
@@ -13,6 +20,8 @@ def test_windows_cover_a_film_to_its_end():
     assert set(lengths.round(6)) == {4.0, 10.0} and len(found) == 7 + 1
     assert (np.diff(found[:7, 0]) == 1).all()
     assert windows(3.0, [3.0]).tolist() == [[0, 3]]
+    long = windows(7200.0, [2.0])
+    assert MOST - 1 <= len(long) <= MOST and long[-1].tolist() == [7198, 7200]
 
 
 def test_overlap_is_of_the_intersection_in_the_union():
@@ -22,7 +31,7 @@ def test_overlap_is_of_the_intersection_in_the_union():
 
 def test_figures_are_of_the_chosen_window_and_of_a_random_one():
     found = [(0.6, np.array([0.6, 0.2, 0.0, 0.4])), (0.1, np.array([0.9, 0.1]))]
-    figures = grounding_figures(found)
+    figures = grounding_figures([(own, overlap_shares(every)) for own, every in found])
     assert figures["grounding_queries"] == 2
     expected = {0.3: (1 / 2, (2 / 4 + 1 / 2) / 2), 0.5: (1 / 2, (1 / 4 + 1 / 2) / 2)}
     expected[0.7] = (0, (0 + 1 / 2) / 2)
