@@ -108,10 +108,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--embeddings", type=Path, metavar="OUT", help=about)
     about = "instead: what is most like a text, or like the file of an image or a sound"
     add("--query", metavar="TEXT_OR_FILE", help=about)
-    about = (
-        "with it: what to find, such as image, text, audio, region, or window: where in each film "
-    )
-    about += "(default: what the run compared first with the query's own modality)"
+    about = "with it: what to find, such as image, text, audio, region, or window, where in each "
+    about += "film (default: what the run compared first with the query's own modality)"
     add("--find", metavar="MODALITY", help=about)
     about = f"answers that --query shows (default: {NUM_ANSWERS})"
     add("--number", type=at_least(1), metavar="N", help=about)

@@ -58,10 +58,7 @@ def cost(steps: int = 12, images: int = 512, batch_size: int = 64, image_size: i
 def learn(seeds: int = 3, epochs: int = 15, scenes: int = 1000) -> Study:
     """With regions phrases find their box at least 3 × as often above chance as without, where the
     last map is all there is; images find their captions no worse."""
-    given = settings(
-        "workers=0 image_size=112 max_text_tokens=64",
-        {"data": f"demo:scenes:{scenes}", "epochs": epochs},
-    )
+    given = {"data": f"demo:scenes:{scenes}", "epochs": epochs, "workers": 0}
     both = {"pairs": "image:text,region:text"}
     local = {"import_module": "bench.local_loss", "loss": "image:text=infonce,region:text=local"}
     ways = {

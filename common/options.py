@@ -33,8 +33,9 @@ class Flag:
     """What a field says of its flag.
 
     `help`: without the default, which is added: `shown`, else the field's own and, where they
-    differ, that of the embedded data (`demo`) and those of single ones by name (`demos`). `parse`: from the text to the value; ValueError and
-    argparse.ArgumentTypeError are the user's mistakes. `action`: argparse's, for flags that may be
+    differ, that of the embedded data (`demo`) and those of single ones by name (`demos`). `parse`:
+    from the text to the value; ValueError and argparse.ArgumentTypeError are the user's mistakes.
+    `action`: argparse's, for flags that may be
     repeated. `free`: may differ when a run goes on, because it does not change what is trained.
     `kept`: where it is not given, a run that goes on has what it began with. `recorded`: is part of
     a run's record; another way to give other options is not. `in_recipe`: a recipe file may set it;

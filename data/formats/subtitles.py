@@ -1,5 +1,5 @@
-"""`--data subtitles:DIR`: films with their subtitles beside them, `a.mp4` and `a.srt`, or `a.en.vtt`
-of a language, as programs that download films write them."""
+"""`--data subtitles:DIR`: films with their subtitles beside them, `a.mp4` and `a.srt`, or
+`a.en.vtt` of a language, as programs that download films write them."""
 
 import contextlib
 import html
@@ -151,8 +151,9 @@ def cues(content: bytes) -> Iterator[dict[str, Any]]:
     for arrow in ARROW.finditer(text):
         cue = CUE.match(text, arrow.start())
         if cue is None:
-            line = f"{arrow[0].strip()!r:.100} is not FROM --> TO, such as 00:00:01,500 --> 00:00:03,000"
-            yield {"text": BadSample("invalid-row", line)}
+            line = f"{arrow[0].strip()!r:.100}"
+            wrong = f"{line} is not FROM --> TO, such as 00:00:01,500 --> 00:00:03,000"
+            yield {"text": BadSample("invalid-row", wrong)}
             continue
         *times, lines = cue.groups()
         start_s, end_s = (

@@ -172,7 +172,8 @@ def text_packer(
 def frame_counts(
     block: BalanceBlock, plan: RunPlan, data: PreparedData, options: BatchingOptions
 ) -> Callable[[np.ndarray], np.ndarray] | None:
-    """The source's indices of samples -> frames of their clips; None: clips are not dealt by them."""
+    """The source's indices of samples -> frames of their clips; None: clips are not dealt by
+    them."""
     rate, packs = options.video_rate, not plan.schedule_type.loss_per_micro_batch
     if rate is None or block.strategy == "off" or not packs or "video" not in plan.batches:
         return None

@@ -445,7 +445,8 @@ class TowerOptions(InputOptions, ModuleOptions):
         "a whole model to start from: a folder of export.py or of transformers' CLIPModel, "
         "SiglipModel, Siglip2Model, ChineseCLIPModel or VisionTextDualEncoderModel, or of OpenCLIP, "
         "or a Hugging Face id of one (OpenCLIP's: hf-hub:ORGANISATION/MODEL), which also say the "
-        "towers, sizes, tokenizer and loss that are not given; or a file of OpenCLIP weights, with "
+        "towers, sizes, tokenizer and loss that are not given, and whose tower of images sees the "
+        "frames where --pairs names films and no images; or a file of OpenCLIP weights, with "
         "both towers open_clip:MODEL",
         "WHERE",
         name="import",

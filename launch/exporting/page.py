@@ -83,9 +83,9 @@ audio = library_model.get_audio_features(sounds)"""
 OF_CLIPS = """## Clips
 
 This model was trained on clips of films, of which it saw {frames} frames each at most, from the
-middles of as many equal parts. The image tower embeds a frame. The embedding of a clip is the mean of its frames
-before their length is made 1, brought to the length 1: of what transformers' `get_image_features`
-returns."""
+middles of as many equal parts. The image tower embeds a frame. The embedding of a clip is the mean
+of its frames before their length is made 1, brought to the length 1: of what transformers'
+`get_image_features` returns."""
 
 OF_OPEN_CLIP = """OpenCLIP alone loads it too, and from the hub as `hf-hub:ORGANISATION/MODEL` once
 it has been uploaded. `preprocess` is what the images are given to:

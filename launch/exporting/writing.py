@@ -161,7 +161,8 @@ def exported(trained: Trained) -> Trained:
     if not images and not _compares(trained, "audio"):
         raise ValueError(
             f"{trained.checkpoint}: was trained with --pairs {trained.options['pairs']}; an export "
-            "holds a text tower and an image, audio or video tower that was compared with it"
+            "holds a text tower and an image or audio tower that was compared with it, or a video "
+            "tower where there are no images"
         )
     losses = loss_names(trained.options["loss"], trained.options.get("pairs", IMAGE_TEXT))
     if not {*losses} <= {"infonce", "sigmoid"}:
@@ -192,8 +193,8 @@ def _of_frames(trained: Trained) -> Trained:
     projection = options.get("projection", "linear")
     if video.config.get("time") != "mean" or projection.startswith("mlp"):
         raise ValueError(
-            f"{trained.checkpoint}: no other program has the tower {video.name} with the projection "
-            f"{projection}; an export needs an image tower with time=mean and a linear projection, "
+            f"{trained.checkpoint}: no other program has the tower {video.name} with the "
+            f"projection {projection}; an export needs an image tower with time=mean and a linear projection, "
             "of which a clip is the mean of its frames; take these weights from the checkpoint"
         )
     if "lora" in video.config:

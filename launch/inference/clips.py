@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -57,12 +56,12 @@ def _order(embedder: Embedder, embedded: Embedded, source: KnownSource) -> dict[
     return {f"{ORDER}_right": right.float().mean().item(), f"{ORDER}_queries": float(len(asked))}
 
 
-def film_windows(
+def _film_windows(
     source: KnownSource, samples: np.ndarray
 ) -> dict[bytes, tuple[list[int], np.ndarray]]:
-    """By film: the samples, of `samples` [n], that are clips of it, and its windows [w, 2], seconds,
-    as long as the quartiles of those clips that are a part of their films; where none is, as parts of
-    the film."""
+    """By film: the samples, of `samples` [n], that are clips of it, and its windows [w, 2],
+    seconds, as long as the quartiles of those clips that are a part of their films; where none is,
+    as parts of the film."""
     columns = ("video_start_s", "video_end_s", "video_seconds")
     starts, ends, films_s = (source.numbers(name, samples) for name in columns)
     lengths = (ends - starts)[ends - starts < PART * films_s]
@@ -81,15 +80,18 @@ def film_windows(
 def embedded_windows(
     embedder: Embedder, source: KnownSource, samples: np.ndarray
 ) -> Iterator[tuple[list[int], np.ndarray, Tensor]]:
-    """Of each film that `film_windows` finds: its samples, its windows [w, 2] and their embeddings
-    [w, D]. What cannot be read is left out."""
+    """Of each film of which some of `samples` [n] are clips: these, its windows [w, 2], seconds, and
+    their embeddings [w, D]. What cannot be read is left out, with a message."""
     films: list[tuple[list[int], np.ndarray]] = []
     clips: list[Clip] = []
-    for own, every in film_windows(source, samples).values():
-        with contextlib.suppress(BadSample, Absent):
+    for own, every in _film_windows(source, samples).values():
+        try:
             film = source.value("video", own[0]).film
-            films.append((own, every))
-            clips += [Clip(film, *span) for span in every.tolist()]
+        except (BadSample, Absent) as problem:
+            print(f"{source.where(own[0], 'video')}: {problem}. Its windows are left out.")
+            continue
+        films.append((own, every))
+        clips += [Clip(film, *span) for span in every.tolist()]
     rows = embedder.rows("video", as_source(clips, source.spec), np.arange(len(clips)))
     number, at = rows.sample.numpy(), 0
     for own, every in films:
