@@ -16,8 +16,8 @@ from models.metrics.grounding import (
     MOST,
     OVERLAPS,
     grounding_figures,
-    overlap,
     overlap_shares,
+    overlaps_by_text,
     windows,
 )
 
@@ -116,11 +116,7 @@ def _grounding(embedder: Embedder, embedded: Embedded, source: KnownSource) -> d
         asked = [(i, row, int(texts.key[row])) for i in own for row in queries.get(i, ())]
         if not asked or not len(every):
             continue
-        # what a film shows twice may be found in either place
-        places: dict[int, np.ndarray] = {}
-        for i, _, text in asked:
-            here = overlap(every, *span[i])
-            places[text] = np.maximum(places.get(text, here), here)
+        places = overlaps_by_text(every, [(text, *span[i]) for i, _, text in asked])
         chosen = (embeds @ texts.embeds[[row for _, row, _ in asked]].T).argmax(0)
         for (_, _, text), window in zip(asked, chosen.tolist()):
             found.append((float(places[text][window]), overlap_shares(places[text])))

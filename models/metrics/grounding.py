@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -31,6 +31,18 @@ def overlap(windows: np.ndarray, start_s: float, end_s: float) -> np.ndarray:
     starts, ends = windows.T
     inner = np.clip(np.minimum(ends, end_s) - np.maximum(starts, start_s), 0, None)
     return inner / (np.maximum(ends, end_s) - np.minimum(starts, start_s))
+
+
+def overlaps_by_text(
+    windows: np.ndarray, clips: Iterable[tuple[int, float, float]]
+) -> dict[int, np.ndarray]:
+    """`clips` of a film: a key of the text, start and end, seconds -> by text the overlap of each
+    window [w] with the nearest of its clips: what a film shows twice is found in either place."""
+    found: dict[int, np.ndarray] = {}
+    for text, start_s, end_s in clips:
+        here = overlap(windows, start_s, end_s)
+        found[text] = np.maximum(found.get(text, here), here)
+    return found
 
 
 def overlap_shares(overlaps: np.ndarray) -> list[float]:

@@ -139,6 +139,13 @@ def test_changed_subtitles_are_read_again(tmp_path):
     assert open_source(f"subtitles:{tmp_path}", PAIRS).captions(1) == ["it laps over"]
 
 
+def test_times_have_hours_minutes_and_parts_of_a_second():
+    (cue,) = cues(b"101:02:03,25 --> 101:12:13.5 line:0\nlate\n")
+    assert cue == {"start_s": 363723.25, "end_s": 364333.5, "text": "late"}
+    (cue,) = cues(b"02:03 --> 59:59.999\nsoon\n")
+    assert (cue["start_s"], cue["end_s"]) == (123.0, 3599.999)
+
+
 def test_a_hostile_file_takes_no_time():
     assert list(cues(b"1\n" * 200_000)) == []
     assert len(list(cues(b"00:01.0 --> 00:02.0\n" + b"<" * 400_000 + b"\n"))) == 1

@@ -9,6 +9,7 @@ from models.metrics.grounding import (
     grounding_figures,
     overlap,
     overlap_shares,
+    overlaps_by_text,
     windows,
 )
 
@@ -27,6 +28,13 @@ def test_windows_cover_a_film_to_its_end():
 def test_overlap_is_of_the_intersection_in_the_union():
     every = np.array([[0, 4], [2, 6], [5, 9], [4, 8], [1, 3]], float)
     assert overlap(every, 0, 4).tolist() == pytest.approx([1, 1 / 3, 0, 0, 1 / 2])
+
+
+def test_what_a_film_shows_twice_is_found_in_either_place():
+    every = np.array([[0, 4], [2, 6], [6, 10]], float)
+    found = overlaps_by_text(every, [(7, 0.0, 4.0), (8, 2.0, 6.0), (7, 6.0, 10.0)])
+    assert found[7].tolist() == pytest.approx([1, 1 / 3, 1])
+    assert found[8].tolist() == pytest.approx([1 / 3, 1, 0])
 
 
 def test_figures_are_of_the_chosen_window_and_of_a_random_one():
