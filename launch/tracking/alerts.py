@@ -4,7 +4,8 @@ W&B sends what is found here by mail or to a chat."""
 from __future__ import annotations
 
 import math
-from collections import deque
+import re
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from statistics import mean
 from typing import Any, NamedTuple
@@ -14,8 +15,21 @@ SKIPPED = 3  # first steps of a process, in which kernels are chosen and memory 
 MORE_IDLE = 0.2  # of the step, above what the stage began with
 DRY = 0.2  # of the step, waited for data
 SLOW = 1.5  # times as long as the other replicas of its stage
-UNUSABLE = "Samples that cannot be used"  # the title of an alert
-UNREADABLE = ("unreadable_pictures", "left_out_samples")
+# titles of alerts that ring once in a run: a broken sample comes again in every epoch
+UNUSABLE, LEFT_OUT = "Samples that cannot be used", "Samples left out of a pair"
+# What a step counts, by the word or the metric that its key begins with -> the alert it rings; None:
+# it rings none. A test holds that every count is here (tests/launch/test_alerts.py).
+COUNTS = {
+    "unreadable": UNUSABLE,
+    "left_out_samples": LEFT_OUT,
+    **dict.fromkeys(("duplicate_samples", "truncated", "stream"), None),
+    **dict.fromkeys(("text_tokens", "audio_seconds", "padded"), None),
+}
+
+
+def count_of(key: str) -> str | None:
+    """The entry of `COUNTS` that a key of a step's line is under; None: it is no count."""
+    return next((name for name in COUNTS if re.match(rf"{name}([_/]|$)", key)), None)
 
 
 class Alert(NamedTuple):
@@ -35,6 +49,7 @@ class Alarms:
         self._lines: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
         self._first_idle: dict[str, float] = {}
         self._ringing: set[str] = set()  # titles of alerts
+        self._counted = Counter[str]()  # by key, over all steps of this process
 
     def after_step(self, line: Mapping[str, Any], not_finite: bool = False) -> list[Alert]:
         """`line`: of metrics.jsonl; `not_finite`: the step was skipped for its loss or its
@@ -49,17 +64,14 @@ class Alarms:
 
     def _holding(self, line: Mapping[str, Any], not_finite: bool) -> Iterator[Alert]:
         """Each condition that holds now."""
-        step, number = line["step"], sum(line.get(key, 0) for key in UNREADABLE)
+        step = line["step"]
         if not_finite or line["loss"] is None or not math.isfinite(line["loss"]):
             text = (
                 f"Step {step} was skipped; bad_steps.jsonl lists its samples. "
                 "The run ends after max_bad_steps such steps in a row."
             )
             yield Alert("Loss or gradients not finite", text, "ERROR")
-        # once in a run: a broken sample comes again in every epoch
-        if number > 0 or UNUSABLE in self._ringing:
-            text = f"{number:g} in step {step}; bad_samples.jsonl lists them with the reason."
-            yield Alert(UNUSABLE, text, "WARN")
+        yield from self._unused_samples(line)
         if len(self._lines) < WINDOW:
             return
         for stage, idle in self._means("idle/").items():
@@ -79,6 +91,31 @@ class Alarms:
                     "steps; more --workers, --cache auto or a faster disk feed it."
                 )
                 yield Alert(f"Data for stage {stage} runs dry", text, "WARN")
+
+    def _unused_samples(self, line: Mapping[str, Any]) -> Iterator[Alert]:
+        """A value that cannot be read is counted when it is loaded, and its sample again by each pair
+        in the step that it is of, which may come later. So over all steps so far, a pair that has
+        left out more than there were unreadable values lacks others, too."""
+        step, by_alert = line["step"], {UNUSABLE: Counter[str](), LEFT_OUT: Counter[str]()}
+        for key, number in line.items():
+            title = COUNTS.get(count_of(key) or "")
+            if title and number:
+                self._counted[key] += number
+                by_alert[title][key] = number
+        so_far = [(COUNTS[str(count_of(key))], n) for key, n in self._counted.items()]
+        unreadable = sum(n for title, n in so_far if title == UNUSABLE)
+        left_out = max((n for title, n in so_far if title == LEFT_OUT), default=0)
+        if unreadable or UNUSABLE in self._ringing:
+            text = (
+                f"{_listed(by_alert[UNUSABLE])} in step {step}; bad_samples.jsonl has the reasons."
+            )
+            yield Alert(UNUSABLE, text, "WARN")
+        if left_out > unreadable or LEFT_OUT in self._ringing:
+            text = (
+                f"{_listed(by_alert[LEFT_OUT])} in step {step}: they lack a half of the pair, or less "
+                "than half of it is in view. The loss is the mean over the others."
+            )
+            yield Alert(LEFT_OUT, text, "INFO")
 
     def _slow_ranks(self) -> Iterator[Alert]:
         """A rank that was the slowest of its stage in most steps of the window, and by how much."""
@@ -102,3 +139,7 @@ class Alarms:
             key.removeprefix(prefix): mean(line.get(key, 0.0) for line in self._lines)
             for key in keys
         }
+
+
+def _listed(counts: Mapping[str, float]) -> str:
+    return ", ".join(f"{key} {number:g}" for key, number in counts.items())

@@ -14,7 +14,8 @@ from models.metrics.retrieval import FIGURES
 # panel -> keys of a step's line that keep their name in it
 PANELS = {
     "loss": "matching_accuracy",
-    "data": "epoch epochs left_out_samples duplicate_samples truncated_texts unreadable_pictures",
+    "data": "epoch epochs left_out_samples duplicate_samples truncated_texts unreadable_pictures "
+    "unreadable_films unreadable_sounds",
     "optimizer": "lr logit_scale_exp logit_bias loss_scale step_applied skipped_steps",
     "clipping": "grad_norm",
     "throughput": "samples_per_s step_s sent_bytes",

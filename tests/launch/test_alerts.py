@@ -1,8 +1,14 @@
 """When a person who is not looking is told something."""
 
 import math
+from dataclasses import fields
 
-from launch.tracking.alerts import SKIPPED, WINDOW, Alarms
+import launch.modalities  # whose import defines every modality
+from data.modalities.modality import Modality
+from data.streams.source import COUNTS as STREAM_COUNTS
+from engine.step_metrics import StepMetrics
+from launch.tracking.alerts import COUNTS, LEFT_OUT, SKIPPED, UNUSABLE, WINDOW, Alarms, count_of
+from launch.tracking.names import NAMES
 
 
 def line(step, loss=1.0, idle=0.1, wait_s=0.0, **others):
@@ -64,5 +70,61 @@ def test_a_rank_that_computes_longer_than_its_replicas_is_told_with_who_waits():
 
 
 def test_samples_that_cannot_be_used_are_told_once():
+    """Also where each pair leaves them out, in a later step than they were loaded for."""
     lines = [line(1), line(2, unreadable_pictures=2.0), line(3), line(4, left_out_samples=1)]
-    assert titles(Alarms(), lines) == [(2, "Samples that cannot be used")]
+    assert titles(Alarms(), lines) == [(2, UNUSABLE)]
+    pairs = {"left_out_samples/image_text": 1, "left_out_samples/image_audio": 1}
+    lines = [line(1, unreadable_pictures=1.0), line(2, **pairs), line(3, unreadable_films=1.0)]
+    assert titles(Alarms(), lines) == [(1, UNUSABLE)]
+    for key in ("unreadable_films", "unreadable_sounds", "unreadable_depths"):
+        (alert,) = Alarms().after_step(line(1, **{key: 1.0}))
+        assert alert.title == UNUSABLE and alert.text.startswith(f"{key} 1 in step 1; ")
+
+
+def test_samples_that_a_pair_leaves_out_are_told_once_and_not_as_unreadable():
+    pairs = {"left_out_samples/image_text": 2, "left_out_samples/audio_text": 3}
+    alarms = Alarms()
+    (alert,) = alarms.after_step(line(1, **pairs))
+    assert alert.title == LEFT_OUT and alert.level == "INFO"
+    assert "left_out_samples/image_text 2, left_out_samples/audio_text 3 in step 1" in alert.text
+    assert titles(alarms, [line(2), line(3, **pairs)]) == []
+    # what cannot be read is still told, and what is left out beside it too
+    assert titles(alarms, [line(4, unreadable_pictures=1.0)]) == [(4, UNUSABLE)]
+    lines = [line(1, unreadable_pictures=1.0, left_out_samples=1), line(2, left_out_samples=2)]
+    assert titles(Alarms(), lines) == [(1, UNUSABLE), (2, LEFT_OUT)]
+
+
+def modalities(parent=Modality):
+    return [parent, *(each for child in parent.__subclasses__() for each in modalities(child))]
+
+
+def counts_by_pair():
+    """The keys that a step's line has because something was counted in its pairs."""
+    blank = dict.fromkeys((field.name for field in fields(StepMetrics)), 0)
+    numbers = dict.fromkeys(("loss", "lr", "loss_scale"), 1.0)
+    empty = {
+        name: {}
+        for name in StepMetrics.__annotations__
+        if "Mapping" in str(StepMetrics.__annotations__[name])
+    }
+    counted = {"left_out": {"a_b": 1, "c_d": 1}, "duplicates": {"a_b": 1, "c_d": 1}}
+    lines = [
+        StepMetrics(**{**blank, **numbers, **empty, "rank_memory_bytes": (), **own}).record(
+            1, 0, 1, 1
+        )
+        for own in ({}, counted)
+    ]
+    return lines[1].keys() - lines[0].keys()
+
+
+def test_every_count_has_its_rule_and_its_panel():
+    """A count that is new rings an alert or is said here to be no news."""
+    own = [each for each in modalities() if each.__module__.startswith("data.")]
+    counts = {name for each in own for name in each.count_names}
+    assert {"unreadable_pictures", "unreadable_films", "unreadable_sounds"} <= counts
+    by_pair = counts_by_pair()
+    assert "left_out_samples/c_d" in by_pair and len(by_pair) == 4
+    for key in (*counts, *STREAM_COUNTS, *by_pair):
+        assert count_of(key) in COUNTS, f"{key}: give it an entry in launch/tracking/alerts.py"
+        assert key.partition("/")[0] in NAMES, f"{key}: give it a panel in launch/tracking/names.py"
+    assert count_of("something_new") is count_of("loss") is count_of("left_outs") is None

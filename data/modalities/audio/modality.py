@@ -34,21 +34,24 @@ class AudioModality(ValueModality):
     """
 
     name = "audio"
-    count_names = ("audio_seconds", "padded_audio_seconds")
+    count_names = ("audio_seconds", "padded_audio_seconds", "unreadable_sounds")
 
     def __init__(self, features: AudioFeatures, cache: SampleCache | None = None) -> None:
         self.features, self.cache = features, cache
 
     def load(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
         key = keys_of(map(partial(source.content_hash, "audio"), request.index.tolist()))
-        loaded = replace(super().load(source, request, seed), key=key)
-        if not request.training:  # nothing is counted of it, and a source may have no index
+        loaded = super().load(source, request, seed)
+        unreadable = {"unreadable_sounds": len(loaded.bad)}
+        loaded = replace(loaded, key=key, counts=unreadable)
+        if not request.training:  # no seconds are counted, and a source may have no index
             return loaded
         seconds = source.numbers("audio_seconds", request.index)  # 0 without a sound
         clip = self.features.num_samples / self.features.rate
         counts = {
             "audio_seconds": float(np.minimum(seconds, clip).sum()),
             "padded_audio_seconds": clip * int((seconds > 0).sum()),
+            **unreadable,
         }
         return replace(loaded, counts=counts)
 
