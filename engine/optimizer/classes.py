@@ -9,6 +9,7 @@ counted from 1, is step k of the schedule, so a linear warm-up of N steps has k 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -63,6 +64,8 @@ RATES = {
     "OneCycleLR": "max_lr",
     "CyclicLR": "max_lr",
 }
+
+SHORT_DECAY = 100  # steps
 
 
 def is_elementwise(optimizer: type[Optimizer]) -> bool:
@@ -119,10 +122,20 @@ class WarmupDecayLR(_WarmsUp, lr_schedules.WarmupDecayLR):
 
 
 class WarmupCosineLR(_WarmsUp, lr_schedules.WarmupCosineLR):
+    """DeepSpeed's cosine is a step ahead: the last step of the warm-up is below the whole rate, and
+    the last step of the run is at the least one, 1e-4 of it by default. A decay of few steps is
+    moved back by one. In longer ones that is less than 2 % of the rate, so they stay as runs of
+    earlier versions have them."""
+
     def get_lr_ratio(self) -> float:
-        # DeepSpeed's cosine is a step ahead: after no warm-up step 1 would be below the whole rate
-        first = self.last_batch_iteration == 1 == self.warmup_num_steps
-        return 1.0 if first else super().get_lr_ratio()
+        step, warmup = self.last_batch_iteration, self.warmup_num_steps
+        decay = self.total_num_steps - warmup
+        if step < warmup or (decay > SHORT_DECAY and not step == 1 == warmup):
+            return super().get_lr_ratio()
+        progress = min(1.0, (step - warmup) / max(1, decay))
+        return (
+            self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2
+        )
 
 
 class OneCycle(lr_schedules.OneCycle):

@@ -57,6 +57,22 @@ def preview(
     return f"{_settings(name, optimizer, momenta)}; {_rates(kind, rates)}{own}"
 
 
+def unreached(config: Mapping[str, Any], groups: OptimizerGroups, total_num_steps: int) -> str:
+    """Which warm-ups are not over before the last step of a run of that many; empty: all are."""
+    params = config.get("scheduler", {}).get("params", {})
+    warmups = {"scheduler.params.warmup_num_steps": params.get("warmup_num_steps")} | {
+        f"branches.optimizer_groups.{group}.warmup_steps": rule.warmup_steps
+        for group, rule in groups.rules.items()
+    }
+    least = max(2, total_num_steps)  # a warm-up of one step is none
+    longer = {key: n for key, n in warmups.items() if isinstance(n, int) and n >= least}
+    return "; ".join(
+        f"{key} is {steps:,}, and the run has {total_num_steps:,} steps: the whole rate is reached "
+        f"{'at the last of them' if steps == total_num_steps else 'at none of them'}, so give fewer"
+        for key, steps in longer.items()
+    )
+
+
 def _walk(schedule: GroupSchedule, total_num_steps: int) -> Iterator[int]:
     """The steps of a run, with the schedule at each: all of the first `CLOSE`, about a thousand of
     the others."""

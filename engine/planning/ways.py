@@ -214,8 +214,8 @@ class Ways:
             return
         terms = ", ".join(f"{name} {count}" for name, count in stages.items())
         instead = "take fewer stages"
-        if there == 1 and layout != "merged":
-            instead = 'take "layout": "merged", which runs on one'
+        if layout != "merged" and (there == 1 or there < len(stages)):  # each has one at least
+            instead = 'take "layout": "merged", which runs on any number'
         raise ValueError(
             f"layout {layout!r} needs a rank for each of its {need} stages ({terms}), but there "
             f"{'is' if there == 1 else 'are'} {there}; start at least {need} processes "

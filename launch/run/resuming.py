@@ -77,11 +77,13 @@ def earlier_sizes(batch_sizes: Sequence[Sequence[int]], now: int) -> BatchSizes:
 
 
 def resume(engine: ForkEngine, checkpoint: Path, order: GlobalOrder, total_steps: int) -> list[str]:
-    """Fill `engine` from a checkpoint; notices of what differs since. `order`, `total_steps`: of
+    """Fill `engine` from a checkpoint; notices of what differs since, or
+    that nothing does. `order`, `total_steps`: of
     the run from here on. All ranks call it together."""
     state, changes = load_checkpoint(engine, checkpoint)
     changes = [*changes, *filter(None, [change_of_size(order, state["step"], total_steps)])]
-    return [f"goes on from {checkpoint.name}, {change}" for change in changes]
+    same = f"step {state['step']:,} of {total_steps:,}, split and computed as before"
+    return [f"goes on from {checkpoint.name}, {change}" for change in changes or [same]]
 
 
 def change_of_size(order: GlobalOrder, step: int, total_steps: int) -> str | None:

@@ -22,7 +22,7 @@ from data.index.sources import Source
 from data.options import loss_names
 from data.prepare import GB, PreparedData, count_bad
 from data.streams.several import streams_of
-from engine.optimizer.preview import preview
+from engine.optimizer.preview import preview, unreached
 from engine.planning.costs import precision_of
 from engine.planning.planner import GIB, RunPlan
 from launch.config.imported import branches_held
@@ -91,14 +91,22 @@ def first_screen(run: PreparedRun, ranks: Ranks) -> list[tuple[str, str]]:
         ("ranks", f"{ranks.described}; {precision_of(config)}, ZeRO stage {zero}"),
         ("plan", f"{plan.describe()}   {run.config_file.name}"),
         ("why", _why(plan, run.config_file)),
-        ("preset", run.preset or f"{length}; no number was left open"),
+        ("preset", run.preset or f"{length}; {_given(run)}"),
         ("optimizer", preview(config, plan.optimizer_groups, total_steps)),
+        ("note", unreached(config, plan.optimizer_groups, total_steps)),
         *(_split(line) for line in further if line),
         ("note", _published(options, model.towers)),
         ("predicted", _predicted(plan, total_steps)),
         ("folder", ranks.describe_folder(run.folder)),
     ]
     return [(label, text) for label, text in screen if text]
+
+
+def _given(run: PreparedRun) -> str:
+    """Why no preset has chosen a number."""
+    if run.checkpoint is not None:
+        return "every value is as the run began with it"
+    return "every value is given, so no preset chooses any"
 
 
 def print_screen(screen: Sequence[tuple[str, str]]) -> None:
@@ -186,8 +194,9 @@ def _streams(data: PreparedData, batch_size: int) -> str:
         )
     mixing = order.mixing()
     lines.append(
-        f"a global batch has samples of {mixing.shards_per_batch:,} shards; rank correlation of how "
-        f"they come with how they are stored {mixing.rank_correlation:.2f} (0: fully mixed)"
+        f"a global batch has samples of {mixing.shards_per_batch:,} shards; the order of training "
+        f"and that of storage have a rank correlation of {mixing.rank_correlation:.2f} (0: fully "
+        "mixed, 1: as stored)"
     )
     if data.held_out:
         lines.append("samples of streams are not compared with those held out")

@@ -20,6 +20,7 @@ from engine.planning import planner
 from engine.planning.batch import BranchBatch
 from engine.planning.planner import RunPlan, Search, check_world, plan_run, search_plans
 from engine.planning.simulator import simulate
+from engine.planning.ways import Ways
 from engine.schedule import SCHEDULES
 from launch.config.blocks import balancing
 from launch.config.hyperparameters import PRESETS
@@ -83,7 +84,7 @@ REFUSALS = [
     (3, block("merged", (2, 1)), {}, '"stages": {"merged": 1} (or'),  # 2 would not fill 3
     (1, block(None, (1, 1)), {}, "layout 'merged', the only one for one rank"),
     (1, block(None, 2), {}, "layout 'merged' needs a rank for each of its 2 stages … fewer stages"),
-    (3, block("fork", (2, 2)), {}, "each of its 4 stages (image 2, text 2), but there are 3"),
+    (3, block("fork", (2, 2)), {}, "4 stages (image 2, text 2), but there are 3 … take fewer"),
     # replicas
     (8, block("fork", replicas=4), {}, "branches.replicas: 4 for a fork … each branch its own"),
     (8, block("fork", replicas={"image": 4}), {}, "branches.replicas … give each branch its own"),
@@ -153,6 +154,14 @@ def checked(world_size: int, branches: dict, **keys) -> str | None:
         )
     except ValueError as error:
         return str(error)
+
+
+def test_one_stage_of_each_branch_cannot_be_fewer():
+    class Two:
+        world_size = 2
+
+    with pytest.raises(ValueError, match='or take "layout": "merged", which runs on any number'):
+        Ways._refuse_too_few(Two(), "fork", {"image": 1, "text": 1, "audio": 1})
 
 
 def test_refusals_of_a_plan():

@@ -14,9 +14,16 @@ from refusals import not_refused
 
 from engine.config.deepspeed_keys import params_model
 from engine.config.reading import check_config
-from engine.optimizer.classes import is_elementwise, make_schedule, schedules
+from engine.optimizer.classes import (
+    SHORT_DECAY,
+    is_elementwise,
+    make_schedule,
+    schedules,
+    with_length,
+)
 from engine.optimizer.parameter_groups import GroupSchedule, Setting
-from engine.optimizer.preview import CLOSE, preview
+from engine.optimizer.preview import CLOSE, preview, unreached
+from launch.config.hyperparameters import PRESETS
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 LR, TOTAL = 1e-4, 21  # the length that "auto" gives a run of 20 steps
@@ -43,9 +50,7 @@ def to_zero(step, warmup):
 
 
 def cosine(step, warmup):
-    if step == 1:
-        return 1.0
-    progress = (step - max(1, warmup) + 1) / (TOTAL - max(1, warmup))
+    progress = (step - max(1, warmup)) / (TOTAL - max(1, warmup))
     return 0.1 + 0.9 * (1 + math.cos(math.pi * min(1.0, progress))) / 2
 
 
@@ -70,6 +75,8 @@ def test_step_k_of_a_warm_up_of_n_has_k_nths_of_the_rate():
 def test_longer_warm_ups_are_deepspeeds_own():
     for (kind, params, _), form in itertools.product(WARM, ("log", "linear")):
         own = {**params, "warmup_num_steps": 6, "warmup_type": form}
+        if kind == "WarmupCosineLR":  # a short decay is another one
+            own |= {"total_num_steps": 6 + SHORT_DECAY + 1}
         optimizer = torch.optim.SGD([torch.zeros(1)], lr=LR)
         filled = own if kind == "WarmupCosineLR" else {**own, "warmup_max_lr": LR}
         theirs, rates = getattr(lr_schedules, kind)(optimizer, **filled), []
@@ -77,6 +84,49 @@ def test_longer_warm_ups_are_deepspeeds_own():
             theirs.step(step)
             rates.append(optimizer.param_groups[0]["lr"])
         assert curve(kind, own) == rates, (kind, form)
+
+
+def test_a_run_of_any_length_reaches_its_rate_and_wastes_no_step():
+    """Of as many steps of warm-up as the preset gives it, and of any number up to the run's own
+    length: once at the whole rate, and no step at a thousandth of it or less."""
+    for kind, steps in itertools.product(("WarmupCosineLR", "WarmupDecayLR"), range(1, 51)):
+        params = with_length({"total_num_steps": "auto", "warmup_type": "linear"}, steps)
+        values = PRESETS["short"].values(120, steps, {})
+        own = values["scheduler.params.warmup_num_steps"]
+        for warmup in {1, own, max(1, steps - 2), steps}:
+            rates = curve(kind, {**params, "warmup_num_steps": warmup}, steps=steps)
+            assert rates[warmup - 1] == max(rates) == pytest.approx(LR, rel=1e-9), (steps, warmup)
+            assert rates[:warmup] == sorted(rates[:warmup]), (steps, warmup)
+            assert rates[warmup - 1 :] == sorted(rates[warmup - 1 :], reverse=True)
+            assert min(rates) > 1e-3 * LR, (kind, steps, warmup)
+        assert own <= max(1, steps / 2), "half of the run, at most, is warm-up"
+
+
+def test_the_demo_keeps_its_curve():
+    """Its 312 steps decay for longer than is moved: the rates are DeepSpeed's own."""
+    params = with_length({"total_num_steps": "auto", "warmup_type": "linear"}, 312)
+    warmup = PRESETS["short"].values(120, 312, {})["scheduler.params.warmup_num_steps"]
+    rates = curve("WarmupCosineLR", {**params, "warmup_num_steps": warmup}, steps=312)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=LR)
+    theirs = lr_schedules.WarmupCosineLR(optimizer, **{**params, "warmup_num_steps": warmup})
+    for step, rate in enumerate(rates, 1):
+        theirs.step(step)
+        assert rate == optimizer.param_groups[0]["lr"], step
+    assert warmup == 31
+
+
+def test_a_warm_up_that_the_run_does_not_end_is_said():
+    def said(steps, warmup=20, **groups):
+        scheduler = {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto"}}
+        scheduler["params"]["warmup_num_steps"] = warmup
+        config, _ = checked(scheduler)
+        block = check_config({**config, "branches": {"optimizer_groups": groups}}, BRANCHES)[1]
+        return unreached(config, block.learning(BRANCHES), steps)
+
+    assert said(21) == said(1, 1) == said(1, 0) == ""
+    assert "warmup_num_steps is 20, and the run has 20 steps: " in said(20)
+    assert "at the last of them" in said(20) and "at none of them" in said(19)
+    assert "optimizer_groups.text.warmup_steps is 30" in said(25, text={"warmup_steps": 30})
 
 
 def checked(scheduler, optimizer=None, **params):

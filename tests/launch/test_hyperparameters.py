@@ -122,7 +122,15 @@ def test_the_rate_falls_with_the_root_of_the_batch_and_is_lower_for_pretrained_t
     clipping = {"kind": "adaptive", "warmup_steps": 2_000}
     assert long[0]["branches.gradient_clipping"]["text"] == clipping
     # the warm-up is a tenth, but never short
-    for total, steps in ((1, 2), (10, 5), (30, 15), (52, LEAST_WARMUP), (208, 21), (4_000, 400)):
+    for total, steps in (
+        (1, 1),
+        (2, 1),
+        (10, 5),
+        (30, 15),
+        (52, LEAST_WARMUP),
+        (208, 21),
+        (4_000, 400),
+    ):
         values = PRESETS["short"].values(256, total, neither)
         assert values["scheduler.params.warmup_num_steps"] == steps, total
 
