@@ -32,6 +32,7 @@ WEIGHT_OF_A_PART = 8 << 20
 NAME_LIMIT = 1000  # characters of an id or a language that is given
 NAME_NEEDED = "a text or a whole number is needed"
 ROOTS_SHOWN = 3
+WITHOUT_DOTS = "write the path of the file without '..'"
 AUDIO_ENDINGS = ("wav", "flac", "ogg", "opus", "mp3", "m4a", "aac", "aif", "aiff")
 IMAGE_ENDINGS = (
     *("jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp", "tif", "tiff"),
@@ -319,18 +320,28 @@ class Roots:
 
         A relative path counts from each root in order, and the first below which it exists wins,
         whatever is there. An absolute one may lie below any root. Links are followed as far as
-        they stay below the roots. Raises BadSample.
+        they stay below the roots; a path with `..` counts from the roots from which it stays below
+        one, and its `..` may not stand behind a link. Raises BadSample.
         """
         if not isinstance(path, str) or not path:
             raise BadSample(
                 "invalid-row", f"the {modality}'s path is {path!r:.100}; a path as text is needed"
             )
         check_characters(path, f"the {modality}'s path")
+        climbs = ".." in PurePosixPath(path).parts
+        refused = ""
         for folder in self.folders:
             # `join` gives an absolute path as it is
-            true = os.path.realpath(os.path.join(folder, path))
-            if ".." in PurePosixPath(path).parts or not self._hold(true):
-                raise BadSample("outside-root", self._refusal(path, true))
+            joined = os.path.join(folder, path)
+            true = os.path.realpath(joined)
+            # behind a link, `..` is the parent of what the link leads to, which may be anywhere
+            if climbs and true != os.path.realpath(os.path.normpath(joined)):
+                raise BadSample("outside-root", f"'{path}' has '..' behind a link; {WITHOUT_DOTS}")
+            if not self._hold(true):
+                refused = refused or self._refusal(path, true)
+                if climbs:
+                    continue
+                raise BadSample("outside-root", refused)
             try:
                 status = os.stat(true)
             except (FileNotFoundError, NotADirectoryError):
@@ -342,6 +353,8 @@ class Roots:
                 reason = NOT_OF_ITS_KIND.get(modality, "not-an-image")
                 raise BadSample(reason, f"{true} is a {what}, not a file")
             return true, status
+        if refused:
+            raise BadSample("outside-root", refused)
         raise BadSample(
             "missing-file", f"'{path}' does not exist; paths count from {self._shown()}, in order"
         )
@@ -372,10 +385,9 @@ class Roots:
         return any(true == folder or is_inside(folder, true) for folder in self.folders)
 
     def _refusal(self, path: str, true: str) -> str:
-        remedy = "allow its folder with --data-root DIR, or ?root=DIR in the data spec"
-        return (
-            f"'{path}' leads to {true}; only files below {self._shown()} are read, by paths "
-            "without '..'" + (f"; {remedy}" if self.more_allowed else "")
+        remedy = "; allow its folder with --data-root DIR, or ?root=DIR in the data spec"
+        return f"'{path}' leads to {true}; only files below {self._shown()} are read" + (
+            remedy if self.more_allowed else ""
         )
 
     def _shown(self) -> str:

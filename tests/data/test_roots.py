@@ -123,7 +123,7 @@ def test_what_is_outside_is_refused_and_the_message_names_the_option(here, kind)
     beside = here / "set beside"  # begins with the root's name, and is not below it
     beside.mkdir()
     (beside / "1.png").write_bytes(encoded_image())
-    dots = "../a/1.png", here / "set" / ".." / "a" / "1.png", here / "set" / ".." / "set" / "1.png"
+    dots = "../a/1.png", here / "set" / ".." / "a" / "1.png", "../set/../set beside/1.png"
     links = "link.png", "linked/1.png", here / "set" / "link.png"
     paths = ["1.png", here / "a" / "1.png", beside / "1.png", here / "none.png", *dots, *links]
     source = open_source(write(kind, here / "set", *paths))
@@ -146,11 +146,12 @@ def test_roots_let_images_lie_elsewhere(here, kind):
     (here / "set" / "linked").symlink_to(here / "a")
     (here / "alias").symlink_to(here / "b")
     allowed = {
+        "../a/1.png": 1, here / "set" / ".." / "a" / "1.png": 1, "../set/1.png": 0, "../alias/2.png": 12,
         here / "a" / "1.png": 1, here / "b" / "1.png": 2, here / "set" / "1.png": 0, here / "b" / "from b to a.png": 1,
         here / "alias" / "2.png": 12, "1.png": 0, "2.png": 12, "linked/1.png": 1, "from b to a.png": 1,
     }  # fmt: skip
     outside = [here / "outside" / "1.png", "to outside.png", here / "b" / "to outside.png"]
-    outside += ["../a/1.png", here / "a" / ".." / "a" / "1.png"]
+    outside += ["../outside/1.png", here / "a" / ".." / "outside" / "1.png"]
     plain = write(kind, here / "set", *allowed, *outside)
     source = open_source(rooted(plain, here / "a", here / "b"))
     assert source.usable().tolist() == list(range(len(allowed)))
@@ -163,7 +164,28 @@ def test_roots_let_images_lie_elsewhere(here, kind):
         assert named in detail and detail.endswith(REMEDY)
     # a link is followed into a root only where that root is named
     without_a = open_source(rooted(plain, here / "b")).usable().tolist()
-    assert without_a == [1, 2, 4, 5, 6]
+    assert without_a == [2, 3, 5, 6, 8, 9, 10]
+
+
+def test_a_path_with_dots_counts_from_the_roots_from_which_it_stays_inside(here):
+    """Not from the own folder alone; a link before the dots is not followed, wherever it leads."""
+    (here / "moved" / "set").mkdir(parents=True)
+    (here / "b" / "deep").mkdir()
+    for link, target in (("out", "outside"), ("in", "b/deep")):
+        (here / "set" / link).symlink_to(here / target)
+    paths = ["../a/1.png", "../b/1.png", "out/../a/1.png", "in/../1.png", "out/../set/1.png"]
+    paths += [here / "set" / "in" / ".." / "1.png", "../b/deep/../1.png", "./../a/./1.png"]
+    roots = [here / name for name in ("set", "a", "b")]
+    source = open_source(rooted(write("jsonl", here / "moved" / "set", *paths), *roots))
+    assert source.usable().tolist() == [0, 1, 6, 7]
+    images = [source.value("image", i) for i in source.usable().tolist()]
+    assert images == [encoded_image(n) for n in (1, 2, 2, 1)]
+    behind = {i: detail for i, (_, detail) in problems(source).items()}
+    assert [*behind] == ["2", "3", "4", "5"]
+    assert all("'..' behind a link; write the path" in detail for detail in behind.values())
+    (here / "b" / "1.png").unlink()
+    (here / "b" / "1.png").symlink_to(here / "outside" / "1.png")
+    assert refused(source, 1).reason == "outside-root"
 
 
 def test_relative_paths_count_from_the_own_folder_first_and_then_from_each_root_in_order(here):
