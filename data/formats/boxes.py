@@ -234,7 +234,10 @@ def _plain(file: str) -> Any:
     with open(file, "rb") as opened:
         content = io.BytesIO(opened.read())
     try:
-        return _PlainUnpickler(content, encoding="utf-8", errors="surrogateescape").load()
+        found = _PlainUnpickler(content, encoding="utf-8", errors="surrogateescape").load()
+        if rest := len(content.read()):
+            raise pickle.UnpicklingError(f"{rest:,} bytes follow its end; give files of one pickle")
+        return found
     except Exception as error:  # what a damaged one raises is an open set
         raise ValueError(
             f"{file}: not a pickle of lists, dicts, texts and numbers: {type(error).__name__}: "

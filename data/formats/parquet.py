@@ -5,6 +5,7 @@ An image is read with its whole row group, of which the last one is kept: files 
 groups are fast in any order (Hugging Face writes 100 rows), files with one large group are not.
 """
 
+import math
 import os
 import uuid
 from collections.abc import Iterator
@@ -56,6 +57,10 @@ ROW_BYTES = 1 << 10  # that a row counts at least
 DECODED_FACTOR = 1000  # times the size of its file a row group may decode to, beside FILE_LIMIT
 VALUES_LIMIT = 100_000_000  # of a column of a row group; lists have several in a row
 TEXT_LIMIT = 1 << 20  # bytes of the texts of a row
+MAGIC = b"PAR1"  # how a file begins and ends
+JOINED = (
+    "several parquet files one behind the other, of which none can be read; give them by themselves"
+)
 
 
 class ParquetFormat(ShardsFormat):
@@ -128,8 +133,11 @@ class ParquetFormat(ShardsFormat):
             unchanging = self.stamp(file)
             try:
                 metadata = pq.ParquetFile(file).metadata
+                fault = JOINED if _is_joined(file, metadata) else ""
             except (pa.ArrowException, OSError) as error:
-                yield Part(file, str(error), 1, unchanging)
+                fault = f"no parquet file, or its end is missing: {error}"
+            if fault:
+                yield Part(file, fault, 1, unchanging)
                 continue
             start = 0
             for group in range(metadata.num_row_groups):
@@ -151,8 +159,7 @@ class ParquetFormat(ShardsFormat):
     def rows(self, part: Part) -> Iterator[Row]:
         name = self.short[part.file]
         if isinstance(part.content, str):
-            fault = f"no parquet file, or its end is missing: {part.content}"
-            yield Row(name, 0, BadSample("truncated-archive", fault))
+            yield Row(name, 0, BadSample("truncated-archive", part.content))
             return
         group, first, count = part.content
         size = os.path.getsize(part.file)
@@ -274,6 +281,23 @@ class ParquetFormat(ShardsFormat):
 
 class _Bomb(Exception):
     """The rest of a row group is not read."""
+
+
+def _is_joined(file: str, metadata: pq.FileMetaData) -> bool:
+    """Whether other parquet files stand before the one whose footer ends the file. Its places in
+    the file then point into these, so their rows would be read in the place of its own."""
+    end = len(MAGIC)
+    if metadata.num_row_groups:
+        group = metadata.row_group(metadata.num_row_groups - 1)
+        for chunk in map(group.column, range(group.num_columns)):
+            starts = (chunk.data_page_offset, chunk.dictionary_page_offset or math.inf)
+            end = max(end, int(min(starts)) + chunk.total_compressed_size)
+    # indexes of pages and Bloom filters stand there, too
+    between = os.path.getsize(file) - len(MAGIC) - 4 - metadata.serialized_size - end
+    if between <= len(MAGIC):
+        return False
+    with open(file, "rb") as opened:
+        return 2 * MAGIC in opened.read(between + len(MAGIC))
 
 
 def _stored_as(schema: pa.Schema, column: str, spec: str) -> str:

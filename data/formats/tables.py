@@ -211,8 +211,9 @@ def _region_of(given: Any) -> Any:
 
 
 def list_entries(file: str) -> Iterator[tuple[tuple[int, Any], int]]:
-    """The entries of a file that is a JSON list, one by one, which takes less memory than all of
-    them at once; where it breaks off a BadSample. Errors: ValueError."""
+    """The entries of a file that is a JSON list, or several one behind the other, one by one, which
+    takes less memory than all of them at once; where it breaks off a BadSample. Errors:
+    ValueError."""
     with open(file, encoding="utf-8-sig", errors="surrogateescape") as opened:
         text = opened.read().lstrip()
     if text[:1] != "[":
@@ -221,8 +222,12 @@ def list_entries(file: str) -> Iterator[tuple[tuple[int, Any], int]]:
     while True:
         while text[at : at + 1] in BETWEEN:
             at += 1
-        if text[at : at + 1] == "]" and not text[at + 1 :].strip():
-            return
+        if text[at : at + 1] == "]":
+            if not (rest := text[at + 1 :].lstrip()):
+                return
+            if rest[0] == "[":
+                text, at = rest, 1
+                continue
         begin = at
         try:
             entry, at = decode(text, begin)

@@ -1,6 +1,8 @@
 """A data set as tar shards, as webdataset writes them: members of one sample share the name up to
 its first dot, or, where a name has dots of its own, up to its last.
 
+A file may hold several archives, one behind the other, as `cat a.tar b.tar` joins them.
+
 Shards are not unpacked: the index knows where in its shard each image lies, and any sample is one
 read. Names of members are names only, they are never opened as paths.
 """
@@ -8,7 +10,7 @@ read. Names of members are names only, they are never opened as paths.
 import os
 import re
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from functools import cached_property, lru_cache
 from itertools import chain
@@ -49,6 +51,7 @@ GLOBALS_LIMIT = 10_000  # entries of a shard's own headers, which hold for all t
 DIGITS = re.compile(rb"[0-9]{256}")  # tarfile searches such runs anew from each of their digits
 OPEN_SHARDS = 64  # per process
 BLOCK = 512  # bytes; tar's unit
+PIECE = 1 << 20  # bytes of what follows an archive that are looked at together
 
 Members = dict[str, Media]
 """Ending, in lower case -> a file in the shard."""
@@ -186,7 +189,7 @@ def _shard_of(file: BinaryIO, size: int, name: str) -> "_Shard":
 
 
 class _Shard:
-    """The members of one tar file, read front to back. `fault` says at the end what is wrong with
+    """The members of one file of archives, read front to back. `fault` says at the end what is wrong with
     the file, if anything."""
 
     def __init__(self, file: BinaryIO, size: int) -> None:
@@ -213,7 +216,16 @@ class _Shard:
         yield from _samples_of(key, members)
 
     def _members(self) -> Iterator[Media]:
-        self._file.seek(0)
+        """Of all archives that the file holds one behind the other, as `cat` joins them."""
+        start: int | None = 0
+        while start is not None:
+            end = yield from self._of_archive(start)
+            start = None if self.fault else self._next_archive(end)
+
+    def _of_archive(self, start: int) -> Generator[Media, None, int]:
+        """The members of the archive that begins at a byte; returns where its headers end. Sets
+        `fault`."""
+        self._file.seek(start)
         try:
             headers = _Headers(self._file)
             tar = tarfile.TarFile(
@@ -235,7 +247,7 @@ class _Shard:
                         self.fault = (
                             f"cut off at byte {self._size} within '{name}', which needs {end}"
                         )
-                        return
+                        return end
                     yield Media(member.name, member.offset_data, member.size)
                 elif not member.isdir():  # its content is elsewhere, so this is no image's ending
                     yield Media(f"{member.name} (a link)", 0, 0)
@@ -243,12 +255,39 @@ class _Shard:
         except (tarfile.TarError, ValueError, IndexError, RecursionError) as error:
             # headers from a damaged file may raise the others, a thousand in a row the last one
             self.fault = f"damaged or cut off: {error}"
-            return
+            return start
         self._file.seek(end)
         block = self._file.read(BLOCK)
         if len(block) < BLOCK or any(block):  # tarfile takes garbage and a missing end for the end
             what = "damaged" if any(block) else "cut off"
             self.fault = f"{what} at byte {end}: an empty block must end a tar file"
+        return end
+
+    def _next_archive(self, end: int) -> int | None:
+        """Where another archive begins behind the empty blocks that end one; None: there is none.
+        Sets `fault` where something else is there."""
+        start = self._first_filled(end)
+        if start is None:
+            return None
+        at = start - start % BLOCK
+        self._file.seek(at)
+        try:
+            tarfile.TarInfo.frombuf(self._file.read(BLOCK), "utf-8", "surrogateescape")
+        except tarfile.HeaderError:
+            self.fault = (
+                f"{self._size - start:,} bytes from byte {start} on, behind the end of the tar file, "
+                "are no tar file and are not read"
+            )
+            return None
+        return at
+
+    def _first_filled(self, start: int) -> int | None:
+        """The first byte from `start` on that is not 0."""
+        self._file.seek(start)
+        while piece := self._file.read(PIECE):
+            if filled := piece.lstrip(b"\0"):
+                return self._file.tell() - len(filled)
+        return None
 
     def text(self, member: Media, key: str | None) -> Any:
         """The captions as given, in JSON under `key`; with "" all of the JSON. Raises BadSample."""

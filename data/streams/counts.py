@@ -42,7 +42,7 @@ def counts_of(
     what takes long. `limit_s`: how long a store that is gone is waited for. Errors: ValueError,
     OSError.
     """
-    file = None if kept is None else kept / f"counts-1-{_key(names)}.npy"
+    file = None if kept is None else kept / f"counts-2-{_key(names)}.npy"
     found = None if file is None else _kept(file, len(names))
     if found is None:
         with ThreadPoolExecutor(AT_ONCE) as pool:

@@ -126,7 +126,7 @@ def kept_rows(
         raise ValueError(f"where={where}: names no column; write as in where=similarity>0.3")
     asked = (where, text, unseen and (unseen.by, unseen.digest))
     key = content_hash(f"{_key([*names])} {asked!r}".encode(errors="backslashreplace")).hex()
-    place = folder / f"kept-1-{key}"
+    place = folder / f"kept-2-{key}"
     with suppress(OSError, ValueError, EOFError):  # not there, or damaged: it is made
         return Kept(place)
     bloom = unseen and unseen.bloom()

@@ -337,6 +337,27 @@ def test_parquet_ids_of_duckdb_and_pandas(tmp_path):
     }
 
 
+def test_parquet_files_that_are_joined_are_not_read_as_one_of_them(tmp_path):
+    """By the last footer, rows of the first file would be read. Indexes of pages and Bloom filters
+    stand before a footer as well."""
+    images = [encoded_image(n) for n in range(6)]
+    tables = [
+        pa.table({"image": images[:count], "text": [f"{name} {n}" for n in range(count)]})
+        for name, count in (("a", 3), ("b", 3), ("c", 6))
+    ]
+    wholes = []
+    for table, indexed in zip(tables, (False, True, True)):
+        pq.write_table(table, tmp_path / "whole.parquet", write_page_index=indexed)
+        assert len(open_source(f"parquet:{tmp_path}/whole.parquet").usable()) == len(table)
+        wholes.append((tmp_path / "whole.parquet").read_bytes())
+    for joined in ((0, 1), (1, 0), (0, 2), (2, 1), (0, 1, 2)):
+        (tmp_path / "joined.parquet").write_bytes(b"".join(wholes[n] for n in joined))
+        source = open_source(f"parquet:{tmp_path}/{{joined,whole}}.parquet")
+        assert source.usable().tolist() == [1, 2, 3, 4, 5, 6], joined
+        ((_, _, reason, detail),) = source.bad_samples()
+        assert reason == "truncated-archive" and "several parquet files one behind" in detail
+
+
 def test_parquet_refusals(tmp_path):
     pq.write_table(pa.table({"img": [b""], "txt": ["a"]}), tmp_path / "a.parquet")
     pq.write_table(pa.table({"image": [1.5], "text": ["a"]}), tmp_path / "b.parquet")
@@ -476,6 +497,55 @@ def test_webdataset_shards_cut_off_anywhere(tmp_path):
             continue
         bad = ["cut.tar/end of shard"] if cut < end else []
         assert identities(open_source(spec)) == [f"cut.tar/{k}" for k in "ab"[:complete]] + bad, cut
+
+
+def test_webdataset_reads_all_archives_of_a_joined_file(tmp_path):
+    """As tarfile does with `ignore_zeros` (systemd/systemd#16930, borgbackup/borg#7432), and each
+    as webdataset does."""
+    import webdataset
+
+    parts = [["a", "b"], ["c"], [], ["d", "e"]]
+    forms = (tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT, tarfile.PAX_FORMAT)
+    files = [
+        write_shard(tmp_path / f"{n}.tar", keys, form)
+        for n, (keys, form) in enumerate(zip(parts, forms))
+    ]
+    # of the first one block ends it, of the third many do
+    with tarfile.open(files[0]) as tar:
+        first = files[0].read_bytes()[: tar.getmembers()[-1].offset_data + 2 * 512]
+    pieces = [first, *(file.read_bytes() for file in files[1:])]
+    joined = b"".join([pieces[0], pieces[1], bytes(3 << 20), *pieces[2:]])
+    (tmp_path / "joined.tar").write_bytes(joined)
+    with tarfile.open(tmp_path / "joined.tar", ignore_zeros=True) as tar:
+        names = tar.getnames()
+    source = open_source(f"webdataset:{tmp_path}/joined.tar")
+    keys = [each.removeprefix("joined.tar/") for each in identities(source)]
+    assert [f"{key}{end}" for key in keys for end in (".png", ".txt")] == names
+    theirs = [*webdataset.WebDataset(list(map(str, files)), shardshuffle=False, empty_check=False)]
+    assert [sample["__key__"] for sample in theirs] == keys == [*"abcde"]
+    assert [source.value("image", i) for i in range(5)] == [sample["png"] for sample in theirs]
+    # cut off anywhere in the second, what is before stays, and one row says so
+    with tarfile.open(files[1]) as tar:
+        last = tar.getmembers()[-1]
+        text, end = last.offset_data + last.size, tar.offset + 512
+    for cut in range(256, len(pieces[1]), 256):
+        (tmp_path / "cut.tar").write_bytes(joined[: len(first) + cut])
+        found = identities(open_source(f"webdataset:{tmp_path}/cut.tar"))
+        there = [
+            "a",
+            "b",
+            *(["c"] if cut >= text else []),
+            *(["end of shard"] if cut < end else []),
+        ]
+        assert found == [f"cut.tar/{each}" for each in there], cut
+    # what is behind the end and no archive is named
+    for behind in (b"signed", b"x" * 5000, joined[:256]):
+        (tmp_path / "behind.tar").write_bytes(first + bytes(1024) + behind)
+        source = open_source(f"webdataset:{tmp_path}/behind.tar")
+        assert source.usable().tolist() == [0, 1]
+        ((identity, _, reason, detail),) = source.bad_samples()
+        assert (identity, reason) == ("behind.tar/end of shard", "truncated-archive")
+        assert f"{len(behind):,} bytes from byte {len(first) + 1024} on, behind the end" in detail
 
 
 def test_webdataset_refusals(tmp_path):

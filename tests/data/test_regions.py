@@ -396,6 +396,9 @@ def test_a_json_list_that_breaks_off_keeps_what_is_before(tmp_path):
         source = open_source(f"jsonl:{tmp_path}/rows.json")
         assert [*source.bad_counts().items()] == [("invalid-row", bad)], text
         assert source.usable().tolist() == ([0] if text == whole[:-20] else [0, 2]), text
+    # several lists, as `cat` joins them
+    (tmp_path / "rows.json").write_text(f"{whole}\n{whole} []{whole}\n")
+    assert open_source(f"jsonl:{tmp_path}/rows.json").usable().tolist() == [0, 2, 3, 5, 6, 8]
 
 
 @pytest.fixture
@@ -527,6 +530,7 @@ def test_a_pickle_calls_nothing(coco_files, capsys):
         pickle.dumps([np.zeros(3)]),
         pickle.dumps({"val": 1}),
         pickle.dumps(refs())[:-40],
+        2 * pickle.dumps(refs()),
         b"",
         b"]r\xff\xff\xff\xff.",  # a place for four billion objects
     ):

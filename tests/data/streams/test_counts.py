@@ -44,6 +44,11 @@ def write_tar(file: Path, names: list[str]) -> None:
             add(tar, name, content)
 
 
+def write_joined(file: Path, *parts: Path) -> None:
+    """As `cat` does it."""
+    file.write_bytes(b"".join(part.read_bytes() for part in parts))
+
+
 def counted(names: list[str], kept: Path | None = None) -> list[int]:
     return counts_of(names, kept, shown=False, limit_s=60)[0].tolist()
 
@@ -55,9 +60,11 @@ def test_tars_are_counted_as_their_format_reads_them(served):
     (served / "6.tar").write_bytes(damaged[: len(damaged) // 2])
     (served / "7.tar").write_bytes(b"")
     (served / "8.tar").write_bytes(bytes(range(256)) * 100)
-    local = [str(served / f"{number}.tar") for number in range(9)]
+    write_joined(served / "9.tar", served / "1.tar", served / "5.tar")
+    local = [str(served / f"{number}.tar") for number in range(10)]
     with http_server(served, Faults(seed=1, cuts=0.2, refusals=0.2)) as url:
-        counts, sizes = counts_of([f"{url}/{number}.tar" for number in range(9)], limit_s=60)
+        counts, sizes = counts_of([f"{url}/{number}.tar" for number in range(10)], limit_s=60)
+    assert counts[9] == 2 + 70
     assert counts.dtype == sizes.dtype == np.int64
     assert sizes.tolist() == [Path(file).stat().st_size for file in local]
     assert counts[: len(SHARDS)].tolist() == [count for _, count in SHARDS]
