@@ -15,7 +15,8 @@ URL = re.compile(
 )
 # Options of data specs, which stand where an address has its query.
 OF_SPECS = frozenset(
-    {"image", "text", "id", "audio", "root", "label", "language", "split", "separator"}
+    {"image", "text", "audio", "video", "region", "start_s", "end_s", "id", "label", "language"}
+    | {"root", "split", "separator", "near", "captions", "boxes"}
     | {"mixed", "where", "unseen", "unseen_by"}
 )
 SECRET_NAME = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.I)

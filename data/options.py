@@ -280,7 +280,7 @@ class DataOptions(SeedOptions, PairsOptions, BadSampleOptions):
     stream_cache: float | None = option(
         None,
         "disk that the shards of stream: may take on a machine, in WYE_CACHE",
-        "GB",
+        "GIB",
         positive,
         shown="half of what is free",
         free=True,
@@ -362,7 +362,7 @@ class LoadingOptions(BadSampleOptions):
         "off|auto|DIR",
         free=True,
     )
-    cache_limit: float = option(50.0, "size limit of --cache, GiB", "GB", float, free=True)
+    cache_limit: float = option(50.0, "size limit of --cache", "GIB", float, free=True)
 
     @property
     def num_workers(self) -> int:

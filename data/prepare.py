@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from common.files import read_json, remove, replacing, replacing_folder, write_text
 from common.secrets import redacted
+from common.sizes import GIB
 from data.bad_samples import REASONS
 from data.batching.draws import LIMIT
 from data.batching.mixing import mixed
@@ -37,7 +38,6 @@ from data.streams.source import StreamSource
 TRAIN = "train"
 SAMPLES_TRIED = 1000  # with a tokenizer that is given
 EXAMPLES = 100_000  # training samples of streams that make a tokenizer
-GB = 10**9
 # options that do not say which samples there are, but how often they come and how many may be bad
 NOT_OF_SAMPLES = {
     "data_weights",
@@ -258,7 +258,7 @@ def _open_streams(
         whole, mixed_shards = open_stream(
             spec,
             options.compared(),
-            None if options.stream_cache is None else int(options.stream_cache * GB),
+            None if options.stream_cache is None else int(options.stream_cache * GIB),
             options.max_audio_seconds,
             bool(building["progress"]),
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TextIO
 
@@ -20,6 +21,10 @@ def interval_s(file: TextIO | None = None) -> float:
 
 class Bar(tqdm):
     """tqdm's bar, which in a log file writes lines instead of overwriting one line."""
+
+    # tqdm's own is a semaphore of the system, which a worker that is ended leaves behind, and
+    # Python warns of. Bars of several processes do not share a terminal here.
+    _lock = threading.RLock()
 
     @staticmethod
     def status_printer(file: TextIO) -> Callable[[str], None]:

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.sizes import GIB
 from data.batching.requests import MicroBatchRequest
 from data.batching.stream_order import StreamOrder
-from data.cache import GIB, SampleCache, default_folder, open_cache
+from data.cache import SampleCache, default_folder, open_cache
 from data.index.sources import Source
 from data.loader import LoadReport, micro_batches, resolve_workers
 from data.modalities.text import Languages

@@ -12,6 +12,7 @@ ends with this one however that ends.
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import socket
@@ -65,12 +66,14 @@ class Faults:
         missing: int = 404,  # the status of a file that is not there
         user: str = "",  # "name:password" that is asked for
         etag: str | None = None,  # of each file, instead of its own; "": none
+        page: str = "",  # what an answer says where there is no file
+        no_head: bool = False,  # HEAD is not known
     ) -> None:
         self.latency_s, self.bytes_per_s = latency_s, bytes_per_s
         self.answer_bytes_per_s = answer_bytes_per_s
         self.resets, self.cuts, self.refusals, self.status = resets, cuts, refusals, status
         self.flips, self.most, self.ranges, self.etag = flips, most, ranges, etag
-        self.user, self.missing = user, missing
+        self.user, self.missing, self.page, self.no_head = user, missing, page, no_head
         self.requests: list[str] = []  # "GET /0.tar 100-", in order
         self.sent = 0  # bytes of bodies
         self.done = 0  # faults
@@ -222,8 +225,9 @@ def _serving(faults: Faults | None, answer: Any) -> Iterator[int]:
             time.sleep(faults.latency_s)
             known = f"Basic {b64encode(faults.user.encode()).decode()}"
             stranger = faults.user and self.headers.get("Authorization") != known
-            if fault == "refusals" or stranger:
-                self.send_response(401 if stranger else faults.status)
+            unknown = faults.no_head and self.command == "HEAD"
+            if fault == "refusals" or stranger or unknown:
+                self.send_response(501 if unknown else 401 if stranger else faults.status)
                 self.send_header("Content-Length", "0")
                 self.end_headers()
                 return
@@ -282,7 +286,9 @@ def _file(folder: Path, request: Any) -> tuple[int, dict[str, str], IO[bytes], i
     path = (folder / unquote(urlsplit(request.path).path).lstrip("/")).resolve()
     none = open(os.devnull, "rb")
     if not (path.is_relative_to(folder.resolve()) and path.is_file()):
-        return request.faults.missing, {"Content-Length": "0"}, none, 0
+        page = request.faults.page.encode()
+        length = {"Content-Length": str(len(page))}
+        return request.faults.missing, length, io.BytesIO(page), len(page)
     size, changed = path.stat().st_size, path.stat().st_mtime_ns
     headers = {"Last-Modified": formatdate(changed / 1e9, usegmt=True), "Accept-Ranges": "bytes"}
     if (etag := request.faults.etag) != "":

@@ -9,6 +9,8 @@ from launched import SMALL, finish, fork_flags, metrics, ranks_of, reached, star
 from stores import Faults, put, s3_server
 from stream_shards import write_shards
 
+from common.sizes import GIB
+
 STEPS = 24
 SHARDS = 10
 OF_A_SHARD = 48
@@ -66,7 +68,7 @@ def test_a_run_is_killed_twice_and_goes_on_with_fewer_ranks(store, tmp_path, mon
     arguments = [*SMALL, *fork_flags(tmp_path), "--data", f"stream:{pattern}?mixed=2"]
     arguments += ["--text-tower", "bert-tiny:hidden_dropout_prob=0,attention_probs_dropout_prob=0"]
     arguments += ["--max-text-tokens", 16, "--steps", STEPS, "--save-every", 3]
-    arguments += ["--stream-cache", limit / 1e9]
+    arguments += ["--stream-cache", limit / GIB]
     one = ["--set", "branches.layout=merged", "branches.stages=auto"]
 
     with a_cache(tmp_path / "cache 1", limit, monkeypatch):

@@ -1,6 +1,6 @@
 """Decoded images and sounds on disk, in one SQLite file that all processes of a machine share.
 
-    python -m data.cache SPEC --image-size N --workers N [--cache DIR] [--limit GB]
+    python -m data.cache SPEC --image-size N --workers N [--cache DIR] [--limit GIB]
 
 fills it with images before training, and goes on where it was broken off. Without that it fills in
 the first epoch: what is not there is decoded as ever, and stored a few at a time. A key is the hash
@@ -34,6 +34,7 @@ from filelock import FileLock
 from torch import Tensor
 
 from common.files import make_folder, refuse_link
+from common.sizes import GIB, sized
 from data.bad_samples import BadSample
 from data.formats.specs import cache_folder
 from data.index.sources import KnownSource
@@ -41,7 +42,6 @@ from data.loader import LoadReport, micro_batches
 from data.modalities.transforms import Stored
 from data.progress import progress_bar
 
-GIB = 1 << 30
 DEFAULT_LIMIT = 50 * GIB
 FILE = "samples-2.sqlite"
 PAGE_BYTES = 16 << 10  # reads images of 150 KB at 3 GB/s, and wastes half a page of each
@@ -118,8 +118,7 @@ class SampleCache:
                 used = self.used_bytes()
                 if used + self._waiting_bytes > self.limit_bytes:
                     self._stop_writing(
-                        f"holds {used / GIB:.1f} GiB and would pass its limit of "
-                        f"{self.limit_bytes / GIB:.1f} GiB"
+                        f"holds {sized(used)} and would pass its limit of {sized(self.limit_bytes)}"
                     )
                     return
                 connection.executemany("INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?)", rows)

@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.output import outlive_output, plain, run_program
-from data.cache import DEFAULT_LIMIT, GIB, default_folder, fill, open_cache
+from common.sizes import GIB, sized
+from data.cache import DEFAULT_LIMIT, default_folder, fill, open_cache
 from data.index.roots import add_root_flag, given_roots, with_roots
 from data.index.sources import open_source
 from data.modalities.preprocessing import CLIP, INTERPOLATIONS
@@ -58,8 +59,8 @@ def make_parser() -> argparse.ArgumentParser:
         "--limit",
         type=float,
         default=DEFAULT_LIMIT / GIB,
-        metavar="GB",
-        help="most GiB on disk (default: %(default).0f)",
+        metavar="GIB",
+        help="most on disk (default: %(default).0f)",
     )
     return parser
 
@@ -91,8 +92,8 @@ def main(words: Sequence[str] | None = None) -> int:
     stored, present, refused = (done.pop(name, 0) for name in ("stored", "present", "refused"))
     print(
         f"{cache.folder}: {stored:,} images stored, {present:,} were there, {done.total():,} "
-        f"unreadable, {refused:,} not stored; {cache.used_bytes() / GIB:.2f} GiB of "
-        f"{arguments.limit:g}, {time.monotonic() - start:.1f} s"
+        f"unreadable, {refused:,} not stored; {sized(cache.used_bytes())} of "
+        f"{sized(cache.limit_bytes)}, {time.monotonic() - start:.1f} s"
     )
     for reason, number in done.most_common():
         print(f"  {reason}: {number:,}")

@@ -25,6 +25,7 @@ from data.bad_samples import (
     checked_captions,
 )
 from data.clips import KEYS, WHOLE_FILM, Span, checked_span
+from data.identity import MISSING, Identity
 from data.regions import Regions, checked_regions
 
 ROWS_OF_A_PART = 1024
@@ -216,9 +217,11 @@ class Format:
                 try:
                     media.true_path, status = self.roots.find(value, modality)
                 except BadSample as problem:
-                    media.mtime_ns = -1 if problem.reason == "missing-file" else 0
+                    if problem.reason == "missing-file":
+                        media.size, media.mtime_ns = MISSING.size, MISSING.mtime_ns
                     raise
-                media.size, media.mtime_ns = size_and_time(status)
+                is_now = Identity.of(status)
+                media.size, media.mtime_ns = is_now.size, is_now.mtime_ns
             if modality == "video":
                 sample.span = checked_span(*(row.get(key) for key in KEYS))
             # a film in a file of its own is never read as a whole
@@ -281,12 +284,8 @@ class EntriesFormat(Format):
 
 def stamp(path: str) -> Stamp:
     """Raises OSError."""
-    return path, *size_and_time(os.stat(path))
-
-
-def size_and_time(status: os.stat_result) -> tuple[int, int]:
-    """Bytes, and time of the last change in ns: never 0, which says that there is no file."""
-    return status.st_size, status.st_mtime_ns or 1
+    found = Identity.of(os.stat(path))
+    return path, found.size, found.mtime_ns
 
 
 # -- files of their own

@@ -26,6 +26,7 @@ from data.bad_samples import ABSENCES, CODES, BadSample
 from data.clips import WHOLE_FILM, placed_span
 from data.decoding.images import may_turn_late
 from data.formats.rows import Format, Media, Part, Sample, Unused
+from data.identity import fingerprint
 from data.index.mapped import (
     ABSENT,
     META,
@@ -36,7 +37,6 @@ from data.index.mapped import (
     UnusedCounts,
     add_unused,
     checksum,
-    fingerprint,
     index_folder,
     kept_index,
     numbers_of,

@@ -11,7 +11,6 @@ On disk, in `index/<hash of the spec>/` of the cache folder:
 """
 
 import contextlib
-import hashlib
 import mmap
 import os
 import zlib
@@ -24,8 +23,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.files import read_json
-from data.formats.rows import DEFAULT_PAIRS, Format, size_and_time
+from data.formats.rows import DEFAULT_PAIRS, Format
 from data.formats.specs import cache_folder
+from data.identity import MISSING, Identity, fingerprint
 from data.index.media import MEDIA, PLACE, media_of
 
 VERSION = 7  # raised when an index of before would say other things of the same data
@@ -240,12 +240,6 @@ def kept_index(folder: Path) -> Index | None:
         return None
 
 
-def fingerprint(what: Any) -> str:
-    """A hash that is equal for what is equal by its `repr`."""
-    words = repr(what).encode(errors="backslashreplace")
-    return hashlib.blake2b(words, digest_size=12).hexdigest()
-
-
 def _files_changed(format: Format, index: Index) -> bool:
     for modality in media_of(index.modalities):
         # a time of 0: no file of its own
@@ -253,15 +247,15 @@ def _files_changed(format: Format, index: Index) -> bool:
         if not 0 < np.count_nonzero(times) <= RECHECKED_FILES:
             continue
         for i, path in index.filled(f"{modality}_path"):
-            known = (sizes[i], times[i])
-            if times[i] and _size_and_time(format.roots.folders, path) != known:
+            known = Identity(int(sizes[i]), int(times[i]))
+            if times[i] and _identity(format.roots.folders, path) != known:
                 return True
     return False
 
 
-def _size_and_time(folders: Sequence[str], path: str) -> tuple[int, int]:
-    """Find the file that a path leads to, without the checks of `Roots.find`; -1: none."""
+def _identity(folders: Sequence[str], path: str) -> Identity:
+    """Of the file that a path leads to, without the checks of `Roots.find`."""
     for folder in folders:
         with contextlib.suppress(OSError, ValueError):
-            return size_and_time(os.stat(os.path.join(folder, path)))
-    return -1, -1
+            return Identity.of(os.stat(os.path.join(folder, path)))
+    return MISSING

@@ -26,11 +26,12 @@ from data.formats.folders import (
 )
 from data.formats.parquet import ParquetFormat
 from data.formats.python import PythonFormat
-from data.formats.rows import DEFAULT_PAIRS, Format, Media, Pairs, size_and_time
+from data.formats.rows import DEFAULT_PAIRS, Format, Media, Pairs
 from data.formats.scenes import demo_format
 from data.formats.subtitles import SubtitlesFormat
 from data.formats.tables import JsonlFormat, TableFormat
 from data.formats.webdataset import WebdatasetFormat
+from data.identity import Identity
 from data.index.building import load_index
 from data.index.mapped import ABSENT, Index, UnusedCounts
 from data.index.media import MEDIA
@@ -155,7 +156,7 @@ class IndexedSource:
         content: bytes | str
         if modality == "video" and media.mtime_ns:  # it is not read as a whole
             content, status = self.format.roots.find(media.path, modality)
-            is_same = size_and_time(status) == (media.size, media.mtime_ns)
+            is_same = Identity.of(status) == Identity(media.size, media.mtime_ns)
         else:
             content = self.format.read(modality, self.index.container(i), number, media)
             # a GB/s; bytes of another file would go unnoticed into every cache

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 from common.files import make_folder, replacing
 from common.secrets import redact
 from data.formats.specs import is_remote, local_path
-from data.formats.store import WAIT_S, open_file, read_all, read_range, size_of
+from data.formats.store import WAIT_S, identity_of, open_file, read_all, read_range
 from data.formats.webdataset import count_rows
 from data.keys import content_hash
 from data.progress import progress_bar
@@ -120,7 +120,7 @@ def _count(name: str, with_stats: bool, limit_s: float) -> tuple[int, int]:
         address = _stats(name)
         if (stats := _json(address, limit_s)) is not None:
             return _number(address, "successes", stats.get("successes")), 0
-    stored = size_of(name, limit_s)
+    stored = identity_of(name, limit_s)
     if _plain(name).lower().endswith(PARQUET):
         return _footer_rows(name, stored.size, limit_s), stored.size
     with open_file(name, stored, BLOCK, limit_s) as file:

@@ -29,8 +29,9 @@ from common.files import open_part, replacing_folder
 from common.secrets import redact
 from common.spelling import near
 from data.formats.parquet import COLUMNS
-from data.formats.store import WAIT_S, Stored, open_file, size_of
+from data.formats.store import WAIT_S, identity_of, open_file
 from data.formats.webdataset import records
+from data.identity import Identity
 from data.index.sources import IndexedSource
 from data.keys import content_hash
 from data.progress import progress_bar
@@ -241,7 +242,7 @@ def _metadata(
     wanted = dict.fromkeys(columns(where) if where else ())
     wanted |= {} if by is None or words else {by: None}
     if _plain(name).lower().endswith(PARQUET):
-        stored = size_of(name, limit_s)
+        stored = identity_of(name, limit_s)
         titles = (text,) if text else COLUMNS["text"]
         table = _columns(name, stored, [*wanted], titles if words else (), limit_s)
         return Metadata(table, None, len(table), stored.size)
@@ -255,19 +256,19 @@ def _metadata(
     return Metadata(table, keys, len(table), 0)
 
 
-def _beside(name: str, limit_s: float) -> tuple[str, Stored] | None:
+def _beside(name: str, limit_s: float) -> tuple[str, Identity] | None:
     """The parquet file of a tar, where there is one."""
     plain = _plain(name)
     address = f"{os.path.splitext(plain)[0]}.parquet{name[len(plain) :]}"
     try:
-        return address, size_of(address, limit_s)
+        return address, identity_of(address, limit_s)
     except (FileNotFoundError, PermissionError):  # which stores also say of what is not there
         return None
 
 
 def _columns(
     address: str,
-    stored: Stored,
+    stored: Identity,
     wanted: list[str],
     titles: Sequence[str],
     limit_s: float,
@@ -318,7 +319,7 @@ def _refuse_unknown(address: str, name: str, known: Sequence[str]) -> None:
 
 def _of_members(name: str, wanted: list[str], words: bool, limit_s: float) -> Metadata:
     """From the .json of each sample of a tar, and captions as its format finds them."""
-    stored = size_of(name, limit_s)
+    stored = identity_of(name, limit_s)
     values: dict[str, list[Any]] = {each: [] for each in wanted}
     captions: list[list[str]] = []
     known: dict[str, None] = {}

@@ -17,7 +17,7 @@ from common.files import replacing
 from data.batching.mixture import Mixture
 from data.batching.rows import Rows
 from data.batching.stream_order import StreamOrder
-from data.index.mapped import fingerprint
+from data.identity import fingerprint
 from data.index.sources import Source
 from data.modalities.lengths import Counts, TokenCounts, counts_of_captions, token_counts
 from data.streams.source import OpenShard, StreamSource

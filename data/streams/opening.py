@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
+from common.sizes import sized
+from data.formats.parquet import COLUMNS
 from data.formats.rows import DEFAULT_PAIRS, Pairs
 from data.formats.shards import expand
 from data.formats.specs import cache_folder, is_remote, local_path, split_options
-from data.formats.store import listed, size_of
+from data.formats.store import identity_of, listed
 from data.index.sources import refuse_hidden
 from data.streams.bloom import CAPTION, Unseen, open_unseen
 from data.streams.cache import ShardCache
@@ -22,7 +24,6 @@ USAGE = "stream:PATTERN, for example stream:s3://bucket/{00000..01242}.tar"
 MIXED = 64  # shards
 SPARE = 2  # that come while as many leave
 OPTIONS = ("mixed", "where", "unseen", "unseen_by")
-OF_PARQUET = ("image", "text", "audio", "region", "id")
 DISK_SHARE = 0.5  # of what is free, where no limit is given
 
 
@@ -41,7 +42,7 @@ def open_stream(
     `cache_bytes`: limit of the shards that are kept on this machine; None: half of what is free
     there. Errors: ValueError, OSError."""
     names, options = named_shards(spec)
-    columns = {key: value for key, value in options.items() if key in OF_PARQUET}
+    columns = {key: value for key, value in options.items() if key in COLUMNS}
     folder = cache_folder() / "streams"
     kept = kept_rows(
         names,
@@ -70,7 +71,7 @@ def named_shards(spec: str) -> tuple[list[str], dict[str, str]]:
     """The shards of a stream, and its options. Errors: ValueError, OSError."""
     refuse_hidden(spec)
     where = spec.partition(":")[2]
-    pattern, options, _ = split_options("stream", where, (*OPTIONS, *OF_PARQUET))
+    pattern, options, _ = split_options("stream", where, (*OPTIONS, *COLUMNS))
     names = [
         name
         for each in expand("stream", pattern, USAGE)
@@ -82,7 +83,7 @@ def named_shards(spec: str) -> tuple[list[str], dict[str, str]]:
             f"data spec '{spec:.1000}': its shards end in {', '.join(endings) or 'nothing'}; a "
             f"stream has shards that all end in one of {', '.join(FORMATS)}"
         )
-    if options.keys() & {*OF_PARQUET} and endings[0] != ".parquet":
+    if options.keys() & COLUMNS.keys() and endings[0] != ".parquet":
         raise ValueError(f"data spec '{spec:.1000}': only .parquet has columns; leave them out")
     return names, options
 
@@ -120,11 +121,11 @@ def _refuse_small_cache(spec: str, table: ShardTable, cache: ShardCache, mixed: 
     remote = [n for n, name in enumerate(table.names) if is_remote(name)]
     if not remote:
         return
-    size = int(table.sizes[remote].mean()) or size_of(table.names[remote[0]]).size
+    size = int(table.sizes[remote].mean()) or identity_of(table.names[remote[0]]).size
     if (mixed + SPARE) * size > cache.limit_bytes:
         most = max(1, cache.limit_bytes // size - SPARE)
         raise ValueError(
-            f"data spec '{spec:.1000}': {mixed} shards of {size / 1e6:,.0f} MB are mixed, and the "
-            f"cache of this machine has {cache.limit_bytes / 1e9:,.1f} GB for them; give a larger "
+            f"data spec '{spec:.1000}': {mixed} shards of {sized(size)} are mixed, and the "
+            f"cache of this machine has {sized(cache.limit_bytes)} for them; give a larger "
             f"--stream-cache, WYE_CACHE on another disk, or mix fewer: ?mixed={most}"
         )

@@ -24,7 +24,7 @@ from data.formats.parquet import ParquetFormat
 from data.formats.rows import DEFAULT_PAIRS, Format, Pairs
 from data.formats.shards import Shard, short_names
 from data.formats.specs import is_remote
-from data.formats.store import fetch, size_of
+from data.formats.store import fetch, identity_of
 from data.formats.webdataset import WebdatasetFormat
 from data.index.building import load_index
 from data.index.mapped import UnusedCounts
@@ -311,7 +311,7 @@ class StreamSource:
         size = int(counts[shard]) * INDEX_BYTES
         if remote:
             if shard not in self._sizes:
-                self._sizes[shard] = int(table.sizes[shard]) or size_of(name).size
+                self._sizes[shard] = int(table.sizes[shard]) or identity_of(name).size
             size += self._sizes[shard]
         filled = False
 

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import ast
 import operator
+import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -29,6 +31,7 @@ from common.spelling import near
 LONGEST = 2000  # characters
 DEEPEST = 40  # levels
 READ = 64  # expressions that are kept as they were read
+SINGLE = re.compile(r"(?<![=<>!:])=(?!=)")
 SHOWN = 60  # characters of a piece in a message
 COMPARISONS: dict[type[ast.AST], Callable[[Any, Any], pc.Expression]] = {
     ast.Lt: operator.lt,
@@ -89,12 +92,24 @@ def _read(text: str) -> tuple[pc.Expression, tuple[str, ...]]:
         tree = ast.parse(text.strip(), mode="eval").body
         ast.parse(f"({text.strip()})", mode="eval")  # a comment, which may hide conditions, is none
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        said = getattr(error, "msg", error)
+        if _with_two_signs(text):
+            said = "a single = compares nothing; write == for equal"
         raise ValueError(
-            f"where={_cut(text)}: cannot be read ({getattr(error, 'msg', error)}); write as in "
+            f"where={_cut(text)}: cannot be read ({said}); write as in "
             "where=similarity>0.3 and language in ('en', 'de')"
         ) from error
     reader = _Reader(text.strip())
     return reader.condition(tree), tuple(reader.names)
+
+
+def _with_two_signs(text: str) -> bool:
+    """Whether it could be read with == instead of each =, as SQL has it."""
+    twice = SINGLE.sub("==", text)
+    with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        ast.parse(twice.strip(), mode="eval")
+        return twice != text
+    return False
 
 
 class _Reader:

@@ -17,10 +17,11 @@ from rich.console import Console
 from rich.text import Text
 
 from common.output import plain
+from common.sizes import sized
 from data.batching.stream_order import StreamOrder
 from data.index.sources import Source
 from data.options import loss_names
-from data.prepare import GB, PreparedData, count_bad
+from data.prepare import PreparedData, count_bad
 from data.streams.several import streams_of
 from engine.optimizer.preview import preview, unreached
 from engine.planning.costs import precision_of
@@ -190,7 +191,7 @@ def _streams(data: PreparedData, batch_size: int) -> str:
         room = f", {cache.limit_bytes / size:,.0f} shards" if size else ""
         lines.append(
             f"{len(table.names):,} shards, {data.shards[number].mixed} of them mixed; at most "
-            f"{cache.limit_bytes / GB:,.1f} GB{room} in {cache.folder}"
+            f"{sized(cache.limit_bytes)}{room} in {cache.folder}"
         )
     mixing = order.mixing()
     lines.append(

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 from common.files import write_text
 from common.output import outlive_output
+from common.sizes import GIB, MIB, sized
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 PACKAGES = ("torch", "deepspeed", "transformers", "torchvision", "numpy")
-MIB, GIB = 1 << 20, 1 << 30
 WRITTEN = 64 * MIB
 NEVER_S = 60  # after which a file of another host is not waited for
 SMI = "name,memory.used,memory.total,utilization.gpu,ecc.errors.uncorrected.volatile.total"
@@ -109,7 +109,7 @@ def check_limits() -> Iterator[Finding]:
     yield judged("open files", most, 256, 4096, f"at most {most:,}", advice)
     free = shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0
     advice = "clear or enlarge it; in a container: --shm-size=8g"
-    yield judged("/dev/shm", free, 64 * MIB, GIB, f"{_size(free)} free", advice)
+    yield judged("/dev/shm", free, 64 * MIB, GIB, f"{sized(free)} free", advice)
 
 
 def check_folder(file: Path, several: bool, writes: bool) -> Iterator[Finding]:
@@ -140,8 +140,8 @@ def check_folder(file: Path, several: bool, writes: bool) -> Iterator[Finding]:
         return
     speed = WRITTEN / max(time.monotonic() - start, 1e-9)
     free, advice = shutil.disk_usage(folder).free, "checkpoints may not fit, or take long"
-    yield judged("disk", free, GIB // 4, 20 * GIB, f"{folder}: {_size(free)} free", advice)
-    yield judged("disk speed", speed, MIB, 50 * MIB, f"{_size(speed)}/s", advice)
+    yield judged("disk", free, GIB // 4, 20 * GIB, f"{folder}: {sized(free)} free", advice)
+    yield judged("disk speed", speed, MIB, 50 * MIB, f"{sized(speed)}/s", advice)
 
 
 def check_port(port: int) -> Finding:
@@ -153,10 +153,6 @@ def check_port(port: int) -> Finding:
             advice = "end the run that has it, or give the launcher another --master_port"
             return Finding("port", FAIL, f"{port}: {error.strerror}", advice)
     return Finding("port", OK, f"{port} is free")
-
-
-def _size(number: float) -> str:
-    return f"{number / GIB:,.1f} GiB" if number >= GIB else f"{number / MIB:,.0f} MiB"
 
 
 def look(file: Path, slots: int, port: int, hosts: Sequence[str]) -> dict[str, Any]:

@@ -84,11 +84,20 @@ class Alarms:
                 yield Alert(f"Stage {stage} waits", text, "WARN")
         step_s = mean(each["step_s"] for each in self._lines)
         yield from self._slow_ranks()
+        shards_s = mean(each.get("stream_wait_s", 0.0) for each in self._lines)
         for stage, wait_s in self._means("data_wait_s/").items():
             if wait_s > DRY * step_s:
+                # workers wait for shards side by side, so their seconds are no part of the step's
+                advice = "more --workers, --cache auto or a faster disk feed it."
+                if shards_s > wait_s / 2:
+                    advice = (
+                        f"loaders waited {shards_s:.1f} s a step for shards that the store had not "
+                        "delivered: it was away or is too slow, which more --workers do not change. "
+                        "A nearer store, or a larger --stream-cache, feeds it."
+                    )
                 text = (
                     f"It waited for micro-batches for {wait_s / step_s:.0%} of the last {WINDOW} "
-                    "steps; more --workers, --cache auto or a faster disk feed it."
+                    f"steps; {advice}"
                 )
                 yield Alert(f"Data for stage {stage} runs dry", text, "WARN")
 

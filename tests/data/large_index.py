@@ -8,8 +8,9 @@ import pyarrow as pa
 
 from data.formats.rows import ROWS_OF_A_PART
 from data.formats.tables import JsonlFormat
+from data.identity import fingerprint
 from data.index.building import IndexWriter
-from data.index.mapped import fingerprint, index_folder, numbers_of, texts_of
+from data.index.mapped import index_folder, numbers_of, texts_of
 from data.keys import HASH_BYTES
 
 DIGITS = 9

@@ -52,6 +52,32 @@ def test_workers_end_when_the_process_that_asked_for_them_is_killed():
     assert not left, [" ".join(other.cmdline())[:100] for other in left]
 
 
+LEFT_BEHIND = """
+if __name__ == "__main__":
+    import os, signal
+    from concurrent.futures import ProcessPoolExecutor
+    from data import processes
+    from data.progress import progress_bar
+
+    arguments = ([1], "", "it", None, False)
+    pool = ProcessPoolExecutor(1, processes.start_method(), progress_bar, arguments)
+    os.kill(pool.submit(os.getpid).result(), signal.SIGKILL)
+    pool.shutdown()
+"""
+
+
+def test_a_worker_that_is_killed_leaves_no_semaphore_behind():
+    """tqdm's lock is one of the system, unless it is given another; Python warns of what is left."""
+    result = subprocess.run(
+        [sys.executable, "-c", LEFT_BEHIND],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert result.returncode == 0 and not result.stderr, result.stderr
+
+
 # DataLoader asks whether its workers live when a batch takes more than five seconds
 ASKED_TO_END = """
     import contextlib, multiprocessing, psutil, signal

@@ -49,6 +49,14 @@ def test_a_stage_that_starts_to_wait_is_told_once():
 def test_data_that_runs_dry_is_told_with_the_stage_that_loads_it():
     told = titles(Alarms(), [line(s, wait_s=0.3) for s in range(1, 100)])
     assert told == [(SKIPPED + WINDOW, "Data for stage text 0 runs dry")]
+    for waited_s, advice in (
+        (0.0, "more --workers, --cache"),
+        (0.4, "the store had not delivered"),
+    ):
+        alarms = Alarms()
+        lines = [line(s, wait_s=0.3, stream_wait_s=waited_s) for s in range(1, 100)]
+        (alert,) = [alert for each in lines for alert in alarms.after_step(each)]
+        assert advice in alert.text
 
 
 def test_a_rank_that_computes_longer_than_its_replicas_is_told_with_who_waits():

@@ -2,12 +2,17 @@
 
 import json
 import pickle
+import sys
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from stores import Faults, http_server
 from stream_shards import write_shards, write_tar
 
+from common.secrets import OF_SPECS
 from data.bad_samples import BadSample
 from data.batching.requests import MicroBatchRequest
 from data.index.sources import open_source
@@ -15,7 +20,10 @@ from data.loader import MicroBatchDataset
 from data.modalities.lengths import token_counts
 from data.modalities.text import TextModality
 from data.streams.lengths import StreamTokenCounts
-from data.streams.opening import open_stream
+from data.streams.opening import COLUMNS, OPTIONS, open_stream
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import bad_films  # noqa: E402
 
 COUNTS = [23, 17, 1, 30, 9]
 
@@ -157,3 +165,15 @@ def test_specs_that_break_a_rule(tmp_path):
         open_stream(f"stream:{folder}/00007.tar")
     with pytest.raises(ValueError, match="webdataset:SHARDS"):
         open_source(f"stream:{folder}/00000.tar")
+
+
+def test_films_of_parquet_are_read_and_options_are_recorded(tmp_path):
+    film = bad_films.film()
+    for column in ("video", "clip"):
+        table = {column: [film] * 2, "start_s": [0.0, 0.2], "end_s": [0.4, 0.8], "text": ["a", "b"]}
+        pq.write_table(pa.table(table), tmp_path / f"{column}.parquet")
+        named = "?video=clip&mixed=2" if column == "clip" else ""
+        spec = f"stream:{tmp_path}/{column}.parquet{named}"
+        stream, _ = open_stream(spec, (("video", "text"),))
+        assert stream.value("video", 1).end_s == 0.8 and stream.captions(1) == ["b"]
+    assert {*OPTIONS, *COLUMNS} <= OF_SPECS  # else a record of a remote address would lack them

@@ -17,7 +17,8 @@ import pyarrow.parquet as pq
 import pytest
 from stores import Faults, http_server, put, s3_server
 
-from data.formats.store import Stored, fetch, listed, open_file, read_range, size_of
+from data.formats.store import fetch, identity_of, listed, open_file, read_range
+from data.identity import Identity
 
 ROOT = Path(__file__).resolve().parents[3]
 CONTENT = np.random.default_rng(0).bytes(3_000_000)
@@ -82,13 +83,17 @@ def test_a_new_process_goes_on_unless_the_object_has_changed(served, tmp_path):
         assert fetched(address, tmp_path) == CONTENT
         assert faults.requests[-1] == "GET /a.tar 1000000-"
 
-        known = size_of(address)
+        known = identity_of(address)
         for there, recorded, request in (
             (CONTENT, known, "GET /a.tar 2999999-"),  # whole, and nobody knew
             (CONTENT + b"more", known, "GET /a.tar 2999999-"),
-            (bytes(100), Stored(known.size, '"another"'), "GET /a.tar"),
+            (bytes(100), Identity(known.size, etag='"another"'), "GET /a.tar"),
             (bytes(100), None, "GET /a.tar"),
-            (bytes(5_000_000), Stored(5_000_000, known.etag), "GET /a.tar"),  # shorter by now
+            (
+                bytes(5_000_000),
+                Identity(5_000_000, etag=known.etag),
+                "GET /a.tar",
+            ),  # shorter by now
         ):
             part.write_bytes(there)
             if recorded:
@@ -97,18 +102,41 @@ def test_a_new_process_goes_on_unless_the_object_has_changed(served, tmp_path):
             assert faults.requests[-1] == request, recorded
         # what is at an address may have no byte
         (served / "a.tar").write_bytes(b"")
-        assert fetched(address, tmp_path) == b"" and size_of(address).size == 0
+        assert fetched(address, tmp_path) == b"" and identity_of(address).size == 0
 
 
 def test_servers_without_ranges_or_etags(served, tmp_path):
     with http_server(served, faults := Faults(ranges=False, cuts=1, most=2)) as url:
         assert fetched(f"{url}/a.tar", tmp_path) == CONTENT
-        with pytest.raises(OSError, match="Range"):
-            read_range(f"{url}/a.tar", 5, 10)
+        assert read_range(f"{url}/a.tar", 5, 10) == CONTENT[5:10]
     (tmp_path / "part").unlink()
     with http_server(served, faults := Faults(etag="", cuts=1, most=2)) as url:
         assert fetched(f"{url}/a.tar", tmp_path) == CONTENT
         assert faults.sent < 2 * len(CONTENT) and faults.requests[-1].endswith("-")
+
+
+def test_a_server_without_ranges_gives_each_file_once(served, tmp_path, caplog, monkeypatch):
+    monkeypatch.setenv("WYE_CACHE", str(tmp_path / "cache"))
+    with http_server(served, faults := Faults(ranges=False)) as url:
+        with open_file(f"{url}/a.tar", block=1000) as file:
+            for start in (2_999_990, 5, 1_000_000):
+                file.seek(start)
+                assert file.read(10) == CONTENT[start : start + 10]
+        whole = [each for each in faults.requests if each == "GET /a.tar"]
+        assert len(whole) == 1  # beside the range that was not answered
+        assert not any((tmp_path / "cache").rglob("*"))
+        read_range(f"{url}/a.tar", 0, 9)
+    assert caplog.text.count("answers no ranges") == 1
+    with http_server(served, Faults(ranges=False, no_head=True)) as url:
+        assert identity_of(f"{url}/a.tar").size == len(CONTENT)
+
+
+def test_a_page_of_a_server_is_one_sentence(served, monkeypatch):
+    page = "<!DOCTYPE html><html><head><title>Not here</title></head><body>" + "words " * 1000
+    with http_server(served, Faults(page=page)) as url:
+        with pytest.raises(FileNotFoundError, match=r"\(Not here\); check the address") as caught:
+            read_range(f"{url}/b.tar", 0, 5)
+        assert "<" not in str(caught.value) and len(str(caught.value)) < 400
 
 
 def test_bytes_that_are_not_those_of_the_etag_are_fetched_once_more(tmp_path, served, s3):
@@ -157,7 +185,7 @@ def test_what_will_not_pass_is_an_error_at_once(served, tmp_path, s3, monkeypatc
             (str(tmp_path), OSError, "no file|directory"),
             (str(tmp_path / "none"), FileNotFoundError, "none"),
         ):
-            for ask in (size_of, lambda a, limit: fetch(a, tmp_path / "part", limit)):
+            for ask in (identity_of, lambda a, limit: fetch(a, tmp_path / "part", limit)):
                 with pytest.raises(kind, match=words) as caught:
                     ask(address, float("inf"))
                 assert "secret" not in str(caught.value), address
@@ -175,7 +203,7 @@ def test_a_user_and_a_password(served, tmp_path):
         address = url.replace("//", "//me%40home:a%2Fb@")
         assert fetched(f"{address}/a.tar?some=words", tmp_path) == CONTENT
         with pytest.raises(PermissionError, match="credentials"):
-            size_of(f"{url}/a.tar", float("inf"))
+            identity_of(f"{url}/a.tar", float("inf"))
 
 
 def test_names(s3, tmp_path):
@@ -197,7 +225,23 @@ def test_names(s3, tmp_path):
             assert [each.partition("in a/")[2] or each for each in found] == (
                 wanted if "file:" not in root else [f"{root}/{each}" for each in wanted]
             ), (root, pattern)
-            assert [size_of(each).size for each in found] == [0] * len(found)
+            assert [identity_of(each).size for each in found] == [0] * len(found)
+
+
+def test_keys_with_empty_parts_are_passed_over(s3, caplog, monkeypatch):
+    """obstore ends a listing at the first of them."""
+    for name in ("0.tar", "/1.tar", "x//2.tar", "x/3.tar", "4.tar"):
+        put(s3[0], f"slashes/in/{name}", b"")
+    for pattern, wanted in (("*.tar", ["0.tar", "4.tar"]), ("*/*.tar", ["x/3.tar"])):
+        caplog.clear()
+        found = listed(f"s3://slashes/in/{pattern}")
+        assert found == [f"s3://slashes/in/{name}" for name in wanted]
+        assert caplog.text.count("passed over") == 1 and "in//" in caplog.text
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    monkeypatch.setattr("data.formats.objects.can_list", lambda root: False)
+    with pytest.raises(OSError, match="in//.*install boto3") as caught:
+        listed("s3://slashes/in/*.tar")
+    assert "\n" not in str(caught.value)
 
 
 def test_open_files(s3, served, tmp_path):
@@ -232,7 +276,7 @@ def test_addresses_of_other_libraries(served, tmp_path):
     """Also these go on from the byte they have."""
     fsspec.filesystem("memory").pipe_file("/a.tar", CONTENT)
     for address in ("memory://a.tar", str(served / "a.tar"), f"file://{served}/a.tar"):
-        stored = size_of(address)
+        stored = identity_of(address)
         (tmp_path / "part").write_bytes(b"x" * 10)
         (tmp_path / "part.of").write_text(json.dumps(vars(stored)))
         assert fetched(address, tmp_path) == b"x" * 10 + CONTENT[10:]
@@ -262,18 +306,18 @@ def test_profiles_of_aws_and_public_buckets(s3, tmp_path, monkeypatch):
 
 FORKED = """
 import os, signal, sys
-from data.formats.store import size_of
+from data.formats.store import identity_of
 def child(address):
     if not (pid := os.fork()):
         signal.alarm(60)
         try:
-            print(size_of(address).size, flush=True)
+            print(identity_of(address).size, flush=True)
         except OSError as error:
             print(error, flush=True)
         os._exit(0)
     os.waitpid(pid, 0)
 child(sys.argv[1])
-print(size_of(sys.argv[1]).size, flush=True)
+print(identity_of(sys.argv[1]).size, flush=True)
 child(sys.argv[1])
 """
 

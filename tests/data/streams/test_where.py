@@ -138,6 +138,9 @@ REFUSED = {
     "width, kept": "is no condition",
     "await width": "where=",
     "yield": "where=",
+    "language='en'": "write == for equal",
+    "width = 3 and kept": "write == for equal",
+    "width == 3; kept": "invalid syntax",
 }
 
 
