@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from data.options import DEFAULT_LOSS, loss_names, read_pairs
 from engine.loss_protocols import ContrastiveLoss, MatchingLoss
 from engine.objective import Branch, Objective, Pair
-from models.losses import DUPLICATES, build_loss
+from models.losses import DUPLICATES, build_loss, phrase_duplicates
 from models.towers.layers import Tower
 
 
@@ -15,12 +15,12 @@ def losses_of(
     given: str, loss: str, smoothing: float = 0.0, duplicates: str = DUPLICATES[0]
 ) -> list[ContrastiveLoss]:
     """Of each pair of `--pairs` that of `--loss`. `smoothing`: of InfoNCE; `duplicates`: as
-    `Targets`, but for regions, where equal phrases are the same answer. Errors: ValueError."""
+    `Targets`; of regions `phrase_duplicates` decides. Errors: ValueError."""
     return [
         build_loss(
             name,
             smoothing if name == DEFAULT_LOSS else 0.0,
-            "positives" if pair.made else duplicates,
+            phrase_duplicates(name) if pair.made else duplicates,
         )
         for pair, name in zip(read_pairs(given), loss_names(loss, given))
     ]

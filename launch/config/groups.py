@@ -529,7 +529,7 @@ class ModelOptions(TowerOptions):
         "masked",
         "what samples of a batch are to each other whose image, sound or caption is the same: left "
         "out of each other's loss, each other's positives, or negatives like all others; regions "
-        "with equal phrases are each other's positives",
+        "with equal phrases are each other's positives, with milnce left out of each other's loss",
         choices=("masked", "positives", "negatives"),
         kept=True,
     )

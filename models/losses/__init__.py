@@ -32,6 +32,7 @@ __all__ = [
     "Targets",
     "build_loss",
     "logit_scale_exp",
+    "phrase_duplicates",
 ]
 
 LOSSES: dict[str, Callable[[], InfoNCE | Sigmoid | PlainLoss]] = {
@@ -40,6 +41,13 @@ LOSSES: dict[str, Callable[[], InfoNCE | Sigmoid | PlainLoss]] = {
     "milnce": MILNCE,
 }
 """--loss -> what makes it. A module of one's own adds to it; see `PlainLoss`."""
+
+
+def phrase_duplicates(name: str) -> str:
+    """What regions with equal phrases are to each other under this loss: an equal phrase is as good
+    an answer, so positives, or masked by a loss that has no further positives."""
+    has_positives = name not in LOSSES or getattr(LOSSES[name](), "has_positives", True)
+    return "positives" if has_positives else "masked"
 
 
 def build_loss(

@@ -52,6 +52,8 @@ class InfoNCE:
     label_smoothing: float = 0.0
     work_bytes: int = WORK_BYTES
     targets: Targets = Targets()
+    has_positives: ClassVar[bool] = True
+    """Whether duplicates can be each other's positives."""
     parameters: ClassVar[Mapping[str, float]] = {"logit_scale": math.log(1 / 0.07)}
     constrained = staticmethod(stop_outward)
     reported = staticmethod(shown_scale)
@@ -174,8 +176,11 @@ class InfoNCE:
         half = asking_weights(sides[branch]) / 2
         # rows that are nobody's may have none, and no weight
         positives = self.targets.num_positives(sides, branch) + (sides[branch].label < 0)
+        # of a row without an answer that is masked everywhere, −inf: it asks nothing, and −inf − −inf
+        # would be not a number
+        log_sum_exp = statistics[branch].masked_fill(statistics[branch] == -math.inf, 0)
         return _Terms(
-            statistics[branch],
+            log_sum_exp,
             half,
             half * (1 - self.label_smoothing) / positives,
             half * self.label_smoothing / len(other.label),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ class MILNCE(InfoNCE):
 
     With equal rows masked, and none of them positives. Scale and blocks are those of `InfoNCE`.
     """
+
+    has_positives: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.label_smoothing:

@@ -12,7 +12,7 @@ from launch.config.blocks import BalanceBlock
 from launch.config.options import parse_options
 from launch.run.folder import training_identity
 from launch.setup.model import RunModel
-from models.losses import InfoNCE, Sigmoid
+from models.losses import MILNCE, InfoNCE, Sigmoid
 
 PAIRS = "image:text,region:text:0.5"
 
@@ -39,6 +39,17 @@ def test_the_pair_of_regions_has_its_own_loss_scalars_and_positives():
     assert regions.weight == 0.5 and regions.name == "region_phrase"
     scalars = [f"region_phrase_logit_{name}" for name in ("scale", "bias")]
     assert {"logit_scale", *scalars} == {*model.objective.scalars_of("image")}
+
+
+def test_a_loss_without_further_positives_masks_regions_with_equal_phrases():
+    """MIL-NCE, which was refused with the advice to give what had been given."""
+    for loss, of_images in (("milnce", MILNCE), ("region:text=milnce", InfoNCE)):
+        model = model_of("--pairs", PAIRS, "--loss", loss)
+        images, regions = (pair.loss for pair in model.objective.pairs)
+        assert type(images) is of_images and isinstance(regions, MILNCE)
+        assert images.targets.duplicates == regions.targets.duplicates == "masked"
+    with pytest.raises(ValueError, match="'positives' are not for loss 'milnce'"):
+        model_of("--pairs", PAIRS, "--loss", "image:text=milnce", "--duplicates", "positives")
 
 
 def test_what_regions_cannot_be_compared_under_is_refused():

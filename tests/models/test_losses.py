@@ -26,6 +26,7 @@ from models.losses import (
     Targets,
     build_loss,
     logit_scale_exp,
+    phrase_duplicates,
 )
 from models.losses.blocks import COPIES
 
@@ -516,3 +517,34 @@ def test_at_the_limit_the_rule_does_not_depend_on_the_blocks():
             scale_gradient(images, others, LOGIT_SCALE_LIMIT),
             **CLOSE,
         )
+
+
+@pytest.mark.parametrize("name", ["infonce", "milnce", "sigmoid"])
+@pytest.mark.parametrize("how", DUPLICATES)
+def test_a_negative_that_equals_every_phrase_leaves_loss_and_gradients_finite(name, how):
+    """Regions that are all called "a dot", with "a dot" among the negatives too: under `masked` its
+    column has nothing left to compare with."""
+    if how == "positives" and phrase_duplicates(name) != how:
+        return
+    draw = torch.Generator().manual_seed(0)
+    region, phrase = (
+        F.normalize(torch.randn(n, 8, generator=draw, dtype=torch.float64), dim=1) for n in (3, 4)
+    )
+    label, own, same = torch.tensor([0, 1, 2, -1]), torch.arange(3), torch.full((4,), 9)
+    sides = {
+        "region": Rows(region, label[:3], None, torch.stack([own + 20, same[:3]], 1)),
+        "phrase": Rows(phrase, label, None, torch.stack([same, torch.tensor([20, 21, 22, 9])], 1)),
+    }
+    loss = build_loss(name, duplicates=how)
+    parameters = {each: torch.tensor([v]).double() for each, v in loss.parameters.items()}
+    rows = {branch: torch.arange(len(side.label)) for branch, side in sides.items()}
+    statistics = {b: loss.statistics(sides, b, rows[b], parameters) for b in sides}
+    parts = [loss.part(sides, b, rows[b], statistics, parameters) for b in sides]
+    whole = loss.whole(sides, parameters)
+    for part in (*parts, whole):
+        for values in (*part.shares.values(), *part.embeds.values(), *part.parameters.values()):
+            assert values.isfinite().all(), (name, how)
+    shares = sum(part.shares[b].sum() for part, b in zip(parts, sides))
+    torch.testing.assert_close(shares, sum(share.sum() for share in whole.shares.values()))
+    if how == "masked" and name != "sigmoid":  # a softmax over the own phrase alone
+        assert max(float(each.abs().max()) for each in whole.embeds.values()) < 1e-12
