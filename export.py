@@ -9,23 +9,14 @@ import logging
 import sys
 from pathlib import Path
 
+from common.command_line import CommandParser
 from common.output import outlive_output, run_program
 from data.modules import add_trust_flags, import_named
-from launch.exporting.writing import (
-    CODE,
-    CODE_OF_REGIONS,
-    FORMATS,
-    refuse_to_overwrite,
-    write_export,
-)
-from launch.inference.trained import open_run
-from launch.records import read_export
-from launch.tracking.wandb_run import log_export
-from models.weights.names import REGIONS
+from launch.records import FORMS, read_export
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser() -> CommandParser:
+    parser = CommandParser(
         prog="export.py",
         description="Write a checkpoint as a folder with safetensors, tokenizer, preprocessing and "
         "modeling_export.py, which loads it with public libraries. transformers' CLIPModel, "
@@ -41,7 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--ema", action="store_true", help=about)
     about = "open_clip: what open_clip.create_model_and_transforms loads; auto: a model of "
     about += "transformers where it can be one, else a state dict under the towers' own names "
-    add("--format", choices=FORMATS, default="auto", help=about + "(default: auto)")
+    add("--format", choices=FORMS, default="auto", help=about + "(default: auto)")
     about = (
         "of a run with adapters (LoRA): leave the weights as they were and write the adapters to "
     )
@@ -52,6 +43,17 @@ def make_parser() -> argparse.ArgumentParser:
     add("--wandb", action="store_true", help=about)
     add_trust_flags(parser)
     return parser
+
+
+# before torch is imported, which takes seconds: --help and mistakes do not wait
+if __name__ == "__main__":
+    outlive_output()
+    ARGUMENTS = make_parser().parse_args()
+
+from launch.exporting.writing import CODE, CODE_OF_REGIONS, refuse_to_overwrite, write_export
+from launch.inference.trained import open_run
+from launch.tracking.wandb_run import log_export
+from models.weights.names import REGIONS
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -82,5 +84,4 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    outlive_output()
-    sys.exit(run_program("export.py", lambda: main(make_parser().parse_args())))
+    sys.exit(run_program("export.py", lambda: main(ARGUMENTS)))

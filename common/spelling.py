@@ -7,12 +7,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
 
-def near(given: str, known: Iterable[str]) -> str:
-    """`; did you mean …?` with the known word that is most like `given`; empty where none is."""
+def near(given: str, known: Iterable[str], before: str = "") -> str:
+    """`; did you mean …?` with the known word that is most like `given`, and what is written
+    `before` it; empty where none is."""
     of_case = {word: word for word in known}
     for words, word in ((of_case, given), ({w.lower(): w for w in of_case}, given.lower())):
         if found := difflib.get_close_matches(word, words, 1, cutoff=0.5):
-            return f"; did you mean {words[found[0]]!r}?"
+            return f"; did you mean {before + words[found[0]]!r}?"
     return ""
 
 

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from common.command_line import CommandParser
 from common.files import make_folder, replacing
 from common.options import at_least, positive
 from common.output import outlive_output, plain, run_program
@@ -202,8 +203,8 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if float(value).is_integer() or abs(value) >= 100 else f"{value:.2f}"
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser() -> CommandParser:
+    parser = CommandParser(
         prog="python -m data.inspect",
         description="What is in a data set: counts, histograms, bad samples, a sheet of images and "
         "spectrograms.",

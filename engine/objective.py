@@ -18,8 +18,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
+from typing import TYPE_CHECKING
 
-from engine.loss_protocols import ContrastiveLoss, MatchingLoss
+if TYPE_CHECKING:
+    from engine.loss_protocols import ContrastiveLoss, MatchingLoss  # imports torch
 
 RESERVED = {"head", "batch_norm", "merged"}  # of clipping, of locking, of a layout's stages
 

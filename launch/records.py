@@ -16,6 +16,7 @@ AVERAGED = "ema/"
 # kinds of an export that are no model of transformers
 OPEN_CLIP, STATE_DICT = "open_clip", "state dict"
 FORMAT = 1  # of an export's record
+FORMS = ("auto", "transformers", "open_clip", "state_dict")  # that export.py can be asked for
 RECORD, WEIGHTS = "wye.json", "model.safetensors"
 
 

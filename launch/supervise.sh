@@ -42,7 +42,7 @@ for word in "$@"; do
     previous=$word
 done
 [ $# -gt 0 ] || fail "no command given; $(head -n 1 <<<"$usage")"
-[ -n "$run_dir" ] || fail "the command has no --run-dir; name one, or every start would begin a run of its own"
+[ -n "$run_dir" ] || fail "the command has no --run-dir; name one (outside of @FILE), or every start would begin a run of its own"
 case "$resume" in
     never | "$run_dir"/*) fail "--resume $resume: every start would begin there again; leave it out, or give auto or a checkpoint of another run" ;;
 esac

@@ -1,6 +1,5 @@
 """Fill the cache of decoded images before training: python -m data.cache SPEC --image-size N."""
 
-import argparse
 import os
 import sys
 import time
@@ -8,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from common.command_line import CommandParser
 from common.output import outlive_output, plain, run_program
 from common.sizes import GIB, sized
 from data.cache import DEFAULT_LIMIT, default_folder, fill, open_cache
@@ -19,8 +19,8 @@ from data.modules import import_modules
 from data.options import add_pairs_flags, compared
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser() -> CommandParser:
+    parser = CommandParser(
         prog="python -m data.cache", description="Fill the cache of decoded images before training."
     )
     parser.add_argument("spec", metavar="SPEC", help="the data set, as --data of train.py")

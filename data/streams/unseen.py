@@ -6,11 +6,11 @@ python -m data.streams.unseen 'stream:s3://bucket/{000..012}.tar' --by url --out
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.command_line import CommandParser
 from common.output import outlive_output, run_program
 from data.index.sources import open_source
 from data.streams.bloom import CAPTION, key_of, write_unseen
@@ -35,7 +35,7 @@ def unseen_keys(spec: str, by: str) -> list[bytes]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="python -m data.streams.unseen",
         description="Write a file of keys, whose rows a stream leaves out by &unseen=FILE.",
     )

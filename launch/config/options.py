@@ -9,14 +9,13 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
+from common.command_line import CommandParser
 from common.options import SAME, add_flags
 from common.spelling import near
 from data.index.roots import from_anywhere
@@ -82,32 +81,19 @@ class Options(RunOptions, BatchingOptions, LoadingOptions, ModelOptions, Trackin
             )
 
 
-class _Parser(argparse.ArgumentParser):
-    """Started on many ranks at once, it speaks on the first only."""
-
-    def error(self, message: str) -> NoReturn:
-        if _is_first_rank():
-            self.print_usage(sys.stderr)
-            say_last(f"{self.prog}: error: {message} (see {self.prog} --help)")
-        sys.exit(2)
-
-    def print_help(self, file: Any = None) -> None:
-        if _is_first_rank():
-            super().print_help(file)
+class _Parser(CommandParser):
+    def say(self, message: str) -> None:
+        say_last(message)
 
 
-def _is_first_rank() -> bool:
-    return int(os.environ.get("RANK", "0")) == 0
-
-
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> CommandParser:
     parser = _Parser(
         prog="train.py",
         description="Train an image tower and a text tower as a forked pipeline with one exact loss "
         "over the global batch. Without any flag: a small pair of towers on the embedded data.",
         epilog="Learning rate, schedule, batch sizes, precision, ZeRO and the layout of the stages "
-        "are in the JSON file: ds_configs/README.md.",
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=120),
+        "are in the JSON file: ds_configs/README.md. Arguments may stand in a file, one on each line: "
+        "train.py @FILE.",
     )
     add_flags(parser, GROUPS)
     # given by DeepSpeed's launcher, which also sets LOCAL_RANK
@@ -119,7 +105,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> Options:
     """Options of train.py; exits with status 2 and one message when they are wrong."""
     parser = make_parser()
     try:
-        return decide(parser, sys.argv[1:] if arguments is None else list(arguments))
+        return decide(parser, parser.words(arguments))
     except ValueError as error:
         parser.error(str(error))
 

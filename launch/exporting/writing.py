@@ -56,7 +56,6 @@ CODE = Path(__file__).with_name("modeling_export.py")
 CODE_OF_REGIONS = Path(__file__).with_name("modeling_regions.py")
 PACKAGES = {"timm": "timm", "open_clip": "open_clip_torch"}  # of a library, where it is optional
 CLAP, DUAL_ENCODER = "ClapModel", "VisionTextDualEncoderModel"
-FORMATS = ("auto", "transformers", "open_clip", "state_dict")
 OPEN_CLIP_FILES = "open_clip_config.json", "open_clip_model.safetensors"
 
 
@@ -69,7 +68,7 @@ def write_export(
     keep_adapters: bool = False,
 ) -> list[str]:
     """Write the model to `folder`, which appears whole or not at all; returns why it is a state
-    dict under the towers' own names, if it is one. `form`: one of `FORMATS`. `averaged`: the
+    dict under the towers' own names, if it is one. `form`: one of `FORMS` of launch/records.py. `averaged`: the
     weights are the run's moving average, which the model card says. Adapters are added to the
     weights; `keep_adapters`: they are written beside these, as peft's files.
 

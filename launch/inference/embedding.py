@@ -21,6 +21,7 @@ from data.loader import LoadReport, micro_batches
 from data.modalities.tokenizer import length_multiple
 from data.progress import progress_bar
 from launch.config.groups import InputOptions
+from launch.inference.flags import PRECISIONS
 from launch.inference.trained import Trained
 from launch.inputs import as_values, languages_of, micro_batch_dataset
 from launch.modalities import Inputs, view_of
@@ -28,7 +29,7 @@ from launch.terminal.tables import show
 from models.towers.building import meta_inputs
 from models.towers.regions import PooledRegions
 
-PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = dict(zip(PRECISIONS, (None, torch.bfloat16, torch.float16), strict=True))
 """Name -> what autocast computes in; None: nothing is cast."""
 
 Tensors = dict[str, Tensor]
@@ -296,7 +297,7 @@ class Embedder:
 
     def autocast(self) -> torch.autocast:
         """The precision, for what runs inside of it."""
-        dtype = PRECISIONS[self.precision]
+        dtype = DTYPES[self.precision]
         return torch.autocast(self.device.type, dtype or torch.bfloat16, enabled=dtype is not None)
 
     @torch.inference_mode()

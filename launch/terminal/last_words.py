@@ -11,9 +11,9 @@ import contextlib
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-LAUNCHER = b"deepspeed.launcher.launch"  # of one node; it starts the ranks
+from common.shell import is_launcher
+
 MOST_LINES = 12  # of a message that comes again
 # Forks, so that it is no descendant of the rank: the launcher would wait for it, and then kill it.
 # argv: the launcher's process, seconds to wait at most, the message.
@@ -41,13 +41,6 @@ def say_last(message: str) -> None:
             # -I -S: nothing is imported that takes time
             starting = [sys.executable, "-I", "-S", "-c", REPEAT, *words]
             subprocess.run(starting, start_new_session=True, stdin=subprocess.DEVNULL, check=False)
-
-
-def is_launcher(process: int) -> bool:
-    try:
-        return LAUNCHER in Path(f"/proc/{process}/cmdline").read_bytes()
-    except OSError:
-        return False
 
 
 def shortened(message: str) -> str:

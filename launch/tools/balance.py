@@ -15,15 +15,16 @@ if __name__ == "__main__":
     # DeepSpeed need not look for a GPU, nor warn that there is none
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+from common.command_line import CommandParser
 from common.output import outlive_output
 from launch.reporting.balance import balance_tables
 from launch.reporting.reading import read_folder
 from launch.terminal.tables import REPORT, show
-from launch.tools.command import OneLineParser, run_tool
+from launch.tools.command import run_tool
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
+    parser = CommandParser(
         prog="python -m launch.tools.balance",
         description="Print how the balance of a run began, how it ended, and what was decided on "
         f"the way. RUN_DIR/{REPORT} draws it over the steps.",

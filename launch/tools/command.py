@@ -3,27 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
 
 from common.output import run_program
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong in one line; --help says the rest."""
-
-    def __init__(self, **how: Any):
-        how.setdefault(
-            "formatter_class",
-            lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=120),
-        )
-        super().__init__(**how)
-
-    def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: error: {message} (see {self.prog} --help)", file=sys.stderr)
-        sys.exit(2)
 
 
 def page_path(text: str) -> Path:

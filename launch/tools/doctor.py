@@ -25,9 +25,10 @@ from pathlib import Path
 from subprocess import PIPE, STDOUT
 from typing import Any
 
+from common.command_line import CommandParser
 from common.files import remove, write_text
 from common.output import outlive_output, plain
-from launch.tools.command import OneLineParser, run_tool
+from launch.tools.command import run_tool
 from launch.tools.machine_checks import FAIL, OK, Finding, check_versions, judged
 
 # Keeps what it starts in a group of its own, and ends it when stdin closes: when ssh, or this
@@ -156,7 +157,7 @@ def show(found: Sequence[tuple[str, Finding]]) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
+    parser = CommandParser(
         prog="python -m launch.tools.doctor",
         usage="%(prog)s [--hostfile FILE] [--run-dir DIR] [--port N] [--json FILE] [-- OPTIONS]",
         description="Look for what would break a run, on all its hosts: versions, GPUs, names, "

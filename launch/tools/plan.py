@@ -28,6 +28,7 @@ if __name__ == "__main__":
     # was imported
     gc.disable()
 
+from common.command_line import CommandParser
 from common.options import OptionGroup, add_flags, at_least, number_where, option
 from common.output import outlive_output, run_program
 from data.modules import import_modules
@@ -46,7 +47,7 @@ from launch.modalities import Vocabulary, refuse_pairs, tower_of
 from launch.objective import pairs_of
 from launch.setup.estimates import estimated_costs
 from launch.terminal.tables import Table, duration, show
-from launch.tools.command import OneLineParser, page_path
+from launch.tools.command import page_path
 from models.defaults import image_name, text_name
 from models.losses import build_loss
 from models.towers.adapters.layers import adapted_tower, num_learned
@@ -171,7 +172,7 @@ class PlanOptions(OutputOptions, TowerOptions, RunOptions, HardwareOptions):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
+    parser = CommandParser(
         prog="python -m launch.tools.plan",
         description="Rank the ways to run a model on N GPUs by simulated step time, and say why. "
         "Needs no GPU.",

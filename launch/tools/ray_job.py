@@ -23,10 +23,11 @@ try:
 except ImportError as error:
     sys.exit(f"python -m launch.tools.ray_job: error: {error}; pip install -r requirements-ray.txt")
 
+from common.command_line import CommandParser
 from common.files import write_text
 from common.output import INTERRUPTED, outlive_output
 from launch.config.options import ROOT, parse_options
-from launch.tools.command import OneLineParser, run_tool
+from launch.tools.command import run_tool
 
 # train.py ends with its worker, however that ends: PR_SET_PDEATHSIG of prctl(2), SIGKILL
 TIED = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
@@ -75,7 +76,7 @@ def _workers(text: str) -> int | tuple[int, int]:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
+    parser = CommandParser(
         prog="python -m launch.tools.ray_job",
         description="Train on a Ray cluster whose nodes have this folder, the data and RUN_DIR "
         "under the same paths. Each worker is a rank, with a GPU of its own where the cluster has "

@@ -16,10 +16,11 @@ if __name__ == "__main__":
     # DeepSpeed need not look for a GPU, nor warn that there is none
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+from common.command_line import CommandParser
 from common.output import outlive_output
 from launch.reporting.page import write_report
 from launch.terminal.tables import REPORT
-from launch.tools.command import OneLineParser, run_tool
+from launch.tools.command import run_tool
 
 COMPARISON = "comparison.html"
 NO_SERVER = (
@@ -29,7 +30,7 @@ NO_SERVER = (
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
+    parser = CommandParser(
         prog="python -m launch.tools.report",
         description="Write one HTML page about a run: what was trained, curves, queries, times and "
         "memory. Several runs are laid over one another.",

@@ -26,11 +26,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from common.command_line import CommandParser
 from common.files import replacing_folder, write_text
 from common.options import at_least
 from common.output import outlive_output
 from launch.config.options import ROOT, parse_options
-from launch.tools.command import OneLineParser, run_tool
+from launch.tools.command import run_tool
 
 CLUSTERS = ("slurm", "kubernetes", "mpi", "local")
 COPIED = ("common", "data", "ds_configs", "engine", "examples", "launch", "models")
@@ -159,8 +160,8 @@ FLAGS: tuple[tuple[str, Callable[[str], Any], Any, str], ...] = (
 )
 
 
-def make_parser() -> OneLineParser:
-    parser = OneLineParser(
+def make_parser() -> CommandParser:
+    parser = CommandParser(
         prog="python -m launch.tools.submit",
         usage="python -m launch.tools.submit --cluster CLUSTER [FLAGS] -- OPTIONS of train.py",
         description=(__doc__ or "").split("\n", 1)[0],
@@ -209,7 +210,7 @@ def _read(arguments: argparse.Namespace) -> tuple[argparse.Namespace, list[str]]
         raise ValueError("--nodes: --cluster local is one machine, and mpi takes --hostfile")
     if arguments.hostfile and not arguments.hostfile.is_file():
         raise ValueError(f"--hostfile {arguments.hostfile}: there is no such file")
-    parser = OneLineParser(prog="python -m launch.tools.submit", add_help=False, allow_abbrev=False)
+    parser = CommandParser(prog="python -m launch.tools.submit", add_help=False, allow_abbrev=False)
     for flag in ("--run-dir", "--deepspeed_config", "--recipe", "--seed"):
         parser.add_argument(flag)
     known, others = parser.parse_known_args(arguments.options)

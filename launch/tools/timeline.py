@@ -17,6 +17,7 @@ if __name__ == "__main__":
     # DeepSpeed need not look for a GPU, nor warn that there is none
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+from common.command_line import CommandParser
 from common.output import outlive_output
 from data.modules import add_trust_flags, import_named
 from engine.trace import Span
@@ -24,13 +25,13 @@ from launch.records import record_of_run
 from launch.reporting.timelines import measured_step, prediction, save_timelines, timeline_table
 from launch.run.trace_file import read_trace
 from launch.terminal.tables import show
-from launch.tools.command import OneLineParser, page_path, run_tool
+from launch.tools.command import page_path, run_tool
 
 Ranks = Mapping[int, Sequence[Span]]  # the spans of each rank
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
+    parser = CommandParser(
         prog="python -m launch.tools.timeline",
         description="Draw a traced step of a run, predicted above measured on one time axis, and "
         "print both step times.",

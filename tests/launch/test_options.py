@@ -4,6 +4,9 @@ one message per mistake."""
 import argparse
 import json
 import re
+import subprocess
+import sys
+from importlib.metadata import packages_distributions
 
 import pytest
 from cost_models import BRANCHES, proportional
@@ -72,6 +75,21 @@ def test_help_points_to_the_json_and_keeps_the_launchers_flag_to_itself():
     assert "ds_configs/README.md" in text and "--local_rank" not in text
     assert max(map(len, text.splitlines())) <= 120
     assert parsed("--local_rank 3") == parsed() == parsed("--local_rank=3")
+
+
+def test_help_imports_nothing_that_takes_seconds():
+    """What a program may import before it answers; its own rooms aside, small packages."""
+    rooms = {"common", "data", "engine", "launch", "models"}
+    light = {"annotated_types", "pydantic", "pydantic_core", "typing_extensions"}
+    light |= {"typing_inspection", "_distutils_hack", *rooms, *sys.stdlib_module_names}
+    for program in ("train.py", "evaluate.py", "export.py"):
+        words = [sys.executable, "-X", "importtime", program, "--help"]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0 and "--import-module" in done.stdout
+        lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
+        imported = {line.split("|")[2].strip().split(".")[0] for line in lines[1:]}
+        heavy = imported & {each.replace("-", "_") for each in packages_distributions()}
+        assert rooms & imported and not heavy - light, program
 
 
 def test_the_demo_is_the_default_and_real_data_has_real_towers():
