@@ -21,7 +21,6 @@ python evaluate.py --import openai/clip-vit-base-patch32 --precision bf16 \\
 import argparse
 import hashlib
 import logging
-import os
 import re
 import sys
 from collections.abc import Callable, Mapping
@@ -37,8 +36,10 @@ if __name__ == "__main__":
     outlive_output()
     ARGUMENTS = parse()
 
+import torch
 from rich.table import Table
 
+from common.cpus import usable_cpus
 from common.files import make_folder
 from common.secrets import redact
 from data.index.sources import KnownSource
@@ -85,7 +86,9 @@ def main(arguments: argparse.Namespace) -> None:
     trained = open_model_folder(arguments.run_dir, arguments.checkpoint, device, arguments.ema)
     name = name_of(arguments, trained)
     workers = "auto" if arguments.workers is None else arguments.workers
-    workers = resolve_workers(workers, 1, len(os.sched_getaffinity(0)), device.type != "cpu")
+    cpus = usable_cpus()
+    workers = resolve_workers(workers, 1, cpus, device.type != "cpu")
+    torch.set_num_threads(min(torch.get_num_threads(), cpus))  # torch sees no container's limit
     if arguments.regions or arguments.find == "region":
         trained = trained.with_regions()
     embedder = Embedder(trained, device, arguments.batch_size, workers, arguments.precision)

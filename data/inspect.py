@@ -9,7 +9,6 @@ spectrograms with their captions.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from common.command_line import CommandParser
+from common.cpus import usable_cpus
 from common.files import make_folder, replacing
 from common.options import at_least, positive
 from common.output import outlive_output, plain, run_program
@@ -302,7 +302,7 @@ def _show_speed(
 ) -> None:
     speed = measured(source, options.seconds, options.seed)
     console.print(speed.table(source.spec))
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cpus()
     console.print(speed.verdict(options.needs, options.gpus, cores), soft_wrap=True)
 
 

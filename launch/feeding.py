@@ -3,7 +3,6 @@ else."""
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import replace
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from common.cpus import usable_cpus
 from common.sizes import GIB
 from data.batching.requests import MicroBatchRequest
 from data.batching.stream_order import StreamOrder
@@ -175,9 +175,10 @@ class Feeding:
 def share_cores(loading: LoadingOptions, processes: Processes) -> LoadingOptions:
     """With as many workers as a rank starts. Without a GPU the ranks that share cores do so for
     their own work, too."""
-    cores, on_gpu = len(os.sched_getaffinity(0)), processes.device.type != "cpu"
-    if not on_gpu:
-        torch.set_num_threads(max(1, cores // processes.ranks_on_cores))
+    cores, on_gpu = usable_cpus(), processes.device.type != "cpu"
+    shared = max(1, cores // processes.ranks_on_cores)
+    # torch begins with a thread per core of the machine, also where a container has less
+    torch.set_num_threads(min(cores, torch.get_num_threads()) if on_gpu else shared)
     workers = resolve_workers(loading.workers, processes.ranks_on_cores, cores, on_gpu)
     if workers:
         start_early()

@@ -1,6 +1,5 @@
 """Fill the cache of decoded images before training: python -m data.cache SPEC --image-size N."""
 
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -8,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.command_line import CommandParser
+from common.cpus import usable_cpus
 from common.output import outlive_output, plain, run_program
 from common.sizes import GIB, sized
 from data.cache import DEFAULT_LIMIT, default_folder, fill, open_cache
@@ -48,9 +48,9 @@ def make_parser() -> CommandParser:
     parser.add_argument(
         "--workers",
         type=int,
-        default=os.cpu_count() or 1,
+        default=usable_cpus(),
         metavar="N",
-        help="processes; 0: none beside this (default: one per core)",
+        help="processes; 0: none beside this (default: one per CPU that this process may use)",
     )
     parser.add_argument(
         "--cache", type=Path, metavar="DIR", help=f"where it is (default: {default_folder()})"

@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 from filelock import FileLock
 
+from common.cpus import usable_cpus
 from common.files import make_folder, move, remove, remove_folder, write_text
 from data.bad_samples import ABSENCES, CODES, BadSample
 from data.clips import WHOLE_FILM, placed_span
@@ -243,7 +244,7 @@ def _indexed(work: _Work, workers: int | None, progress: bool) -> Iterator[tuple
     """All parts, in order: at first in this process, and in several when that is not done after
     some seconds."""
     format = work.format
-    workers = min(len(os.sched_getaffinity(0)), MAX_WORKERS) if workers is None else workers
+    workers = min(usable_cpus(), MAX_WORKERS) if workers is None else workers
     bar = progress_bar(
         None, "reading the data", format.unit, format.total(), shown=progress, scaled=True
     )

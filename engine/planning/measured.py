@@ -17,6 +17,7 @@ import torch
 from pydantic import TypeAdapter
 from torch import Tensor, nn
 
+from common.cpus import usable_cpus
 from common.files import make_folder, read_json, write_text
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def signature(tensors: Tensors) -> list:
 def device_identity(device: torch.device) -> dict[str, Any]:
     """What a measured time depends on beside the layer."""
     name = (
-        f"{_processor()}, {os.cpu_count()} cores"
+        f"{_processor()}, {usable_cpus()} cores"
         if device.type == "cpu"
         else torch.get_device_module(device).get_device_name(device)
     )

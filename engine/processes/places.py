@@ -22,6 +22,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from common.cpus import quota
+
 PACKAGES = ("torch", "deepspeed", "transformers")
 HEARING_LIMIT = timedelta(seconds=10)
 
@@ -50,13 +52,17 @@ class Place:
         with contextlib.suppress(OSError):
             boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
             processes = os.readlink("/proc/self/ns/pid")
+        node = f"{socket.gethostname()} {boot} {processes}"
+        # ranks of two containers of a machine have their own time on the same cores
+        limit = quota()
+        limited = "" if limit is None else f" {limit.cpus} of {limit.group} in {node}"
         alike = {"accelerator": kind, "python": ".".join(platform.python_version_tuple()[:2])}
         alike |= {name: version(name) for name in PACKAGES}
         if kind == "cuda":
             alike["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
         return cls(
-            node=f"{socket.gethostname()} {boot} {processes}",
-            cores=f"{boot} {sorted(os.sched_getaffinity(0))}",
+            node=node,
+            cores=f"{boot} {sorted(os.sched_getaffinity(0))}{limited}",
             device=_device(kind, number, f"{socket.gethostname()} {boot}") if num_devices else "",
             num_devices=num_devices,
             pid=os.getpid(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.cpus import usable_cpus
 from data.batching.requests import MicroBatchRequest
 from data.modalities.tokenizer import token_lengths
 from data.options import LoadingOptions, has_regions
@@ -365,7 +365,7 @@ def _loading(
     if processes.rank == 0:
         sample_s = {b: _sample_s(data, inputs, loading, b) for b in inputs.branches}
     # a launcher may give each rank cores of its own
-    cores = len(os.sched_getaffinity(0)) * processes.ranks_on_node // processes.ranks_on_cores
+    cores = usable_cpus() * processes.ranks_on_node // processes.ranks_on_cores
     shared = processes.device.type == "cpu"
     return Loading(from_first_rank(sample_s), loading.num_workers, cores, shared)
 

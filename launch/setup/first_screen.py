@@ -3,7 +3,6 @@ take, and where it is written."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import textwrap
@@ -16,6 +15,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from common.cpus import usable_cpus
 from common.output import plain
 from common.sizes import sized
 from data.batching.stream_order import StreamOrder
@@ -67,7 +67,7 @@ def describe_device(device: torch.device) -> str:
     """Such as "NVIDIA H100 80GB HBM3" and "cpu (2 cores)"."""
     if device.type != "cpu":
         return torch.get_device_module(device).get_device_name(device)
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cpus()
     return f"{device.type} ({cores} core{'s' * (cores > 1)})"
 
 
