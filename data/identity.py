@@ -26,8 +26,8 @@ class Identity:
 
     @property
     def key(self) -> int:
-        """A number for arrays, from 1 to 2^63 - 1."""
-        return (int(fingerprint(self)[:16], 16) >> 1) or 1
+        """A number for arrays, from 1 to 2^63 - 1; 0 of MISSING."""
+        return 0 if self == MISSING else (int(fingerprint(self)[:16], 16) >> 1) or 1
 
 
 MISSING = Identity(-1, -1)  # of what is not there

@@ -285,6 +285,13 @@ class DataOptions(SeedOptions, PairsOptions, BadSampleOptions):
         shown="half of what is free",
         free=True,
     )
+    on_bad_shard: str = option(
+        "refuse",
+        "shards of stream: that are gone, have changed under the run, or hold another number of "
+        "samples than a file beside them tells; drop: leave them out, up to --max-bad-fraction",
+        choices=("refuse", "drop"),
+        free=True,
+    )
     index_check: str = option(
         "decode",
         "how images are checked when a data set is first opened; header: faster, truncated ones "

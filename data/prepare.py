@@ -16,13 +16,14 @@ from transformers import PreTrainedTokenizerBase
 from common.files import read_json, remove, replacing, replacing_folder, write_text
 from common.secrets import redacted
 from common.sizes import GIB
-from data.bad_samples import REASONS
+from data.bad_samples import REASON_OF_CODE, REASONS
 from data.batching.draws import LIMIT
 from data.batching.mixing import mixed
 from data.batching.mixture import Mixture, open_sources
 from data.batching.order import BatchSizes, GlobalOrder, Parts, Together
 from data.batching.rows import Rows
 from data.batching.stream_order import Shards, StreamOrder
+from data.formats.specs import is_remote
 from data.index.leaks import count_leaks, describe_leaks, find_leaks
 from data.index.roots import with_roots
 from data.index.sources import KnownSource, Source, open_source
@@ -31,7 +32,8 @@ from data.modalities.tokenizer import load_tokenizer, refuse_unknown_words, trai
 from data.options import DataOptions, compared, has_regions
 from data.streams.division import MOST_HELD_OUT, divide_shards
 from data.streams.filters import Kept
-from data.streams.opening import is_stream, open_stream
+from data.streams.listing import Listing, ShardRules
+from data.streams.opening import is_stream, open_stream_listed
 from data.streams.several import kept_samples
 from data.streams.source import StreamSource
 
@@ -46,6 +48,7 @@ NOT_OF_SAMPLES = {
     "data_adapt",
     "max_bad_fraction",
     "stream_cache",
+    "on_bad_shard",
 }
 
 
@@ -161,13 +164,15 @@ def prepare_data(
     workers: int | None = None,
     progress: bool = False,
     length_multiple: int = 1,
+    looks: bool = True,
 ) -> PreparedData:
     """Open, check, divide and tokenize; what takes long is kept in `folder`, or in the cache, and
     found there the next time.
 
     Held-out samples come from `val_data` when given, else are `val_fraction` of `data`. `tokenizer`
     is a folder or a Hugging Face id; None trains a WordPiece on the training captions. Where no
-    pair has texts there is none. Bad samples are listed in `folder`/bad_samples.jsonl. Where
+    pair has texts there is none. `looks`: whether this process looks if shards of streams are still
+    what they were; else it takes what another one found and kept in `folder`. Bad samples are listed in `folder`/bad_samples.jsonl. Where
     processes share `folder`, one goes first and the others find what it made. Errors: ValueError,
     OSError.
     """
@@ -184,7 +189,7 @@ def prepare_data(
         validation = open_source(with_roots(options.val_data, options.data_root), **building)
         refuse_too_many_bad(validation, options.max_bad_fraction)
     if any(map(is_stream, specs)):
-        opened = _open_streams(specs, options, building, folder, validation)
+        opened = _open_streams(specs, options, building, folder, validation, looks)
     else:
         opened = _open_known(specs, options, building, folder, validation)
     if has_regions(options.pairs) and not opened.shards:
@@ -228,6 +233,7 @@ def _open_streams(
     building: Mapping[str, Any],
     folder: Path,
     validation: KnownSource | None,
+    looks: bool,
 ) -> PreparedData:
     """Streams, maybe beside data sets that are looked at beforehand: these are trained on whole.
     What is held out are whole shards."""
@@ -246,7 +252,8 @@ def _open_streams(
     rows: list[np.ndarray | int] = []
     held_out: list[str] = []
     kept: list[tuple[Kept | None, int]] = []  # of each of these
-    for spec in specs:
+    listings: list[tuple[Listing, Path]] = []
+    for number, spec in enumerate(specs):
         if not is_stream(spec):
             known = open_source(spec, **building)
             refuse_too_many_bad(known, options.max_bad_fraction)
@@ -255,15 +262,20 @@ def _open_streams(
             rows.append(usable)
             orders.append(Shards(np.array([len(usable)]), 1))
             continue
-        whole, mixed_shards = open_stream(
+        record = folder / "shards" / f"{number}.json"
+        drops = options.on_bad_shard == "drop"
+        whole, mixed_shards, listing = open_stream_listed(
             spec,
             options.compared(),
             None if options.stream_cache is None else int(options.stream_cache * GIB),
             options.max_audio_seconds,
             bool(building["progress"]),
+            ShardRules(drops, options.max_bad_fraction, record, looks),
         )
+        listings.append((listing, record))
         fraction = 0.0 if validation is not None else options.val_fraction
         division = divide_shards(whole.table.counts, fraction, options.limit_samples, options.seed)
+        _refuse_lost(whole, division.held_out)
         held_out += [whole.table.known_spec(int(n)) for n in division.held_out]
         kept += [(whole.table.kept, int(n)) for n in division.held_out]
         stream = whole.of_shards(division.train, division.counts)
@@ -285,6 +297,8 @@ def _open_streams(
         return Splits(np.empty(0, np.int64), dict.fromkeys(names, subset[:MOST_HELD_OUT]))
 
     splits = _kept_splits(folder, options, sources, validation, divide)
+    for listing, record in listings if looks else ():
+        listing.write(record)
     held = {
         name: HeldOut(validation, subset)
         for name, subset in splits.held_out.items()
@@ -296,6 +310,19 @@ def _open_streams(
         parts = _parts(options, tuple(zip(counts, _weights(options), strict=True)))
     shards = tuple(orders)
     return PreparedData(source, train, held, None, parts, shards=shards, seed=options.seed)
+
+
+def _refuse_lost(stream: StreamSource, held_out: np.ndarray) -> None:
+    """Raise OSError where shards that are held out are not what they were: what is measured would be
+    another set. A copy of a remote one is kept for good."""
+    table = stream.table
+    for shard in held_out.tolist():
+        reason = REASON_OF_CODE.get(int(table.lost[shard]))
+        if reason == "changed-shard" or (reason and not is_remote(table.names[shard])):
+            raise OSError(
+                f"{stream.shown[shard]}: {REASONS[reason]}, and its samples are held out; give it "
+                "back as it was, or another --run-dir"
+            )
 
 
 def _weights(options: DataOptions) -> tuple[float, ...]:

@@ -38,6 +38,8 @@ from launch.run.folder import RunFolder
 MicroBatches = Generator[dict[str, Tensor] | list[dict[str, Tensor]], None, None]
 OF_STORAGE = ("unreadable", "missing-file")
 CACHED = frozenset(("image", "audio", "video"))
+# of shards that are left out as a whole, whose share was judged when the run started
+JUDGED_BEFORE = ("missing-shard", "changed-shard")
 BAD_TO_JUDGE = 100  # a few images that break are no fraction yet
 # Below this many micro-batches, starting loader processes takes longer than they save.
 WORTH_WORKERS = 64
@@ -151,7 +153,8 @@ class Feeding:
                 self._counts[name] += number
         self._loaded += report.num_decoded
         for i, reason, detail in report.bad:
-            self._unreadable[reason] += 1
+            if reason not in JUDGED_BEFORE:
+                self._unreadable[reason] += 1
             if (source.spec, i) not in self._listed:  # it comes again in every epoch
                 self._listed.add((source.spec, i))
                 where = source.where(i)

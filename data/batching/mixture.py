@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from data.batching.order import Parts
+from data.identity import fingerprint
 from data.index.mapped import UnusedCounts, add_unused
 from data.index.sources import KnownSource, Source, open_source
 
@@ -83,6 +84,9 @@ class Mixture:
     def keys(self, kind: str) -> np.ndarray:
         """[N] uint64; ids of different sets are equal when their own are."""
         return np.concatenate([source.keys(kind) for source in self.known])
+
+    def texts_fingerprint(self) -> str:
+        return fingerprint([source.texts_fingerprint() for source in self.known])
 
     def usable(self) -> np.ndarray:
         return np.concatenate(

@@ -1,23 +1,30 @@
 """Data sets as shards: patterns that name files, files that are elsewhere, and names of both."""
 
 import glob
+import json
+import logging
 import os
 import re
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
 from typing import NamedTuple
 
 from braceexpand import braceexpand
 from filelock import FileLock
 
-from common.files import make_folder, move
+from common.files import make_folder, move, read_json, write_text
 from common.secrets import redact
 from data.formats.rows import Format, Stamp, stamp
 from data.formats.specs import cache_folder, is_remote, local_path
-from data.formats.store import fetch
+from data.formats.store import WAIT_S, fetch, identity_of
+from data.identity import Identity
 from data.keys import content_hash
 
 COPIES_AT_ONCE = 8
+KNOWN_WAIT_S = 10.0  # for a store of whose file there is a copy
 MAX_SHOWN = 5
 NAMES_LIMIT = 1_000_000  # that braces may stand for
 BRACES = re.compile(
@@ -66,11 +73,12 @@ class ShardsFormat(Format):
         """Raises ValueError for a file that cannot be read, before it is copied."""
 
 
-def expand(kind: str, pattern: str, usage: str) -> list[str]:
+def expand(kind: str, pattern: str, usage: str, must_exist: bool = True) -> list[str]:
     """`a/{000..012}.tar::b/*.tar` -> names of files, in order: braces as the shell has them, `*`
     and `?` sorted, `::` between patterns.
 
-    Local names come back absolute, remote ones as they are. Errors: ValueError, FileNotFoundError.
+    Local names come back absolute, remote ones as they are, which are not looked for; local ones
+    neither unless they `must_exist`. Errors: ValueError, FileNotFoundError.
     """
     if not pattern:
         raise ValueError(f"data spec '{kind}:' names no file; write {usage}")
@@ -87,7 +95,7 @@ def expand(kind: str, pattern: str, usage: str) -> list[str]:
         raise ValueError(f"{spec}: {error}") from error
     names = [name for each in every for name in ([each] if is_remote(each) else _found(spec, each))]
     missing = [name for name in names if not is_remote(name) and not os.path.isfile(name)]
-    if missing:
+    if missing and must_exist:
         more = f" and {len(missing) - MAX_SHOWN} more" if len(missing) > MAX_SHOWN else ""
         raise FileNotFoundError(f"{spec}: no such file: {', '.join(missing[:MAX_SHOWN])}{more}")
     twice = sorted(name for name, number in Counter(names).items() if number > 1)
@@ -125,8 +133,8 @@ def _number_of_names(pattern: str) -> int:
 
 
 def local_copies(names: list[str]) -> list[str]:
-    """Local names of the files: a remote one is copied once, into the cache folder, and is
-    not asked for again.
+    """Local names of the files: a remote one is copied once, into the cache folder, and again when
+    it has changed. Where its store does not answer, the copy of before is used, which is said.
 
     Several at a time; processes that start together copy each file once. Errors: OSError that names
     the address.
@@ -140,15 +148,32 @@ def local_copies(names: list[str]) -> list[str]:
 def _local_copy(url: str) -> str:
     folder = cache_folder() / "copies" / content_hash(url.encode()).hex()
     copy = folder / (os.path.basename(url.partition("?")[0]) or "file")
-    if copy.is_file():
-        return str(copy)
+    record = folder / "identity.json"
     make_folder(folder)
     with FileLock(folder / "lock"):
-        if not copy.is_file():
+        known = _recorded(record) if copy.is_file() else None
+        try:
+            found = identity_of(url, WAIT_S if known is None else KNOWN_WAIT_S)
+        except OSError as error:
+            if not copy.is_file():
+                raise
+            logging.getLogger("wye").warning("%s; the copy of before is used", error)
+            return str(copy)
+        if known is None and copy.is_file() and os.path.getsize(copy) == found.size:
+            known = found  # a copy of before there were records
+            write_text(record, json.dumps(asdict(found)))
+        if known != found:
             part = copy.with_name(f"{copy.name}.part")
-            fetch(url, part)
+            found = fetch(url, part)
             move(part, copy)
+            write_text(record, json.dumps(asdict(found)))
     return str(copy)
+
+
+def _recorded(file: Path) -> Identity | None:
+    with suppress(OSError, ValueError, TypeError):
+        return Identity(**read_json(file))
+    return None
 
 
 def short_names(files: list[str]) -> list[str]:

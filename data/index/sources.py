@@ -31,9 +31,9 @@ from data.formats.scenes import demo_format
 from data.formats.subtitles import SubtitlesFormat
 from data.formats.tables import JsonlFormat, TableFormat
 from data.formats.webdataset import WebdatasetFormat
-from data.identity import Identity
+from data.identity import Identity, fingerprint
 from data.index.building import load_index
-from data.index.mapped import ABSENT, Index, UnusedCounts
+from data.index.mapped import ABSENT, TEXTS, Index, UnusedCounts
 from data.index.media import MEDIA
 from data.keys import content_hash
 from data.regions import read
@@ -112,6 +112,9 @@ class KnownSource(Source, Protocol):
 
     def usable(self) -> np.ndarray:
         """[n] int64, ascending: the samples that are not bad."""
+
+    def texts_fingerprint(self) -> str:
+        """Another one where a caption is another."""
 
 
 class IndexedSource:
@@ -235,6 +238,9 @@ class IndexedSource:
 
     def unused(self) -> UnusedCounts:
         return self.index.unused()
+
+    def texts_fingerprint(self) -> str:
+        return fingerprint(self.index.meta["files"][TEXTS])
 
 
 class ConceptSource(IndexedSource):

@@ -9,17 +9,20 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
+from zlib import crc32
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from common.files import read_json, replacing_folder, write_text
 from data.batching.draws import caption_numbers
-from data.index.sources import Source
+from data.identity import fingerprint
+from data.index.sources import KnownSource, Source
 from data.modalities.tokenizer import token_lengths
 from data.progress import progress_bar
 
+TOKENS_VERSION = 2  # raised when the same texts and tokenizer give other counts
 TEXTS_AT_ONCE = 1000
 TYPICAL_TEXTS = 1 << 16
 
@@ -89,9 +92,11 @@ def token_counts(
     """Token counts from `folder`, where they are written the first time. The special tokens count
     too; longer texts count `max_text_tokens`."""
     made_of = {
-        "samples": len(subset),
+        "version": TOKENS_VERSION,
+        "samples": crc32(np.ascontiguousarray(subset).data),
+        "texts": cast(KnownSource, source).texts_fingerprint(),
         "max_text_tokens": max_text_tokens,
-        "vocabulary": len(tokenizer),
+        "tokenizer": tokenizer_digest(tokenizer),
     }
     file = folder / "made_of.json"
     if not (file.is_file() and read_json(file) == made_of):
@@ -105,6 +110,16 @@ def token_counts(
     return TokenCounts(
         *(np.load(folder / f"{name}.npy", mmap_mode="r") for name in ("counts", "starts"))
     )
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Equal for tokenizers that make the same tokens."""
+    fast = getattr(tokenizer, "backend_tokenizer", None)
+    if fast is None:
+        return fingerprint(sorted(tokenizer.get_vocab().items()))
+    content = json.loads(fast.to_str())
+    # what the last call asked for, which is another one after each
+    return fingerprint(content | {"truncation": None, "padding": None})
 
 
 def counts_of_captions(

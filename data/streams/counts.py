@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,10 @@ import pyarrow.parquet as pq
 
 from common.files import make_folder, replacing
 from common.secrets import redact
-from data.formats.specs import is_remote, local_path
 from data.formats.store import WAIT_S, identity_of, open_file, read_all, read_range
 from data.formats.webdataset import count_rows
-from data.keys import content_hash
+from data.identity import MISSING, Identity, kept_name
+from data.index.mapped import VERSION
 from data.progress import progress_bar
 
 AT_ONCE = 64
@@ -33,76 +35,117 @@ FOOTER = 1 << 16  # bytes that are read first; most footers are smaller
 PARQUET = (".parquet", ".pq")
 
 
+def identities_of(
+    names: Sequence[str], shown: bool = True, limit_s: float = WAIT_S
+) -> list[Identity]:
+    """Of each shard, by one look at its file or one question to its store; MISSING of those that are
+    not there. Errors: OSError."""
+
+    def look(name: str) -> Identity:
+        try:
+            return identity_of(name, limit_s)
+        except FileNotFoundError:
+            return MISSING
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        try:
+            found = pool.map(look, names)
+            return [*progress_bar(found, "looking at", "shard", total=len(names), shown=shown)]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
 def counts_of(
-    names: list[str], kept: Path | None = None, shown: bool = True, limit_s: float = WAIT_S
-) -> tuple[np.ndarray, np.ndarray]:
-    """Samples and bytes of each shard, int64 [S] both; 0 bytes where they were not looked up.
+    names: Sequence[str],
+    sizes: np.ndarray,
+    keys: np.ndarray,
+    kept: Path | None = None,
+    shown: bool = True,
+    limit_s: float = WAIT_S,
+) -> np.ndarray:
+    """Samples of each shard, int64 [S]; 0 of those that are not there, whose key is 0. `sizes`,
+    `keys` [S]: of the identities.
 
-    `kept`: a folder for the result, from which it is taken the next time. `shown`: with a bar of
-    what takes long. `limit_s`: how long a store that is gone is waited for. Errors: ValueError,
-    OSError.
+    `kept`: a folder for what is counted, from which it is taken the next time where a shard has not
+    changed; what files beside the shards tell is read each time. `shown`: with a bar of what takes
+    long. `limit_s`: how long a store that is gone is waited for. Errors: ValueError, OSError.
     """
-    file = None if kept is None else kept / f"counts-2-{_key(names)}.npy"
-    found = None if file is None else _kept(file, len(names))
-    if found is None:
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            try:
-                found = _counted(pool, names, shown, limit_s)
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-        if file is not None:
-            make_folder(file.parent)
-            with replacing(file) as beside, beside.open("wb") as opened:
-                np.save(opened, found)
-    return found[0], found[1]
+    file = kept and kept / f"{kept_name('counts', VERSION, shown_names(names))}.npy"
+    known = np.zeros((2, len(names)), np.int64) if file is None else _kept(file, len(names))
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        try:
+            counts, told = _counted(pool, names, sizes, keys, known, shown, limit_s)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    found = np.stack([counts, np.where(told, 0, keys)])
+    if file is not None and not np.array_equal(found, known):
+        make_folder(file.parent)
+        with replacing(file) as beside, beside.open("wb") as opened:
+            np.save(opened, found)
+    return counts
 
 
-def _key(names: list[str]) -> str:
+def shown_names(names: Sequence[str]) -> list[str]:
     """Equal for equal shards: a signature in an address is another one the next time."""
-    return content_hash(redact("\n".join(names)).encode(errors="surrogateescape")).hex()
+    return [redact(name) for name in names]
 
 
-def _kept(file: Path, number: int) -> np.ndarray | None:
-    try:
+def _kept(file: Path, number: int) -> np.ndarray:
+    """Counts, and keys of the identities of what was counted, [2, S]; zeros where nothing is kept."""
+    with suppress(OSError, ValueError, EOFError):
         found = np.load(file, allow_pickle=False)
-    except (OSError, ValueError, EOFError):
-        return None
-    return found if found.shape == (2, number) and found.dtype == np.int64 else None
+        if found.shape == (2, number) and found.dtype == np.int64:
+            return found
+    return np.zeros((2, number), np.int64)
 
 
-def _counted(pool: ThreadPoolExecutor, names: list[str], shown: bool, limit_s: float) -> np.ndarray:
-    found = np.zeros((2, len(names)), np.int64)
+def _counted(
+    pool: ThreadPoolExecutor,
+    names: Sequence[str],
+    sizes: np.ndarray,
+    keys: np.ndarray,
+    known: np.ndarray,
+    shown: bool,
+    limit_s: float,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Counts, and which of them were told by files beside the shards. `known`: as `_kept`."""
+    found, told = np.zeros(len(names), np.int64), np.zeros(len(names), bool)
     folders: dict[str, list[int]] = {}
-    for number, name in enumerate(names):
+    for number, name in ((number, names[number]) for number in np.flatnonzero(keys).tolist()):
         folders.setdefault(_beside(name, "sizes.json"), []).append(number)
     ask = partial(_json, limit_s=limit_s)
     left: list[int] = []
-    for (address, numbers), sizes in zip(folders.items(), pool.map(ask, folders)):
-        if sizes is None:
+    for (address, numbers), listed in zip(folders.items(), pool.map(ask, folders)):
+        if listed is None:
             left += numbers
         else:
-            found[:, numbers] = _listed(address, sizes, [names[number] for number in numbers])
+            found[numbers] = _listed(address, listed, [names[number] for number in numbers])
+            told[numbers] = True
+    same = [number for number in left if keys[number] == known[1, number]]
+    found[same] = known[0, same]
+    left = sorted({*left} - {*same})
     # img2dataset writes its statistics for all shards of a folder, so the first one tells
     firsts = {_beside(names[number], ""): _stats(names[number]) for number in reversed(left)}
     with_stats = {
         folder for folder, first in zip(firsts, pool.map(ask, firsts.values())) if first is not None
     }
 
-    def count(number: int) -> tuple[int, int]:
+    def count(number: int) -> tuple[int, bool]:
         name = names[number]
-        return _count(name, _beside(name, "") in with_stats, limit_s)
+        return _count(name, int(sizes[number]), _beside(name, "") in with_stats, limit_s)
 
     for number, counted in zip(
         left,
         progress_bar(pool.map(count, left), "counting", "shard", total=len(left), shown=shown),
     ):
-        found[:, number] = counted
-    return found
+        found[number], told[number] = counted
+    return found, told
 
 
-def _listed(address: str, sizes: dict[str, Any], names: list[str]) -> list[list[int]]:
-    """Counts and bytes of shards that a sizes.json lists."""
+def _listed(address: str, sizes: dict[str, Any], names: list[str]) -> list[int]:
+    """Counts of shards that a sizes.json lists."""
     bases = [_plain(name).rpartition("/")[2] for name in names]
     if missing := [base for base in bases if base not in sizes]:
         more = f" and {len(missing) - 1:,} more" if missing[1:] else ""
@@ -110,21 +153,20 @@ def _listed(address: str, sizes: dict[str, Any], names: list[str]) -> list[list[
             f"{redact(address)} lacks {missing[0]}{more}; it must have the number of samples of each "
             "shard of its folder: write it anew, or remove it, and the shards are counted"
         )
-    counts = [_number(address, base, sizes[base]) for base in bases]
-    return [counts, [0 if is_remote(n) else os.path.getsize(local_path(n)) for n in names]]
+    return [_number(address, base, sizes[base]) for base in bases]
 
 
-def _count(name: str, with_stats: bool, limit_s: float) -> tuple[int, int]:
+def _count(name: str, size: int, with_stats: bool, limit_s: float) -> tuple[int, bool]:
+    """How many, and whether a file beside the shard tells it."""
     # of parquet img2dataset writes the rows of failures, too, so its successes are fewer
     if not _plain(name).lower().endswith(PARQUET) and with_stats:
         address = _stats(name)
         if (stats := _json(address, limit_s)) is not None:
-            return _number(address, "successes", stats.get("successes")), 0
-    stored = identity_of(name, limit_s)
+            return _number(address, "successes", stats.get("successes")), True
     if _plain(name).lower().endswith(PARQUET):
-        return _footer_rows(name, stored.size, limit_s), stored.size
-    with open_file(name, stored, BLOCK, limit_s) as file:
-        return count_rows(file, stored.size, redact(name)), stored.size
+        return _footer_rows(name, size, limit_s), False
+    with open_file(name, Identity(size), BLOCK, limit_s) as file:
+        return count_rows(file, size, redact(name)), False
 
 
 def _footer_rows(name: str, size: int, limit_s: float) -> int:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -31,12 +32,12 @@ from common.spelling import near
 from data.formats.parquet import COLUMNS
 from data.formats.store import WAIT_S, identity_of, open_file
 from data.formats.webdataset import records
-from data.identity import Identity
+from data.identity import Identity, kept_name
+from data.index.mapped import VERSION
 from data.index.sources import IndexedSource
-from data.keys import content_hash
 from data.progress import progress_bar
 from data.streams.bloom import CAPTION, Unseen, keys_of
-from data.streams.counts import AT_ONCE, PARQUET, _key, _plain
+from data.streams.counts import AT_ONCE, PARQUET, _plain, shown_names
 from data.streams.where import apply, columns
 
 BLOCK = 1 << 16  # bytes of a parquet file that are read at a time, beside what is asked for
@@ -49,8 +50,8 @@ FILES = ("counts.npy", "rows")
 
 
 class Kept:
-    """`counts`, `totals`, `sizes` [S] int64: kept rows, all rows and bytes (0: not looked up) of
-    each shard. `marks` [S]: other numbers where other rows are kept.
+    """`counts`, `totals` [S] int64: kept rows and all rows of each shard. `marks` [S]: other numbers
+    where other rows are kept. `keys` [S]: those of `metadata_keys`.
 
     On disk, in a folder: counts.npy has these, and rows in 4 bytes each what is kept, one shard
     after the other: numbers of rows, or, where only their keys are known, hashes of these by a seed
@@ -65,7 +66,7 @@ class Kept:
         self._rows = np.memmap(folder / FILES[1], np.int32, "r")
         if len(self._rows) != starts[-1]:
             raise ValueError(f"{folder} is not what was written")
-        self.counts, self.totals, self.sizes, self.marks, self._seeds = (
+        self.counts, self.totals, self.marks, self.seeds, self.keys = (
             of if shards is None else of[:, shards]
         )
         self._starts = starts[:-1] if shards is None else starts[shards]
@@ -83,7 +84,7 @@ class Kept:
     def rows_of(self, shard: int, source: IndexedSource) -> np.ndarray:
         """[n], ascending: their places among the samples of the shard, which are fewer where it
         lacks some."""
-        if (seed := int(self._seeds[shard])) == NUMBERS:
+        if (seed := int(self.seeds[shard])) == NUMBERS:
             have = source.column("row")
         else:
             keys = [""] * len(source)
@@ -96,16 +97,29 @@ class Kept:
 
 class Metadata(NamedTuple):
     """Of a shard. `table`: a row for each sample, of which the `numbers`, or the `keys`, say which
-    it is. `total`: rows of the shard. `size`: in bytes, 0: not looked up."""
+    it is. `total`: rows of the shard."""
 
     table: pa.Table
     keys: list[str] | None
     total: int
-    size: int
+
+
+def metadata_keys(
+    names: Sequence[str], keys: np.ndarray, shown: bool = True, limit_s: float = WAIT_S
+) -> np.ndarray:
+    """int64 [S]: another number where a shard or the parquet beside it has changed. `keys`: of the
+    identities of the shards."""
+
+    def look(name: str) -> int:
+        beside = None if _plain(name).lower().endswith(PARQUET) else _beside(name, limit_s)
+        return beside[1].key if beside else 0
+
+    return keys ^ np.fromiter(_each(look, names, shown, limit_s), np.int64, len(names))
 
 
 def kept_rows(
     names: Sequence[str],
+    keys: np.ndarray,
     folder: Path,
     where: str | None = None,
     unseen: Unseen | None = None,
@@ -115,8 +129,9 @@ def kept_rows(
 ) -> Kept | None:
     """What is read of each shard; None: all of it.
 
-    `folder`: where the result is kept, from which it is taken the next time. `text`: the column of
-    captions in parquet shards. `shown`, `limit_s`: as in `counts_of`. Errors: ValueError for an
+    `keys`: as `metadata_keys` gives them; 0 where a shard is not there, of which no row is kept.
+    `folder`: where the result is kept, from which it is taken the next time for all shards that have
+    not changed. `text`: the column of captions in parquet shards. `shown`, `limit_s`: as in `counts_of`. Errors: ValueError for an
     expression or columns that do not fit, metadata that are not there or are damaged, and where
     nothing is kept; OSError.
     """
@@ -126,18 +141,30 @@ def kept_rows(
     if where is not None and not columns(where):
         raise ValueError(f"where={where}: names no column; write as in where=similarity>0.3")
     asked = (where, text, unseen and (unseen.by, unseen.digest))
-    key = content_hash(f"{_key([*names])} {asked!r}".encode(errors="backslashreplace")).hex()
-    place = folder / f"kept-2-{key}"
+    place = folder / kept_name("kept", VERSION, shown_names(names), asked)
+    old: Kept | None = None
     with suppress(OSError, ValueError, EOFError):  # not there, or damaged: it is made
-        return Kept(place)
+        old = Kept(place)
+    if old is not None and np.array_equal(old.keys, keys):
+        return old
+    is_new = [
+        key != 0 and (old is None or old.keys[n] != key) for n, key in enumerate(keys.tolist())
+    ]
     bloom = unseen and unseen.bloom()
     by = unseen.by if unseen else None
     read = partial(_kept, where=where, by=by, bloom=bloom, text=text, limit_s=limit_s)
     found: list[tuple[int, ...]] = []
+    newly = _each(read, [*compress(names, is_new)], shown, limit_s)
     with replacing_folder(place) as beside, open_part(beside / FILES[1]) as file:
-        for rows, *numbers in _each(read, names, shown, limit_s):
+        for n, key in enumerate(keys.tolist()):
+            rows, numbers = np.empty(0, np.int32), [0, 0, 0]
+            if is_new[n]:
+                rows, *numbers = next(newly)
+            elif key and old is not None:
+                rows = old.rows(n)
+                numbers = [int(column[n]) for column in (old.totals, old.marks, old.seeds)]
             file.write(rows.tobytes())
-            found.append((len(rows), *numbers))
+            found.append((len(rows), *numbers, key))
         of = np.array(found, np.int64).T
         np.save(beside / FILES[0], of)
         if not of[0].any():
@@ -172,6 +199,8 @@ def keys_in(
 
 def _each(read: Any, names: Sequence[str], shown: bool, limit_s: float) -> Iterator[Any]:
     """Of each shard what `read` gives; many at a time."""
+    if not names:
+        return
     whole = not names[0].lower().endswith(PARQUET) and _beside(names[0], limit_s) is None
     what = "filtering, for which whole tars are read" if whole else "filtering"
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -185,7 +214,7 @@ def _each(read: Any, names: Sequence[str], shown: bool, limit_s: float) -> Itera
 
 def _kept(
     name: str, where: str | None, by: str | None, bloom: Any, text: str | None, limit_s: float
-) -> tuple[np.ndarray, int, int, int, int]:
+) -> tuple[np.ndarray, int, int, int]:
     """Rows, as `Kept` has them, and the shard's numbers there."""
     found = _metadata(name, where, by, text, limit_s)
     kept = _condition(name, where, found)
@@ -199,7 +228,7 @@ def _kept(
     else:
         hashes, seed = _unequal(name, found.keys)
         rows = np.sort(hashes[kept])
-    return rows, found.total, found.size, crc32(rows.tobytes(), seed & 255), seed
+    return rows, found.total, crc32(rows.tobytes(), seed & 255), seed
 
 
 def _condition(name: str, where: str | None, found: Metadata) -> np.ndarray:
@@ -245,7 +274,7 @@ def _metadata(
         stored = identity_of(name, limit_s)
         titles = (text,) if text else COLUMNS["text"]
         table = _columns(name, stored, [*wanted], titles if words else (), limit_s)
-        return Metadata(table, None, len(table), stored.size)
+        return Metadata(table, None, len(table))
     if (there := _beside(name, limit_s)) is None:
         return _of_members(name, [*wanted], words, limit_s)
     titles = (CAPTION, "text", "title") if words else ()
@@ -253,7 +282,7 @@ def _metadata(
     if STATUS in table.column_names:
         table = table.filter(pc.equal(table[STATUS], SUCCESS))
     keys = [str(key) for key in table[KEY].to_pylist()]
-    return Metadata(table, keys, len(table), 0)
+    return Metadata(table, keys, len(table))
 
 
 def _beside(name: str, limit_s: float) -> tuple[str, Identity] | None:
@@ -348,4 +377,4 @@ def _of_members(name: str, wanted: list[str], words: bool, limit_s: float) -> Me
             ) from error
     if words:
         table[WORDS] = pa.array(captions, pa.list_(pa.string()))
-    return Metadata(pa.table(table), None, total, stored.size)
+    return Metadata(pa.table(table), None, total)

@@ -17,9 +17,16 @@ from common.files import replacing
 from data.batching.mixture import Mixture
 from data.batching.rows import Rows
 from data.batching.stream_order import StreamOrder
-from data.identity import fingerprint
+from data.identity import kept_name
 from data.index.sources import Source
-from data.modalities.lengths import Counts, TokenCounts, counts_of_captions, token_counts
+from data.modalities.lengths import (
+    TOKENS_VERSION,
+    Counts,
+    TokenCounts,
+    counts_of_captions,
+    token_counts,
+    tokenizer_digest,
+)
 from data.streams.source import OpenShard, StreamSource
 
 SHARDS_KEPT = 256  # token counts of a shard of 10,000 texts take 100 KB
@@ -101,17 +108,21 @@ class StreamTokenCounts(_InPieces):
             yield own, self._of_shard(shard), visited[own] - self.source.starts[shard]
 
     @cached_property
-    def _words(self) -> str:
-        words = self.tokenizer.backend_tokenizer.to_str()
-        return fingerprint((words, self.max_text_tokens))
+    def _tokenizer(self) -> str:
+        return tokenizer_digest(self.tokenizer)
 
-    def _name(self, shard: int) -> str:
+    def _name(self, shard: int, opened: OpenShard) -> str:
+        """Of the tokenizer, the index of the shard, which its columns and its content decide, and
+        the rows that are samples."""
         kept = self.source.table.kept
-        return f"tokens-{self._words}{f'-{kept.marks[shard]:x}' if kept else ''}.npz"
+        rows = int(self.source.table.marks[shard]) if kept else -1
+        index = opened.source.index.folder.parent.name
+        made_of = (self._tokenizer, self.max_text_tokens, index, rows, len(opened.rows))
+        return f"{kept_name('tokens', TOKENS_VERSION, *made_of)}.npz"
 
     def count(self, shard: int, opened: OpenShard) -> Path:
         """Count those of a shard, unless that was done; the file that has them."""
-        file = opened.folder / self._name(shard)
+        file = opened.folder / self._name(shard, opened)
         if not file.is_file():
             captions = map(opened.source.captions, opened.rows.tolist())
             counts, starts = counts_of_captions(captions, self.tokenizer, self.max_text_tokens)
@@ -120,8 +131,10 @@ class StreamTokenCounts(_InPieces):
         return file
 
     def _counted(self, shard: int) -> TokenCounts:
-        with self.source.opened(shard) as opened, np.load(self.count(shard, opened)) as found:
-            counts, starts = found["counts"], found["starts"]
+        counts, starts = np.empty(0, np.uint16), np.zeros(1, np.int64)
+        if not self.source.table.lost[shard]:
+            with self.source.opened(shard) as opened, np.load(self.count(shard, opened)) as found:
+                counts, starts = found["counts"], found["starts"]
         # samples that are announced and not there show an empty text
         missing = int(self.source.table.counts[shard]) - (len(starts) - 1)
         if missing > 0:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-
-import numpy as np
+from typing import Any
 
 from common.sizes import sized
 from data.formats.parquet import COLUMNS
 from data.formats.rows import DEFAULT_PAIRS, Pairs
 from data.formats.shards import expand
 from data.formats.specs import cache_folder, is_remote, local_path, split_options
-from data.formats.store import identity_of, listed
+from data.formats.store import listed
 from data.index.sources import refuse_hidden
 from data.streams.bloom import CAPTION, Unseen, open_unseen
 from data.streams.cache import ShardCache
-from data.streams.counts import counts_of
-from data.streams.filters import kept_rows
+from data.streams.listing import Filter, Listing, ShardRules, list_shards
 from data.streams.source import FORMATS, ShardTable, StreamSource, _ending
 
 USAGE = "stream:PATTERN, for example stream:s3://bucket/{00000..01242}.tar"
@@ -31,50 +29,46 @@ def is_stream(spec: str) -> bool:
     return spec.startswith("stream:")
 
 
-def open_stream(
+def open_stream(spec: str, *arguments: Any, **named: Any) -> tuple[StreamSource, int]:
+    """As `open_stream_listed`, without the listing."""
+    return open_stream_listed(spec, *arguments, **named)[:2]
+
+
+def open_stream_listed(
     spec: str,
     pairs: Pairs = DEFAULT_PAIRS,
     cache_bytes: int | None = None,
     max_audio_seconds: float | None = None,
     progress: bool = False,
-) -> tuple[StreamSource, int]:
-    """`stream:PATTERN[?mixed=K&image=COLUMN&…]` -> its samples, and how many shards are mixed.
+    rules: ShardRules = ShardRules(),
+) -> tuple[StreamSource, int, Listing]:
+    """`stream:PATTERN[?mixed=K&image=COLUMN&…]` -> its samples, how many shards are mixed, and
+    all shards that it names.
     `cache_bytes`: limit of the shards that are kept on this machine; None: half of what is free
     there. Errors: ValueError, OSError."""
     names, options = named_shards(spec)
     columns = {key: value for key, value in options.items() if key in COLUMNS}
     folder = cache_folder() / "streams"
-    kept = kept_rows(
-        names,
-        folder / "counts",
-        options.get("where"),
-        _unseen(spec, options),
-        options.get("text"),
-        progress,
-    )
-    if kept is not None:
-        counts, sizes = kept.counts, kept.sizes
-    else:
-        counts, sizes = counts_of(names, folder / "counts", progress)
-    if not counts.any():
+    asked = Filter(options.get("where"), _unseen(spec, options), options.get("text"))
+    listing, kept = list_shards(spec, names, asked, folder / "counts", rules, progress)
+    if not listing.columns["counts"].any():
         raise ValueError(f"data spec '{spec:.1000}': its {len(names)} shards hold no sample")
-    table = ShardTable(tuple(names), counts, sizes, _written(columns), kept)
-    if not counts.all():
-        table = table.chosen(np.flatnonzero(counts))  # the others would be fetched for nothing
+    table = listing.table(_written(columns), kept, rules.drops)
     cache = ShardCache(folder / "shards", cache_bytes or _share_of_disk(folder))
     mixed = min(_mixed(spec, options), len(table.names))
     _refuse_small_cache(spec, table, cache, mixed)
-    return StreamSource(spec, table, cache, pairs, max_audio_seconds), mixed
+    return StreamSource(spec, table, cache, pairs, max_audio_seconds), mixed, listing
 
 
 def named_shards(spec: str) -> tuple[list[str], dict[str, str]]:
-    """The shards of a stream, and its options. Errors: ValueError, OSError."""
+    """The shards of a stream, which need not be there, and its options. Errors: ValueError,
+    OSError."""
     refuse_hidden(spec)
     where = spec.partition(":")[2]
     pattern, options, _ = split_options("stream", where, (*OPTIONS, *COLUMNS))
     names = [
         name
-        for each in expand("stream", pattern, USAGE)
+        for each in expand("stream", pattern, USAGE, must_exist=False)
         for name in (listed(each) if is_remote(each) and set(each) & {*"*?["} else [each])
     ]
     endings = sorted({_ending(name) for name in names})
@@ -121,7 +115,7 @@ def _refuse_small_cache(spec: str, table: ShardTable, cache: ShardCache, mixed: 
     remote = [n for n, name in enumerate(table.names) if is_remote(name)]
     if not remote:
         return
-    size = int(table.sizes[remote].mean()) or identity_of(table.names[remote[0]]).size
+    size = int(table.sizes[remote].mean())
     if (mixed + SPARE) * size > cache.limit_bytes:
         most = max(1, cache.limit_bytes // size - SPARE)
         raise ValueError(

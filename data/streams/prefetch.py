@@ -97,7 +97,7 @@ class _Following:
         self.places = {
             name: (number, shard)
             for number, stream in self.streams.items()
-            for shard, name in enumerate(stream.shown)
+            for shard, name in enumerate(stream.entries)
         }
         self.roomless: dict[tuple[int, int], int] = {}  # shards -> the steps that need them
         self.seen: deque[tuple[float, int]] = deque([(time.monotonic(), step)], PACE_STEPS)

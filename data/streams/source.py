@@ -19,13 +19,14 @@ from typing import Any
 import numpy as np
 
 from common.secrets import redact
-from data.bad_samples import BadSample
+from data.bad_samples import CODES, REASON_OF_CODE, REASONS, BadSample
 from data.formats.parquet import ParquetFormat
 from data.formats.rows import DEFAULT_PAIRS, Format, Pairs
 from data.formats.shards import Shard, short_names
 from data.formats.specs import is_remote
 from data.formats.store import fetch, identity_of
 from data.formats.webdataset import WebdatasetFormat
+from data.identity import Identity
 from data.index.building import load_index
 from data.index.mapped import UnusedCounts
 from data.index.sources import IndexedSource
@@ -38,6 +39,7 @@ FORMATS: dict[str, Callable[[str, Shard], Format]] = {
     ".parquet": ParquetFormat,
 }
 INDEX_BYTES = 1 << 10  # of a sample, at most on average: its row, captions and token counts
+DAMAGES = [CODES[reason] for reason in ("truncated-archive", "empty-file")]  # of a shard
 HELD_UNTOLD = 2  # shards that are held by who reads samples in any order
 KEPT_NUMBERS = 256  # columns of shards
 
@@ -48,15 +50,25 @@ COUNTS = ("stream_wait_s", "stream_hits", "stream_misses", "stream_bytes")
 
 @dataclass(frozen=True, eq=False)
 class ShardTable:
-    """The shards of a data set. `counts` [S] int64: samples of each; `sizes` [S] int64: bytes, 0
-    where they are not known yet. `options`: of the format, as in a spec. `kept`: the rows that are
-    samples, which `counts` counts; None: all."""
+    """The shards of a data set. `counts` [S] int64: samples of each that are used; `told`: all that
+    it has as far as is known before it is opened; `sizes`: bytes; `keys`: of their identities.
+    `marks`: as in `Kept`. `lost` [S] int8: codes of reasons why a shard is left out (see REASONS), 0: it is not.
+    `options`: of the format, as in a spec. `kept`: the rows that are samples, which `told` counts;
+    None: all. `drops`: whether a shard that has another number of samples than was told is left
+    out, or ends the run. `gone`: shards that were not there from the start, which are none of these.
+    """
 
     names: tuple[str, ...]
     counts: np.ndarray
+    told: np.ndarray
     sizes: np.ndarray
+    keys: np.ndarray
+    lost: np.ndarray
+    marks: np.ndarray
     options: str = ""
     kept: Kept | None = None
+    drops: bool = False
+    gone: tuple[str, ...] = ()
 
     def known_spec(self, shard: int) -> str:
         """The spec of a shard by itself, as a data set that is looked at beforehand."""
@@ -70,8 +82,27 @@ class ShardTable:
     def chosen(self, shards: np.ndarray) -> ShardTable:
         names = tuple(self.names[shard] for shard in shards.tolist())
         kept = self.kept and self.kept.chosen(shards)
-        counts, sizes = self.counts[shards], self.sizes[shards]
-        return replace(self, names=names, counts=counts, sizes=sizes, kept=kept)
+        each = {
+            name: getattr(self, name)[shards]
+            for name in ("counts", "told", "sizes", "keys", "lost", "marks")
+        }
+        return replace(self, names=names, kept=kept, **each)
+
+    def entry(self, shard: int) -> str:
+        """The name of a shard in the cache, another one for another content."""
+        return f"{self.names[shard]}#{self.keys[shard]:x}"
+
+    def missed(self, shard: int, reason: str) -> BadShard:
+        """What is wrong with a shard as a whole. `reason`: of REASONS."""
+        return BadShard(
+            f"{redact(self.names[shard])}: {REASONS[reason]}, and {self.told[shard]:,} of its samples "
+            "were to be trained on; give it back as it was, or start again: --on-bad-shard drop "
+            "leaves such shards out, and a new --run-dir takes them as they are now"
+        )
+
+
+class BadShard(OSError):
+    """A shard that is not what was announced."""
 
 
 @dataclass
@@ -80,7 +111,8 @@ class OpenShard:
 
     held: Held
     source: IndexedSource
-    rows: np.ndarray  # of each sample, in `source`; fewer where the shard lacks some
+    rows: np.ndarray  # of each sample, in `source`; fewer where the shard is damaged
+    is_left_out: bool = False  # as a whole: it has another number of samples than was told
 
     @property
     def folder(self) -> Path:
@@ -115,14 +147,13 @@ class StreamSource:
     def _reset(self) -> None:
         self._open: dict[int, OpenShard] = {}
         self._is_told = False  # by `keep`
-        self._sizes: dict[int, int] = {}  # bytes of remote shards
         self._numbers: dict[tuple[int, str], np.ndarray] = {}
         self._counts = dict.fromkeys(COUNTS, 0.0)
         self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
         state = {name: value for name, value in self.__dict__.items()}
-        for name in ("_open", "_is_told", "_sizes", "_numbers", "_counts", "_lock"):
+        for name in ("_open", "_is_told", "_numbers", "_counts", "_lock"):
             del state[name]
         return state
 
@@ -136,44 +167,45 @@ class StreamSource:
         return int(self.starts[-1])
 
     def identity(self, i: int) -> str:
-        source, row = self._of(i)
-        return f"{self.where(i)}" if row is None else source.identity(row)
+        found = self._of(i)
+        return self.where(i) if found is None else found[0].identity(found[1])
 
     def captions(self, i: int) -> list[str]:
-        source, row = self._of(i)
-        return [] if row is None else source.captions(row)
+        found = self._of(i)
+        return [] if found is None else found[0].captions(found[1])
 
     def language(self, i: int) -> str | int | None:
-        source, row = self._of(i)
-        return None if row is None else source.language(row)
+        found = self._of(i)
+        return None if found is None else found[0].language(found[1])
 
     def value(self, modality: str, i: int) -> Any:
-        source, row = self._of(i)
-        if row is None:
-            shard = self._shard_of(i)
-            raise BadSample(
-                "truncated-archive",
-                f"it has {len(source)} samples, which lack some of the {self.table.counts[shard]} "
-                "that were announced",
-            )
-        return source.value(modality, row)
+        if found := self._of(i):
+            return found[0].value(modality, found[1])
+        shard = self._shard_of(i)
+        told = f"{self.table.told[shard]:,} samples were announced"
+        if code := int(self.table.lost[shard]):
+            raise BadSample(REASON_OF_CODE[code], told)
+        opened = self._open[shard]
+        raise BadSample(
+            "miscounted-shard" if opened.is_left_out else "truncated-archive",
+            f"it has {len(opened.source):,} samples; {told}",
+        )
 
     def content_hash(self, modality: str, i: int) -> bytes:
-        source, row = self._of(i)
-        return bytes(HASH_BYTES) if row is None else source.content_hash(modality, row)
+        found = self._of(i)
+        return bytes(HASH_BYTES) if found is None else found[0].content_hash(modality, found[1])
 
     def where(self, i: int, modality: str | None = None) -> str:
-        source, row = self._of(i)
-        if row is None:
-            shard = self._shard_of(i)
-            return f"{redact(self.table.names[shard])}#row {i - self.starts[shard]}"
-        return source.where(row, modality)
+        if found := self._of(i):
+            return found[0].where(found[1], modality)
+        shard = self._shard_of(i)
+        return f"{redact(self.table.names[shard])}#row {i - self.starts[shard]}"
 
     def numbers(self, name: str, index: np.ndarray) -> np.ndarray:
         """What is known when a shard is read, of `IndexedSource.numbers`; of samples that are not
         there 0."""
         of, found = self.shards_of(index), None
-        for shard in np.unique(of).tolist():
+        for shard in np.unique(of[self.table.lost[of] == 0]).tolist():
             own = of == shard
             column = self._column(shard, name)
             if found is None:
@@ -204,13 +236,15 @@ class StreamSource:
             raise IndexError(f"sample {i} of {self.spec}: there are 0..{len(self) - 1}")
         return int(self.shards_of(np.array(i)))
 
-    def _of(self, i: int) -> tuple[IndexedSource, int | None]:
+    def _of(self, i: int) -> tuple[IndexedSource, int] | None:
         """The samples of its shard, and its row there; None: it is announced, and not there."""
         shard = self._shard_of(i)
+        if self.table.lost[shard]:
+            return None
         with self._lock:
             source, rows = self.shard(shard), self._open[shard].rows
         sample = int(i - self.starts[shard])
-        return source, int(rows[sample]) if sample < len(rows) else None
+        return (source, int(rows[sample])) if sample < len(rows) else None
 
     def _column(self, shard: int, name: str) -> np.ndarray:
         if (shard, name) not in self._numbers:
@@ -227,6 +261,11 @@ class StreamSource:
         """The shards' names, without credentials."""
         return [redact(name) for name in self.table.names]
 
+    @property
+    def entries(self) -> list[str]:
+        """The shards' names in the cache, without credentials."""
+        return [redact(self.table.entry(shard)) for shard in range(len(self.table.names))]
+
     def of_shards(self, shards: np.ndarray, counts: np.ndarray) -> StreamSource:
         """Some of the shards, of each the first `counts` samples."""
         table = replace(self.table.chosen(shards), counts=counts)
@@ -235,7 +274,7 @@ class StreamSource:
     def fingerprint(self) -> int:
         """Another number where shards have other names, counts or kept rows."""
         names = "\n".join(map(redact, self.table.names)).encode(errors="backslashreplace")
-        kept = b"" if self.table.kept is None else self.table.kept.marks.tobytes()
+        kept = b"" if self.table.kept is None else self.table.marks.tobytes()
         return zlib.crc32(names, zlib.crc32(self.table.counts.tobytes() + kept))
 
     def shard(self, shard: int) -> IndexedSource:
@@ -272,6 +311,8 @@ class StreamSource:
     ) -> bool:
         """Have a shard in the cache, if there is room for it, and do something with it. Errors:
         OSError."""
+        if self.table.lost[shard]:
+            return True
         opened = self._opened(shard, needed=False, next_use=next_use)
         if opened is None:
             return False
@@ -302,29 +343,38 @@ class StreamSource:
         self, shard: int, needed: bool = True, next_use: Callable[[str], float] | None = None
     ) -> tuple[Held, bool] | None:
         """A shard in the cache, and whether it was not there before; None, and the rest: see
-        `ShardCache.hold`. Errors: OSError."""
-        name, table = self.table.names[shard], self.table
-        if there := self.cache.find(name):  # the store is not asked
-            return there, False
+        `ShardCache.hold`. Errors: OSError; BadShard where it is not what the run began with."""
+        name, entry, table = self.table.names[shard], self.table.entry(shard), self.table
         remote = is_remote(name)
-        counts = table.counts if table.kept is None else table.kept.totals
-        size = int(counts[shard]) * INDEX_BYTES
-        if remote:
-            if shard not in self._sizes:
-                self._sizes[shard] = int(table.sizes[shard]) or identity_of(name).size
-            size += self._sizes[shard]
+        if not remote:
+            self._refuse_changed(shard, identity_of)
+        if there := self.cache.find(entry):  # the store is not asked
+            return there, False
+        counts = table.told if table.kept is None else table.kept.totals
+        size = int(counts[shard]) * INDEX_BYTES + int(table.sizes[shard]) * remote
         filled = False
 
         def fill(folder: Path) -> None:
             nonlocal filled
             filled = True
             if remote:
-                fetched = fetch(name, folder / _file_name(name))
+                file = folder / _file_name(name)
+                fetched = self._refuse_changed(shard, lambda name: fetch(name, file))
                 with self._lock:
                     self._counts["stream_bytes"] += fetched.size
 
-        held = self.cache.hold(name, size, fill, needed, next_use)
+        held = self.cache.hold(entry, size, fill, needed, next_use)
         return None if held is None else (held, filled)
+
+    def _refuse_changed(self, shard: int, look: Callable[[str], Identity]) -> Identity:
+        """What `look` finds under the shard's name. Errors: BadShard, OSError."""
+        try:
+            found = look(self.table.names[shard])
+        except FileNotFoundError as error:
+            raise self.table.missed(shard, "missing-shard") from error
+        if found.key != self.table.keys[shard]:
+            raise self.table.missed(shard, "changed-shard")
+        return found
 
     def _opened(
         self, shard: int, needed: bool = True, next_use: Callable[[str], float] | None = None
@@ -351,13 +401,30 @@ class StreamSource:
             if is_new:
                 self.cache.count_anew(held)
             source = IndexedSource(self.spec, format, index)
-            rows = np.arange(len(source))
-            if needed and table.kept is not None:
-                rows = table.kept.rows_of(shard, source)
+            # whoever opens it: what is kept beside it is of these rows
+            every = table.kept.rows_of(shard, source) if table.kept else np.arange(len(source))
+            is_left_out = self._is_miscounted(shard, source, len(every))
             undo.pop_all()
         if needed:
             self._counts["stream_misses" if filled else "stream_hits"] += 1
-        return OpenShard(held, source, rows)
+        return OpenShard(held, source, every[:0] if is_left_out else every, is_left_out)
+
+    def _is_miscounted(self, shard: int, source: IndexedSource, number: int) -> bool:
+        """Whether it has another number of samples than was told. Of a damaged one some may lack,
+        which are bad samples. Every reader finds the same, so all leave it out alike. Errors:
+        BadShard."""
+        told = int(self.table.told[shard])
+        is_damaged = bool(np.isin(source.column("bad"), DAMAGES).any())
+        if number == told or (is_damaged and number < told):
+            return False
+        if not self.table.drops:
+            raise BadShard(
+                f"{redact(self.table.names[shard])}: has {number:,} samples, and {told:,} were told "
+                "by sizes.json, NAME_stats.json or NAME.parquet beside it; mend or remove that file "
+                "and begin a new --run-dir, or start again with --on-bad-shard drop, which leaves "
+                "such shards out"
+            )
+        return True
 
 
 def _ending(name: str) -> str:

@@ -193,6 +193,11 @@ def _streams(data: PreparedData, batch_size: int) -> str:
             f"{len(table.names):,} shards, {data.shards[number].mixed} of them mixed; at most "
             f"{sized(cache.limit_bytes)}{room} in {cache.folder}"
         )
+        if lost := [*table.gone, *(stream.shown[n] for n in np.flatnonzero(table.lost))]:
+            lines.append(
+                f"{len(lost):,} shards are left out, such as {lost[0]} (--on-bad-shard drop); in this "
+                f"order they had {table.counts[table.lost != 0].sum():,} samples"
+            )
     mixing = order.mixing()
     lines.append(
         f"a global batch has samples of {mixing.shards_per_batch:,} shards; the order of training "

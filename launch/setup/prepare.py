@@ -154,6 +154,7 @@ def prepare_run(options: Options, ranks: Ranks) -> PreparedRun:
             options.tokenizer_source(),
             working_folder,
             progress=ranks.first,
+            looks=ranks.first,
             length_multiple=length_multiple(ranks.abilities.device_type),
         )
         batching = Batching(

@@ -49,7 +49,12 @@ from launch.setup.model import RunModel
 from launch.terminal.last_words import say_last
 from launch.terminal.quiet import quiet_ranks
 
-KEPT = ("samples", "tokenizer", "token_counts")  # of a run's folder, which a dry run reads again
+KEPT = (
+    "samples",
+    "shards",
+    "tokenizer",
+    "token_counts",
+)  # of a run's folder, which a dry run reads again
 
 
 class LiveRanks:

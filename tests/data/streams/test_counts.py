@@ -13,7 +13,8 @@ from stores import Faults, http_server, put, s3_server
 
 from data.formats.rows import Row
 from data.formats.webdataset import WebdatasetFormat
-from data.streams.counts import counts_of
+from data.identity import Identity
+from data.streams.counts import counts_of, identities_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bad_sets import add, encoded_image  # noqa: E402
@@ -50,7 +51,16 @@ def write_joined(file: Path, *parts: Path) -> None:
 
 
 def counted(names: list[str], kept: Path | None = None) -> list[int]:
-    return counts_of(names, kept, shown=False, limit_s=60)[0].tolist()
+    return counts_and_sizes(names, kept)[0].tolist()
+
+
+def counts_and_sizes(names, kept=None):
+    found = identities_of(names, shown=False, limit_s=60)
+    sizes, keys = (
+        np.array([getattr(each, n) for each in found], np.int64) for n in ("size", "key")
+    )
+    keys = np.maximum(keys, 1)  # also of those that are not there
+    return counts_of(names, sizes, keys, kept, shown=False, limit_s=60), sizes
 
 
 def test_tars_are_counted_as_their_format_reads_them(served):
@@ -63,7 +73,7 @@ def test_tars_are_counted_as_their_format_reads_them(served):
     write_joined(served / "9.tar", served / "1.tar", served / "5.tar")
     local = [str(served / f"{number}.tar") for number in range(10)]
     with http_server(served, Faults(seed=1, cuts=0.2, refusals=0.2)) as url:
-        counts, sizes = counts_of([f"{url}/{number}.tar" for number in range(10)], limit_s=60)
+        counts, sizes = counts_and_sizes([f"{url}/{number}.tar" for number in range(10)])
     assert counts[9] == 2 + 70
     assert counts.dtype == sizes.dtype == np.int64
     assert sizes.tolist() == [Path(file).stat().st_size for file in local]
@@ -102,14 +112,47 @@ def test_ten_thousand_shards_of_a_sizes_json_ask_for_it_alone(served, tmp_path):
     with http_server(served, faults := Faults(cuts=1, most=2)) as url:
         for signature in ("one", "another"):
             signed = [f"{url}/{name}?Signature={signature}" for name in names]
-            counts, sizes = counts_of(signed, tmp_path, shown=False)
-            assert counts.tolist() == list(range(10_000)) and not sizes.any()
-            assert faults.requests == ["GET /sizes.json?Signature=one"] * 3
-        counted(signed[:-1], tmp_path)
-        assert len(faults.requests) == 4
-        (kept,) = [file for file in tmp_path.glob("*.npy") if len(np.load(file)[0]) == 10_000]
-        kept.write_bytes(kept.read_bytes()[:1000])  # of a full disk, say
-        assert counted(signed, tmp_path) == list(range(10_000))
+            keys = np.full(10_000, Identity(1).key)
+            counts = counts_of(signed, keys, keys, tmp_path, shown=False)
+            assert counts.tolist() == list(range(10_000))
+        asked = [each.rpartition("=")[2] for each in faults.requests]
+        assert asked == ["one"] * 3 + ["another"]
+
+
+def test_what_was_counted_is_kept_until_a_shard_changes(served, tmp_path):
+    names = ["0.tar", "1.tar", "2.parquet", "3.parquet"]
+
+    def write(number, samples):
+        file = served / names[number]
+        if file.suffix == ".tar":
+            write_tar(file, [f"{n}{end}" for n in range(samples) for end in (".jpg", ".txt")])
+        else:
+            pq.write_table(pa.table({"text": ["words"] * samples}), file)
+
+    for number in range(4):
+        write(number, 5)
+    with http_server(served, faults := Faults()) as url:
+        for where in (url, str(served)):
+            of = [f"{where}/{name}" for name in names]
+            for number, samples in ((0, 9), (2, 3), (1, 2)):
+                before = counted(of, tmp_path)
+                faults.requests.clear()
+                assert counted(of, tmp_path) == before
+                assert not any(
+                    each.startswith("GET") and "." in each
+                    for each in faults.requests
+                    if "json" not in each
+                )
+                write(number, samples)
+                before[number] = samples
+                assert counted(of, tmp_path) == before
+                read = {each.split()[1] for each in faults.requests if each.startswith("GET")}
+                assert {f"/{names[number]}"} >= {each for each in read if "json" not in each}
+            write(0, 5), write(2, 5), write(1, 5)
+            (kept,) = (file for file in tmp_path.glob("*.npy") if np.load(file).shape == (2, 4))
+            kept.write_bytes(kept.read_bytes()[:100])  # of a full disk, say
+            assert counted(of, tmp_path) == [5] * 4
+            kept.unlink()
 
 
 def test_statistics_of_img2dataset(served):
