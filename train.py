@@ -11,15 +11,13 @@ import time
 from functools import partial
 
 from common.output import outlive_output
-from engine.processes.launchers import adopt_launcher
 from launch.config.options import Options, parse_options
 from launch.terminal.quiet import quiet_libraries
 
 # Before torch and DeepSpeed are imported, which takes seconds: --help and mistakes do not wait.
 if __name__ == "__main__":
     outlive_output()
-    adopt_launcher(os.environ)  # the first rank says what is wrong
-    OPTIONS = parse_options()
+    OPTIONS = parse_options(environment=os.environ)
 quiet_libraries()
 
 from engine.checkpoint.layout import step_folder

@@ -157,7 +157,8 @@ def _launched() -> tuple[int, int, int]:
         raise ValueError(
             f"{', '.join(missing)} not set, for {os.environ['WORLD_SIZE']} ranks; start with "
             "deepspeed, torchrun or srun, which say all, or unset WORLD_SIZE; mpirun on several "
-            "hosts needs -x MASTER_ADDR=HOST, the host of the first rank"
+            "hosts needs -x MASTER_ADDR=HOST (MPICH and Intel MPI: -genv MASTER_ADDR HOST), the "
+            "host of the first rank"
         )
     environment = os.environ
     return int(environment["RANK"]), int(environment["WORLD_SIZE"]), int(environment["LOCAL_RANK"])

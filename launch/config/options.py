@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections import ChainMap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from data.options import (
     loss_names,
     read_pairs,
 )
+from engine.processes.launchers import adopt_launcher
 from launch.config.groups import (
     FLAGS,
     GROUPS,
@@ -101,10 +102,18 @@ def make_parser() -> CommandParser:
     return parser
 
 
-def parse_options(arguments: Sequence[str] | None = None) -> Options:
-    """Options of train.py; exits with status 2 and one message when they are wrong."""
+def parse_options(
+    arguments: Sequence[str] | None = None, environment: MutableMapping[str, str] | None = None
+) -> Options:
+    """Options of train.py; exits with status 2 and one message when they are wrong.
+
+    `environment`: of this process, where it is to learn from its launcher which rank it is. The
+    first one says what is wrong.
+    """
     parser = make_parser()
     try:
+        if environment is not None:
+            adopt_launcher(environment)
         return decide(parser, parser.words(arguments))
     except ValueError as error:
         parser.error(str(error))

@@ -129,6 +129,31 @@ def test_a_port_that_is_taken_is_named(monkeypatch):
             open_store(0, 2, timedelta(seconds=10))
 
 
+def test_two_runs_on_one_port_do_not_hear_each_other(monkeypatch):
+    """The second one's first rank is refused its port, and its other ranks find the first one's
+    store."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    monkeypatch.setenv("LOCAL_SIZE", "2")
+    monkeypatch.setattr("engine.processes.store.is_launcher", lambda process: True)
+    soon, launchers = timedelta(seconds=10), {"first": 7, "second": 8}
+
+    def opened(run, rank):
+        monkeypatch.setattr(os, "getppid", lambda: launchers[run])
+        return open_store(rank, 2, soon)
+
+    first = opened("first", 0)
+    with pytest.raises(OSError, match="is taken"):
+        opened("second", 0)
+    stray, other = opened("second", 1), opened("first", 1)
+    stray.set("place/1", "of another run")
+    first.set("places", "")
+    assert not first.check(["place/1"]) and other.check(["places"])
+    assert not stray.check(["places"])
+    with refused("as rank 1: two runs were started on one port"):
+        opened("first", 1)
+
+
 def test_agents_that_have_started_their_ranks_unlike_often_meet(monkeypatch):
     """As under torchrun, where one came later than the other and each counts for itself."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -200,6 +225,43 @@ def test_ranks_of_srun_and_mpirun_know_their_number():
         assert adopted(none) == {}, none
     ports = {adopted(step | {"SLURM_JOB_ID": job}, "MASTER_PORT")["MASTER_PORT"] for job in "789"}
     assert len(ports) == 3
+
+
+@pytest.mark.parametrize(
+    ("size", "rank", "local_rank", "local_size"),
+    [
+        ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
+        ("PMI_SIZE", "PMI_RANK", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),  # Cray MPICH
+        ("PMI_SIZE", "PALS_RANKID", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
+        *(
+            tuple(f"{of}_{name}" for name in ("SIZE", "RANK", "LOCAL_RANK", "LOCAL_SIZE"))
+            for of in ("OMPI_COMM_WORLD", "MV2_COMM_WORLD", "JSM_NAMESPACE")
+        ),
+    ],
+)
+def test_ranks_of_other_launchers_know_their_number(size, rank, local_rank, local_size):
+    told = {size: "4", rank: "3", local_rank: "1", local_size: "2"}
+    three = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+    assert adopted(told) == three
+    # its daemons are tasks of srun, one on each node
+    daemon = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
+    assert adopted(told | daemon) == three
+    on_one = three | {"LOCAL_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}
+    assert adopted(told | {local_size: "4"}) == on_one
+    assert adopted(told | {size: "1"}) == adopted(told | {"WORLD_SIZE": "1"}) == {}
+    for missing in (rank, local_rank):
+        alone = {name: value for name, value in told.items() if name != missing}
+        with refused(f"one of 4 ({size}), and  … {missing} … is not set"):
+            adopted(alone)
+
+
+def test_a_task_of_srun_with_pmi_2_is_one_of_srun():
+    task = {"PMI_SIZE": "4", "PMI_RANK": "3", "SLURM_STEP_NUM_TASKS": "4"}
+    task |= {"SLURM_PROCID": "3", "SLURM_LOCALID": "1"}
+    assert adopted(task) == {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
+    assert adopted(task | {"SLURM_STEP_NUM_TASKS": "1"}) == {}  # a run of its own
+    with refused("one of 4 (PMI_SIZE)"):
+        adopted(task | {"SLURM_STEP_NUM_TASKS": "2"})
 
 
 def adopted(environment, *also):
