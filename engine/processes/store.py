@@ -11,6 +11,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from common.shell import is_launcher
+
 # version of torch whose newer store listens on a socket that it is given (pytorch#150215, or 2.8)
 TAKES_SOCKET = (2, 9)
 
@@ -24,10 +26,13 @@ def open_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """The store of this run, in the first rank or, under torchrun, in its agent. `timeout` limits
     every wait for a key.
 
+    Keys name the start where the launcher is known, and a rank comes only once: two runs that were
+    given one port must not hear each other.
+
     Where the launcher says that there is one node, it listens where no other machine can connect:
     torch's own socket listens on all interfaces, so the first rank makes it. The store of
     torchrun's agent listens on all interfaces, too. Errors: OSError where the port is taken,
-    DistError where nobody listens.
+    ValueError where another process has come as this rank, DistError where nobody listens.
     """
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     # before there is a store, nothing else is known of the others
@@ -47,10 +52,28 @@ def open_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
         use_libuv=listening is None or torch_version() >= TAKES_SOCKET,
     )
     if not agents:
-        return store
+        own = dist.PrefixStore(f"start-{_start(on_node == world_size)}", store)
+        _refuse_second(own, rank)
+        return own
     # agents start their ranks again with the same store. The count is of the agent: one that has
     # come later counts from 0 again, so it is no name where rank 0 makes a store
     return dist.PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def _start(one_node: bool) -> str:
+    """What all ranks of this start know of it, and those of another one do not: the process of
+    DeepSpeed's launcher on one node; of several nodes nothing."""
+    launcher = os.getppid()
+    return str(launcher) if one_node and is_launcher(launcher) else ""
+
+
+def _refuse_second(store: dist.Store, rank: int) -> None:
+    if store.add(f"came/{rank}", 1) > 1:
+        address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        raise ValueError(
+            f"another process has come to {address}:{port} as rank {rank}: two runs were started on "
+            "one port. Give each its own: deepspeed --master_port PORT train.py"
+        )
 
 
 def _listen_on_loopback() -> int:
