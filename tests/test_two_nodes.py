@@ -69,7 +69,7 @@ def job(small, tmp_path):
 
     def write(cluster, *flags, options=()):
         run_dir = str(tmp_path / "run")
-        words = ["--cluster", cluster, "--restarts", "0", *flags]
+        words = ["--cluster", cluster, "--cpu", "--restarts", "0", *flags]
         assert submit.run([*words, "--", *small, *options, "--run-dir", run_dir]) == 0
         return tmp_path / "run" / ("job.yaml" if cluster == "kubernetes" else "job.sh")
 
@@ -98,11 +98,14 @@ def test_a_run_over_two_hosts_whose_cable_is_pulled(small, of_one_host, tmp_path
         monkeypatch.setenv("DS_ENV_FILE", str(tmp_path / "env"))
         (tmp_path / "hosts").write_text("".join(f"{n.address} slots=1\n" for n in made[:2]))
 
+        # a shell of each host would read what is not in a file
+        (tmp_path / "run.args").write_text("\n".join(small))
+
         def run():
             return command(
                 lambda port: made[2].command(
                     *over_hosts(launcher(2, port, "tests/held_training.py"), tmp_path / "hosts"),
-                    *small,
+                    f"@{tmp_path / 'run.args'}",
                     "--run-dir",
                     str(run_dir),
                 )

@@ -27,6 +27,7 @@ from common.command_line import CommandParser
 from common.files import write_text
 from common.output import INTERRUPTED, outlive_output
 from launch.config.options import ROOT, parse_options
+from launch.config.options import make_parser as make_train_parser
 from launch.tools.command import run_tool
 
 # train.py ends with its worker, however that ends: PR_SET_PDEATHSIG of prctl(2), SIGKILL
@@ -91,6 +92,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: argparse.Namespace) -> int:
+    arguments.options = make_train_parser().words(arguments.options)
     options = parse_options(arguments.options)
     if options.run_dir is None or options.resume == "never":
         raise ValueError("every start would begin anew; give --run-dir, and no --resume never")

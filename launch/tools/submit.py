@@ -30,17 +30,39 @@ from common.command_line import CommandParser
 from common.files import replacing_folder, write_text
 from common.options import at_least
 from common.output import outlive_output
+from common.secrets import redact
+from data.formats.specs import has_options, is_remote, local_path
 from launch.config.options import ROOT, parse_options
+from launch.config.options import make_parser as make_train_parser
 from launch.tools.command import run_tool
 
 CLUSTERS = ("slurm", "kubernetes", "mpi", "local")
 COPIED = ("common", "data", "ds_configs", "engine", "examples", "launch", "models")
+OF_PATTERNS = ("webdataset", "stream", "parquet")
+OF_TWO = (
+    "coco",
+    "vg",
+    "refcoco",
+    "flickr30k-entities",
+)  # a folder of images, and what tells of them
+OF_ONE = (
+    "jsonl",
+    "csv",
+    "tsv",
+    "karpathy",
+    "imagefolder",
+    "audiofolder",
+    "videofolder",
+    "subtitles",
+)
 SUBMITTED_BY = {"slurm": ["sbatch"], "kubernetes": ["kubectl", "apply", "-f"]}
 
 SCRIPT = """\
 #!/usr/bin/env bash
 {header}# Written by launch.tools.submit. `bash` runs it, too, on one machine.
 set -uo pipefail
+# of another launcher, where this was submitted: Slurm gives a job the variables of that shell
+unset RANK WORLD_SIZE LOCAL_RANK LOCAL_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
 cd {here} || exit 2
 run_dir={run_dir}
 {seed}train=({code}/train.py {options} --run-dir "$run_dir")
@@ -85,6 +107,7 @@ MPI = """\
 {first}passed=() # mpirun takes no variable to other hosts that is not named
 for name in $(compgen -e); do
     case $name in
+        CUDA_VISIBLE_DEVICES) ;; # of this host
         PATH | LD_LIBRARY_PATH | PYTHON* | MASTER_* | TORCH* | CUDA_* | NCCL_* | GLOO_* | OMP_* \\
             | DS_* | WYE_* | WANDB_* | HF_* | TOKENIZERS_* | TMPDIR | *_proxy) passed+=(-x "$name") ;;
     esac
@@ -125,10 +148,7 @@ spec:
               image: {image}
               workingDir: {here}
               command: {command}
-              resources:
-                limits:
-                  nvidia.com/gpu: {gpus}
-              volumeMounts:
+{of_gpus}              volumeMounts:
                 - name: shared
                   mountPath: {mount}
                 - name: shm
@@ -143,13 +163,19 @@ spec:
 """
 
 
+LIMITS = """\
+              resources:
+                limits:
+                  nvidia.com/gpu: {gpus}
+"""
+
+
 # name, its kind, default, help
 FLAGS: tuple[tuple[str, Callable[[str], Any], Any, str], ...] = (
     ("nodes", at_least(1), 1, "(default: 1)"),
-    ("gpus", at_least(1), None, "ranks of each node; each has a GPU, or DS_ACCELERATOR is cpu"),
+    ("gpus", at_least(1), None, "ranks of each node; each has a GPU, without --cpu"),
     ("hostfile", Path, None, "mpi: a line such as `node1 slots=8` for each host"),
     ("seeds", at_least(1), None, "slurm: an array of so many runs, RUN_DIR/seed-0 and so on"),
-    ("sbatch", str, "", 'slurm: further options, such as --sbatch="--time=8:00:00 -p gpu"'),
     ("image", str, None, "kubernetes: with the packages of requirements.txt"),
     ("claim", str, None, "kubernetes: the PersistentVolumeClaim with RUN_DIR and the data"),
     ("mount", Path, None, "kubernetes: where it is, in the pods and here"),
@@ -170,6 +196,13 @@ def make_parser() -> CommandParser:
     parser.add_argument(
         "--submit", action="store_true", help="also submit it; start it (mpi, local)"
     )
+    about = 'slurm: further options, such as --sbatch="--time=8:00:00 -p gpu"; may be repeated'
+    parser.add_argument("--sbatch", action="append", metavar="…", help=about)
+    about = "ranks run on CPUs (default: on GPUs; local, and mpi without --hostfile: as "
+    about += "DS_ACCELERATOR says here)"
+    parser.add_argument("--cpu", action="store_true", help=about)
+    about = "the data are on the nodes alone: do not look for them here"
+    parser.add_argument("--data-on-nodes", action="store_true", help=about)
     for name, kind, default, text in FLAGS:
         parser.add_argument(f"--{name}", type=kind, default=default, metavar="…", help=text)
     parser.add_argument("options", nargs="*", help="of train.py, after `--`; with --run-dir")
@@ -210,10 +243,11 @@ def _read(arguments: argparse.Namespace) -> tuple[argparse.Namespace, list[str]]
         raise ValueError("--nodes: --cluster local is one machine, and mpi takes --hostfile")
     if arguments.hostfile and not arguments.hostfile.is_file():
         raise ValueError(f"--hostfile {arguments.hostfile}: there is no such file")
+    given = make_train_parser().words(arguments.options)
     parser = CommandParser(prog="python -m launch.tools.submit", add_help=False, allow_abbrev=False)
     for flag in ("--run-dir", "--deepspeed_config", "--recipe", "--seed"):
         parser.add_argument(flag)
-    known, others = parser.parse_known_args(arguments.options)
+    known, others = parser.parse_known_args(given)
     if known.run_dir is None:
         raise ValueError("the options of train.py have no --run-dir; add it, after `--`")
     if known.seed is not None:
@@ -228,8 +262,46 @@ def _read(arguments: argparse.Namespace) -> tuple[argparse.Namespace, list[str]]
                 f"--run-dir {known.run_dir}: pods share --mount {arguments.mount} only; give a "
                 "folder below it"
             )
-    parse_options(arguments.options)  # what is wrong is better seen before the queue
+    options = parse_options(given)  # what is wrong is better seen before the queue
+    if not arguments.data_on_nodes:
+        for spec in filter(None, (*options.data, options.val_data)):
+            _look_for(spec, arguments.mount if cluster == "kubernetes" else None)
     return known, others
+
+
+def _look_for(spec: str, mount: Path | None) -> None:
+    """Say what of a data set cannot be looked for here. `mount`: what pods see of this machine.
+    Errors: ValueError for what is not there."""
+    for path in paths_of(spec):
+        if is_remote(path):
+            print(f"{redact(path)}: remote, not looked for", file=sys.stderr)
+        elif mount and not Path(local_path(path)).is_relative_to(mount):
+            print(
+                f"{path}: not below --mount {mount}, so pods see it only if it is in the image; not "
+                "looked for",
+                file=sys.stderr,
+            )
+        elif not Path(local_path(path)).exists():
+            raise ValueError(
+                f"data spec '{redact(spec)}': {local_path(path)} is not there; give what all nodes "
+                "see, or --data-on-nodes where this machine does not see it"
+            )
+
+
+def paths_of(spec: str) -> list[str]:
+    """Files and folders that a data spec needs; of patterns the folders above."""
+    kind, _, where = spec.partition(":")
+    if has_options(kind, where):
+        where = where.rpartition("?")[0]
+    if kind in OF_PATTERNS:
+        parts = where.split("::")
+        return [
+            part if is_remote(part) else re.split(r"[^/]*[{*?\[]", part)[0] or "."
+            for part in filter(None, parts)
+        ]
+    if kind in OF_TWO:
+        return [part for part in where.rpartition(":")[::2] if part]
+    return [where] if kind in OF_ONE else []
 
 
 def copy_code(folder: Path) -> Path:
@@ -249,9 +321,24 @@ def copy_code(folder: Path) -> Path:
     return folder
 
 
+def runs_on_cpu(arguments: argparse.Namespace) -> bool:
+    """Whether ranks are to use no GPU. DS_ACCELERATOR is of this machine, which may be a login node
+    without one."""
+    here = os.environ.get("DS_ACCELERATOR") == "cpu"
+    if arguments.cluster == "local" or (arguments.cluster == "mpi" and not arguments.hostfile):
+        return arguments.cpu or here
+    if here and not arguments.cpu:
+        print(
+            "DS_ACCELERATOR=cpu is of this machine, and the job is for GPUs; give --cpu for ranks on "
+            "CPUs",
+            file=sys.stderr,
+        )
+    return arguments.cpu
+
+
 def job_text(arguments: argparse.Namespace, run_dir: Path, options: list[str]) -> str:
     """Of the job's file. `options`: of train.py, but for --run-dir."""
-    cluster, on_cpu = arguments.cluster, os.environ.get("DS_ACCELERATOR") == "cpu"
+    cluster, on_cpu = arguments.cluster, runs_on_cpu(arguments)
     python = arguments.python or ("python" if cluster == "kubernetes" else sys.executable)
     quoted = {
         "code": run_dir / "code",
@@ -265,17 +352,21 @@ def job_text(arguments: argparse.Namespace, run_dir: Path, options: list[str]) -
     values = vars(arguments) | {each: shlex.quote(str(value)) for each, value in quoted.items()}
     values |= {"name": name[:50] or "wye", "options": shlex.join(options)}
     if cluster == "kubernetes":
-        command = ["bash", "-c", POD.format(**values)]
+        accelerator = "export DS_ACCELERATOR=cpu; " if on_cpu else ""
+        # Kubernetes itself reads $(NAME) and $$ of a command
+        command = ["bash", "-c", (accelerator + POD.format(**values)).replace("$", "$$")]
         plain = {"image": arguments.image, "mount": str(arguments.mount), "claim": arguments.claim}
         plain |= {"here": str(Path.cwd()), "command": command}
-        return KUBERNETES.format(**values | {k: json.dumps(v) for k, v in plain.items()})
+        of_gpus = "" if on_cpu else LIMITS.format(**values)
+        written = {k: json.dumps(v) for k, v in plain.items()}
+        return KUBERNETES.format(**values | written, of_gpus=of_gpus)
     values |= {"header": "", "seed": "", "first": "", "where": f"-np {arguments.gpus}"}
-    values["accelerator"] = "export DS_ACCELERATOR=cpu\n" if on_cpu else ""
+    values["accelerator"] = "export DS_ACCELERATOR=cpu\n" if on_cpu else "unset DS_ACCELERATOR\n"
     start = values["alone"] = ALONE.format(**values)
     if cluster == "slurm":
         array = f"--array=0-{arguments.seeds - 1} " if arguments.seeds else ""
-        more = f"{array}{arguments.sbatch}".strip()
-        values["more"] = f"#SBATCH {more}\n" if more else ""
+        more = [array, *(arguments.sbatch or ())]
+        values["more"] = "".join(f"#SBATCH {each.strip()}\n" for each in more if each.strip())
         values["of_gpus"] = "" if on_cpu else f"#SBATCH --gpus-per-node={arguments.gpus}\n"
         values["header"], start = SLURM_HEADER.format(**values), SLURM.format(**values)
         if arguments.seeds:

@@ -9,6 +9,7 @@ import yaml
 
 from launch.tools import submit
 
+SBATCH = "--sbatch=--time=8:00:00", "--sbatch", "-p gpu --mem=0"
 OPTIONS = "--steps", "2", "--deepspeed_config", "how.json"
 
 
@@ -57,10 +58,11 @@ def test_a_job_keeps_the_code_and_the_configuration(write, tmp_path):
 
 
 def test_a_job_of_slurm(write):
-    text, job = write("slurm", "--nodes", "4", "--seeds", "3", "--sbatch=--time=8:00:00")
+    text, job = write("slurm", "--nodes", "4", "--seeds", "3", *SBATCH)
     asked = {line.split(" ", 1)[1] for line in text.splitlines() if line.startswith("#SBATCH")}
     assert asked >= {"--nodes=4", "--ntasks-per-node=2", "--gpus-per-node=2", "--requeue"}
-    assert asked >= {"--signal=B:USR1@300", "--array=0-2 --time=8:00:00"}
+    assert asked >= {"--signal=B:USR1@300", "--array=0-2"}
+    assert asked >= {"--time=8:00:00", "-p gpu --mem=0"}
     found = words_of([job], SLURM_ARRAY_TASK_ID="2")  # without Slurm
     assert found[found.index("--seed") + 1] == "2" and found[-2].endswith("a run/seed-2")
 
@@ -75,6 +77,64 @@ def test_a_job_of_kubernetes(write, tmp_path):
     assert container["image"] == "wye: 1"
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 2}
     assert words_of(container["command"][1:])[:2] == ["-m", "torch.distributed.run"]
+
+
+def test_arguments_reach_python_as_they_were_typed(write, tmp_path):
+    (tmp_path / "d").mkdir()
+    spec = "stream:d/{00..99}.tar?mixed=16&where=similarity>=0.5 and x != '$HOME'"
+    stages = 'branches.stages={"image":1,"text":1}'
+    (tmp_path / "run.args").write_text(f"--data {spec}\n--set {stages}\n")
+    options = ("@run.args", "--steps", "2")
+    flags = "--image=i", "--claim=c", f"--mount={tmp_path}"
+    _, job = write("slurm", options=options)
+    pods, _ = write("kubernetes", *flags, options=options)
+    worker = yaml.safe_load(pods)["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+    command = worker["containers"][0]["command"]
+    for words in ([job], [each.replace("$$", "$") for each in command[1:]]):  # as Kubernetes does
+        found = words_of(words)
+        assert (
+            found[found.index("--data") + 1] == spec and found[found.index("--set") + 1] == stages
+        )
+        (tmp_path / "words").unlink()
+        (tmp_path / "shared" / "a run" / "done").unlink()
+
+
+def test_data_that_are_not_there_are_refused_or_said_to_be_elsewhere(write, tmp_path, capfd):
+    (tmp_path / "here.jsonl").touch()
+    for spec in ("jsonl:gone.jsonl", "coco:images:here.jsonl", "stream:gone/{0..9}.tar?text=t"):
+        options = ("--data", spec)
+        text, _ = write("slurm", options=options, status=2)
+        assert not text and "is not there" in capfd.readouterr().err, spec
+        if spec.startswith("jsonl"):  # its file is not opened
+            assert write("slurm", "--data-on-nodes", options=options)[0]
+            (tmp_path / "shared" / "a run" / "job.sh").unlink()
+    capfd.readouterr()
+    remote = "--data", "jsonl:here.jsonl", "--data", "stream:s3://bucket/{0..9}.tar?text=t"
+    assert write("slurm", options=remote)[0]
+    assert "s3://bucket/{0..9}.tar: remote, not looked for" in capfd.readouterr().err
+    flags = "--image=i", "--claim=c", f"--mount={tmp_path / 'shared'}"
+    assert write("kubernetes", *flags, options=remote[:2])[0]
+    assert "so pods see it only if it is in the image" in capfd.readouterr().err
+
+
+def test_the_accelerator_of_a_login_node_is_not_that_of_the_job(
+    write, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    text, _ = write("slurm")
+    assert "unset DS_ACCELERATOR" in text and "--gpus-per-node=2" in text
+    assert "give --cpu" in capfd.readouterr().err
+    text, _ = write("slurm", "--cpu")
+    assert "export DS_ACCELERATOR=cpu" in text and "--gpus-per-node" not in text
+    flags = "--image=i", "--claim=c", f"--mount={tmp_path}"
+    assert "nvidia.com/gpu: 2" in write("kubernetes", *flags)[0]
+    text, _ = write("kubernetes", *flags, "--cpu")
+    assert "nvidia.com/gpu" not in text and "export DS_ACCELERATOR=cpu" in text
+    assert yaml.safe_load(text)["spec"]
+    capfd.readouterr()
+    assert "export DS_ACCELERATOR=cpu" in write("local")[0]
+    assert "DS_ACCELERATOR" not in capfd.readouterr().err
+    assert "unset RANK WORLD_SIZE" in write("slurm")[0]  # of torchrun, where it was submitted
 
 
 def test_what_does_not_go_together_is_answered(write, capfd):
