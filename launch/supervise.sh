@@ -190,6 +190,7 @@ while true; do
     case $status in
         0) exit 0 ;;
         75) [ -n "$again" ] && continue; exit 75 ;;
+        126 | 127) say "exit status $status: '$1', or a program that it starts, is not there or may not be run; install it, or give its path"; exit 2 ;;
         2) say "exit status 2: another start would end the same way"; exit 2 ;;
     esac
     if [ -n "$asked" ]; then

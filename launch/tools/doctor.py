@@ -28,8 +28,9 @@ from typing import Any
 from common.command_line import CommandParser
 from common.files import remove, write_text
 from common.output import outlive_output, plain
+from launch.config.options import make_parser as make_train_parser
 from launch.tools.command import run_tool
-from launch.tools.machine_checks import FAIL, OK, Finding, check_versions, judged
+from launch.tools.machine_checks import FAIL, OK, WARN, Finding, check_versions, judged
 
 # Keeps what it starts in a group of its own, and ends it when stdin closes: when ssh, or this
 # program, is gone.
@@ -138,6 +139,17 @@ def _findings(answers: Answers) -> Iterator[tuple[str, Finding]]:
         yield from ((host, Finding(*each)) for each in answer["findings"])
 
 
+def check_launcher(hosts: Mapping[str, int]) -> Iterator[tuple[str, Finding]]:
+    """Of this machine, where the run is started: DeepSpeed's launcher reaches several hosts by pdsh;
+    others do without."""
+    if len(hosts) > 1:
+        have = [name for name in ("pdsh", "mpirun") if shutil.which(name)]
+        status = OK if "pdsh" in have else WARN if have else FAIL
+        found = f"{have[0]} is there" if status == OK else "pdsh is not installed here"
+        advice = "deepspeed --hostfile needs it: apt install pdsh, or start with another launcher"
+        yield "", Finding("launcher", status, found, "" if status == OK else advice)
+
+
 def show(found: Sequence[tuple[str, Finding]]) -> None:
     """As a table, in which hosts that are all right share a row, and those with one fault."""
     rows: dict[tuple[str, ...], tuple[Finding, list[str]]] = {}
@@ -177,11 +189,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: argparse.Namespace) -> int:
-    options, run_dir, file = arguments.options, arguments.run_dir, arguments.json
+    run_dir, file = arguments.run_dir, arguments.json
+    # hosts are asked by a command that keeps them as they are
+    options = make_train_parser().words(arguments.options)
     hosts = read_hosts(arguments.hostfile) if arguments.hostfile else {"": 0}
     run_dir = run_dir or Path(dict(zip(options, options[1:])).get("--run-dir", "runs"))
     run_dir.mkdir(parents=True, exist_ok=True)
-    found = list(examine(hosts, run_dir, arguments.port, options))
+    found = [*check_launcher(hosts), *examine(hosts, run_dir, arguments.port, options)]
     show(found)
     if file:
         listed = [{"host": host, **each._asdict()} for host, each in found]

@@ -3,7 +3,6 @@
 import math
 from dataclasses import fields
 
-import launch.modalities  # whose import defines every modality
 from data.modalities.modality import Modality
 from data.streams.source import COUNTS as STREAM_COUNTS
 from engine.step_metrics import StepMetrics

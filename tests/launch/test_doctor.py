@@ -17,8 +17,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from nodes import lacking, nodes, reached_by_ssh  # noqa: E402
 
 from engine.processes.start import free_port
+from launch.tools.doctor import check_launcher
 from launch.tools.link_checks import compare
-from launch.tools.machine_checks import OK, WARN
+from launch.tools.machine_checks import FAIL, OK, WARN
 
 ROOT = Path(__file__).parents[2]
 ISOLATED = lacking()
@@ -151,6 +152,11 @@ def on_hosts(hosts, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{wrapped}:{os.environ['PATH']}")
     monkeypatch.delenv("PYTHONPATH", raising=False)
 
+    pdsh = tmp_path / "with_pdsh" / "pdsh"  # the doctor does not start it
+    pdsh.parent.mkdir()
+    pdsh.touch(0o755)
+    monkeypatch.setenv("PATH", f"{pdsh.parent}:{os.environ['PATH']}")
+
     def of(*addresses, slots=1):
         file = tmp_path / "hosts"
         file.write_text("".join(f"{address} slots={slots}\n" for address in addresses))
@@ -209,6 +215,19 @@ def test_ctrl_c_ends_what_was_started_on_all_hosts(on_hosts, tmp_path, monkeypat
     _, said = run.communicate(timeout=30)
     assert run.returncode == 130 and "interrupted" in said, said
     wait_until_asleep(0)
+
+
+def test_several_hosts_need_pdsh(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    hosts = {"node1": 8, "node2": 8}
+    for program, status in ((None, FAIL), ("mpirun", WARN), ("pdsh", OK)):
+        if program:
+            (tmp_path / program).touch(0o755)
+        ((host, found),) = check_launcher(hosts)
+        assert (host, found.status) == ("", status) and ("apt install pdsh" in found.advice) == (
+            status != OK
+        )
+    assert not [*check_launcher({"node1": 8})]  # DeepSpeed starts one host itself
 
 
 def test_slow_links_are_compared_with_those_of_their_kind():

@@ -54,6 +54,15 @@ def test_what_another_start_would_not_mend_is_not_started_again(run_dir):
         assert starts(run_dir) == number
 
 
+def test_a_program_that_is_not_there_is_not_tried_again(run_dir, tmp_path):
+    (tmp_path / "text").write_text("no program")
+    for program in ("no-such-launcher", tmp_path / "text"):
+        words = ["bash", SCRIPT, "--wait", "0", "--", program, "--run-dir", run_dir]
+        status, errors = finish(subprocess.Popen(words, stderr=subprocess.PIPE, text=True))
+        assert status == 2 and f"'{program}', or a program that it starts, is not there" in errors
+        assert "start 1 of 3" not in errors
+
+
 def test_a_failure_is_started_again_until_it_is_done(run_dir):
     status, errors = finish(supervise(run_dir, '[ $n -ge 3 ] || exit 1; touch "$RUN/done"'))
     assert status == 0 and starts(run_dir) == 3 and "start 2 of 3 from checkpoint 'none'" in errors
