@@ -66,10 +66,10 @@ REASONS: dict[str, str] = {
     "impossible-film": f"not {LOWEST_FPS:g} to {HIGHEST_FPS:g} frames/s, or an impossible size",
     "huge-film": f"a film of over {FILM_SECONDS_LIMIT / 3600:g} hours",
     "outside-film": "the clip begins behind the end of its film, or ends over 0.5 seconds behind it",
+    "empty-segment": "the segment ends where it begins or before, or its times are no times",
     "missing-shard": "the shard is not there any more",
     "changed-shard": "the shard has changed since the run began",
     "miscounted-shard": "the shard has another number of samples than a file beside it tells",
-    "empty-segment": "the segment ends where it begins or before, or its times are no times",
 }
 ABSENCES = ("no-value", "no-caption", "empty-caption", "orphan-member")
 """Reasons that say of one modality that it was never there, not that it is broken."""

@@ -194,9 +194,10 @@ def _streams(data: PreparedData, batch_size: int) -> str:
             f"{sized(cache.limit_bytes)}{room} in {cache.folder}"
         )
         if lost := [*table.gone, *(stream.shown[n] for n in np.flatnonzero(table.lost))]:
+            samples = int(table.counts[table.lost != 0].sum())
+            of = f", {samples:,} samples of this run's order" if samples else ""
             lines.append(
-                f"{len(lost):,} shards are left out, such as {lost[0]} (--on-bad-shard drop); in this "
-                f"order they had {table.counts[table.lost != 0].sum():,} samples"
+                f"{len(lost):,} shards are left out{of}, such as {lost[0]} (--on-bad-shard drop)"
             )
     mixing = order.mixing()
     lines.append(

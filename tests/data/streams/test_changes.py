@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +23,7 @@ from data.streams.lengths import StreamTokenCounts
 from data.streams.listing import ShardRules
 from data.streams.opening import open_stream
 from data.streams.source import BadShard
+from launch.setup import first_screen
 
 COUNTS = [8, 8, 8, 8]
 
@@ -196,6 +198,8 @@ def test_a_run_goes_on_without_a_shard_by_the_same_order(run, what, pattern, tok
     assert [found.stream_order.batch(step).tolist() for step in range(32)] == [
         each.tolist() for each in order
     ]
+    said = first_screen._streams(found, 8)
+    assert re.search("1 shards are left out, 8 samples of this run's order.*2.parquet", said)
     for other in (found, prepare_data(dropping, None, own, looks=False)):  # another rank
         source = other.source
         assert source.captions(0) == ["of 0, 0"] and source.captions(31) == ["of 3, 7"]
