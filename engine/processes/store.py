@@ -83,7 +83,7 @@ def _listen_on_loopback() -> int:
     except OSError as error:
         raise OSError(
             f"port {port} is taken ({error.strerror}); start this run with another one: "
-            "deepspeed --master_port PORT train.py"
+            "deepspeed --master_port PORT train.py, or MASTER_PORT=PORT with mpirun and srun"
         ) from error
 
 

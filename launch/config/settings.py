@@ -12,6 +12,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from common.shell import REMEDY
+
 NOT_BY_SET = ("set", "help", "local_rank")
 # as the agent of a W&B sweep writes values
 PYTHONS = {"True": True, "False": False, "None": None}
@@ -40,7 +42,14 @@ def split_settings(
                 "optimizer.params.lr=3e-4"
             )
         if key in seen:
-            parser.error(f"argument --set: {key} is given twice; give it once")
+            parser.error(
+                f"argument --set: {key} is given twice; give it once. If a shell has made two words of "
+                f"{{…}}, {REMEDY}"
+            )
+        if value[:1] in ("{", "[") and isinstance(parsed(value), str):
+            parser.error(
+                f"argument --set: {key}: {value} is no JSON; if a shell has taken its quotes, {REMEDY}"
+            )
         seen.add(key)
         action = flags.get(key.lstrip("-").replace("-", "_"))
         # `wandb` is a flag and a block of the JSON file, whose value is an object

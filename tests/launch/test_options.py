@@ -207,7 +207,11 @@ TWO --data-adapt nan | --data-adapt | nan is not in 0 <= RATE <= 1
 --set lr | --set | is not written KEY=VALUE
 --set =1 | --set | is not written KEY=VALUE
 --set a..b=1 | --set | is not written KEY=VALUE
---set a.b=1 a.b=2 | --set | a.b is given twice
+--set a.b=1 a.b=2 | --set | a.b is given twice | a shell has made two words | @FILE
+--set a.b={image:1} | --set | {image:1} is no JSON | a shell has taken its quotes | @FILE
+--set a.b=[x | --set | is no JSON
+--stepz 2 | unrecognized arguments: --stepz 2; did you mean '--steps'?
+--data a.tar b.tar c.tar | unrecognized arguments: b.tar c.tar | a shell has made several | @FILE
 --set eval_ema=often | --set | it takes true or false
 --set seed=-1 | --seed | -1 is below 0
 """
