@@ -81,7 +81,7 @@ def test_a_job_of_kubernetes(write, tmp_path):
 
 def test_arguments_reach_python_as_they_were_typed(write, tmp_path):
     (tmp_path / "d").mkdir()
-    spec = "stream:d/{00..99}.tar?mixed=16&where=similarity>=0.5 and x != '$HOME'"
+    spec = "stream:d/{00..99}.tar?mixed=16&where=similarity>=0.5 and x != '$$1'"
     stages = 'branches.stages={"image":1,"text":1}'
     (tmp_path / "run.args").write_text(f"--data {spec}\n--set {stages}\n")
     options = ("@run.args", "--steps", "2")
