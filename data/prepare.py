@@ -16,14 +16,13 @@ from transformers import PreTrainedTokenizerBase
 from common.files import read_json, remove, replacing, replacing_folder, write_text
 from common.secrets import redacted
 from common.sizes import GIB
-from data.bad_samples import REASON_OF_CODE, REASONS
+from data.bad_samples import REASONS
 from data.batching.draws import LIMIT
 from data.batching.mixing import mixed
 from data.batching.mixture import Mixture, open_sources
 from data.batching.order import BatchSizes, GlobalOrder, Parts, Together
 from data.batching.rows import Rows
 from data.batching.stream_order import Shards, StreamOrder
-from data.formats.specs import is_remote
 from data.index.leaks import count_leaks, describe_leaks, find_leaks
 from data.index.roots import with_roots
 from data.index.sources import KnownSource, Source, open_source
@@ -32,7 +31,7 @@ from data.modalities.tokenizer import load_tokenizer, refuse_unknown_words, trai
 from data.options import DataOptions, compared, has_regions
 from data.streams.division import MOST_HELD_OUT, divide_shards
 from data.streams.filters import Kept
-from data.streams.listing import Listing, ShardRules
+from data.streams.listing import Listing, ShardRules, refuse_lost
 from data.streams.opening import is_stream, open_stream_listed
 from data.streams.several import kept_samples
 from data.streams.source import StreamSource
@@ -263,19 +262,18 @@ def _open_streams(
             orders.append(Shards(np.array([len(usable)]), 1))
             continue
         record = folder / "shards" / f"{number}.json"
-        drops = options.on_bad_shard == "drop"
         whole, mixed_shards, listing = open_stream_listed(
             spec,
             options.compared(),
             None if options.stream_cache is None else int(options.stream_cache * GIB),
             options.max_audio_seconds,
             bool(building["progress"]),
-            ShardRules(drops, options.max_bad_fraction, record, looks),
+            ShardRules(options.on_bad_shard == "drop", options.max_bad_fraction, record, looks),
         )
         listings.append((listing, record))
         fraction = 0.0 if validation is not None else options.val_fraction
         division = divide_shards(whole.table.counts, fraction, options.limit_samples, options.seed)
-        _refuse_lost(whole, division.held_out)
+        refuse_lost(whole, division.held_out)
         held_out += [whole.table.known_spec(int(n)) for n in division.held_out]
         kept += [(whole.table.kept, int(n)) for n in division.held_out]
         stream = whole.of_shards(division.train, division.counts)
@@ -310,19 +308,6 @@ def _open_streams(
         parts = _parts(options, tuple(zip(counts, _weights(options), strict=True)))
     shards = tuple(orders)
     return PreparedData(source, train, held, None, parts, shards=shards, seed=options.seed)
-
-
-def _refuse_lost(stream: StreamSource, held_out: np.ndarray) -> None:
-    """Raise OSError where shards that are held out are not what they were: what is measured would be
-    another set. A copy of a remote one is kept for good."""
-    table = stream.table
-    for shard in held_out.tolist():
-        reason = REASON_OF_CODE.get(int(table.lost[shard]))
-        if reason == "changed-shard" or (reason and not is_remote(table.names[shard])):
-            raise OSError(
-                f"{stream.shown[shard]}: {REASONS[reason]}, and its samples are held out; give it "
-                "back as it was, or another --run-dir"
-            )
 
 
 def _weights(options: DataOptions) -> tuple[float, ...]:

@@ -21,10 +21,11 @@ import numpy as np
 from common.files import make_folder, read_json, write_text
 from common.secrets import redact
 from data.bad_samples import CODES, REASON_OF_CODE, REASONS
+from data.formats.specs import is_remote
 from data.streams.bloom import Unseen
 from data.streams.counts import counts_of, identities_of, shown_names
 from data.streams.filters import Kept, kept_rows, metadata_keys
-from data.streams.source import ShardTable
+from data.streams.source import ShardTable, StreamSource
 
 COLUMNS: dict[str, type[np.signedinteger]] = {
     "counts": np.int64,
@@ -190,6 +191,19 @@ def _judge(
             f"{said}. Left out they are {share:.1%} of the {'samples' if before else 'shards'}, more "
             f"than the {rules.max_bad_fraction:.1%} of --max-bad-fraction; give them back, or raise it"
         )
+
+
+def refuse_lost(stream: StreamSource, held_out: np.ndarray) -> None:
+    """Raise OSError where shards that are held out are not what they were: what is measured would be
+    another set. A copy of a remote one is kept for good."""
+    table = stream.table
+    for shard in held_out.tolist():
+        reason = REASON_OF_CODE.get(int(table.lost[shard]))
+        if reason == "changed-shard" or (reason and not is_remote(table.names[shard])):
+            raise OSError(
+                f"{stream.shown[shard]}: {REASONS[reason]}, and its samples are held out; give it "
+                "back as it was, or another --run-dir"
+            )
 
 
 def _read(file: Path, spec: str, names: Sequence[str]) -> Listing | None:
