@@ -18,9 +18,11 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
+
+BLOCK = 1 << 16  # bytes that are read at a time
 
 
 def read_json(path: Path) -> Any:
@@ -67,6 +69,56 @@ def append_text(path: Path, text: str) -> None:
     for a link or anything but a file."""
     with open_own(path) as file:
         file.write(text)
+
+
+def lines_from_end(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a file, the last one first, each with the place of its first byte; none where
+    there is no file. Holds a block and a line of it at a time."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        at = file.seek(0, os.SEEK_END)
+        rest, ended = b"", False  # ended: was there something behind `rest`?
+        while at:
+            size = min(BLOCK, at)
+            at = file.seek(at - size)
+            rest, *lines = (file.read(size) + rest).split(b"\n")
+            place = at + len(rest) + sum(len(line) + 1 for line in lines)
+            for line in reversed(lines):
+                place -= len(line)
+                if line or ended:
+                    yield place, line.decode(errors="replace")
+                place, ended = place - 1, True
+        if rest or ended:
+            yield 0, rest.decode(errors="replace")
+
+
+def cut_lines(path: Path, unwanted: Callable[[str], bool]) -> None:
+    """Cut off the last lines of a file that are `unwanted`, up to the first one from the end that
+    is not; one that is cut short itself is ended. Errors: as `append_text`."""
+    cut = None
+    for place, line in lines_from_end(path):
+        if not unwanted(line):
+            break
+        cut = place
+    if cut is None and _ends_whole(path):
+        return
+    with open_own(path) as file:
+        if cut is None:
+            file.write("\n")
+        else:
+            file.truncate(cut)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _ends_whole(path: Path) -> bool:
+    """Is there no last line without its end?"""
+    if not path.is_file() or not path.stat().st_size:
+        return True
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
 
 
 def open_own(path: Path) -> IO[str]:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import fields
 from importlib.metadata import version
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ import psutil
 from common import __version__
 from common.files import (
     append_text,
+    cut_lines,
+    lines_from_end,
     make_folder,
     open_own,
     read_json,
@@ -217,30 +220,27 @@ class RunFolder:
     def forget_after(self, step: int) -> None:
         """Drop what was logged of steps after `step`: the run goes on from there and measures them
         again."""
-        for file in self._of_steps:
-            self._keep(file, lambda line: _step_of(line) <= step)
+        for file in self._of_steps if self.first_rank else ():
+            cut_lines(file, lambda line: _step_of(line) > step)
 
     def lacks(self, step: int, held_out: Set[str]) -> bool:
         """Was one of the sets `held_out` not evaluated after `step`? What there is of that
         evaluation is dropped then."""
         evaluated = self.evaluated(step)
         lacks = not held_out <= evaluated.keys()
-        if lacks and evaluated:
-            self._keep(self.metrics, lambda line: not _evaluates(line, step))
+        if lacks and evaluated and self.first_rank:
+            cut_lines(self.metrics, lambda line: _evaluates(line, step))
         return lacks
-
-    def _keep(self, file: Path, wanted: Callable[[str], bool]) -> None:
-        """The `wanted` lines of a file, where there is one."""
-        if self.first_rank and file.is_file():
-            kept = filter(wanted, _lines(file))
-            replace_text(file, "".join(f"{line}\n" for line in kept))
 
     def evaluated(self, step: int) -> dict[str, dict[str, float]]:
         """What metrics.jsonl has of the evaluation after `step`, by held-out set; null as nan."""
-        found = [json.loads(line) for line in _lines(self.metrics) if _evaluates(line, step)]
+        # lines come in the order of their steps, and those of an evaluation behind its step's
+        lines = (line for _, line in lines_from_end(self.metrics))
+        near = takewhile(lambda line: _step_of(line) >= step, lines)
+        found = [json.loads(line) for line in near if _evaluates(line, step)]
         return {
             line["held_out"]: {k: math.nan if v is None else v for k, v in line.items()}
-            for line in found
+            for line in reversed(found)
         }
 
     def append(self, file: Path, values: Mapping[str, Any]) -> None:
@@ -256,7 +256,8 @@ class RunFolder:
     def append_loss_weights(self, values: Mapping[str, Any]) -> None:
         """One line to loss_weights.jsonl, unless it ends in that line: a run that goes on decides
         once more what follows from the evaluation at which it begins."""
-        if self.first_rank and json.dumps(values) not in _lines(self.loss_weights)[-1:]:
+        _, last = next(lines_from_end(self.loss_weights), (0, ""))
+        if self.first_rank and json.dumps(values) != last:
             self.append(self.loss_weights, values)
 
     def note_bad_sample(
@@ -344,10 +345,6 @@ def _of_training(balance: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     does not; other feed rates do."""
     balance = balance or {}
     return balance if balance.get("strategy") == "feed" else None
-
-
-def _lines(file: Path) -> list[str]:
-    return file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
 
 
 def _step_of(line: str) -> float:

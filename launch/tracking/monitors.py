@@ -23,9 +23,10 @@ from deepspeed.monitor.config import (
     TensorBoardConfig,
 )
 
-from common.files import make_folder, open_own, refuse_links_in, write_text
+from common.files import cut_lines, make_folder, open_own, refuse_links_in, write_text
 from launch.tracking.backend import Backend
 
+HEADING = "step,"  # what the first line of a CSV file begins with
 COMET_KEY = "comet_experiment_key"  # a file in the run's folder
 
 
@@ -61,13 +62,10 @@ class CsvFiles(Backend):
         self._begun: set[Path] = set()  # files with a heading of this run
         refuse_links_in(self._folder)
         for file in self._folder.glob("*.csv") if step else ():
-            lines = file.read_text(encoding="utf-8").splitlines()
-            # each run that began in this file has a heading
-            headings = [i for i, line in enumerate(lines) if line.startswith("step,")]
-            if headings:
-                own = headings[-1] + 1
-                kept = [*lines[:own], *(line for line in lines[own:] if _step_of(line) <= step)]
-                write_text(file, "\n".join(kept) + "\n")
+            with file.open(encoding="utf-8") as rows:
+                has_heading = rows.readline().startswith(HEADING)
+            if has_heading:  # as each run that began in this file has one
+                cut_lines(file, lambda row: not row.startswith(HEADING) and _step_of(row) > step)
                 self._begun.add(file)
 
     def log(self, values: Mapping[str, float | None], step: int, samples: int | None) -> None:
@@ -79,7 +77,7 @@ class CsvFiles(Backend):
                 writer = csv.writer(rows, lineterminator="\n")
                 if file not in self._begun:
                     self._begun.add(file)
-                    writer.writerow(["step", name.rpartition("/")[2]])
+                    writer.writerow([HEADING.rstrip(","), name.rpartition("/")[2]])
                 writer.writerow([step, value])
 
 

@@ -16,6 +16,7 @@ from cost_models import BRANCHES, proportional
 from launched import SMALL, run_to_end
 
 from common import __version__
+from common.files import cut_lines, lines_from_end
 from engine.config.deepspeed_keys import DEEPSPEED_KEYS
 from engine.config.reading import BranchesBlock, check_config
 from engine.optimizer.bad_steps import BadStep
@@ -295,6 +296,53 @@ def test_what_is_damaged_and_of_no_account_is_made_anew(folder):
     (folder.path / "config.json").write_text("")
     with pytest.raises(ValueError, match="config.json: is damaged .* delete it, and the same"):
         folder.previous()
+
+
+def test_a_resume_reads_the_end_of_a_long_file_and_writes_nothing_before_it(folder, monkeypatch):
+    """Lines of a million steps are gigabytes. Of all files that grow, one block from the end is
+    read, and what is before it stays as it lies on the disk."""
+    padding = {f"busy_s/image {rank}": 0.125 for rank in range(40)}
+    for file in folder._of_steps:
+        file.write_text("".join(json.dumps({"step": s, **padding}) + "\n" for s in range(1, 2001)))
+    of_step = {"step": 1990, "held_out": "family", "alignment": 1.0}
+    lines = folder.metrics.read_text().splitlines(keepends=True)
+    lines.insert(1990, json.dumps(of_step) + "\n")
+    folder.metrics.write_text("".join(lines))
+    before = {file: file.stat() for file in folder._of_steps}
+    read, reading = [], lines_from_end
+
+    def counted(path):
+        for place, line in reading(path):
+            read.append(line)
+            yield place, line
+
+    monkeypatch.setattr("common.files.lines_from_end", counted)
+    monkeypatch.setattr("launch.run.folder.lines_from_end", counted)
+    folder.forget_after(1990)
+    assert folder.evaluated(1990) == {"family": of_step}
+    assert folder.lacks(1990, {"another"}) and not folder.evaluated(1990)
+    for file, was in before.items():
+        assert steps_in(file) == [*range(1, 1991)]
+        assert file.stat().st_ino == was.st_ino, "is cut, not copied"
+    assert len(read) < 100
+
+
+def test_lines_come_from_the_end_whatever_blocks_they_lie_in(tmp_path, monkeypatch):
+    file = tmp_path / "lines"
+    assert list(lines_from_end(file)) == []
+    for text in ("", "\n", "a", "a\n", "a\nbc\n\nd", "\n\n", "ä\n" * 3 + "end", "x\n\n"):
+        file.write_text(text)
+        for size in (1, 2, 3, 1 << 16):
+            monkeypatch.setattr("common.files.BLOCK", size)
+            found = list(lines_from_end(file))
+            assert [line for _, line in reversed(found)] == text.splitlines(), (text, size)
+            for place, line in found:
+                assert text.encode()[place:].startswith(line.encode()), (text, size)
+    file.write_text("1\n2\n3")
+    cut_lines(file, lambda line: False)
+    assert file.read_text() == "1\n2\n3\n", "a line without its end gets one"
+    cut_lines(file, lambda line: int(line) > 1)
+    assert file.read_text() == "1\n"
 
 
 def test_bad_steps_are_listed_with_the_ids_of_their_samples(folder):
