@@ -18,7 +18,7 @@ from common.secrets import redacted
 from common.sizes import GIB
 from data.bad_samples import REASONS
 from data.batching.draws import LIMIT
-from data.batching.mixing import mixed
+from data.batching.mixing import apportioned, mixed
 from data.batching.mixture import Mixture, open_sources
 from data.batching.order import BatchSizes, GlobalOrder, Parts, Together
 from data.batching.rows import Rows
@@ -119,18 +119,27 @@ class PreparedData:
         return self.train[self.example_numbers(most)]
 
     def example_numbers(self, most: int = EXAMPLES) -> np.ndarray:
-        """Their numbers among the training samples."""
-        if not self.shards:
-            return np.arange(min(most, len(self.train)))
+        """Their numbers among the training samples. Of several data sets each has its share of an
+        epoch in them."""
+        parts = self.parts or ((len(self.train), 1.0),)
+        visits = np.array([count * weight for count, weight in parts])
+        wanted = apportioned(visits / max(1.0, visits.sum()), min(most, len(self.train)))
         found: list[np.ndarray] = []
-        first, share = 0, -(-most // len(self.shards))
-        for number, shards in enumerate(self.shards):
-            coming = self.stream_order.coming(number)
-            ends = np.cumsum(shards.counts[coming])
-            for shard in coming[: int(np.searchsorted(ends, share)) + 1].tolist():
-                found.append(first + shards.starts[shard] + np.arange(shards.counts[shard]))
-            first += int(shards.counts.sum())
-        return np.concatenate(found)[:most]
+        first = 0
+        for number, (count, _) in enumerate(parts):
+            near = self._first_needed(number, int(wanted[number])) if self.shards else None
+            own = np.arange(count) if near is None else near
+            found.append(first + own[: wanted[number]])
+            first += count
+        return np.concatenate(found)
+
+    def _first_needed(self, number: int, least: int) -> np.ndarray:
+        """The samples of the shards of a data set that are needed first, `least` or more where it
+        has so many."""
+        shards, coming = self.shards[number], self.stream_order.coming(number)
+        last = int(np.searchsorted(np.cumsum(shards.counts[coming]), least)) + 1
+        near = [shards.starts[k] + np.arange(shards.counts[k]) for k in coming[:last].tolist()]
+        return np.concatenate(near)
 
     @property
     def source_starts(self) -> tuple[int, ...] | None:

@@ -56,7 +56,7 @@ def mixed(parts: Parts, temperature: float = 1.0, floors: Sequence[float] | None
     scaled = (sizes / sizes.max()) ** (1 / temperature)
     shares = raised_to_floors(natural if temperature == 1 else scaled / scaled.sum(), least)
     if not np.array_equal(shares, natural):
-        parts = _visited(parts, _whole(shares, _visits(parts).sum()))
+        parts = _visited(parts, apportioned(shares, _visits(parts).sum()))
     for number, ((count, _), size, visits) in enumerate(zip(parts, sizes, _visits(parts)), 1):
         if size > 0 and visits == 0:
             raise ValueError(
@@ -75,7 +75,7 @@ def pulled(parts: Parts, factors: Sequence[float], floors: Sequence[float] | Non
     least = np.maximum(0.0 if floors is None else np.asarray(floors), 1 / visits.sum())
     wanted = visits * np.asarray(factors)
     least = np.minimum(least, visits / visits.sum())
-    found = _whole(raised_to_floors(wanted / wanted.sum(), least), visits.sum())
+    found = apportioned(raised_to_floors(wanted / wanted.sum(), least), visits.sum())
     return parts if np.array_equal(found, visits) else _visited(parts, found)
 
 
@@ -104,7 +104,7 @@ def raised_to_floors(shares: np.ndarray, floors: np.ndarray) -> np.ndarray:
         low |= below
 
 
-def _whole(shares: np.ndarray, total: int) -> np.ndarray:
+def apportioned(shares: np.ndarray, total: int) -> np.ndarray:
     """[sets] int64 that add up to `total`, each the nearest below or above its share of it: largest
     remainders first (Hamilton's method)."""
     exact = shares * total

@@ -146,17 +146,26 @@ class StreamOrder(GlobalOrder):
             wait = count - within + (self._lap(number, lap + 1).visits_until(shard, 0) or 0)
         return wait / per_epoch
 
-    def mixing(self, step: int = 0) -> Mixing:
-        """How well samples are mixed around a step."""
-        batch = self.batch(step)
-        of = [int(shards.size) for shards in self.needed(batch).values()]
+    def mixing(self, step: int = 0) -> dict[int, Mixing]:
+        """Number of each data set -> how well its samples are mixed, and of how many of its shards
+        the global batch of a step has samples."""
+        needed = self.needed(self.batch(step))
+        return {
+            number: Mixing(len(needed.get(number, ())), self._rank_correlation_of(number))
+            for number, shards in enumerate(self.shards)
+            if shards.counts.sum()
+        }
+
+    def _rank_correlation_of(self, number: int) -> float:
+        """Of some groups of the first lap of a data set."""
         places, numbers = [], []
-        lap = self._lap(0, 0)
-        for group in np.linspace(0, len(lap.starts) - 2, MEASURED_GROUPS).astype(int).tolist():
+        lap = self._lap(number, 0)
+        groups = np.linspace(0, len(lap.starts) - 2, MEASURED_GROUPS).astype(int)
+        for group in np.unique(groups).tolist():  # of few groups each once
             samples, _ = lap.samples(int(lap.starts[group]), int(lap.starts[group + 1]))
             numbers.append(samples)
             places.append(np.arange(len(samples)) + lap.starts[group])
-        return Mixing(sum(of), _rank_correlation(np.concatenate(places), np.concatenate(numbers)))
+        return _rank_correlation(np.concatenate(places), np.concatenate(numbers))
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,17 @@ class SeveralTokenCounts(_InPieces):
         self.counts, self.starts = tuple(counts), starts
 
     def typical(self) -> np.ndarray:
-        return np.concatenate([counts.typical() for counts in self.counts])
+        """Of each data set in proportion to its training samples, as many as all are known of."""
+        each, sizes = [counts.typical() for counts in self.counts], np.diff(self.starts)
+        known = [len(own) / size for own, size in zip(each, sizes) if size]
+        numbers = np.ceil(min(known, default=0.0) * sizes).astype(int)
+        return np.concatenate(
+            [
+                own[np.linspace(0, len(own) - 1, number).astype(int)]
+                for own, number in zip(each, numbers)
+                if number
+            ]
+        )
 
     def _pieces(self, visited: np.ndarray) -> Iterator[tuple[np.ndarray, Counts, np.ndarray]]:
         of = np.searchsorted(self.starts, visited, side="right") - 1

@@ -44,7 +44,8 @@ LEAST_WARMUP = 20  # steps, where the run has twice as many
 class Preset:
     """`lr`: of a step of `BATCH` samples or more where `scaled`, else of any. `pretrained_lr`: in
     parts of it, for a tower that starts from weights. `warmup`: in parts of the run, `LEAST_WARMUP`
-    to `most_warmup` steps, and half of the run at most. `clips_spikes`: by the adaptive rule, once the warm-up is over."""
+    to `most_warmup` steps, and half of the run at most. `clips_spikes`: by the adaptive rule, once
+    the warm-up is over."""
 
     name: str
     lr: float

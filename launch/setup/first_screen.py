@@ -18,8 +18,9 @@ from rich.text import Text
 from common.cpus import usable_cpus
 from common.output import plain
 from common.sizes import sized
+from data.batching.mixture import Mixture
 from data.batching.stream_order import StreamOrder
-from data.index.sources import Source
+from data.index.sources import IndexedSource, Source
 from data.options import loss_names
 from data.prepare import PreparedData, count_bad
 from data.streams.several import streams_of
@@ -162,15 +163,12 @@ def _repeated(data: PreparedData, options: Options) -> list[str]:
     """A line for each modality of which values stand in several training samples, not just a
     few."""
     lines: list[str] = []
-    if data.shards:
-        return lines
     meaning = f"{DUPLICATES[options.duplicates]} (--duplicates {options.duplicates})"
     losses = map(build_loss, loss_names(options.loss, options.pairs))
     if any(isinstance(loss, PlainLoss) for loss in losses):
         meaning = f"what '{options.loss}' makes of them: --duplicates is for other losses"
     for kind, name in (("content", "images"), ("audio", "sounds")):
-        keys = data.known.keys(kind)[data.train[:]]
-        keys = keys[keys != 0]
+        keys = _known_keys(data, kind)
         if (different := len(np.unique(keys))) < (1 - FEW) * len(keys):
             lines.append(
                 f"{len(keys):,} samples have {different:,} different {name}; in a batch those with "
@@ -179,12 +177,25 @@ def _repeated(data: PreparedData, options: Options) -> list[str]:
     return lines
 
 
+def _known_keys(data: PreparedData, kind: str) -> np.ndarray:
+    """Of the values of training samples, of all data sets but streams, whose values nobody has
+    looked at."""
+    if not data.shards:
+        keys = data.known.keys(kind)[data.train[:]]
+    else:
+        sources = data.source.sources if isinstance(data.source, Mixture) else ()
+        known = [each for each in sources if isinstance(each, IndexedSource)]
+        none = np.zeros(0, np.uint64)
+        keys = np.concatenate([none, *(each.keys(kind)[each.usable()] for each in known)])
+    return keys[keys != 0]
+
+
 def _streams(data: PreparedData, batch_size: int) -> str:
     """How the samples of shards are mixed, and how many shards this machine keeps."""
     order = data.order(batch_size)
     if not isinstance(order, StreamOrder):
         return ""
-    lines = []
+    lines, mixing = [], order.mixing()
     for number, stream in streams_of(data.source).items():
         cache, table = stream.cache, stream.table
         size = table.sizes.sum() / max(1, np.count_nonzero(table.sizes))
@@ -193,18 +204,18 @@ def _streams(data: PreparedData, batch_size: int) -> str:
             f"{len(table.names):,} shards, {data.shards[number].mixed} of them mixed; at most "
             f"{sized(cache.limit_bytes)}{room} in {cache.folder}"
         )
+        own = mixing[number]
+        lines.append(
+            f"a global batch has samples of {own.shards_per_batch:,} of them; the order of training "
+            f"and that of storage have a rank correlation of {own.rank_correlation:.2f} (0: fully "
+            "mixed, 1: as stored)"
+        )
         if lost := [*table.gone, *(stream.shown[n] for n in np.flatnonzero(table.lost))]:
             samples = int(table.counts[table.lost != 0].sum())
             of = f", {samples:,} samples of this run's order" if samples else ""
             lines.append(
                 f"{len(lost):,} shards are left out{of}, such as {lost[0]} (--on-bad-shard drop)"
             )
-    mixing = order.mixing()
-    lines.append(
-        f"a global batch has samples of {mixing.shards_per_batch:,} shards; the order of training "
-        f"and that of storage have a rank correlation of {mixing.rank_correlation:.2f} (0: fully "
-        "mixed, 1: as stored)"
-    )
     if data.held_out:
         lines.append("samples of streams are not compared with those held out")
     return "\n".join(lines)

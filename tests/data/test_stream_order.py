@@ -134,7 +134,7 @@ def test_a_hundred_million_samples_are_asked_for_at_any_step():
     order = order_of(np.full(10_000, 10_000), 32_768, mixed=64)
     batch = order.batch(2_345)
     assert len(np.unique(batch)) == 32_768
-    mixing = order.mixing(2_345)
+    mixing = order.mixing(2_345)[0]
     assert 64 <= mixing.shards_per_batch <= 70 and abs(mixing.rank_correlation) < 0.2
 
 

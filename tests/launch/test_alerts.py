@@ -6,6 +6,7 @@ from dataclasses import fields
 from data.modalities.modality import Modality
 from data.streams.source import COUNTS as STREAM_COUNTS
 from engine.step_metrics import StepMetrics
+from launch.modalities import MODALITIES
 from launch.tracking.alerts import COUNTS, LEFT_OUT, SKIPPED, UNUSABLE, WINDOW, Alarms, count_of
 from launch.tracking.names import NAMES
 
@@ -126,6 +127,7 @@ def counts_by_pair():
 
 def test_every_count_has_its_rule_and_its_panel():
     """A count that is new rings an alert or is said here to be no news."""
+    assert MODALITIES, "its module has defined every modality"
     own = [each for each in modalities() if each.__module__.startswith("data.")]
     counts = {name for each in own for name in each.count_names}
     assert {"unreadable_pictures", "unreadable_films", "unreadable_sounds"} <= counts

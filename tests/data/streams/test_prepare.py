@@ -8,6 +8,7 @@ from stream_shards import write_shards
 
 from data.batching.batches import Batches, TextPacker
 from data.batching.branch_cost import BranchCost
+from data.batching.mixture import Mixture
 from data.batching.settings import Setting
 from data.batching.stream_order import StreamOrder
 from data.loader import MicroBatchDataset, micro_batches
@@ -16,6 +17,7 @@ from data.options import DataOptions
 from data.prepare import prepare_data
 from data.streams.division import divide_shards
 from data.streams.lengths import stream_token_counts
+from launch.setup.first_screen import _known_keys
 
 COUNTS = [20, 14, 9, 25, 17, 11, 30, 8]
 
@@ -48,6 +50,42 @@ def test_whole_shards_are_held_out_and_the_rest_is_trained_on(mixture, tmp_path)
     fewer = replace(options, data=(options.data[0].replace("00007", "00006"), options.data[1]))
     with pytest.raises(ValueError, match="other samples|changed under the run"):
         prepare_data(fewer, None, tmp_path / "run")
+
+
+def test_examples_are_of_every_data_set(mixture):
+    """By its share of an epoch; a first set does not take the places of the others."""
+    _, data = mixture
+    (of_stream, _), (of_pairs, _) = data.parts
+    for flipped in (False, True):
+        given = replace(data, parts=((of_stream, 0.5), (of_pairs, 1.0))) if flipped else data
+        visits = [count * weight for count, weight in given.parts]
+        numbers = given.example_numbers(20)
+        assert len(numbers) == 20 and len(np.unique(numbers)) == 20
+        own = np.count_nonzero(numbers < of_stream)
+        assert own == pytest.approx(20 * visits[0] / sum(visits), abs=1)
+        assert 0 < own < 20
+
+
+def test_mixing_and_repeated_values_are_measured_over_every_data_set(mixture):
+    """An indexed set that comes first is shuffled whole; the stream behind it is not."""
+    options, data = mixture
+    assert isinstance(data.source, Mixture)
+    order = StreamOrder(
+        len(data.train), 12, 3, tuple(reversed(data.parts)), shards=tuple(reversed(data.shards))
+    )
+    for number, mixing in order.mixing().items():
+        lap = order._lap(number, 0)
+        samples = lap.samples(0, int(lap.starts[-1]))[0]
+        assert mixing.rank_correlation == pytest.approx(
+            np.corrcoef(np.arange(len(samples)), samples)[0, 1], rel=1e-9
+        )
+    first, second = order.mixing().values()
+    assert first.rank_correlation != second.rank_correlation
+    assert first.shards_per_batch == 1 and 1 < second.shards_per_batch <= len(data.shards[0].counts)
+    # a picture that two samples of the indexed set have
+    pairs = data.source.sources[1]
+    keys = pairs.keys("content")[pairs.usable()]
+    assert _known_keys(data, "content").tolist() == keys[keys != 0].tolist() != []
 
 
 def test_an_epoch_of_a_mixture_on_any_ranks_and_workers(mixture, tmp_path):
