@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from launch.run.hosts import read_hostfile
+from launch.run.supervise import Progress, Supervisor
+
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "supervise.sh"
 LIMIT_S = 120  # ends what hangs
 STOP = 'until [ -e "$RUN/stop" ]; do sleep 0.05; done'  # for a command
@@ -90,23 +93,10 @@ def test_a_run_that_is_still_starting_is_asked_until_it_has_seen_it(run_dir):
     assert not (run_dir / "stop").exists()
 
 
-@pytest.mark.parametrize(
-    ("program", "then"),
-    [("cat", "true"), ("setsid", f'{STOP}; rm "$RUN/stop"')],
-    ids=["nothing is started yet", "it has no session yet, and the first file is older than it is"],
-)
-def test_a_run_that_is_only_being_started_is_asked(run_dir, tmp_path, program, then):
-    """The signal comes from a program that the script calls before the run is there."""
-    file = tmp_path / "bin" / program
-    file.parent.mkdir()
-    to_the_script = "read -r _ _ _ _ _ session _ </proc/$$/stat; kill -TERM $session"
-    file.write_text(
-        f'#!/bin/bash\n{to_the_script}; {then}; PATH=${{PATH#*:}} exec {program} "$@"\n'
-    )
-    file.chmod(0o755)
-    process = supervise(run_dir, f"{STOP}; exit 75", PATH=f"{file.parent}:{os.environ['PATH']}")
-    assert finish(process)[0] == 75 and starts(run_dir) == 1
-    assert not (run_dir / "stop").exists()
+def test_a_run_that_is_asked_to_end_before_its_start_is_not_started(run_dir):
+    supervisor = Supervisor(["touch", str(run_dir / "started")], run_dir)
+    supervisor._note(signal.SIGTERM, None)
+    assert supervisor.run() == 75 and not (run_dir / "started").exists()
 
 
 def test_a_signal_is_passed_on_as_a_file_and_not_to_the_launcher(run_dir):
@@ -235,9 +225,74 @@ def test_what_was_lost_and_how_long_it_took_is_said(run_dir):
     assert status == 0 and "trains on from step 4, " in errors and "steps lost: 3" in errors
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "step-0+restarts[$(touch {file})]",
+        "$(touch {file})",
+        "step-4\n$(touch {file})",
+        "step-\x1b[2J",
+    ],
+)
+def test_a_name_of_a_checkpoint_that_is_none_runs_nothing_and_is_not_shown(run_dir, tmp_path, text):
+    """The folder may be another one's work."""
+    file = tmp_path / "ran"
+    (run_dir / "checkpoints/latest").write_text(text.format(file=file))
+    line = '{"step": 1}'
+    goes_on = f"""printf '{line}\n' > "$RUN/metrics.jsonl"; sleep 1; touch "$RUN"/done"""
+    status, errors = finish(supervise(run_dir, f"if [ $n = 1 ]; then exit 1; fi; {goes_on}"))
+    assert status == 0 and "from checkpoint 'none'" in errors and "trains on from step 0" in errors
+    assert not file.exists() and "\x1b" not in errors
+
+
+def test_files_of_a_run_that_are_links_or_pipes_lead_nowhere(run_dir, tmp_path):
+    outside = tmp_path / "outside"
+    outside.write_text("kept")
+    (run_dir / "stop").symlink_to(outside)
+    os.mkfifo(run_dir / "metrics.jsonl")
+    os.mkfifo(run_dir / "checkpoints/latest")
+    process = supervise(
+        run_dir, 'touch "$RUN/ready"; until [ ! -L "$RUN/stop" ]; do sleep 0.05; done; exit 75'
+    )
+    wait_for(run_dir / "ready")
+    process.send_signal(signal.SIGTERM)
+    assert finish(process)[0] == 75
+    assert outside.read_text() == "kept" and not (run_dir / "stop").exists()
+
+
+def test_an_elastic_run_writes_its_hosts_through_no_link(run_dir, tmp_path, hosts):
+    outside = tmp_path / "outside"
+    outside.write_text("kept")
+    (run_dir / "hosts").symlink_to(outside)
+    hosts.answers("a", 1)
+    assert finish(hosts("1", 'touch "$RUN/done"', {"a": 1}))[0] == 0
+    assert outside.read_text() == "kept" and (run_dir / "hosts").read_text() == "a slots=1\n"
+
+
+def test_a_run_is_as_far_as_its_last_whole_line_says(run_dir):
+    progress, file = Progress(run_dir), run_dir / "metrics.jsonl"
+    assert progress.step == 0
+    for text, step in (
+        ('{"step": 3}\n{"step": 4', 3),
+        ('{"step": 3}\n{"step": "4"}\n', 0),
+        ('{"loss": 1}\n', 0),
+        ("[" * 60_000 + "\n", 0),
+        ('{"step": 3}\n' * 9_000 + '{"step": 7}\n', 7),
+    ):
+        file.write_text(text)
+        assert progress.step == step
+
+
+@pytest.mark.parametrize("line", ["-oProxyCommand=touch$IFS x slots=1", "a slots=x", "a;b slots=1"])
+def test_a_host_that_ssh_would_take_for_an_option_is_refused(tmp_path, line):
+    (tmp_path / "hosts").write_text(f"# all\n\ngood slots=2\n{line}\n")
+    with pytest.raises(ValueError, match="line 4: .* is not a host"):
+        read_hostfile(tmp_path / "hosts")
+
+
 def test_wrong_usage():
     for arguments, words in (
-        ("--elastic 0 -- deepspeed --num_gpus 2 train.py --run-dir x", "--elastic '0': MIN or"),
+        ("--elastic 0 -- deepspeed --num_gpus 2 train.py --run-dir x", "--elastic: '0': MIN or"),
         ("--elastic 4:2 -- deepspeed --num_gpus 2 train.py --run-dir x", "MIN is above MAX"),
         ("--elastic 1 -- deepspeed train.py --run-dir x --num_gpus 2", "needs DeepSpeed's"),
         ("--elastic 1 -- deepspeed --num_gpus all train.py --run-dir x", "--num_gpus 'all': a"),
@@ -246,11 +301,11 @@ def test_wrong_usage():
             "--elastic 1 -- deepspeed --include=a --num_gpus 2 train.py --run-dir x",
             "leave out --include",
         ),
-        ("--restarts many -- true --run-dir x", "--restarts 'many': a whole number is needed"),
+        ("--restarts many -- true --run-dir x", "--restarts: 'many': a whole number is needed"),
         ("-- deepspeed train.py", "has no --run-dir"),
         ("-- true --run-dir x --resume never", "--resume never: every start would begin there"),
         ("-- true --resume=x/step-1 --run-dir x", "--resume x/step-1: every start"),
-        ("deepspeed train.py", "unknown argument 'deepspeed'; the command goes after --"),
+        ("deepspeed train.py", "unrecognized arguments: deepspeed train.py"),
         ("", "no command given"),
     ):
         command = ["bash", SCRIPT, *arguments.split()]
