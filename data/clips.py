@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from data.bad_samples import BadSample
 from data.keys import content_hash
+from data.values import plain
 
 KEYS = ("start_s", "end_s")
 """How rows name where a clip begins and ends."""
@@ -71,6 +72,7 @@ def _seconds(given: Any, key: str) -> float | None:
             return None  # an empty cell of a table
         with contextlib.suppress(ValueError):  # it is refused below
             given = float(given)
+    given = plain(given)
     if given is None or isinstance(given, Real) and math.isnan(given):
         return None
     if not isinstance(given, Real) or isinstance(given, bool) or not math.isfinite(given):

@@ -20,6 +20,7 @@ from data.bad_samples import (
     checked_captions,
 )
 from data.decoding.images import SIDES_SWAPPED
+from data.values import plain
 
 NEEDED = "box: [x, y, width, height] or xyxy: [x1, y1, x2, y2]"
 UNITS = (None, "pixels", "relative")
@@ -167,7 +168,7 @@ def _box_of(region: Mapping[str, Any]) -> tuple[Box, bool]:
     """Its box, and whether that is of fractions. Raises BadSample."""
     has_corners = region.get("box") is None
     given, unit = region.get("xyxy" if has_corners else "box"), region.get("unit")
-    numbers = _listed(given)
+    numbers = plain(_listed(given))
     try:
         x1, y1, x2, y2 = map(float, numbers)
         is_finite = abs(x1) + abs(y1) + abs(x2) + abs(y2) < math.inf  # nor is one NaN

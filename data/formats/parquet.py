@@ -7,7 +7,6 @@ groups are fast in any order (Hugging Face writes 100 rows), files with one larg
 
 import math
 import os
-import uuid
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import islice
@@ -31,6 +30,7 @@ from data.formats.rows import (
 from data.formats.shards import Shard, ShardsFormat
 from data.formats.specs import ROOT, chosen_columns, is_remote, split_options
 from data.regions import Regions, checked_regions
+from data.values import plain, whole
 
 USAGE = (
     "parquet:FILE_OR_PATTERN or "
@@ -217,15 +217,30 @@ class ParquetFormat(ShardsFormat):
     def _value(self, key: str, scalar: pa.Scalar, place: int) -> Any:
         """Raises BadSample."""
         if key == "text":
-            return _texts(scalar)
+            return self._checked(key, _texts(scalar), scalar.type, "the text", str)
         if key == "region":
             return _regions(scalar)
         if key in KEYS:
-            return _python(scalar)
+            return self._checked(key, _python(scalar), scalar.type, key, (int, float, str))
         if key not in ENCODED:
-            return _id(_python(scalar))
+            return self._checked(key, whole(_python(scalar)), scalar.type, "the id", (int, str))
         found = self._content(key, _python(scalar))
         return Media("", place, len(found), content=found) if isinstance(found, bytes) else found
+
+    def _checked(self, key: str, given: Any, kind: pa.DataType, what: str, needed: Any) -> Any:
+        """What is given, or each of a list of texts, if it is of a Python type that is `needed`.
+        Raises BadSample with the column and its type."""
+        for each in given if isinstance(given, list) and key == "text" else [given]:
+            is_known = isinstance(each, needed) and not isinstance(each, bool)
+            if not is_known and each is not None and each == each:  # NaN: it is missing
+                column = self.columns[key]
+                to = "DOUBLE" if key in KEYS else "VARCHAR"
+                raise BadSample(
+                    "invalid-row",
+                    f"{what} is {each!r:.100}; column '{column}' is {kind!s:.100}: write it as "
+                    f"{'numbers' if to == 'DOUBLE' else 'texts'}, as CAST({column} AS {to}) does",
+                )
+        return given
 
     def _content(self, modality: str, given: Any) -> bytes | str | None:
         """The bytes, or else the path where that is looked up. Raises BadSample."""
@@ -355,14 +370,16 @@ def _decoded_bytes(batch: pa.RecordBatch, values: dict[str, Any] | BadSample) ->
 
 
 def _python(scalar: pa.Scalar) -> Any:
-    """Raises BadSample: invalid-utf8."""
+    """As `plain` has it. Raises BadSample: invalid-utf8, invalid-row."""
     try:
-        return scalar.as_py()
+        return plain(scalar.as_py())
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
         raise BadSample(
             "invalid-utf8", f"not UTF-8: byte {byte:#04x} at position {error.start}"
         ) from None
+    except (ValueError, OverflowError) as error:  # a time beyond what Python has
+        raise BadSample("invalid-row", f"a value of type {scalar.type}: {error}") from None
 
 
 def _texts(scalar: pa.Scalar) -> Any:
@@ -382,7 +399,7 @@ def _texts(scalar: pa.Scalar) -> Any:
                 f"{CAPTION_LIMIT:,} texts are read",
             )
         try:
-            given = each.as_py()
+            given = plain(each.as_py())
         except UnicodeDecodeError as error:
             given = error.object
         texts.append(given.decode(errors="surrogateescape") if isinstance(given, bytes) else given)
@@ -412,11 +429,3 @@ def _text_bytes(array: pa.Array) -> int:
     if pa.types.is_nested(array.type):
         return _text_bytes(array.flatten())
     return array.nbytes
-
-
-def _id(given: Any) -> Any:
-    """What a text or a whole number may have become: DuckDB has a type for UUIDs, and pandas makes
-    a column of numbers float where one is missing."""
-    if isinstance(given, float) and given.is_integer():
-        return int(given)
-    return str(given) if isinstance(given, uuid.UUID) else given

@@ -27,6 +27,7 @@ from data.bad_samples import (
 from data.clips import KEYS, WHOLE_FILM, Span, checked_span
 from data.identity import MISSING, Identity
 from data.regions import Regions, checked_regions
+from data.values import plain, whole
 
 ROWS_OF_A_PART = 1024
 WEIGHT_OF_A_PART = 8 << 20
@@ -426,8 +427,9 @@ def checked_id(given: Any, otherwise: str) -> str:
 
 
 def checked_name(given: Any, what: str) -> str | int | None:
-    """A text, a whole number, also of numpy, or None, also as pandas has it. Raises BadSample:
+    """A text, a whole number, also of numpy or a decimal, or None, also as pandas has it. Raises BadSample:
     invalid-row, nul-character, invalid-utf8."""
+    given = whole(plain(given))
     if given is None or isinstance(given, float) and math.isnan(given):
         return None
     if isinstance(given, Integral) and not isinstance(given, bool):

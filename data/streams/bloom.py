@@ -9,6 +9,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pyarrow as pa
 
 from common.files import make_folder, replacing
 from data.keys import content_hash, plain_caption
+from data.values import plain, whole
 
 CAPTION = "caption"
 MARK = b"wye-unseen-1 "  # 1: of the file's version
@@ -101,8 +103,7 @@ def keys_of(by: str, column: pa.ChunkedArray) -> Iterator[list[bytes]]:
 def key_of(by: str, value: Any) -> bytes:
     if isinstance(value, bytes):
         value = value.decode(errors="backslashreplace")
-    if isinstance(value, float) and value.is_integer():  # where one is missing, pandas makes floats
-        value = int(value)
+    value = whole(plain(value) if isinstance(value, Decimal) else value)
     text = plain_caption(value) if by == CAPTION else str(value)
     return content_hash(text.encode(errors="backslashreplace"))
 

@@ -27,6 +27,7 @@ import pyarrow.compute as pc
 from pyarrow.dataset import Scanner
 
 from common.spelling import near
+from data.values import plain_column
 
 LONGEST = 2000  # characters
 DEEPEST = 40  # levels
@@ -69,6 +70,9 @@ def apply(text: str, table: pa.Table) -> np.ndarray:
                 f"where={_cut(text)}: the data has no column {name!r}"
                 f"{near(name, table.column_names)}; it has {_cut(', '.join(table.column_names))}"
             )
+    for name in names:
+        number = table.column_names.index(name)
+        table = table.set_column(number, name, plain_column(table[name]))
     try:
         scanner = Scanner.from_batches(
             table.to_batches(), schema=table.schema, columns={"": expression}, use_threads=False

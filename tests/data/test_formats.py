@@ -5,6 +5,8 @@ import subprocess
 import sys
 import tarfile
 import uuid
+from datetime import date, datetime
+from decimal import Decimal
 from pathlib import Path
 
 import fsspec
@@ -317,12 +319,19 @@ def test_parquet_without_a_folder_to_look_in_reads_bytes(tmp_path):
 
 
 def test_parquet_ids_of_duckdb_and_pandas(tmp_path):
-    """A number beside a null is a float in pandas; DuckDB has a type for UUIDs."""
+    """A number beside a null is a float in pandas; DuckDB and Spark have types for UUIDs, decimals
+    and dates, and DuckDB writes its HUGEINT as a double."""
     uuids = [b"0" * 16, b"1" * 16]
     columns = {
         "float": pa.array([7.0, None]),
         "uuid": pa.array(uuids, pa.uuid()),
         "category": pa.array(["x", "y"]).dictionary_encode(),
+        "view": pa.array(["x", "y"], pa.string_view()),
+        "decimal": pa.array([Decimal(7), Decimal(10**30)], pa.decimal128(38, 0)),
+        "scaled": pa.array([Decimal("7.00"), Decimal("-8.00")], pa.decimal128(9, 2)),
+        "decimals": pa.array([Decimal(7), Decimal(8)], pa.decimal128(9, 0)).dictionary_encode(),
+        "date": pa.array([date(2024, 1, 2), date(2024, 1, 3)]),
+        "time": pa.array([datetime(2024, 1, 2, 3, 4, 5), None], pa.timestamp("us", "UTC")),
     }
     images = [encoded_image(n) for n in range(2)]
     found = {}
@@ -334,7 +343,40 @@ def test_parquet_ids_of_duckdb_and_pandas(tmp_path):
         "float": ["7", "float.parquet/1"],
         "uuid": [str(uuid.UUID(bytes=each)) for each in uuids],
         "category": ["x", "y"],
+        "view": ["x", "y"],
+        "decimal": ["7", str(10**30)],
+        "scaled": ["7", "-8"],
+        "decimals": ["7", "8"],
+        "date": ["2024-01-02", "2024-01-03"],
+        "time": ["2024-01-02T03:04:05+00:00", "time.parquet/1"],
     }
+
+
+def test_parquet_values_that_are_neither_numbers_nor_texts_name_column_type_and_remedy(tmp_path):
+    """A double that is too large to be exact is no id: its digits would be made up."""
+    image = [encoded_image()]
+    for column, value, words in (
+        ("id", pa.array([1e20]), "the id is 1e.20; column 'id' is double: .*CAST.id AS VARCHAR"),
+        ("id", pa.array([Decimal("7.5")]), "column 'id' is decimal128.* AS VARCHAR"),
+        ("text", pa.array([Decimal(5)]), "the text is 5; column 'text' is decimal128.*VARCHAR"),
+        ("text", pa.array([[5]]), "the text is 5; column 'text' is list<.*int64.*CAST.text AS VA"),
+    ):
+        table = {"image": image, "text": ["a"], "id": ["a"]} | {column: value}
+        pq.write_table(pa.table(table), tmp_path / "a.parquet")
+        with pytest.raises(ValueError, match=f"(?s)invalid-row.*{words}"):
+            open_source(f"parquet:{tmp_path}/a.parquet")
+
+
+def test_parquet_texts_of_categories_and_dates(tmp_path):
+    """Also in lists, as Spark nests them."""
+    texts = pa.array(["a", "b"]).dictionary_encode()
+    listed = pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), texts)
+    dates = pa.array([date(2024, 1, 2), date(2024, 1, 3)])
+    for column, first in ((texts, "a"), (listed, "a"), (dates, "2024-01-02")):
+        images = [encoded_image(n) for n in range(2)]
+        pq.write_table(pa.table({"image": images, "text": column}), tmp_path / "a.parquet")
+        source = open_source(f"parquet:{tmp_path}/a.parquet")
+        assert source.captions(0) == [first] and len(source.usable()) == 2
 
 
 def test_parquet_files_that_are_joined_are_not_read_as_one_of_them(tmp_path):

@@ -6,6 +6,7 @@ import json
 import pickle
 import sys
 import tarfile
+from decimal import Decimal
 from pathlib import Path
 
 import numpy as np
@@ -288,12 +289,14 @@ def test_parquet(tmp_path):
     broken = opened(f"parquet:{tmp_path}/0.parquet").broken_values()
     (_, _, first, said), (_, _, second, _) = broken
     assert (first, second) == ("empty-box", "huge-caption") and "1999 of 2000 regions" in said
-    boxes = pa.array([[{"xyxy": [4, 2, 12, 10], "text": "red"}]])
-    pq.write_table(
-        pa.table({"image": [encoded()], "text": ["a"], "boxes": boxes}), tmp_path / "1.parquet"
-    )
-    source = opened(f"parquet:{tmp_path}/1.parquet?region=boxes")
-    assert source.value("region", 0) == [FOUND]
+    for kind in (pa.int64(), pa.decimal128(9, 2), pa.decimal128(38, 0)):  # of DuckDB and Spark
+        boxed = pa.struct([("xyxy", pa.large_list(kind)), ("text", pa.string_view())])
+        edges = [*map(Decimal, (4, 2, 12, 10))] if pa.types.is_decimal(kind) else [4, 2, 12, 10]
+        boxes = pa.array([[{"xyxy": edges, "text": "red"}]], pa.list_(boxed))
+        table = pa.table({"image": [encoded()], "text": ["a"], "boxes": boxes})
+        pq.write_table(table, tmp_path / "1.parquet")
+        source = opened(f"parquet:{tmp_path}/1.parquet?region=boxes")
+        assert source.value("region", 0) == [FOUND]
 
 
 def test_phrases_of_parquet_that_stand_for_gigabytes_are_not_held_in_memory(tmp_path):

@@ -1,6 +1,8 @@
 """Expressions of `?where=`: what is read of a table, as SQL would, and what is refused."""
 
+import datetime
 import sqlite3
+from decimal import Decimal
 
 import numpy as np
 import pyarrow as pa
@@ -152,6 +154,30 @@ def test_all_else_is_refused_in_a_sentence():
         if "fit" not in key and "similarity" not in key:
             with pytest.raises(ValueError, match=key):
                 parse(text)
+
+
+def test_types_of_duckdb_and_spark():
+    def column(values, kind):
+        return pa.array([*values, None], kind)
+
+    days = [datetime.date(2024, 1, 1), datetime.date(2025, 1, 1)]
+    times = [datetime.datetime(day.year, 1, 1) for day in days]
+    table = pa.table(
+        {
+            "similarity": column(map(Decimal, ("0.31", "0.29")), pa.decimal128(10, 2)),
+            "huge": column(map(Decimal, (5, 6)), pa.decimal128(38, 0)),
+            "category": column("ab", pa.string()).dictionary_encode(),
+            "grade": column([Decimal(1), Decimal(2)], pa.decimal128(3, 0)).dictionary_encode(),
+            "view": column("xy", pa.string_view()),
+            "day": column(days, pa.date32()),
+            "time": column(times, pa.timestamp("us", "UTC")),
+        }
+    )
+    for text in (
+        *("similarity > 0.3", "similarity * 2 > 0.6", "huge == 5", "category == 'a'", "grade < 2"),
+        *("view in ('x', 'z')", "day < '2024-06-01'", "time < '2024-06-01'"),
+    ):
+        assert apply(text, table).tolist() == [True, False, False], text
 
 
 def test_a_long_list_is_read():
