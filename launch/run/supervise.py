@@ -23,10 +23,9 @@ from types import FrameType
 
 from common.command_line import CommandParser
 from common.files import make_folder, remove, write_text
-from common.output import INTERRUPTED, outlive_output, plain
+from common.output import INTERRUPTED, outlive_output, plain, run_program
 from launch.run.elastic import ElasticCommand, Limits
 from launch.run.hosts import Host
-from launch.tools.command import run_tool
 
 PROGRAM = "supervise.sh"
 STOPPED = 75  # as in launch/run/stopping.py, which imports what this program does without
@@ -391,12 +390,15 @@ def main(arguments: list[str] | None = None) -> int:
     split = words.index("--") if "--" in words else len(words)
     command = words[split + 1 :]
 
-    def supervise(options: argparse.Namespace) -> int:
+    parser = make_parser()
+    options = parser.parse_args(words[:split])
+
+    def supervise() -> int:
         supervisor = supervisor_of(options, command)
         supervisor.listen()
         return supervisor.run()
 
-    return run_tool(make_parser(), supervise, words[:split])
+    return run_program(parser.prog, supervise)
 
 
 def program() -> int:
