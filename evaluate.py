@@ -71,6 +71,7 @@ from launch.inference.samples import held_out, left_out, opened
 from launch.inference.trained import Trained, open_model_folder, public_model
 from launch.terminal.tables import Table as PrintedTable
 from launch.terminal.tables import retrieval_table, show
+from models.metrics.retrieval import TIES
 
 NUM_EXAMPLES = 8
 
@@ -151,6 +152,7 @@ def of_classes(
         "data": arguments.classify,
         "train_data": learned,
         "left_out": left_out(test),
+        "ties": TIES,
         "task": "zeroshot_classification",
         "metrics": benchmark_metrics(results),
     }
@@ -221,6 +223,7 @@ def of_pairs(
         "data": arguments.val_data or "held out by the run",
         "captions": arguments.captions or "first",
         "num_samples": sizes,
+        "ties": TIES,
         "task": "zeroshot_retrieval",
         "metrics": metrics if len(parts) > 1 else next(iter(metrics.values())),
     }

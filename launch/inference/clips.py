@@ -15,11 +15,13 @@ from launch.inference.embedding import Embedded, Embedder, as_source
 from models.metrics.grounding import (
     MOST,
     OVERLAPS,
+    chosen_overlap,
     grounding_figures,
     overlap_shares,
     overlaps_by_text,
     windows,
 )
+from models.metrics.retrieval import TOLERANCE
 
 PART = 0.95  # of its film, at most, has a clip that is looked for in it
 LENGTHS = (0.25, 0.5, 0.75)  # quantiles of the clips' lengths, of which windows are made
@@ -52,7 +54,7 @@ def _order(embedder: Embedder, embedded: Embedded, source: KnownSource) -> dict[
     own = films.embeds[asked]
     first = {i: row for row, i in reversed([*enumerate(texts.sample.tolist())])}
     told = texts.embeds[[first[int(films.sample[row])] for row in asked]]
-    right = (own * told).sum(1) > (own * other).sum(1)
+    right = (own.double() * (told.double() - other.double())).sum(1) > TOLERANCE
     return {f"{ORDER}_right": right.float().mean().item(), f"{ORDER}_queries": float(len(asked))}
 
 
@@ -117,9 +119,9 @@ def _grounding(embedder: Embedder, embedded: Embedded, source: KnownSource) -> d
         if not asked or not len(every):
             continue
         places = overlaps_by_text(every, [(text, *span[i]) for i, _, text in asked])
-        chosen = (embeds @ texts.embeds[[row for _, row, _ in asked]].T).argmax(0)
-        for (_, _, text), window in zip(asked, chosen.tolist()):
-            found.append((float(places[text][window]), overlap_shares(places[text])))
+        own_texts = texts.embeds[[row for _, row, _ in asked]].double()
+        for (_, _, text), alike in zip(asked, (own_texts @ embeds.double().T).numpy()):
+            found.append((chosen_overlap(alike, places[text]), overlap_shares(places[text])))
     return grounding_figures(found)
 
 

@@ -22,9 +22,8 @@ from models.metrics.retrieval import query_figures
 
 SAME, OVERLAPS, NAMED = f"{PHRASE_TO_BOX}_same", f"{PHRASE_TO_BOX}_iou_{OVERLAP}", "box_to_name"
 PROTOCOL = (
-    "phrase → box: as RefCOCO is evaluated with given boxes; the box that the phrase chooses among "
-    f"those of its image has an IoU of at least {OVERLAP} with the phrase's own. box → name: among "
-    "the distinct phrases of the set"
+    "phrase → box: the box that a phrase chooses among those given for its image has an IoU of at "
+    f"least {OVERLAP} with one of the phrase's own. box → name: among the distinct phrases of the set"
 )
 
 POOLED = (
@@ -43,7 +42,8 @@ def region_figures(regions: Regions) -> dict[str, float]:
     values = query_figures(
         PHRASE_TO_BOX, box_sums(*of_images, regions.image, phrase.key, phrase.key).tolist()
     )
-    for name, is_right in ((SAME, equal(phrase.key)), (OVERLAPS, overlapping(regions.box))):
+    overlaps = overlapping(regions.box, regions.image, phrase.key)
+    for name, is_right in ((SAME, equal(phrase.key)), (OVERLAPS, overlaps)):
         values |= {
             f"{name}_{key}": value for key, value in choice(*of_images, is_right)._asdict().items()
         }

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.metrics.retrieval import blocks, nearest
+from models.metrics.retrieval import TOLERANCE, similarities
 
 TOP = (1, 5)
 # as Wu et al. 2018 and DINO (Caron et al. 2021) weigh neighbours
@@ -39,11 +39,10 @@ def class_ranks(
     earlier = torch.tensor([int((same[:c] == row).sum()) for c, row in enumerate(same.tolist())])
     number = torch.bincount(same, minlength=len(classes)).to(classes.dtype)  # classes of each row
     ranks = torch.empty_like(label)
-    for rows in blocks(len(image), len(classes)):
-        similarity = image[rows] @ classes.T  # [b, U]
+    for rows, similarity in similarities(image, classes):  # [b, U]
         right = same[label[rows]]
         of_right = similarity.gather(1, right[:, None])
-        before = ~(similarity < of_right)  # not-a-number is before
+        before = ~(similarity < of_right - TOLERANCE)  # not-a-number is before
         before.scatter_(1, right[:, None], False)
         ranks[rows] = (before.to(number.dtype) @ number).long() + earlier[label[rows]]
     return ranks
@@ -67,13 +66,20 @@ def zero_shot_accuracy(
 def neighbour_accuracy(
     train: Tensor, train_label: Tensor, test: Tensor, test_label: Tensor, num_classes: int
 ) -> float:
-    """Top-1 of the classes that the `NEIGHBOURS` nearest training images vote for, each with
-    exp(similarity / `TEMPERATURE`)."""
-    index, similarity = nearest(test, train, NEIGHBOURS)
-    votes = torch.zeros(len(test), num_classes).scatter_add_(
-        1, train_label[index], torch.exp((similarity.float() - 1) / TEMPERATURE)
-    )
-    return float((votes.argmax(1) == test_label).double().mean())
+    """Top-1 of the classes that the `NEIGHBOURS` nearest training images vote for, and any other
+    that ties with the last of these, each with exp(similarity / `TEMPERATURE`). A class whose
+    votes tie with those of the right one is before it."""
+    right = 0.0
+    for rows, similarity in similarities(test, train):
+        last = similarity.topk(min(NEIGHBOURS, len(train)), dim=1).values[:, -1:]
+        row, column = (similarity >= last - TOLERANCE).nonzero(as_tuple=True)
+        weight = torch.exp((similarity[row, column] - 1) / TEMPERATURE)
+        votes = weight.new_zeros(len(similarity), num_classes)
+        votes.index_put_((row, train_label[column]), weight, accumulate=True)
+        own = test_label[rows, None]
+        of_right = votes.gather(1, own) * (1 - TOLERANCE / TEMPERATURE)
+        right += float((votes.scatter(1, own, -torch.inf).amax(1) < of_right[:, 0]).sum())
+    return right / len(test)
 
 
 def probe_accuracy(

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from models.metrics.retrieval import TOLERANCE
+
 OVERLAPS = (0.3, 0.5, 0.7)
 STRIDE = 0.25  # of a window's length
 MOST = 1000  # windows of a length in a film; in a longer film they are farther apart
@@ -43,6 +45,13 @@ def overlaps_by_text(
         here = overlap(windows, start_s, end_s)
         found[text] = np.maximum(found.get(text, here), here)
     return found
+
+
+def chosen_overlap(similarity: np.ndarray, overlaps: np.ndarray) -> float:
+    """The overlap of the window that a sentence chooses, by its `similarity` to all windows [w]; of
+    windows that tie with the most similar one the least, since a film that stands still chooses
+    none."""
+    return float(overlaps[~(similarity < similarity.max() - TOLERANCE)].min())
 
 
 def overlap_shares(overlaps: np.ndarray) -> list[float]:

@@ -1,5 +1,5 @@
-"""Which box of its own image does a phrase choose? As RefCOCO is evaluated with given boxes
-(Kazemzadeh et al. 2014; Yu et al. 2016): exact, in blocks."""
+"""Which box of its own image does a phrase choose, among those that are given for it? Exact, in
+blocks. RefCOCO with given boxes (Yu et al. 2016) is such a question."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torchvision.ops import box_iou
 
-from models.metrics.retrieval import NUM_SUMS, RECALL_AT, blocks, hits
+from models.metrics.retrieval import NUM_SUMS, RECALL_AT, TOLERANCE, hits, similarities
 
 PHRASE_TO_BOX = "phrase_to_box"  # within an image, among the boxes that are given
 OVERLAP = 0.5  # of a box with that of the phrase, at which it counts as found
@@ -68,10 +68,18 @@ def choice(own: Tensor, other: Tensor, sample: Tensor, is_right: Rule) -> Choice
     return Choice(*(sum / len(own) for sum in sums.tolist()))
 
 
-def overlapping(box: Tensor) -> Rule:
-    """Right are regions whose intersection over union with the phrase's own is at least `OVERLAP`.
-    `box` [n, 4]: x1, y1, x2, y2, in any unit."""
-    return lambda rows: box_iou(box[rows], box) >= OVERLAP
+def overlapping(box: Tensor, sample: Tensor, key: Tensor) -> Rule:
+    """Right are regions whose intersection over union with a box of the phrase is at least
+    `OVERLAP`. `box` [n, 4]: x1, y1, x2, y2, in any unit. A phrase, `key` [n], has all boxes that
+    come with it in its image, `sample` [n]."""
+
+    def is_right(rows: slice) -> Tensor:
+        own = (sample[rows, None] == sample) & (key[rows, None] == key)  # [block, n]
+        phrase, region = own.nonzero(as_tuple=True)
+        overlaps = (box_iou(box[region], box) >= OVERLAP).to(torch.int32)
+        return torch.zeros_like(own, dtype=torch.int32).index_add_(0, phrase, overlaps) > 0
+
+    return is_right
 
 
 def equal(key: Tensor, right_key: Tensor | None = None) -> Rule:
@@ -90,10 +98,9 @@ def _ranked(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Of blocks of phrases: which regions are of the same image, and which of these are right, bool
     [block, B]; the place of the best right one, from 0, int64 [block]."""
-    for rows in blocks(len(own), len(other)):
+    for rows, similarity in similarities(own, other):
         same = sample[rows, None] == others_sample
         right = same & is_right(rows)
-        similarity = own[rows] @ other.T
         best = similarity.masked_fill(~right, -torch.inf).amax(1, keepdim=True)
         # not-a-number is not behind
-        yield same, right, (same & ~right & ~(similarity < best)).sum(1)
+        yield same, right, (same & ~right & ~(similarity < best - TOLERANCE)).sum(1)

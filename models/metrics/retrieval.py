@@ -1,5 +1,12 @@
 """Zero-shot retrieval: how far down the list of all candidates does the first right one stand?
-Exact, in blocks."""
+Exact, in blocks.
+
+All metrics compare similarities by one rule, so that a rank depends neither on the order of the
+rows nor on how they are divided into blocks and over ranks. Similarities are float64 products of
+float32 embeddings, whose own rounding is below `TOLERANCE`. A candidate whose similarity is within
+`TOLERANCE` of the best right one ties with it, and counts as ranked before it: a model that gives
+all candidates one embedding scores nothing.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +22,13 @@ FIGURES = ("queries", "candidates", "answers", f"chance@{RECALL_AT[-1]}")
 """Beside the recalls of a direction; the last two are means over the queries."""
 NUM_SUMS = len(RECALL_AT) + len(FIGURES)  # of `query_sums`
 BLOCK_BYTES = 1 << 26  # of similarities at a time
+# Rounding of float32 towers moves a cosine by up to some 1e-7, with the batch that a row is in.
+# What a model tells apart is coarser by orders of magnitude.
+TOLERANCE = 1e-6  # of a cosine
+TIES = (
+    f"similarities that differ by at most {TOLERANCE:g} tie, and a tie counts as ranked before the "
+    "right answer"
+)
 
 
 @dataclass(frozen=True)
@@ -103,32 +117,39 @@ def equal_labels(own: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     return rows, first[rows] + within
 
 
+def similarities(own: Tensor, other: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """The rows of a block of queries `own` [q, D], and their similarities to all candidates `other`
+    [m, D]: float64 [block, m], in memory that the next block uses again."""
+    parts, candidates = list(blocks(len(own), len(other))), other.double().T
+    # made once: blocks that come and go leave gaps between what stays, and the process grows
+    most = max((rows.stop - rows.start for rows in parts), default=0)
+    memory = own.new_empty(most, len(other), dtype=torch.float64)
+    for rows in parts:
+        # float64 also keeps TF32 out of the product on a GPU
+        yield rows, torch.mm(own[rows].double(), candidates, out=memory[: rows.stop - rows.start])
+
+
 def best_ranks(
     own: Tensor,
     other: Tensor,
     query: Tensor,
     candidate: Tensor,
     change: Callable[[Tensor], Any] | None = None,
+    margin: Callable[[Tensor], Tensor | float] = lambda best: TOLERANCE,
 ) -> Tensor:
     """Rank (0 = first) of each query's best match among all candidates: int64 [q].
 
     `own` [q, D] queries, `other` [m, D] candidates; `query` [p], ascending, and `candidate` [p]:
     the pairs that match, at least one for each query. Matches do not stand in each other's way: as
     COCO counts, an image has found its text when one of its five is among the first. Another
-    candidate that ties with the best match counts as ranked before it, so that a collapsed model
-    scores nothing. `change`: of similarities [block, m], in place.
+    candidate that ties with the best match counts as ranked before it. `change`: of similarities
+    [block, m], in place; `margin`: by how much what it makes of the best match [block] may exceed
+    what it makes of another that ties with it.
     """
     last = query.bincount(minlength=len(own)).cumsum(0)
-    ranks, parts = query.new_empty(len(own)), list(blocks(len(own), len(other)))
-    # made once: blocks that come and go leave gaps between what stays, and the process grows
-    most = max((rows.stop - rows.start for rows in parts), default=0)
-    memory, flags = (
-        own.new_empty(most, len(other)),
-        torch.empty(most, len(other), dtype=torch.bool, device=own.device),
-    )
-    for rows in parts:
-        # [block, m]
-        similarity = torch.mm(own[rows], other.T, out=memory[: rows.stop - rows.start])
+    ranks, flags = query.new_empty(len(own)), None
+    for rows, similarity in similarities(own, other):
+        flags = torch.empty_like(similarity, dtype=torch.bool) if flags is None else flags
         if change is not None:
             change(similarity)
         of_block = slice(int(last[rows.start - 1]) if rows.start else 0, int(last[rows.stop - 1]))
@@ -139,7 +160,7 @@ def best_ranks(
             0, within, of_match, "amax"
         )
         # not-a-number is not: it counts as ranked before
-        behind = torch.lt(similarity, best[:, None], out=flags[: len(similarity)])
+        behind = torch.lt(similarity, (best - margin(best))[:, None], out=flags[: len(similarity)])
         before = (len(other) - behind.sum(1)).index_add_(
             0, within, (~behind[within, match]).long(), alpha=-1
         )
@@ -161,15 +182,18 @@ def dual_softmax_ranks(own: Tensor, other: Tensor, relevance: Relevance) -> Tens
     """As `relevant_ranks`, with each similarity times its softmax over all queries of a candidate
     (CAMoE: Cheng et al. 2021): int64 [q]."""
     queries, candidates = own[relevance.query_row], other[relevance.candidate_row]
-    total = torch.full_like(candidates[:, 0], -torch.inf)  # log-sum-exp over the queries
-    for rows in blocks(len(queries), len(candidates)):
-        logits = DUAL_SCALE * queries[rows] @ candidates.T
-        total = torch.logaddexp(total, logits.logsumexp(0))
+    total = candidates.new_full((len(candidates),), -torch.inf, dtype=torch.float64)
+    for _, similarity in similarities(queries, candidates):  # log-sum-exp over the queries
+        total = torch.logaddexp(total, (DUAL_SCALE * similarity).logsumexp(0))
 
     def weigh(similarity: Tensor) -> None:
         similarity *= (DUAL_SCALE * similarity - total).exp()
 
-    return best_ranks(queries, candidates, relevance.query, relevance.candidate, weigh)
+    def margin(best: Tensor) -> Tensor:
+        # TOLERANCE of a cosine, in the exponent once by the similarity and once by the total
+        return 2 * DUAL_SCALE * TOLERANCE * best.abs()
+
+    return best_ranks(queries, candidates, relevance.query, relevance.candidate, weigh, margin)
 
 
 def positive_ranks(own: Tensor, other: Tensor, target: Tensor) -> Tensor:
@@ -177,16 +201,22 @@ def positive_ranks(own: Tensor, other: Tensor, target: Tensor) -> Tensor:
     return best_ranks(own, other, torch.arange(len(own), device=own.device), target)
 
 
+SCORE_TOLERANCE = 1e-5  # of a score of float32, relative to 1 or its own size
+
+
 def reranked(ranks: Tensor, scores: Tensor, right: Tensor) -> Tensor:
     """Ranks after the first k candidates of each query were put in the order of other `scores` [b,
     k]: int64 [b].
 
     `ranks` [b] among all candidates as `best_ranks` counts, `right` [b, k] bool. A query with no
-    right one among its k keeps its rank; as there, another candidate that ties with the best right
-    one, and one without a score (not a number), is before it.
+    right one among its k keeps its rank, and so does one whose right ones are there only because a
+    tie was broken. As there, another candidate that ties with the best right one (within
+    `SCORE_TOLERANCE`), and one without a score (not a number), is before it.
     """
     best = torch.where(right & ~scores.isnan(), scores, -torch.inf).amax(1, keepdim=True)
-    return torch.where(right.any(1), (~(scores < best) & ~right).sum(1), ranks)
+    least = best - SCORE_TOLERANCE * best.abs().clamp(min=1)
+    is_scored = right.any(1) & (ranks < scores.shape[1])
+    return torch.where(is_scored, (~(scores < least) & ~right).sum(1), ranks)
 
 
 def hits(ranks: Tensor) -> Tensor:
@@ -224,16 +254,18 @@ def median_rank(ranks: Tensor) -> float:
 
 def nearest(own: Tensor, other: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k candidates of `other` [B, D] that are most like each query of `own` [b, D], best first:
-    (index int64 [b, k], similarity [b, k]). k is at most B."""
-    found = [
-        torch.topk(own[rows] @ other.T, min(k, len(other)), dim=1)
-        for rows in blocks(len(own), len(other))
-    ]
-    empty = own.new_zeros(0, min(k, len(other)))
-    return (
-        torch.cat([part.indices for part in found]) if found else empty.long(),
-        torch.cat([part.values for part in found]) if found else empty,
-    )
+    (index int64 [b, k], similarity float64 [b, k]). Of similarities that are equal once rounded to
+    `TOLERANCE` the earlier row is first; one that is not a number is last. k is at most B."""
+    k = min(k, len(other))
+    index = torch.zeros(len(own), k, dtype=torch.int64, device=own.device)
+    values = torch.zeros(len(own), k, dtype=torch.float64, device=own.device)
+    row = torch.arange(len(other), device=own.device)
+    for rows, similarity in similarities(own, other):
+        # whole numbers below 2^53, so float64 holds them exactly
+        key = (similarity / TOLERANCE).round_().mul_(len(other)).sub_(row)
+        index[rows] = key.nan_to_num_(nan=-torch.inf, neginf=-torch.inf).topk(k, dim=1).indices
+        values[rows] = similarity.gather(1, index[rows])
+    return index, values
 
 
 def first_answers(
@@ -252,13 +284,13 @@ def first_answers(
     index, similarity = nearest(own[rows], other[relevance.candidate_row], k)
     number = index.shape[1]
     found[here, :number, 0] = relevance.candidate_row[index].double() + 1
-    found[here, :number, 1] = similarity.double()
+    found[here, :number, 1] = similarity
     found[here, :number, 2] = relevance.is_right(relevance.query_of[rows], index).double()
     return found
 
 
 def blocks(num_queries: int, num_candidates: int) -> Iterator[slice]:
-    """Rows of queries, so many at a time that their similarities to all candidates take
-    `BLOCK_BYTES`."""
-    rows = max(1, BLOCK_BYTES // (4 * max(1, num_candidates)))
+    """Rows of queries, so many at a time that their similarities to all candidates, in float64,
+    take `BLOCK_BYTES`."""
+    rows = max(1, BLOCK_BYTES // (8 * max(1, num_candidates)))
     return (slice(start, min(start + rows, num_queries)) for start in range(0, num_queries, rows))

@@ -96,7 +96,7 @@ def test_the_figures_are_those_of_the_last_evaluation(run, monkeypatch, capfd):
     # the shifted box is right by overlap, and no other box's phrase is equal
     assert of_boxes["iou_0.5_chance"] > of_boxes["same_chance"] > 0.2
     assert found["validation/box_to_name_top_1"] == found["validation/region_to_phrase_R@1"]
-    assert "RefCOCO" in said and "RefCOCO" in found["protocol_of_regions"]
+    assert "among those given" in found["protocol_of_regions"] and "phrase → box" in said
 
 
 def read_regions(run):

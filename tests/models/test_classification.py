@@ -89,6 +89,21 @@ def test_neighbours_vote_as_scikit_learn_lets_them():
     assert 0.3 < found < 1
 
 
+def test_ties_count_against_the_right_class_in_any_order():
+    """Equal embeddings but for rounding: of prompts, and of neighbours."""
+    draw = torch.Generator().manual_seed(4)
+    one = F.normalize(torch.randn(1, 64, generator=draw))
+    noise = 1e-7 * torch.randn(60, 64, generator=draw) / 8
+    classes = F.normalize(one + noise[:5])
+    image, label = F.normalize(one + noise), torch.arange(5).repeat(12)
+    assert class_ranks(image, label, classes).tolist() == [4] * 60
+    # all 60 tie with the 20th neighbour, and all classes have as many votes
+    for order in (torch.arange(60), torch.randperm(60, generator=draw)):
+        assert neighbour_accuracy(image[order], label[order], image, label, 5) == 0
+        more = torch.cat([image[order], image[:1]]), torch.cat([label[order], label[:1]])
+        assert neighbour_accuracy(*more, image, label, 5) == pytest.approx(1 / 5)
+
+
 def test_a_linear_probe_learns_and_is_the_same_each_time():
     train, train_label = clusters(30)
     test, label = clusters(25, seed=1)

@@ -6,6 +6,7 @@ import pytest
 from models.metrics.grounding import (
     MOST,
     OVERLAPS,
+    chosen_overlap,
     grounding_figures,
     overlap,
     overlap_shares,
@@ -35,6 +36,13 @@ def test_what_a_film_shows_twice_is_found_in_either_place():
     found = overlaps_by_text(every, [(7, 0.0, 4.0), (8, 2.0, 6.0), (7, 6.0, 10.0)])
     assert found[7].tolist() == pytest.approx([1, 1 / 3, 1])
     assert found[8].tolist() == pytest.approx([1 / 3, 1, 0])
+
+
+def test_a_film_that_stands_still_chooses_no_window():
+    places = np.array([0.9, 0.2, 0.0])
+    assert chosen_overlap(np.array([0.5, 0.4, 0.1]), places) == 0.9
+    assert chosen_overlap(np.array([0.5, 0.5 - 1e-7, 0.1]), places) == 0.2
+    assert chosen_overlap(np.full(3, np.nan), places) == 0
 
 
 def test_figures_are_of_the_chosen_window_and_of_a_random_one():

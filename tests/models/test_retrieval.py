@@ -70,6 +70,55 @@ def test_a_collapsed_model_scores_nothing():
     assert recall_hits(same, same, torch.arange(30)).tolist() == [0.0, 0.0, 0.0]
 
 
+def test_a_collapsed_model_scores_nothing_in_any_size_and_block(monkeypatch):
+    """A product's last bit depends on the column and the block, so equal candidates must not be
+    told apart by it."""
+    for block_bytes in (1, 8 * 300 * 7, 1 << 26):
+        monkeypatch.setattr(retrieval, "BLOCK_BYTES", block_bytes)
+        for width, number in product((32, 100, 513), (2, 5, 31, 65, 300)):
+            draw = torch.Generator().manual_seed(width)
+            image, text = (F.normalize(torch.randn(1, width, generator=draw)) for _ in "ab")
+            sides = image.expand(number, -1).contiguous(), text.expand(number, -1).contiguous()
+            rows = torch.arange(number)
+            relevance = Relevance.of(rows, rows, rows, rows)
+            for ranks in (
+                positive_ranks(*sides, rows),
+                retrieval.dual_softmax_ranks(*sides, relevance),
+            ):
+                assert ranks.eq(number - 1).all(), (block_bytes, width, number)
+
+
+def test_ranks_follow_neither_the_order_of_rows_nor_rounding(monkeypatch):
+    """Every picture comes twice, with another embedding in its last bits, as in another batch: the
+    two tie, in whatever order and in blocks of any size."""
+    draw = torch.Generator().manual_seed(1)
+    base = torch.randn(150, 64, generator=draw).repeat_interleave(2, 0)
+    text = F.normalize(base + 0.5 * torch.randn(300, 64, generator=draw), dim=1)
+    rows, found = torch.arange(300), {"one": set(), "dual": set(), "nearest": set()}
+    for trial in range(6):
+        monkeypatch.setattr(retrieval, "BLOCK_BYTES", (1, 8 * 300 * 7, 1 << 26)[trial % 3])
+        order = torch.randperm(300, generator=draw) if trial else rows
+        noise = 1e-7 * torch.randn(300, 64, generator=draw) / 64**0.5
+        image = F.normalize(F.normalize(base, dim=1) + noise, dim=1)
+        sides = text[order], image[order], Relevance.of(rows, rows, rows, rows)
+        back = order.argsort()
+        found["one"].add(tuple(relevant_ranks(*sides)[back].tolist()))
+        found["dual"].add(tuple(retrieval.dual_softmax_ranks(*sides)[back].tolist()))
+        index, _ = nearest(sides[0], sides[1], 10)  # five pictures, each twice
+        pictures = (order[index] // 2)[back][:, ::2]
+        found["nearest"].add(tuple(pictures.flatten().tolist()))
+    assert {name: len(values) for name, values in found.items()} == dict.fromkeys(found, 1)
+    ((ranks, *_),) = [tuple(found["one"])]
+    assert 1 in ranks and 0 not in ranks  # its twin is before the right picture
+
+
+def test_a_similarity_beyond_the_tolerance_does_not_tie():
+    query, tolerance = torch.eye(2)[:1].double(), retrieval.TOLERANCE
+    for apart, rank in ((0.5 * tolerance, 1), (2 * tolerance, 0)):
+        candidates = torch.tensor([[0.5, 0.0], [0.5 - apart, 0.0]], dtype=torch.float64)
+        assert positive_ranks(query, candidates, torch.tensor([0])).tolist() == [rank]
+
+
 def test_a_model_of_not_a_number_scores_nothing():
     own = torch.full((20, 4), float("nan"))
     other = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
@@ -79,7 +128,7 @@ def test_a_model_of_not_a_number_scores_nothing():
 
 
 def test_blocks_leave_no_trace(monkeypatch):
-    monkeypatch.setattr(retrieval, "BLOCK_BYTES", 64 * 4 * 50)  # 64 queries among 50 candidates
+    monkeypatch.setattr(retrieval, "BLOCK_BYTES", 64 * 8 * 50)  # 64 queries among 50 candidates
     for count in (63, 64, 65, 131):
         own, other = whole_numbers(count, 3, 1, 9), whole_numbers(50, 3, 2, 9)
         target = torch.randint(0, 50, (count,), generator=torch.Generator().manual_seed(3))
@@ -138,7 +187,7 @@ def test_the_best_of_several_texts_counts(monkeypatch, subtests):
                 whole_numbers(23, 5, seed, high),
                 whole_numbers(len(whose), 5, seed + 100, high),
             )
-            monkeypatch.setattr(retrieval, "BLOCK_BYTES", 7 * 4 * len(whose))
+            monkeypatch.setattr(retrieval, "BLOCK_BYTES", 7 * 8 * len(whose))
             for sides in (
                 (image, torch.arange(23), text, whose),
                 (text, whose, image, torch.arange(23)),
@@ -264,9 +313,11 @@ def test_the_nearest_of_each_query(monkeypatch):
     similarity = own @ other.T
     monkeypatch.setattr(retrieval, "BLOCK_BYTES", 4 * 4 * 40)
     index, value = nearest(own, other, 5)
-    assert torch.equal(value, similarity.sort(1, descending=True).values[:, :5]) and torch.equal(
-        similarity.gather(1, index), value
-    )
+    assert torch.equal(value, similarity.double().sort(1, descending=True).values[:, :5])
+    assert torch.equal(similarity.double().gather(1, index), value)
+    # of equal ones the earlier row, and one that is not a number last
+    same = torch.tensor([[1.0], [torch.nan], [2.0], [1.0], [1.0]])
+    assert nearest(torch.ones(1, 1), same, 5)[0].tolist() == [[2, 0, 3, 4, 1]]
     assert nearest(own, other[:3], 5)[0].shape == (31, 3) and nearest(own[:0], other, 5)[
         0
     ].shape == (0, 5)
@@ -285,7 +336,9 @@ def test_ranks_among_the_first_candidates_by_other_scores(subtests):
             right[:40, 2] = True
             right[:20, 5] = True
             scores[::9, 2], scores[::7, 3] = torch.nan, torch.nan
-            found = reranked(torch.arange(100, 160), scores, right).tolist()
+            ranks = torch.where(torch.arange(60) < 40, torch.arange(60) % 7, 100)
+            ranks[1::8] = 7  # the right ones are among the 7 by a broken tie alone
+            found = reranked(ranks, scores, right).tolist()
             for i, (own, is_right) in enumerate(zip(scores.tolist(), right.tolist())):
                 best = max(
                     (-1.0 if s != s else s for s, r in zip(own, is_right) if r), default=None
@@ -293,7 +346,8 @@ def test_ranks_among_the_first_candidates_by_other_scores(subtests):
                 before = sum(
                     not r and not (best is not None and s < best) for s, r in zip(own, is_right)
                 )
-                assert found[i] == (100 + i if best is None else before), i
+                is_scored = best is not None and ranks[i] < 7
+                assert found[i] == (before if is_scored else ranks[i]), i
 
 
 def test_dual_softmax_is_a_product_with_the_softmax_over_queries(monkeypatch):
