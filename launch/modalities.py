@@ -33,14 +33,17 @@ from data.modalities.tokenizer import num_ids
 from data.modalities.transforms import EvalTransform, augmented, normalise
 from data.modalities.video import FrameTimes, VideoModality
 from data.options import IMAGE_TEXT, branches_of, has_regions, read_pairs
+from launch.config.groups import by_modality
 from launch.views import FilmView, ImageView, SoundView, View
 from models.towers.audio import audio_tower
 from models.towers.building import with_head
 from models.towers.fusion import FusionSizes
 from models.towers.image import image_tower
-from models.towers.layers import Tower
+from models.towers.layers import Tower, Weights
 from models.towers.text import text_tower
 from models.towers.video import video_tower
+from models.weights.audio import open_audio_weights
+from models.weights.of_image import open_inner_weights
 
 if TYPE_CHECKING:
     from data.index.sources import KnownSource
@@ -76,12 +79,14 @@ class ModalityEntry:
     """`load`: what turns samples into the tensors of the branch. `tower`: the branch's tower
     without a head; its `example` says what enters it. `view`: how values are shown; None: they are
     not, and no file is a query of the modality. `from_bytes`: of tensors that are loaded as bytes,
-    by name, what makes values of them."""
+    by name, what makes values of them. `weights`: opens the weights that the tower starts from, a
+    name, folder or file."""
 
     load: Callable[[Inputs], Modality]
     tower: Callable[[Wanted], Tower]
     view: type[View] | None = None
     from_bytes: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict)
+    weights: Callable[[str, Tower], Weights] = open_inner_weights
 
 
 class Vocabulary(NamedTuple):
@@ -164,6 +169,7 @@ MODALITIES: dict[str, ModalityEntry] = {
             *(wanted.options[f"audio_{name}"] for name in ("tower", "seconds", "size"))
         ),
         SoundView,
+        weights=open_audio_weights,
     ),
     "video": ModalityEntry(
         _load_video,
@@ -177,9 +183,11 @@ MODALITIES: dict[str, ModalityEntry] = {
 OWN = dict(MODALITIES)  # which have flags of their own, while no module replaces them
 
 
-def refuse_pairs(given: str, towers: Sequence[str], fusion: bool) -> None:
-    """Raise ValueError, in the words of a command line, for --pairs, --tower and --fusion that do
-    not go together."""
+def refuse_pairs(
+    given: str, towers: Sequence[str], fusion: bool, weights: Sequence[str] = ()
+) -> None:
+    """Raise ValueError, in the words of a command line, for --pairs, --tower, --weights and --fusion
+    that do not go together."""
     pairs, named, known = read_pairs(given), branches_of(given), tuple(MODALITIES)
     for name in named:
         if name not in known:
@@ -198,16 +206,19 @@ def refuse_pairs(given: str, towers: Sequence[str], fusion: bool) -> None:
             f"argument --fusion: it scores images with texts, and --pairs is {given}; leave one of "
             "them out"
         )
-    names = [each.partition("=")[0] for each in towers]
-    for name in names:
-        if name in OWN and MODALITIES[name] is OWN[name]:
-            raise ValueError(f"argument --tower: {name} has a flag of its own, --{name}-tower")
-        if name not in named:
-            raise ValueError(
-                f"argument --tower: no pair of --pairs {given} has '{name}'{near(name, named)}"
-            )
-        if names.count(name) > 1:
-            raise ValueError(f"argument --tower: '{name}' is given twice; give it once")
+    for flag, values in (("tower", towers), ("weights", weights)):
+        names = [each.partition("=")[0] for each in values]
+        for name in names:
+            if name in OWN and MODALITIES[name] is OWN[name]:
+                raise ValueError(
+                    f"argument --{flag}: {name} has a flag of its own, --{name}-{flag}"
+                )
+            if name not in named:
+                raise ValueError(
+                    f"argument --{flag}: no pair of --pairs {given} has '{name}'{near(name, named)}"
+                )
+            if names.count(name) > 1:
+                raise ValueError(f"argument --{flag}: '{name}' is given twice; give it once")
 
 
 def tower_of(
@@ -225,7 +236,7 @@ def tower_of(
             f"there is no modality '{branch}'; there are {', '.join(MODALITIES)}; a module that "
             "adds one is named by --import-module"
         )
-    name = named_towers(options.get("tower") or ()).get(branch, "")
+    name = by_modality(options.get("tower")).get(branch, "")
     tower = MODALITIES[branch].tower(Wanted(options, name, vocabulary))
     projection = options.get("projection", "linear")
     regions = branch in ("image", "text") and has_regions(options.get("pairs", IMAGE_TEXT))
@@ -244,11 +255,6 @@ def audio_features(
 @lru_cache  # a loader is made for every evaluation
 def _audio_input(tower: str, seconds: float | None, size: int) -> Mapping[str, Any]:
     return audio_tower(tower, seconds, size).config["audio_input"]
-
-
-def named_towers(given: tuple[str, ...] | list[str]) -> dict[str, str]:
-    """`--tower MODALITY=NAME`, as often as given -> modality -> name."""
-    return dict(each.split("=", 1) for each in given)
 
 
 # -- how values are shown

@@ -5,15 +5,19 @@ test_audio_training.py, and that the gradients are right in tests/engine/test_pa
 """
 
 import json
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
+import torch
 from launched import ROOT, metrics, run_to_end, words
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from wandb_files import pieces
 
+from data.modalities.tokenizer import train_tokenizer
 from launch.config.options import parse_options
 from launch.modalities import MODALITIES
+from launch.setup.model import RunModel
 from launch.tools.plan import run as run_plan
 
 MODULE = ["--import-module", "examples.modality"]
@@ -67,6 +71,7 @@ def test_what_the_command_line_refuses(capsys):
         ("--pairs image", "'image' is no pair; write FIRST:SECOND"),
         ("--pairs image:text:0", "a weight above 0"),
         ("--tower text=bert-tiny", "text has a flag of its own, --text-tower"),
+        ("--weights text=bert-tiny", "text has a flag of its own, --text-weights"),
     ):
         with pytest.raises(SystemExit):
             parse_options(given.split())
@@ -74,10 +79,28 @@ def test_what_the_command_line_refuses(capsys):
     for given, said in (
         ("--pairs palette:text --fusion 1", "it scores images with texts"),
         ("--pairs palette:text --tower plaette=24", "did you mean 'palette'"),
+        ("--pairs palette:text --weights plaette=x", "did you mean 'palette'"),
     ):
         with pytest.raises(SystemExit):
             parse_options([*MODULE, *given.split()])
         assert said in capsys.readouterr().err
+
+
+def test_a_tower_starts_from_weights(tmp_path):
+    """Of the names of its own network, in a folder or a file."""
+    flags = [*MODULE, *words("--pairs image:text,palette:text --weights"), f"palette={tmp_path}"]
+    options = parse_options(flags)
+    assert options.first_weights == {"palette": str(tmp_path)}
+    tokenizer = train_tokenizer(["red and green", "green and blue"])
+    layer = RunModel.of(parse_options(flags[:-2]), tokenizer).layers["palette"][0].build(0)
+    weights = {name: torch.randn_like(value) for name, value in layer.state_dict().items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    model = RunModel.of(options, tokenizer)
+    begun = model.build_layer(model.layers["palette"][0]).state_dict()
+    assert begun.keys() == weights.keys()
+    assert all(torch.equal(begun[name], weights[name]) for name in weights)
+    with pytest.raises(FileNotFoundError, match="no library has weights of the modality palette"):
+        RunModel.of(replace(options, weights=("palette=DEFAULT",)), tokenizer)
 
 
 def test_the_plan_tool_takes_any_number_of_branches(capsys):

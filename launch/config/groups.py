@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from argparse import ArgumentTypeError
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from common.options import (
     OptionGroup,
@@ -54,12 +55,17 @@ def device(text: str) -> str:
     return text
 
 
-def named_tower(text: str) -> str:
-    """`--tower MODALITY=NAME`."""
-    modality, equals, name = text.partition("=")
-    if not modality or not equals or not name:
-        raise ArgumentTypeError(f"'{text}' is not written MODALITY=NAME")
+def named_value(text: str) -> str:
+    """`--tower MODALITY=NAME`, `--weights MODALITY=WHERE`."""
+    modality, equals, value = text.partition("=")
+    if not modality or not equals or not value:
+        raise ArgumentTypeError(f"'{text}' is not written MODALITY=VALUE")
     return text
+
+
+def by_modality(given: Sequence[str] | None) -> dict[str, str]:
+    """`MODALITY=VALUE`, as often as given -> modality -> value."""
+    return dict(each.split("=", 1) for each in given or ())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -456,9 +462,19 @@ class TowerOptions(InputOptions, ModuleOptions):
         (),
         "of another modality that --pairs names; NAME as its module says; repeat it for several",
         "MODALITY=NAME",
-        named_tower,
+        named_value,
         action="append",
         shown="the modality's own",
+        in_recipe=False,
+    )
+    weights: tuple[str, ...] = option(
+        (),
+        "pretrained, of another modality that --pairs names: a folder or file with the tensors of "
+        "its tower; repeat it for several",
+        "MODALITY=WHERE",
+        named_value,
+        action="append",
+        shown="from scratch",
         in_recipe=False,
     )
     embed_dim: int = option(512, "width of the common space", "N", at_least(1), demo=256, kept=True)
@@ -470,6 +486,12 @@ class TowerOptions(InputOptions, ModuleOptions):
         shown="as in --import, else linear",
         kept=True,
     )
+
+    @property
+    def first_weights(self) -> dict[str, str]:
+        """Where the tower of each branch starts from, without --import; none of towers from
+        scratch."""
+        return first_weights(vars(self))
 
     def tokenizer_source(self) -> str | None:
         """Where the tokenizer comes from: asked for, or that of the text tower's weights or beside
@@ -501,6 +523,21 @@ class TowerOptions(InputOptions, ModuleOptions):
                 "Hugging Face id of the one that they were trained with"
             )
         return None
+
+
+# by modality, of those that have one: the flag of the weights that its tower starts from
+WEIGHTS = {
+    each.name.removesuffix("_weights"): each.name
+    for each in fields(TowerOptions)
+    if each.name.endswith("_weights")
+}
+
+
+def first_weights(options: Mapping[str, Any]) -> dict[str, str]:
+    """As `TowerOptions.first_weights`, of options by name."""
+    given = {branch: options.get(name) for branch, name in WEIGHTS.items()}
+    given |= by_modality(options.get("weights"))
+    return {branch: where for branch, where in given.items() if where}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ chosen by measurement (bench/EVIDENCE.md).
 |---|---|
 | from scratch, short | no pretrained weights, fewer than LONG steps |
 | from scratch, long | no pretrained weights, LONG steps or more |
-| pretrained tower | weights for one tower or both |
+| pretrained tower | weights for one tower or several |
 | fine-tuning | a whole model, heads included |
 | locked | a tower that is locked |
 
@@ -118,7 +118,7 @@ def choose(options: Options, block: BranchesBlock, total_steps: int) -> Preset:
         return PRESETS["locked"]
     if options.imported:
         return PRESETS["fine-tuning"]
-    if options.image_weights or options.text_weights:
+    if options.first_weights:
         return PRESETS["pretrained"]
     return PRESETS["long" if total_steps >= LONG else "short"]
 
@@ -161,8 +161,7 @@ def settle(
             "numbers"
         )
     preset = choose(options, block, total_steps)
-    weights = {"image": options.image_weights, "text": options.text_weights}
-    pretrained = {branch: bool(weights.get(branch)) for branch in options.branches}
+    pretrained = {branch: branch in options.first_weights for branch in options.branches}
     lr, warmup = (
         _given(config, *place) for place in (("optimizer", "lr"), ("scheduler", "warmup_num_steps"))
     )

@@ -35,12 +35,14 @@ from launch.config.groups import (
     GROUPS,
     OPEN_CLIP,
     PIXELS,
+    WEIGHTS,
     AudioOptions,
     BatchingOptions,
     ModelOptions,
     RunOptions,
     TrackingOptions,
     VideoOptions,
+    by_modality,
 )
 from launch.config.imported import as_branches, options_of_import, refuse_no_model
 from launch.config.recipe_files import RecipeFile, find_recipe
@@ -55,10 +57,10 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[2]
 EITHER = ("epochs", "steps")  # one of them ends a run
 OF_BRANCH = {
-    "image": ("image_tower", "image_weights", "image_buckets"),
-    "text": ("text_tower", "text_weights", "tokenizer"),
-    "audio": ("audio_weights", *(each.name for each in fields(AudioOptions))),
-    "video": ("video_weights", *(each.name for each in fields(VideoOptions))),
+    "image": (WEIGHTS["image"], "image_tower", "image_buckets"),
+    "text": (WEIGHTS["text"], "text_tower", "tokenizer"),
+    "audio": (WEIGHTS["audio"], *(each.name for each in fields(AudioOptions))),
+    "video": (WEIGHTS["video"], *(each.name for each in fields(VideoOptions))),
 }
 
 
@@ -323,8 +325,9 @@ def _paths(values: Mapping[str, Any]) -> dict[str, Any]:
         "data_root": values["data_root"] and tuple(dict.fromkeys(values["data_root"])),
         "tokenizer": values["tokenizer"] and _absolute(values["tokenizer"]),
     }
-    weights = (f"{branch}_weights" for branch in OF_BRANCH)
-    for name in (*weights, "imported", "text_tower"):
+    own = by_modality(values["weights"])
+    found["weights"] = tuple(f"{branch}={_absolute(where)}" for branch, where in own.items())
+    for name in (*WEIGHTS.values(), "imported", "text_tower"):
         value = values[name]
         # NAME is also one that a library knows; ./NAME is not
         if value and ("/" in value or name == "imported"):
@@ -347,7 +350,7 @@ def _refuse_unknown(options: Options) -> None:
     from models.losses import LOSSES
     from models.towers.head import read_projection
 
-    refuse_pairs(options.pairs, options.tower, bool(options.fusion))
+    refuse_pairs(options.pairs, options.tower, bool(options.fusion), options.weights)
     for loss in loss_names(options.loss, options.pairs):
         if loss not in LOSSES:
             raise ValueError(

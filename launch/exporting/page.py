@@ -12,6 +12,7 @@ from huggingface_hub import ModelCardData
 from common.files import read_json
 from common.markdown import code, fenced, words
 from engine.planning.batch import BranchBatch
+from launch.config.groups import first_weights
 from launch.exporting.loading import seconds_of_clip
 from launch.inference.adapters import ADAPTERS, TOWER_IN
 from launch.inference.trained import Trained
@@ -274,15 +275,16 @@ def _training(trained: Trained, averaged: bool) -> list[str]:
     epochs = dict(zip(run.steps["step"], run.steps["epoch"])) if len(run.steps) else {}
     recalls = _recalls(run, trained, averaged)
     batch = BranchBatch(**next(iter(record["batches"].values())))
-    weights = ("imported", *(f"{branch}_weights" for branch in ("image", "text", "audio", "video")))
+    weights = {"": options.get("imported"), **first_weights(options)}
     rows = {
         "data": ", ".join(map(code, options["data"])),
         "held out": code(options["val_data"])
         if options.get("val_data")
         else f"{options.get('val_fraction', 0):g} of the data",
-        "started from": next(
-            (code(options[key]) for key in weights if options.get(key)), "random weights"
-        ),
+        "started from": "; ".join(
+            f"{branch} {code(where)}".strip() for branch, where in weights.items() if where
+        )
+        or "random weights",
         "steps": f"{trained.step:,} of {record['total_steps']:,}",
         "epochs": f"{epochs[trained.step]:.4g}" if trained.step in epochs else None,
         "samples per step": f"{batch.global_batch_size:,}",

@@ -329,6 +329,8 @@ def training_identity(
     free = [key for key in free_options() if key != "eval_every" or not by_evaluation]
     if not has_regions(options["pairs"]):  # earlier versions did not have them
         free += ["max_regions", "max_negatives"]
+    if not options.get("weights"):
+        free.append("weights")
     if "video" not in branches_of(options["pairs"]):
         free += [each.name for each in fields(VideoOptions)] + ["video_weights"]
     free_branches = [*BRANCHES_FREE_TO_CHANGE, *(() if by_split else BRANCHES_SPLIT)]

@@ -141,9 +141,8 @@ def _data(data: PreparedData) -> str:
 
 def _weights(options: Options) -> dict[str, str]:
     """By branch, of towers that start from pretrained ones: where these come from."""
-    given = {branch: getattr(options, f"{branch}_weights") for branch in OWN}
-    given |= dict.fromkeys(branches_held(options.imported, options.branches), options.imported)
-    return {branch: where for branch, where in given.items() if where}
+    held = branches_held(options.imported, options.branches)
+    return options.first_weights | dict.fromkeys(held, options.imported or "")
 
 
 def _published(options: Options, towers: Sequence[Tower]) -> str:

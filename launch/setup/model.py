@@ -15,9 +15,10 @@ from engine.config.reading import BranchesBlock
 from engine.objective import Objective
 from engine.schedule import exact_schedules
 from launch.config.blocks import BalanceBlock, balancing
-from launch.config.groups import ModelOptions
+from launch.config.groups import WEIGHTS, ModelOptions
 from launch.config.imported import branches_held
 from launch.inference.trained import towers_of
+from launch.modalities import MODALITIES
 from launch.objective import losses_of, objective_of, pairs_of
 from models.losses import Matching, Targets
 from models.towers.adapters.layers import adapted_tower, describe_adapters, num_learned
@@ -25,9 +26,7 @@ from models.towers.adapters.lora import LoRA
 from models.towers.building import takes_other_sizes
 from models.towers.fusion import FusionSizes, fusion_sizes
 from models.towers.layers import LayerSpec, Tower, Weights
-from models.weights.audio import open_audio_weights
-from models.weights.of_image import open_inner_weights, open_model_weights
-from models.weights.reading import open_weights
+from models.weights.of_image import open_model_weights
 
 SMALLEST_PATCH = 7  # pixels, of towers that stay at one resolution
 
@@ -70,10 +69,10 @@ class RunModel:
     def _with(self, adapters: Mapping[str, LoRA]) -> RunModel:
         bare = [branch for branch in adapters if branch not in self.pretrained]
         if bare:
-            flag = f"--{bare[0]}-weights or " if bare[0] in ("image", "text") else ""
+            flag = f"--{bare[0]}-weights" if bare[0] in WEIGHTS else f"--weights {bare[0]}=WHERE"
             raise ValueError(
                 f"branches.train.{bare[0]}.lora: adapters leave the tower's weights as they are, "
-                f"and this tower starts from random ones; give {flag}--import, or remove the key"
+                f"and this tower starts from random ones; give {flag} or --import, or remove the key"
             )
         towers = [
             adapted_tower(tower, adapters[tower.branch]) if tower.branch in adapters else tower
@@ -179,12 +178,7 @@ def _pretrained(options: ModelOptions, towers: Sequence[Tower]) -> dict[str, Wei
         held = branches_held(options.imported, of_branch)
         of_model = (of_branch[branch] for branch in held if branch in of_branch)
         found |= open_model_weights(options.imported, *of_model)
-    given = {"image": options.image_weights, "text": options.text_weights}
-    for branch, where in given.items():
-        if where and branch in of_branch:
-            found[branch] = open_weights(branch, where, of_branch[branch])
-    if options.audio_weights and "audio" in of_branch:
-        found["audio"] = open_audio_weights(options.audio_weights, of_branch["audio"])
-    if options.video_weights and "video" in of_branch:
-        found["video"] = open_inner_weights(options.video_weights, of_branch["video"])
+    for branch, where in options.first_weights.items():
+        if branch in of_branch:
+            found[branch] = MODALITIES[branch].weights(where, of_branch[branch])
     return found

@@ -238,7 +238,8 @@ def open_weights(branch: str, where: str, tower: Tower) -> WeightReader:
         if not OPTIONAL.match(name)
     }
     source = converted_by_timm(named_as_tower(source, tower), tower, shapes, f"weights {where!r}")
-    plain = tower.config.get("library") in ("timm", "open_clip")
+    own = branch not in PREFIXES  # a modality of the user's, whose names are its module's
+    plain = own or tower.config.get("library") in ("timm", "open_clip")
     names = canonical_names(branch, source, plain)
     reader = WeightReader((branch,), f"weights {where!r}", source, names, resizers=resizers(tower))
     return _checked(reader, tower)
@@ -411,6 +412,11 @@ def _preset_path(branch: str, where: str, tower_name: str, hub_id: str | None) -
         "text": transformers_text,
         "audio": transformers_audio,
     }
+    if branch not in libraries:
+        raise FileNotFoundError(
+            f"weights {where!r}: there is no such file or folder, and no library has weights of "
+            f"the modality {branch}; give an existing one"
+        )
     catalogue = libraries[branch].CATALOGUE
     found = hub_id if where == "DEFAULT" else catalogue.hub_id_of(where)
     if found is None:

@@ -9,6 +9,7 @@ from cost_models import BRANCHES
 from engine.config.reading import check_config, read_config
 from launch.config.hyperparameters import LEAST_WARMUP, LONG, PRESETS, as_begun, settle
 from launch.config.options import parse_options
+from launch.modalities import MODALITIES
 
 FILE = Path(__file__).parents[2] / "ds_configs" / "cpu_fork_fp32.json"
 SAID = {"lr": 3e-4, "betas": [0.8, 0.9], "eps": 1e-8, "weight_decay": 0.0, "torch_adam": True}
@@ -57,6 +58,33 @@ def test_the_way_to_train():
     ):
         said = settled(*arguments, total_steps=total_steps, config=given(**block))[3]
         assert said.startswith(f"{name}, "), said
+
+
+# a run with each modality, and one of a module's own
+FOUR = ["--pairs", "image:text,audio:text,video:text,palette:text"]
+FOUR += ["--import-module", "examples.modality"]
+WEIGHTS = {
+    "image": ["--image-weights", "DEFAULT"],
+    "text": ["--text-weights", "bert-mini"],
+    "audio": ["--audio-weights", "DEFAULT"],
+    "video": ["--video-weights", "DEFAULT"],
+    "palette": ["--weights", "palette=DEFAULT"],
+}
+
+
+def test_the_weights_of_every_branch_count_as_pretrained(registries):
+    """The preset is that of a pretrained tower, and each tower with weights has a tenth of the
+    rate, whichever modality it is of."""
+    branches = ("image", "text", "audio", "video", "palette")
+    config = read_config(FILE, branches)
+    for given in [[branch] for branch in branches] + [branches[2:], branches]:
+        options = parse_options([*FOUR, *(word for branch in given for word in WEIGHTS[branch])])
+        _, found, block, said = settle(options, *config, 200)
+        assert said.startswith("pretrained tower, "), said
+        lr = found["optimizer"]["params"]["lr"]
+        tenth = {"lr": pytest.approx(lr * PRESETS["pretrained"].pretrained_lr, rel=0.01)}
+        assert block.optimizer_groups == dict.fromkeys(given, tenth), given
+    assert set(WEIGHTS) == set(MODALITIES)
 
 
 def test_adapters_have_a_rate_of_their_own():
