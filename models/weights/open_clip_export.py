@@ -78,6 +78,11 @@ def what_open_clip_lacks(image: Tower, text: Tower) -> list[str]:
                 f"OpenCLIP projects to --embed-dim {text.config['embed_dim']}, not to "
                 f"{TWO_LAYERS}={text.config[TWO_LAYERS]}"
             )
+        elif text.config["config"].get("pad_token_id") == text.config["eos_token_id"]:
+            reasons.append(
+                f"OpenCLIP hides every padding token from {architecture}, and this tokenizer pads "
+                "with the token that ends a text"
+            )
         elif pool not in POOLERS:
             reasons.append(f"OpenCLIP pools {architecture} by {', '.join(POOLERS)}, not by {pool}")
     flags = {t.config["quick_gelu"] for t in (image, text) if _has_activation(t)}

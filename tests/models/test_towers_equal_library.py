@@ -16,6 +16,8 @@ from models.towers.building import with_head
 from models.towers.libraries import text_layers
 from models.towers.text import text_tower
 
+VOCAB, TOKENS, EOS = 120, 12, 7  # as in conftest.py
+
 
 def build(tower):
     return [spec.build(seed=3) for spec in tower.specs]
@@ -180,6 +182,27 @@ def test_padding_is_not_seen(cases, forward):
         features = forward(layers, inputs)["text_features"]
         assert torch.equal(features, forward(layers, behind)["text_features"]), name
         assert not torch.allclose(features, forward(layers, seen)["text_features"]), name
+
+
+def test_every_token_of_a_text_learns(cases, forward, subtests):
+    """Also the one that ends it where the tokenizer pads with that too, and whichever the library
+    takes for padding: no first value is zero, and neither is its gradient."""
+    for name, case in cases.items():
+        if case.branch != "text":
+            continue
+        tower = text_tower(case.name, VOCAB, TOKENS, EOS, EOS)
+        with subtests.test(name):
+            layers = build(tower)
+            words = next(p for p in layers[0].parameters() if p.shape[0] == VOCAB)
+            assert words.abs().amax(1).min() > 0
+            # 1 and 2 are MPNet's and XLM's padding
+            ids = torch.arange(1, EOS + 1)[None]
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            features = forward(layers, inputs)["text_features"]
+            weights = torch.randn(features.shape, generator=torch.Generator().manual_seed(0))
+            (features * weights).sum().backward()
+            rows = words.grad[ids[0]].abs().amax(1)
+            assert rows.min() > 1e-3 * rows.max(), rows
 
 
 def test_clip_pools_at_the_end_of_text_or_at_the_highest_id(cases):

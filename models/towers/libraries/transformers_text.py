@@ -369,6 +369,7 @@ def text_tower(
     _check(name, config, max_text_tokens)
     with torch.device("meta"):
         model = family.made(config)
+        _learn_every_row(model)
         layers = family.layers(model, pool, end, max_text_tokens)
     specs = cut(
         "text",
@@ -401,6 +402,19 @@ def text_tower(
             "default": config.lang_id,
         }
     return Tower("text", name, width, specs, record)
+
+
+def _learn_every_row(model: nn.Module) -> None:
+    """Replace the tables that keep the row of the padding token at zero, where it has no gradient.
+
+    Masks hide padding, so the row of a token that only pads is read by nothing. But texts may have
+    that token: a tokenizer without padding pads with the token that ends a text, and MPNet and XLM
+    take one of fixed id for padding, whatever the tokenizer has there.
+    """
+    for path, table in list(model.named_modules()):
+        if isinstance(table, nn.Embedding) and table.padding_idx is not None:
+            sizes = table.num_embeddings, table.embedding_dim
+            model.set_submodule(path, nn.Embedding(*sizes, dtype=table.weight.dtype))
 
 
 def _end(
