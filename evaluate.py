@@ -49,6 +49,7 @@ from launch.inference.classes import (
     benchmark_metrics,
     classification,
     classification_table,
+    made_of,
     modality_to_classify,
 )
 from launch.inference.clips import PROTOCOL as CLIPS_PROTOCOL
@@ -148,8 +149,12 @@ def of_classes(
     learned = arguments.classify_train
     train = opened(learned, embedder.trained) if learned else None
     results = classification(embedder, test, train)
+    classes = made_of(test.source) or {}
+    if classes:
+        show(f"class names: {classes['class_names']}; prompts of a class: {classes['prompts']}")
     about = {
         "data": arguments.classify,
+        **classes,
         "train_data": learned,
         "left_out": left_out(test),
         "ties": TIES,

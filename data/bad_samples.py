@@ -70,6 +70,7 @@ REASONS: dict[str, str] = {
     "missing-shard": "the shard is not there any more",
     "changed-shard": "the shard has changed since the run began",
     "miscounted-shard": "the shard has another number of samples than a file beside it tells",
+    "below-a-pixel": "the box of a region is less than a pixel wide or high; of fractions?",
 }
 ABSENCES = ("no-value", "no-caption", "empty-caption", "orphan-member")
 """Reasons that say of one modality that it was never there, not that it is broken."""

@@ -102,6 +102,8 @@ def report(source: IndexedSource, most_bad: int = 10) -> list[Table]:
         counts.add_row(Text(reason, "red"), f"{number:,}   {REASONS[reason]}")
     for what, (number, where) in source.unused().items():
         counts.add_row(plain(f"unused: {what}"), plain(f"{number:,}   for example {where}"))
+    for hint in source.hints():
+        counts.add_row("to be checked", plain(hint))
     tables = [counts]
     shapes = Table(title="What they are like", title_justify="left")
     for name in ("", "from", "up to", "samples", ""):

@@ -2,13 +2,15 @@
 
 A row gives them as `{"box": [x, y, width, height], "text": "…" or ["…"], "negatives": ["…"]}`, or
 with `"xyxy": [x1, y1, x2, y2]`, in pixels of the image as its file has it, before EXIF turns it;
-with `"unit": "relative"` in fractions of its sides. The index keeps them as fractions of the image
-as it is shown.
+with `"unit": "relative"` in fractions of its sides, with `"thousandths"` in thousandths of them.
+`BoxOptions` of a data set say otherwise. The index keeps them as fractions of the image as it is
+shown.
 """
 
 import json
 import marshal
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
@@ -19,12 +21,15 @@ from data.bad_samples import (
     check_caption,
     checked_captions,
 )
+from data.box_checks import count_doubts, unit_words
 from data.decoding.images import SIDES_SWAPPED
 from data.values import plain
 
 NEEDED = "box: [x, y, width, height] or xyxy: [x1, y1, x2, y2]"
-UNITS = (None, "pixels", "relative")
-ROUNDING = 0.01  # that a fraction may exceed 1 before it is taken for pixels
+UNITS = {"pixels": None, "relative": 1.0, "thousandths": 1000.0}
+"""What a side of the image has of each; None: its pixels."""
+ROUNDING = 0.01  # of a side, that a box may go over it before its unit is doubted
+PIXEL = 0.99  # of one, that a box has at least; fractions are rounded
 INSIDE = 0.5  # of a box's area that the image has at least
 PARTS = 1_000_000  # of a side, in which edges are kept; a pixel of the longest side has 15
 MARSHAL = 2  # the newest version that does not tell equal objects from the same one
@@ -43,10 +48,38 @@ class Region(NamedTuple):
     negatives: tuple[str, ...] = ()  # phrases that are not true of it
 
 
+class BoxOptions(NamedTuple):
+    """How a data set gives its boxes. `unit`: of UNITS, where a region does not say it; None: not
+    said, so pixels. `upright`: on the image as EXIF turns it, not as its file has it."""
+
+    unit: str | None = None
+    upright: bool = False
+
+    @classmethod
+    def of(cls, spec: str, options: dict[str, str]) -> "BoxOptions":
+        """Takes its own out of the options of a data spec. `spec` begins messages. Errors:
+        ValueError."""
+        given = {"unit": options.pop("unit", None), "boxes": options.pop("boxes", None)}
+        for key, known in (("unit", (*UNITS,)), ("boxes", TURNS)):
+            if given[key] not in (None, *known):
+                raise ValueError(f"{spec} {key}={given[key]}; one of {', '.join(known)} is needed")
+        return cls(given["unit"], given["boxes"] == TURNS[0])
+
+    def words(self) -> str:
+        """As a spec has them; of the usual ones nothing."""
+        unit = f"?unit={self.unit}" if self.unit else ""
+        return unit + (f"?boxes={TURNS[0]}" if self.upright else "")
+
+
+BOX_OPTIONS = ("boxes", "unit")
+TURNS = ("upright", "stored")
+
+
 class Given(NamedTuple):
     """A region as a row gives it, checked as far as that needs no image."""
 
-    box: Box  # of the image as its file has it
+    box: Box  # in pixels, or where it `is_relative` in fractions
+    unit: str | None  # None: none is given
     is_relative: bool
     phrases: tuple[str, ...]
     negatives: tuple[str, ...]
@@ -60,6 +93,8 @@ class Regions(NamedTuple):
     dropped: list[BadSample]
     phrases: list[BadSample]
     total: int
+    # of `data.box_checks`: how many boxes are in doubt; counted by `placed`
+    doubts: Counter[str]
 
     def stamp(self) -> bytes:
         """Equal for what is equal; made in an eighth of the time of `repr`."""
@@ -67,10 +102,10 @@ class Regions(NamedTuple):
         return marshal.dumps(([*map(tuple, self.good)], problems, self.total), MARSHAL)
 
 
-def checked_regions(given: Any, total: int | None = None) -> Regions:
+def checked_regions(given: Any, total: int | None = None, unit: str | None = None) -> Regions:
     """The good ones of a row's regions; what is no region but a BadSample is one that cannot be
-    read. `total`: of which `given` are the first. Raises BadSample when none is good, with what is
-    wrong with the first."""
+    read. `total`: of which `given` are the first. `unit`: of those that have none. Raises BadSample
+    when none is good, with what is wrong with the first."""
     given = _listed(given)
     if given is None or isinstance(given, list) and not given:
         raise BadSample("no-value", "no region is given")
@@ -78,10 +113,10 @@ def checked_regions(given: Any, total: int | None = None) -> Regions:
         raise BadSample(
             "invalid-row", f"the regions are {given!r:.100}; a list of {{box, text}} is needed"
         )
-    found = Regions([], [], [], total or len(given))
+    found = Regions([], [], [], total or len(given), Counter())
     for each in given[:REGION_LIMIT]:
         try:
-            found.good.append(_checked(each, found.phrases))
+            found.good.append(_checked(each, found.phrases, unit))
         except BadSample as problem:
             found.dropped.append(problem)
     if found.total > REGION_LIMIT:
@@ -91,9 +126,15 @@ def checked_regions(given: Any, total: int | None = None) -> Regions:
     return found
 
 
-def placed(regions: Regions, width: int, height: int, orientation: int) -> list[Region]:
+def placed(
+    regions: Regions, width: int, height: int, orientation: int, upright: bool = False
+) -> list[Region]:
     """The regions on their image; those that are not on it go from the good to the dropped ones.
-    `width`, `height`: of the image as shown, in pixels; `orientation`: EXIF's, of its file."""
+    `width`, `height`: of the image as shown, in pixels; `orientation`: EXIF's, of its file;
+    `upright`: whether the boxes are of the image as shown."""
+    count_doubts(regions.doubts, regions.good, width, height, orientation, upright)
+    if upright:
+        orientation = 1
     is_swapped = orientation in SIDES_SWAPPED
     if is_swapped:
         width, height = height, width
@@ -103,7 +144,7 @@ def placed(regions: Regions, width: int, height: int, orientation: int) -> list[
     regions.good.clear()
     # without loops over the four edges, which would take a third of the time of an index
     for each in given:
-        (x1, y1, x2, y2), is_relative, phrases, negatives = each
+        (x1, y1, x2, y2), _, is_relative, phrases, negatives = each
         if not is_relative:
             x1, y1, x2, y2 = x1 / width, y1 / height, x2 / width, y2 / height
         least = INSIDE * (x2 - x1) * (y2 - y1)
@@ -112,6 +153,7 @@ def placed(regions: Regions, width: int, height: int, orientation: int) -> list[
         if x1 >= x2 or y1 >= y2 or (x2 - x1) * (y2 - y1) < least:
             regions.dropped.append(_outside(each, width, height))
             continue
+        is_tiny = (x2 - x1) * width < PIXEL or (y2 - y1) * height < PIXEL
         if is_swapped:
             x1, y1, x2, y2 = y1, x1, y2, x2
         if is_mirrored:
@@ -121,11 +163,13 @@ def placed(regions: Regions, width: int, height: int, orientation: int) -> list[
         # as `round` has it, in half the time
         x1, y1 = int(x1 * PARTS + 0.5) / PARTS, int(y1 * PARTS + 0.5) / PARTS
         x2, y2 = int(x2 * PARTS + 0.5) / PARTS, int(y2 * PARTS + 0.5) / PARTS
-        if x1 < x2 and y1 < y2:
+        if not (x1 < x2 and y1 < y2):
+            regions.dropped.append(_empty(each.box))
+        elif is_tiny:
+            regions.dropped.append(_tiny(each, width, height))
+        else:
             found.append(Region((x1, y1, x2, y2), phrases, negatives))
             regions.good.append(each)
-        else:
-            regions.dropped.append(_empty(each.box))
     return found
 
 
@@ -140,13 +184,15 @@ def read(text: str) -> list[Region]:
     return [Region(tuple(box), tuple(texts), tuple(not_true)) for box, texts, not_true in found]
 
 
-def _checked(region: Any, dropped: list[BadSample]) -> Given:
+def _checked(region: Any, dropped: list[BadSample], unit: str | None) -> Given:
     """`dropped` gets what is wrong with phrases beside good ones. Raises BadSample."""
     if isinstance(region, BadSample):
         raise region
     if not isinstance(region, (dict, Mapping)):
         raise BadSample("invalid-row", f"a region is {region!r:.100}; {{box, text}} is needed")
-    box, is_relative = _box_of(region)
+    given = region.get("unit")
+    unit = unit if given is None else given
+    box, is_relative = _box_of(region, unit)
     text, negatives = region.get("text"), region.get("negatives")
     try:
         phrases = _phrases(text, dropped)
@@ -161,13 +207,13 @@ def _checked(region: Any, dropped: list[BadSample]) -> Given:
     except BadSample as problem:
         dropped.append(problem)
         not_true = ()
-    return Given(box, is_relative, phrases, not_true)
+    return Given(box, unit, is_relative, phrases, not_true)
 
 
-def _box_of(region: Mapping[str, Any]) -> tuple[Box, bool]:
-    """Its box, and whether that is of fractions. Raises BadSample."""
+def _box_of(region: Mapping[str, Any], unit: Any) -> tuple[Box, bool]:
+    """Its box, in pixels or in fractions, and whether it is in these. Raises BadSample."""
     has_corners = region.get("box") is None
-    given, unit = region.get("xyxy" if has_corners else "box"), region.get("unit")
+    given = region.get("xyxy" if has_corners else "box")
     numbers = plain(_listed(given))
     try:
         x1, y1, x2, y2 = map(float, numbers)
@@ -180,19 +226,23 @@ def _box_of(region: Mapping[str, Any]) -> tuple[Box, bool]:
         raise BadSample(
             "invalid-box", f"a box is {given!r:.100}; four numbers are needed, {NEEDED}"
         )
-    if unit not in UNITS:
-        raise BadSample("invalid-box", f"its unit is {unit!r:.100}; pixels or relative is needed")
-    if unit == "relative" and max(x1, y1, x2, y2) > 1 + ROUNDING:
+    if not (unit is None or isinstance(unit, str) and unit in UNITS):
+        needed = "pixels or relative or thousandths"
+        raise BadSample("invalid-box", f"its unit is {unit!r:.100}; {needed} is needed")
+    side = None if unit is None else UNITS[unit]
+    if side is not None and max(x1, y1, x2, y2) > side * (1 + ROUNDING):
         raise BadSample(
             "not-relative",
-            f"a box is {numbers}, called relative; are these pixels? Leave out the unit",
+            f"a box is {numbers}, called {unit}; are these pixels? Leave out the unit",
         )
     if has_corners and (x1 > x2 or y1 > y2):
         raise BadSample("inverted-box", f"a box is xyxy: {numbers}; x1 <= x2, y1 <= y2 are needed")
     box = (x1, y1, x2, y2) if has_corners else (x1, y1, x1 + x2, y1 + y2)
     if box[0] >= box[2] or box[1] >= box[3]:
         raise _empty(numbers)
-    return box, unit == "relative"
+    if side is not None and side != 1:
+        box = (box[0] / side, box[1] / side, box[2] / side, box[3] / side)
+    return box, side is not None
 
 
 def _phrases(given: Any, dropped: list[BadSample]) -> tuple[str, ...]:
@@ -222,6 +272,13 @@ def _is_number(given: Any) -> bool:
 
 def _empty(box: Sequence[float]) -> BadSample:
     return BadSample("empty-box", f"a box is {[*box]}; a width and a height are needed")
+
+
+def _tiny(region: Given, width: int, height: int) -> BadSample:
+    said = f"xyxy: {[*region.box]} is less than a pixel of {width} x {height}"
+    if region.unit is None and max(region.box) <= 1 + ROUNDING:
+        said += f"; are these fractions of the sides? Give {unit_words('relative')}"
+    return BadSample("below-a-pixel", said)
 
 
 def _outside(region: Given, width: int, height: int) -> BadSample:

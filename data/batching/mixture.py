@@ -113,6 +113,9 @@ class Mixture:
             add_unused(total, source.unused())
         return total
 
+    def hints(self) -> list[str]:
+        return [hint for source in self.sources for hint in source.hints()]
+
     @property
     def starts(self) -> tuple[int, ...]:
         """The first index of each source."""

@@ -15,6 +15,7 @@ from data.formats.folders import KarpathyFormat, json_lists, key_of
 from data.formats.rows import EntriesFormat, Roots, Stamp, attempt, stamp
 from data.formats.specs import ROOT, existing, images_and
 from data.formats.tables import an_object, list_entries
+from data.regions import BOX_OPTIONS, BoxOptions
 
 # Visual Genome's images come in two archives
 ARCHIVES = ("VG_100K", "VG_100K_2")
@@ -34,11 +35,13 @@ class VisualGenomeFormat(EntriesFormat):
         """`where`: `IMAGES:FILE[?root=DIR]`. Errors: ValueError, FileNotFoundError."""
         usage = "vg:IMAGES:region_descriptions.json or vg:IMAGES:FILE?root=DIR"
         needed = 'a file of [{"id": ..., "regions": [{"x", "y", "width", "height", "phrase"}]}]'
-        folder, file, _, more = images_and("vg", where, (ROOT,), needed, usage)
+        known = (*BOX_OPTIONS, ROOT)
+        folder, file, options, more = images_and("vg", where, known, needed, usage)
+        self.boxes = BoxOptions.of(f"data spec 'vg:{where}':", options)
         self.files = [file]
         archives = [os.path.join(folder, name) for name in ARCHIVES]
         self.roots = Roots.of(folder, [*filter(os.path.isdir, archives), *more])
-        self.spec = f"vg:{folder}:{file}{self.roots.options()}"
+        self.spec = f"vg:{folder}:{file}{self.roots.options()}{self.boxes.words()}"
 
     def entries(self) -> Iterator[tuple[tuple[int, Any], int]]:
         return list_entries(self.file)
@@ -85,16 +88,17 @@ class RefCocoFormat(KarpathyFormat):
         usage += "&instances=FILE&root=DIR"
         needed = f"a file of references {self.NEEDED}"
         folder, file, options, more = images_and(
-            "refcoco", where, ("split", "instances", ROOT), needed, usage
+            "refcoco", where, ("split", "instances", *BOX_OPTIONS, ROOT), needed, usage
         )
         spec = f"data spec 'refcoco:{where}':"
+        self.boxes = BoxOptions.of(spec, options)
         beside = os.path.join(os.path.dirname(file), "instances.json")
         instances = options.get("instances", beside)
         self.files = [file, existing(spec, instances, "file", f"a file of boxes: {usage}")]
         self.roots = Roots.of(folder, more)
         self.choose_splits(spec, options, usage)
         self.spec = f"refcoco:{folder}:{'::'.join(self.files)}?{'+'.join(self.splits)}"
-        self.spec += self.roots.options()
+        self.spec += self.roots.options() + self.boxes.words()
 
     def images(self) -> list:
         if self.file.endswith(".json"):
@@ -148,9 +152,10 @@ class Flickr30kEntitiesFormat(EntriesFormat):
         usage = f"{kind}:IMAGES:FOLDER?split=test or {kind}:IMAGES:FOLDER?split=train+val&root=DIR"
         needed = "a folder with Sentences, Annotations and a list of ids, SPLIT.txt, per split"
         folder, own, options, more = images_and(
-            kind, where, ("split", ROOT), needed, usage, "folder"
+            kind, where, ("split", *BOX_OPTIONS, ROOT), needed, usage, "folder"
         )
         spec = f"data spec '{kind}:{where}':"
+        self.boxes = BoxOptions.of(spec, options)
         splits = [name for name in options.get("split", "").split("+") if name]
         if not splits:
             there = sorted(name[:-4] for name in os.listdir(own) if name.endswith(".txt"))
@@ -165,6 +170,7 @@ class Flickr30kEntitiesFormat(EntriesFormat):
             existing(spec, os.path.join(own, name), "folder", f"{needed}: {usage}")
         self.annotations, self.roots = Roots.of(own), Roots.of(folder, more)
         self.spec = f"{kind}:{folder}:{own}?{'+'.join(splits)}{self.roots.options()}"
+        self.spec += self.boxes.words()
 
     def fingerprint(self) -> list[Stamp]:
         stamps = super().fingerprint()

@@ -28,6 +28,7 @@ from data.formats.rows import (
     stamp,
 )
 from data.formats.specs import ROOT, existing, images_and, split_options
+from data.regions import BOX_OPTIONS, BoxOptions
 
 DEPTH_LIMIT = 100  # folders within a class
 
@@ -254,7 +255,9 @@ class CocoFormat(ListFormat):
         FileNotFoundError."""
         usage = "coco:IMAGES:CAPTIONS.json or coco:IMAGES:CAPTIONS.json?instances=FILE&root=DIR"
         needed = f"a file of captions {self.NEEDED}"
-        folder, file, options, more = images_and("coco", where, ("instances", ROOT), needed, usage)
+        known = ("instances", *BOX_OPTIONS, ROOT)
+        folder, file, options, more = images_and("coco", where, known, needed, usage)
+        self.boxes = BoxOptions.of(f"data spec 'coco:{where}':", options)
         self.files = [file]
         self.roots = Roots.of(folder, more)
         self.spec = f"coco:{folder}:{self.file}{self.roots.options()}"
@@ -263,7 +266,7 @@ class CocoFormat(ListFormat):
             needed = f"a file of boxes {self.NEEDED_BOXES}: {usage}"
             self.files.append(existing(of, options["instances"], "file", needed))
             self.holds = (*self.holds, "region")
-            self.spec += f"?instances={self.files[1]}"
+            self.spec += f"?instances={self.files[1]}{self.boxes.words()}"
 
     def entries(self) -> Iterator[tuple[tuple[int, Any], int]]:
         needed = self.NEEDED

@@ -26,10 +26,12 @@ from data.formats.rows import (
     Roots,
     Row,
     attempt,
+    take_captions,
 )
 from data.formats.shards import Shard, ShardsFormat
 from data.formats.specs import ROOT, chosen_columns, is_remote, split_options
-from data.regions import Regions, checked_regions
+from data.formats.tables import READING
+from data.regions import BoxOptions, Regions, checked_regions
 from data.values import plain, whole
 
 USAGE = (
@@ -72,13 +74,16 @@ class ParquetFormat(ShardsFormat):
     """
 
     unit = "row group"
+    caption_ways = ("lines",)
     without_bytes = ""  # for messages: why paths are not looked up
 
     def __init__(self, where: str, shard: Shard | None = None) -> None:
         """`where`: `PATTERN[?image=COLUMN&…&root=DIR]`. `shard`: instead of what the pattern names.
         Errors: ValueError, OSError."""
-        pattern, options, more = split_options("parquet", where, (*COLUMNS, ROOT))
+        pattern, options, more = split_options("parquet", where, (*COLUMNS, *READING, ROOT))
         spec = f"data spec 'parquet:{where}':"
+        self.boxes = BoxOptions.of(spec, options)
+        self.captions = take_captions(spec, options, self.caption_ways)
         super().__init__("parquet", pattern, USAGE, shard)
         schema = self._schema(spec)
         self.columns = chosen_columns(spec, schema.names, COLUMNS, options)
@@ -89,7 +94,8 @@ class ParquetFormat(ShardsFormat):
             for key, column in self.columns.items()
             if key in ENCODED
         }
-        self.spec += f"?{self.columns}"
+        self.spec += f"?{self.columns}{self.boxes.words()}"
+        self.spec += f"?captions={self.captions}" if self.captions else ""
         if {"path", "either"} & {*self.stored.values()}:
             own = self._one_folder(spec)
             if own or more:
@@ -219,7 +225,7 @@ class ParquetFormat(ShardsFormat):
         if key == "text":
             return self._checked(key, _texts(scalar), scalar.type, "the text", str)
         if key == "region":
-            return _regions(scalar)
+            return _regions(scalar, self.boxes.unit)
         if key in KEYS:
             return self._checked(key, _python(scalar), scalar.type, key, (int, float, str))
         if key not in ENCODED:
@@ -406,8 +412,9 @@ def _texts(scalar: pa.Scalar) -> Any:
     return texts if is_list else texts[0]
 
 
-def _regions(scalar: pa.Scalar) -> Any:
-    """A list of them; one of which a text is not UTF-8 is a BadSample. Raises BadSample."""
+def _regions(scalar: pa.Scalar, unit: str | None) -> Any:
+    """A list of them; one of which a text is not UTF-8 is a BadSample. `unit`: of those that have
+    none. Raises BadSample."""
     if not isinstance(scalar, pa.ListScalar) or not scalar.is_valid:
         return _python(scalar)
     given = scalar.values.slice(0, REGION_LIMIT)
@@ -416,7 +423,7 @@ def _regions(scalar: pa.Scalar) -> Any:
             "huge-caption",
             f"the texts of the regions have {size:,} bytes; at most {TEXT_LIMIT:,} are read",
         )
-    return checked_regions([attempt(_python, each) for each in given], len(scalar.values))
+    return checked_regions([attempt(_python, each) for each in given], len(scalar.values), unit)
 
 
 def _text_bytes(array: pa.Array) -> int:

@@ -8,7 +8,8 @@ al. 2021, section 3.1.4), and timm, which it needs, their WordNet ids; both are 
 import functools
 import json
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from common.spelling import near
@@ -26,6 +27,7 @@ PUBLISHED = {"openai": "OPENAI_IMAGENET_TEMPLATES", "simple": "SIMPLE_IMAGENET_T
 """By name -> what open_clip calls them."""
 IMAGENET = "imagenet"  # in place of a file with names of classes
 NAMES_FILE = "classnames.txt"  # taken from the data set's folder where no other is named
+CLASS = re.compile(r"\{c?\}")  # where its name stands in a template
 OPTIONS = ("names", "classnames", "templates")
 SHOWN = 3
 
@@ -39,14 +41,7 @@ def class_captions(
     names, templates = _chosen_names(spec, options, root), options.get("templates")
     if names is None and templates in PUBLISHED and {*classes} <= {*_imagenet()[1]}:
         names = IMAGENET
-    if templates in PUBLISHED:
-        usual = published_templates(templates)
-    elif templates and "{}" in templates:
-        usual = (templates,)
-    elif templates:
-        needed = f"a file of sentences with {{}}; or {', '.join(PUBLISHED)}"
-        templates = existing(spec, templates, "file", needed)
-        usual = _read_templates(templates)
+    usual, templates = chosen_templates(spec, templates, usual)
     of_class = {name: name.replace("_", " ") for name in classes}
     if names == IMAGENET:
         of_class = imagenet_names(classes)
@@ -58,6 +53,22 @@ def class_captions(
         for folder, name in of_class.items()
     }
     return texts, (names, templates)
+
+
+def chosen_templates(
+    spec: str, given: str | None, usual: Sequence[str]
+) -> tuple[tuple[str, ...], str | None]:
+    """Sentences with {} for the class, and where they are from: what the option `templates` says,
+    else the usual ones. Errors: ValueError, OSError."""
+    if given in PUBLISHED:
+        return published_templates(given), given
+    if given and CLASS.search(given):
+        return (CLASS.sub("{}", given),), given
+    if not given:
+        return tuple(usual), None
+    needed = f"a file of sentences with {{}}; or {', '.join(PUBLISHED)}"
+    file = existing(spec, given, "file", needed)
+    return read_templates(file), file
 
 
 def published_templates(name: str) -> tuple[str, ...]:
@@ -81,6 +92,12 @@ def imagenet_names(folders: Sequence[str]) -> dict[str, str]:
     return {folder: names[folder] for folder in folders}
 
 
+def imagenet_classes() -> tuple[str, ...]:
+    """OpenAI's names of ImageNet's 1,000 classes, in its order. Errors: ValueError without the
+    package."""
+    return tuple(_imagenet()[0].IMAGENET_CLASSNAMES)
+
+
 @functools.cache
 def _imagenet() -> tuple[Any, tuple[str, ...]]:
     """The package open_clip, and the WordNet ids of ImageNet's classes in its order."""
@@ -98,14 +115,20 @@ def _imagenet() -> tuple[Any, tuple[str, ...]]:
 def _chosen_names(spec: str, options: dict[str, str], root: str) -> str | None:
     """The file with the names of the classes, or `IMAGENET`; None: the folders' own names. Errors:
     ValueError where two are given."""
-    if "names" in options and "classnames" in options:
-        raise ValueError(f"{spec} names and classnames are the same; give one of them")
+    given = named_option(spec, options)
     own = os.path.join(root, NAMES_FILE)
     has_own = os.path.isfile(own) and is_inside(root, os.path.realpath(own))
-    return options.get("names", options.get("classnames", own if has_own else None))
+    return given or (own if has_own else None)
 
 
-def _read_text(file: str) -> str:
+def named_option(spec: str, options: Mapping[str, str]) -> str | None:
+    """The option with the names of classes. Errors: ValueError where two are given."""
+    if "names" in options and "classnames" in options:
+        raise ValueError(f"{spec} names and classnames are the same; give one of them")
+    return options.get("names", options.get("classnames"))
+
+
+def read_text(file: str) -> str:
     try:
         with open(file, encoding="utf-8-sig") as opened:
             return opened.read()
@@ -116,7 +139,7 @@ def _read_text(file: str) -> str:
 def _read_names(file: str, classes: Sequence[str]) -> dict[str, str]:
     """Folder -> name of each class, of a file with a line `folder name` for each, or of a JSON
     object. Errors: ValueError, also for a class that has none."""
-    text = _read_text(file)
+    text = read_text(file)
     if file.endswith(".json"):
         try:
             names = json.loads(text)
@@ -142,9 +165,11 @@ def _read_names(file: str, classes: Sequence[str]) -> dict[str, str]:
     return {folder: names[folder] for folder in classes}
 
 
-def _read_templates(file: str) -> tuple[str, ...]:
-    """Read a file with a sentence a line. Errors: ValueError for one without exactly one {}."""
-    templates = tuple(line.strip() for line in _read_text(file).splitlines() if line.strip())
+def read_templates(file: str) -> tuple[str, ...]:
+    """Read a file with a sentence a line, with {} or {c} for the class, which comes back as {}.
+    Errors: ValueError for one without exactly one of them."""
+    lines = (line.strip() for line in read_text(file).splitlines())
+    templates = tuple(CLASS.sub("{}", line) for line in lines if line)
     wrong = [template for template in templates if template.count("{}") != 1]
     if wrong or not templates:
         raise ValueError(

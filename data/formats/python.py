@@ -25,7 +25,8 @@ from data.formats.rows import (
     attempt,
     stamp,
 )
-from data.formats.specs import local_path
+from data.formats.specs import local_path, split_options
+from data.regions import BOX_OPTIONS, BoxOptions
 
 USAGE = (
     "python:MODULE:NAME, where NAME is a data set, or what makes one when it is called without "
@@ -55,10 +56,14 @@ class PythonFormat(EntriesFormat):
     holds = None
 
     def __init__(self, where: str) -> None:
-        """`where`: `MODULE:NAME`. Errors: ValueError."""
+        """`where`: `MODULE:NAME[?unit=…&boxes=…]`. Errors: ValueError."""
+        spec = f"data spec 'python:{where}':"
+        where, options, _ = split_options("python", where, BOX_OPTIONS)
+        self.boxes = BoxOptions.of(spec, options)
         self.module, _, self.attribute = where.partition(":")
         self.spec = f"python:{where}"
         self.files = [self.spec]
+        self.spec += self.boxes.words()
         if not self.module or not self.attribute:
             raise ValueError(f"data spec '{self.spec}': write {USAGE}")
         if not hasattr(self._items, "__len__") or not hasattr(self._items, "__getitem__"):

@@ -26,7 +26,7 @@ from data.bad_samples import (
 )
 from data.clips import KEYS, WHOLE_FILM, Span, checked_span
 from data.identity import MISSING, Identity
-from data.regions import Regions, checked_regions
+from data.regions import BoxOptions, Regions, checked_regions
 from data.values import plain, whole
 
 ROWS_OF_A_PART = 1024
@@ -34,6 +34,7 @@ WEIGHT_OF_A_PART = 8 << 20
 NAME_LIMIT = 1000  # characters of an id or a language that is given
 NAME_NEEDED = "a text or a whole number is needed"
 ROOTS_SHOWN = 3
+CAPTION_LINES = "samples with a caption of several lines"
 WITHOUT_DOTS = "write the path of the file without '..'"
 AUDIO_ENDINGS = ("wav", "flac", "ogg", "opus", "mp3", "m4a", "aac", "aif", "aiff")
 IMAGE_ENDINGS = (
@@ -107,6 +108,7 @@ class Sample:
     number: int
     captions: list[str] = field(default_factory=list)
     language: str | int | None = None
+    label: str = ""  # its class, where the row says it
     media: dict[str, Media] = field(default_factory=dict)  # by modality
     lacks: dict[str, BadSample] = field(default_factory=dict)  # modality -> why there is none
     dropped: list[BadSample] = field(default_factory=list)  # captions beside good ones
@@ -128,6 +130,10 @@ class Format:
     roots: "Roots"  # unused where no image or sound is a file of its own
     unit = "sample"  # of `total` and the weights of parts
     holds: tuple[str, ...] | None = ("image", "text")  # modalities; None: any, each sample some
+    boxes = BoxOptions()
+    # what `?captions=` may say of how captions are made of a row's texts, and what it does say
+    caption_ways: tuple[str, ...] = ()
+    captions: str | None = None
     # of modalities that are compared: a sample is usable where it has both of some pair
     pairs: Pairs = DEFAULT_PAIRS
 
@@ -180,6 +186,7 @@ class Format:
             if isinstance(row.values, BadSample):
                 raise row.values
             sample.id = checked_id(row.values.get("id"), row.name)
+            sample.label = row.values.get("label", "")
             language = checked_name(row.values.get("language"), "the language")
             sample.language = None if language == "" else language
         except BadSample as problem:
@@ -199,10 +206,13 @@ class Format:
         if isinstance(value, BadSample):
             raise value
         if modality == "text":
+            if self.captions == "lines" and not isinstance(value, Captions):
+                value = lines_of(value)
             found = value if isinstance(value, Captions) else checked_captions(value)
             sample.captions, sample.dropped = found
         elif modality == "region":
-            sample.regions = value if isinstance(value, Regions) else checked_regions(value)
+            known = isinstance(value, Regions)
+            sample.regions = value if known else checked_regions(value, unit=self.boxes.unit)
         elif value is None:
             raise BadSample("no-value", f"no {modality} is given")
         elif modality in ENCODED:
@@ -442,6 +452,27 @@ def checked_name(given: Any, what: str) -> str | int | None:
             "invalid-row",
             f"{what} has {len(given):,} characters; at most {NAME_LIMIT:,} are allowed",
         )
+    return given
+
+
+def lines_of(texts: Any) -> Any:
+    """A text, or several, as one for each line; what is no text stays."""
+    if hasattr(texts, "tolist"):
+        texts = texts.tolist()  # of numpy or pandas
+    every = texts if isinstance(texts, (list, tuple)) else [texts]
+    return [
+        line
+        for each in every
+        for line in ((each.splitlines() or [each]) if isinstance(each, str) else [each])
+    ]
+
+
+def take_captions(spec: str, options: dict[str, str], known: Sequence[str]) -> str | None:
+    """What `captions=` says, taken out of the options of a data spec. `spec` begins messages.
+    Errors: ValueError."""
+    given = options.pop("captions", None)
+    if given not in (None, *known):
+        raise ValueError(f"{spec} captions={given}; one of {', '.join(known)} is needed")
     return given
 
 

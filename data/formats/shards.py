@@ -18,7 +18,7 @@ from filelock import FileLock
 from common.files import make_folder, move, read_json, write_text
 from common.secrets import redact
 from data.formats.rows import Format, Stamp, stamp
-from data.formats.specs import cache_folder, is_remote, local_path
+from data.formats.specs import cache_folder, is_remote, local_path, split_options
 from data.formats.store import WAIT_S, fetch, identity_of
 from data.identity import Identity
 from data.keys import content_hash
@@ -71,6 +71,17 @@ class ShardsFormat(Format):
 
     def check(self, name: str) -> None:
         """Raises ValueError for a file that cannot be read, before it is copied."""
+
+
+def split_pattern(kind: str, where: str, known: tuple[str, ...]) -> tuple[str, dict[str, str]]:
+    """A pattern and its options. A `?` may also stand for a character, or begin what follows an
+    address of the web. Errors: ValueError."""
+    pattern, _, words = where.rpartition("?")
+    keys = {word.partition("=")[0] for word in words.split("&")}
+    is_address = is_remote(pattern.rpartition("::")[2])
+    if not pattern or "=" not in words or is_address and not keys & {*known}:
+        return where, {}
+    return split_options(kind, where, known)[:2]
 
 
 def expand(kind: str, pattern: str, usage: str, must_exist: bool = True) -> list[str]:

@@ -15,8 +15,9 @@ from common.spelling import near
 from data.bad_samples import BadSample
 from data.clips import KEYS as SPAN
 from data.clips import checked_span
-from data.formats.rows import DEFAULT_PAIRS, EntriesFormat, Roots, attempt
+from data.formats.rows import DEFAULT_PAIRS, EntriesFormat, Roots, attempt, take_captions
 from data.formats.specs import ROOT, chosen_columns, existing, names_of, split_options
+from data.regions import BOX_OPTIONS, BoxOptions
 
 # Of each, the first that a line has. Hugging Face's metadata.jsonl has `file_name`.
 KEYS = {
@@ -36,6 +37,7 @@ LINE = (
     'JSON lines {"image_path": "path.png", "text": "a caption" or ["several", "captions"], '
     '"id": "optional name", "language": "optional, of the text"}'
 )
+READING = (*BOX_OPTIONS, "captions")  # how boxes and texts are read
 LINE_LIMIT = 16 << 20  # bytes, or characters of a table
 LIST = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")  # how a JSON list of objects begins
 BETWEEN = (" ", "\t", "\r", "\n", ",")  # two of its objects
@@ -59,17 +61,22 @@ class JsonlFormat(EntriesFormat):
 
     unit = "B"
     holds = ("image", "text", "audio", "video", "region")
+    caption_ways = ("lines",)
 
     def __init__(self, where: str) -> None:
         """`where`: `FILE[?image=KEY&…&near=K&root=DIR]`. Errors: ValueError, FileNotFoundError."""
-        name, options, more = split_options("jsonl", where, (*KEYS, "near", ROOT))
+        known = (*KEYS, *READING, "near", ROOT)
+        name, options, more = split_options("jsonl", where, known)
         spec = f"data spec 'jsonl:{where}':"
+        self.boxes = BoxOptions.of(spec, options)
+        self.captions = take_captions(spec, options, self.caption_ways)
         self.near = number_of_texts(spec, options)
         self.files = [existing(spec, name, "file", f"a file of {LINE}: {JSONL}")]
         self.keys = names_of(KEYS, options)
         self.roots = Roots.of(os.path.dirname(self.file), more)
         self.spec = f"jsonl:{self.file}{options or ''}{self.roots.options()}"
         self.spec += f"?near={self.near}" if self.near > 1 else ""
+        self.spec += self.boxes.words() + (f"?captions={self.captions}" if self.captions else "")
 
     @cached_property
     def _is_list(self) -> bool:
@@ -204,7 +211,7 @@ def _region_of(given: Any) -> Any:
     box, negatives = given.get("bbox"), given.get("short_expr_negs")
     return {
         "xyxy": box[:4] if isinstance(box, list) else box,  # a fifth number is a score
-        "unit": "relative",
+        "unit": given.get("unit", "relative"),
         "text": [given[key] for key in ("short_expr", "long_expr") if key in given],
         "negatives": [*negatives.values()] if isinstance(negatives, dict) else negatives,
     } | ({} if given.get("flag_short_neg", 1) else {"negatives": None})
@@ -245,16 +252,19 @@ class TableFormat(EntriesFormat):
     further root."""
 
     unit = "B"
+    caption_ways = ("lines",)
 
     def __init__(self, kind: str, where: str) -> None:
         """`where`: `FILE[?image=COLUMN&…&separator=;&root=DIR]`. Errors: ValueError,
         FileNotFoundError."""
-        name, options, more = split_options(kind, where, (*COLUMNS, "separator", ROOT))
+        known = (*COLUMNS, "captions", "separator", ROOT)
+        name, options, more = split_options(kind, where, known)
         usage = f"{kind}:FILE or {kind}:FILE?image=COLUMN&text=COLUMN&audio=COLUMN&id=COLUMN"
         usage += "&language=COLUMN&separator=CHARACTER&root=DIR"
         spec = f"data spec '{kind}:{where}':"
         needed = f"a file of rows below a line of column names: {usage}"
         self.files = [existing(spec, name, "file", needed)]
+        self.captions = take_captions(spec, options, self.caption_ways)
         self.separator = options.pop("separator", "\t" if kind == "tsv" else ",")
         if len(self.separator) != 1:
             raise ValueError(
@@ -268,6 +278,7 @@ class TableFormat(EntriesFormat):
         self.positions = {key: header.index(column) for key, column in self.columns.items()}
         self.holds = tuple(key for key in FILES_AND_TEXT if key in self.columns)
         self.spec = f"{kind}:{self.file}?{self.columns}{self.separator}{self.roots.options()}"
+        self.spec += f"?captions={self.captions}" if self.captions else ""
 
     def _header(self) -> list[str]:
         with self._opened() as file:

@@ -17,8 +17,11 @@ from itertools import chain
 from posixpath import splitext
 from typing import Any, BinaryIO, cast
 
+from common.secrets import redact
 from data.bad_samples import ABSENCES, BadSample, Captions, checked_captions
 from data.clips import KEYS
+from data.formats.classes import Classes, classes_beside, local_stamps
+from data.formats.prompts import OPTIONS
 from data.formats.rows import (
     AUDIO_ENDINGS,
     IMAGE_ENDINGS,
@@ -27,12 +30,18 @@ from data.formats.rows import (
     Media,
     Part,
     Row,
+    Stamp,
     Unused,
     attempt,
+    lines_of,
+    take_captions,
 )
-from data.formats.shards import Shard, ShardsFormat
+from data.formats.shards import Shard, ShardsFormat, split_pattern
 from data.formats.tables import parsed_object
+from data.regions import BOX_OPTIONS, BoxOptions
 
+CLASS = "cls"  # the ending of a class
+OF_TARS = (*BOX_OPTIONS, "captions", *OPTIONS)
 USAGE = "webdataset:PATTERN, for example webdataset:shards/{000..012}.tar"
 PACKED = (".gz", ".tgz", ".bz2", ".xz", ".zst")
 # Ending and, of JSON, key: the first good text is taken.
@@ -63,10 +72,19 @@ class WebdatasetFormat(ShardsFormat):
     unit = "B"
     holds = ("image", "text", "audio", "video", "region")
 
+    caption_ways = ("lines", "classes")
+
     def __init__(self, where: str, shard: Shard | None = None) -> None:
-        """`where`: patterns of shards, joined by `::`. `shard`: instead of these. Errors:
-        ValueError, OSError."""
-        super().__init__("webdataset", where, USAGE, shard)
+        """`where`: patterns of shards, joined by `::`, and options. `shard`: instead of these.
+        Errors: ValueError, OSError."""
+        pattern, options = split_pattern("webdataset", where, OF_TARS)
+        self.described = redact(f"data spec 'webdataset:{where:.1000}':")
+        self.boxes = BoxOptions.of(self.described, options)
+        self.captions = take_captions(self.described, options, self.caption_ways)
+        super().__init__("webdataset", pattern, USAGE, shard)
+        self.class_options = options
+        self.spec += self.boxes.words() + (f"?captions={self.captions}" if self.captions else "")
+        self.spec += f"?{options}" if options else ""
 
     def check(self, name: str) -> None:
         if name.partition("?")[0].lower().endswith(PACKED):
@@ -74,7 +92,37 @@ class WebdatasetFormat(ShardsFormat):
 
     def parts(self) -> Iterator[Part]:
         for file in self.files:
-            yield Part(file, None, os.path.getsize(file), self.stamp(file))
+            unchanging = (self.stamp(file), self._class_stamps(self._addresses[file]))
+            yield Part(file, None, os.path.getsize(file), unchanging)
+
+    def fingerprint(self) -> list[Stamp]:
+        one_of_each = {os.path.dirname(name): name for name in self.names}.values()
+        every = {each for name in one_of_each for each in self._class_stamps(name)}
+        return [*super().fingerprint(), *sorted(every)]
+
+    @cached_property
+    def _addresses(self) -> dict[str, str]:
+        return dict(zip(self.files, self.names))
+
+    def _class_stamps(self, name: str) -> list[Stamp]:
+        return local_stamps(name, self.class_options)
+
+    @property
+    def made_of(self) -> tuple[str | None, str | None]:
+        """Where names of classes and their sentences are from; None: the data set itself."""
+        return self._classes(self.names[0]).made_of
+
+    @cached_property
+    def _classes(self) -> Callable[[str], Classes]:
+        """The classes of a shard, by its name; those of a folder are read once."""
+        known: dict[str, Classes] = {}
+
+        def classes(shard: str) -> Classes:
+            if (folder := os.path.dirname(shard)) not in known:
+                known[folder] = classes_beside(self.described, shard, self.class_options)
+            return known[folder]
+
+        return classes
 
     def rows(self, part: Part) -> Iterator[Row | Unused]:
         name, short = self.shown[part.file], self.short[part.file]
@@ -92,7 +140,7 @@ class WebdatasetFormat(ShardsFormat):
                 if last is not None:
                     yield last
                 key, members = found
-                last = Row(f"{short}/{key}", number, *self._values(shard, members))
+                last = Row(f"{short}/{key}", number, *self._values(part.file, shard, members))
                 number += 1
             # An orphan at a damaged end lost its other half with it.
             if last is not None and not (shard.fault and self._is_orphan(last)):
@@ -105,7 +153,9 @@ class WebdatasetFormat(ShardsFormat):
         problem = self.problem(self.checked(row))
         return problem is not None and problem.reason == "orphan-member"
 
-    def _values(self, shard: "_Shard", members: Members) -> tuple[dict[str, Any], list[Unused]]:
+    def _values(
+        self, file: str, shard: "_Shard", members: Members
+    ) -> tuple[dict[str, Any], list[Unused]]:
         """What a sample holds of each modality that is compared, and the members beside that."""
         values: dict[str, Any] = {}
         used: set[str] = set()
@@ -113,7 +163,12 @@ class WebdatasetFormat(ShardsFormat):
         for modality in self.modalities:
             missing = BadSample("orphan-member", f"no {modality} among {listed}")
             if modality == "text":
-                values[modality] = _first_good_text(shard, members, used) or missing
+                values[modality] = self._text(shard, members, used)
+                if values[modality] is None and CLASS in members:
+                    used.add(CLASS)
+                    found = attempt(self._class_captions, file, shard, members[CLASS])
+                    values |= found if isinstance(found, dict) else {modality: found}
+                values[modality] = values[modality] or missing
             elif modality == "region":
                 values[modality] = None
                 if "json" in members:
@@ -129,6 +184,18 @@ class WebdatasetFormat(ShardsFormat):
                     values |= {key: fields.get(key) for key in KEYS if isinstance(fields, dict)}
         names = {ending: member.path for ending, member in members.items() if ending not in used}
         return values, [Unused(f"members .{ending}", path) for ending, path in names.items()]
+
+    def _text(
+        self, shard: "_Shard", members: Members, used: set[str]
+    ) -> Captions | BadSample | None:
+        if self.captions == "classes":
+            return None
+        return _first_good_text(shard, members, used, self.captions == "lines")
+
+    def _class_captions(self, file: str, shard: "_Shard", member: Media) -> dict[str, Any]:
+        """The class and its captions. Raises BadSample."""
+        label, captions = self._classes(self._addresses[file]).of(shard.text(member, None))
+        return {"label": label, "text": captions}
 
     @cached_property
     def _opened(self) -> Callable[[str], Any]:
@@ -356,16 +423,17 @@ def _samples_of(key: str, members: Members) -> Iterator[tuple[str, Members] | Un
 
 
 def _first_good_text(
-    shard: _Shard, members: Members, used: set[str]
+    shard: _Shard, members: Members, used: set[str], is_lines: bool = False
 ) -> Captions | BadSample | None:
     """The first of a sample's texts with a good caption, or what is wrong with the first of them.
-    `used` keeps the endings of those that were read."""
+    `used` keeps the endings of those that were read. `is_lines`: each line is a caption."""
     problems: list[BadSample] = []
     for ending, key in TEXTS:
         if ending in members:
             used.add(ending)
             try:
-                good, dropped = checked_captions(shard.text(members[ending], key))
+                given = shard.text(members[ending], key)
+                good, dropped = checked_captions(lines_of(given) if is_lines else given)
             except BadSample as problem:
                 problems.append(problem)
                 continue

@@ -26,7 +26,7 @@ from common.files import make_folder, move, remove, remove_folder, write_text
 from data.bad_samples import ABSENCES, CODES, BadSample
 from data.clips import WHOLE_FILM, placed_span
 from data.decoding.images import may_turn_late
-from data.formats.rows import Format, Media, Part, Sample, Unused
+from data.formats.rows import CAPTION_LINES, Format, Media, Part, Sample, Unused
 from data.identity import fingerprint
 from data.index.mapped import (
     ABSENT,
@@ -311,6 +311,7 @@ def _index_part(work: _Work, part: Part) -> _Indexed:
         if isinstance(sample, Unused):
             continue
         row, passing = _row(work, part, sample)
+        add_unused(found.unused, _notes_of(row, sample))
         may_pass = may_pass or passing
         rows.append(row)
         if len(rows) == ROWS_AT_ONCE:
@@ -379,12 +380,13 @@ def _row(work: _Work, part: Part, sample: Sample) -> tuple[dict[str, Any], bool]
             # FFmpeg gives what is wrong with the content the numbers of the system's errors
             may_pass = may_pass or content is None and _is_of_the_system(wrong)
     if "region" in format.modalities:
-        row |= _region_columns(sample, row)
+        row |= _region_columns(sample, row, format.boxes.upright)
     problem = format.problem(sample)
     row |= {
         "id": _clean(sample.id),
         "detail": _clean(problem.detail)[:DETAIL_LIMIT] if problem else _noted(sample),
         "language": "" if sample.language is None else json.dumps(sample.language),
+        "label": _clean(sample.label),
         "captions": sample.captions,
         "row": sample.number,
         "num_captions": min(len(sample.captions), MOST_CAPTIONS),
@@ -413,12 +415,13 @@ def _measured_film(film: bytes | str, decode: bool, _: Sequence[int]) -> dict[st
     return {"video_hash": film_hash(film)} | measured
 
 
-def _region_columns(sample: Sample, measured: dict[str, Any]) -> dict[str, Any]:
-    """The regions on the image that was measured; the sample lacks them where it was not."""
+def _region_columns(sample: Sample, measured: dict[str, Any], upright: bool) -> dict[str, Any]:
+    """The regions on the image that was measured; the sample lacks them where it was not.
+    `upright`: whether boxes are of the image as shown."""
     good: list[Region] = []
     if sample.regions is not None and "orientation" in measured:
-        sizes = (measured[name] for name in ("width", "height", "orientation"))
-        good = placed(sample.regions, *sizes)
+        width, height, orientation = (measured[name] for name in ("width", "height", "orientation"))
+        good = placed(sample.regions, width, height, orientation, upright)
         if not good:
             sample.lacks["region"] = sample.regions.dropped[0]
     elif sample.regions is not None:
@@ -472,6 +475,14 @@ def _unused_of(format: Format, part: Part, found: Sample | Unused) -> UnusedCoun
     path = next((media.path for media in found.media.values() if media.path), found.id)
     where = _clean(format.where(part.file, path, found.number))
     return {f"{of} without text": (number, where) for of, number in empty.items() if number}
+
+
+def _notes_of(row: dict[str, Any], sample: Sample) -> UnusedCounts:
+    doubts = sample.regions.doubts if sample.regions else {}
+    notes = {what: (number, "") for what, number in doubts.items() if number}
+    if row["bad"] == 0 and any("\n" in text.strip() for text in sample.captions):
+        notes[CAPTION_LINES] = (1, "")
+    return notes
 
 
 def _clean(text: str) -> str:

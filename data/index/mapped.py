@@ -23,7 +23,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from common.files import read_json
-from data.formats.rows import DEFAULT_PAIRS, Format
+from data.box_checks import DOUBTS
+from data.formats.rows import CAPTION_LINES, DEFAULT_PAIRS, Format
 from data.formats.specs import cache_folder
 from data.identity import MISSING, Identity, fingerprint
 from data.index.media import MEDIA, PLACE, media_of
@@ -37,6 +38,8 @@ CHECKSUM_BLOCK, CHECKSUM_BLOCKS = 1 << 16, 256
 # after so many reads of single rows, this process lets go of the pages that it has mapped
 READS_KEPT = 32
 UNUSED_KINDS = 50  # counted by themselves; names may be all different
+NOTES = (*DOUBTS, CAPTION_LINES)
+"""What is counted beside that, of samples that are used."""
 
 ABSENT = "absent"
 """int64, a bit for each of the index's modalities that the sample lacks. Only an index of other
@@ -64,9 +67,10 @@ def numbers_of(modalities: Sequence[str]) -> np.dtype:
 
 
 def texts_of(modalities: Sequence[str]) -> pa.Schema:
-    """The columns of texts: id, what is wrong with the sample or was dropped of it, the texts'
+    """The columns of texts: class (`label`), id, what is wrong with the sample or was dropped of it, the texts'
     language as JSON, paths as the data set gives them, regions as JSON, and captions."""
     names = ["id", "detail", "language", *(f"{each}_path" for each in media_of(modalities))]
+    names += ["label"] if "text" in modalities else []
     names += ["video_codec"] if "video" in modalities else []
     names += ["regions"] if "region" in modalities else []
     captions = pa.large_list(pa.large_string())
@@ -79,7 +83,7 @@ UnusedCounts = dict[str, tuple[int, str]]
 
 def add_unused(total: UnusedCounts, more: Mapping[str, Sequence[Any]]) -> None:
     for what, (number, where) in more.items():
-        known = what if what in total or len(total) < UNUSED_KINDS else "others"
+        known = what if what in NOTES or what in total or len(total) < UNUSED_KINDS else "others"
         before, first = total.get(known, (0, where))
         total[known] = (before + number, first)
 
@@ -157,6 +161,13 @@ class Index:
 
     def unused(self) -> UnusedCounts:
         """What is no part of a sample, of all parts."""
+        return {what: each for what, each in self._counted().items() if what not in NOTES}
+
+    def notes(self) -> dict[str, int]:
+        """How many there are of each of `NOTES`."""
+        return {what: number for what, (number, _) in self._counted().items() if what in NOTES}
+
+    def _counted(self) -> UnusedCounts:
         total = UnusedCounts()
         for *_, counts in self.meta["parts"]:
             add_unused(total, counts)

@@ -13,6 +13,7 @@ import numpy as np
 from common.secrets import HIDDEN, redact
 from common.spelling import near
 from data.bad_samples import CODES, REASON_OF_CODE, Absent, BadSample
+from data.box_checks import doubtful_boxes, refuse_wrong_unit
 from data.clips import KEYS, Clip
 from data.formats.boxes import Flickr30kEntitiesFormat, RefCocoFormat, VisualGenomeFormat
 from data.formats.clips import ClipsFormat
@@ -26,7 +27,7 @@ from data.formats.folders import (
 )
 from data.formats.parquet import ParquetFormat
 from data.formats.python import PythonFormat
-from data.formats.rows import DEFAULT_PAIRS, Format, Media, Pairs
+from data.formats.rows import CAPTION_LINES, DEFAULT_PAIRS, Format, Media, Pairs
 from data.formats.scenes import demo_format
 from data.formats.subtitles import SubtitlesFormat
 from data.formats.tables import JsonlFormat, TableFormat
@@ -39,6 +40,7 @@ from data.keys import content_hash
 from data.regions import read
 
 MAX_SHOWN = 5
+LINES_SHARE = 0.1  # of the samples have a caption of several lines: each may be one
 
 
 @runtime_checkable
@@ -95,6 +97,9 @@ class Source(Protocol):
     def unused(self) -> UnusedCounts:
         """What is no part of a sample -> how many there are, and where the first is."""
 
+    def hints(self) -> list[str]:
+        """Sentences on what is read, and may be meant otherwise."""
+
 
 class KnownSource(Source, Protocol):
     """One of which every sample was looked at beforehand."""
@@ -139,8 +144,8 @@ class IndexedSource:
         return json.loads(text) if text else None
 
     def label(self, i: int) -> str | None:
-        """The class of the image; None: this kind of data set has no classes of its own."""
-        return self.format.label(self.identity(i))
+        """The class of the sample; None: it has none that the data set names."""
+        return self.format.label(self.identity(i)) or self.index.text("label", i) or None
 
     def value(self, modality: str, i: int) -> Any:
         if modality in (*MEDIA, "region") and (code := int(self.column("bad")[i])):
@@ -239,6 +244,18 @@ class IndexedSource:
     def unused(self) -> UnusedCounts:
         return self.index.unused()
 
+    def hints(self) -> list[str]:
+        notes, lines = self.index.notes(), []
+        number = notes.get(CAPTION_LINES, 0)
+        is_known = "lines" in self.format.caption_ways and self.format.captions is None
+        if is_known and number and number >= LINES_SHARE * len(self):
+            lines.append(
+                f"{number:,} of {len(self):,} samples have a caption of several lines; if each line "
+                "is a caption, give ?captions=lines in the data spec"
+            )
+        doubts = doubtful_boxes(notes, self.format.boxes.upright)
+        return [f"{self.spec}: {line}" for line in [*lines, *doubts]]
+
     def texts_fingerprint(self) -> str:
         return fingerprint(self.index.meta["files"][TEXTS])
 
@@ -326,6 +343,7 @@ def open_source(spec: str, pairs: Pairs = DEFAULT_PAIRS, **building: Any) -> Ind
     kind = ConceptSource if isinstance(format, DemoFormat) else IndexedSource
     spec = "demo" if spec in ("demo:", "demo:en") else spec
     source = kind(spec, format, load_index(format, **building))
+    refuse_wrong_unit(source.spec, source.index.notes())
     if not (source.column("bad") == 0).any():
         raise ValueError(_no_usable_sample(source))
     return source

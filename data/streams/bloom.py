@@ -85,8 +85,9 @@ def write_unseen(file: Path, by: str, keys: Sequence[bytes], rate: float) -> Non
         opened.write(content)
 
 
-def keys_of(by: str, column: pa.ChunkedArray) -> Iterator[list[bytes]]:
-    """Of each row the keys of its value: one, or of a list several, or none of a null."""
+def keys_of(by: str, column: pa.ChunkedArray, lines: bool = False) -> Iterator[list[bytes]]:
+    """Of each row the keys of its value: one, or of a list several, or none of a null. `lines`:
+    each line of a caption is one."""
     kind = column.type
     # as bytes, since some tools write texts that are not UTF-8
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
@@ -97,6 +98,8 @@ def keys_of(by: str, column: pa.ChunkedArray) -> Iterator[list[bytes]]:
     for chunk in column.chunks:
         for value in chunk.to_pylist():
             values = value if isinstance(value, list) else [value]
+            if lines and by == CAPTION:
+                values = [line for each in values if each is not None for line in each.splitlines()]
             yield [key_of(by, each) for each in values if each is not None]
 
 

@@ -124,6 +124,7 @@ def kept_rows(
     where: str | None = None,
     unseen: Unseen | None = None,
     text: str | None = None,
+    lines: bool = False,
     shown: bool = True,
     limit_s: float = WAIT_S,
 ) -> Kept | None:
@@ -131,7 +132,8 @@ def kept_rows(
 
     `keys`: as `metadata_keys` gives them; 0 where a shard is not there, of which no row is kept.
     `folder`: where the result is kept, from which it is taken the next time for all shards that have
-    not changed. `text`: the column of captions in parquet shards. `shown`, `limit_s`: as in `counts_of`. Errors: ValueError for an
+    not changed. `text`: the column of captions in parquet shards. `lines`: each of their lines is
+    one. `shown`, `limit_s`: as in `counts_of`. Errors: ValueError for an
     expression or columns that do not fit, metadata that are not there or are damaged, and where
     nothing is kept; OSError.
     """
@@ -140,7 +142,7 @@ def kept_rows(
     # read before there are threads: in two of them at once, Python 3.11's parser may fail
     if where is not None and not columns(where):
         raise ValueError(f"where={where}: names no column; write as in where=similarity>0.3")
-    asked = (where, text, unseen and (unseen.by, unseen.digest))
+    asked = (where, text, lines, unseen and (unseen.by, unseen.digest))
     place = folder / kept_name("kept", VERSION, shown_names(names), asked)
     old: Kept | None = None
     with suppress(OSError, ValueError, EOFError):  # not there, or damaged: it is made
@@ -152,7 +154,7 @@ def kept_rows(
     ]
     bloom = unseen and unseen.bloom()
     by = unseen.by if unseen else None
-    read = partial(_kept, where=where, by=by, bloom=bloom, text=text, limit_s=limit_s)
+    read = partial(_kept, where=where, by=by, bloom=bloom, text=text, lines=lines, limit_s=limit_s)
     found: list[tuple[int, ...]] = []
     newly = _each(read, [*compress(names, is_new)], shown, limit_s)
     with replacing_folder(place) as beside, open_part(beside / FILES[1]) as file:
@@ -213,7 +215,13 @@ def _each(read: Any, names: Sequence[str], shown: bool, limit_s: float) -> Itera
 
 
 def _kept(
-    name: str, where: str | None, by: str | None, bloom: Any, text: str | None, limit_s: float
+    name: str,
+    where: str | None,
+    by: str | None,
+    bloom: Any,
+    text: str | None,
+    lines: bool,
+    limit_s: float,
 ) -> tuple[np.ndarray, int, int, int]:
     """Rows, as `Kept` has them, and the shard's numbers there."""
     found = _metadata(name, where, by, text, limit_s)
@@ -221,7 +229,7 @@ def _kept(
     if by is not None:
         places = np.flatnonzero(kept)
         column = found.table[WORDS if by == CAPTION else by].filter(kept)
-        seen = [any(key in bloom for key in keys) for keys in keys_of(by, column)]
+        seen = [any(key in bloom for key in keys) for keys in keys_of(by, column, lines)]
         kept[places] = ~np.array(seen, bool)
     if found.keys is None:
         rows, seed = np.flatnonzero(kept).astype(np.int32), NUMBERS

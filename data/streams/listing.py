@@ -56,6 +56,7 @@ class Filter:
     where: str | None = None
     unseen: Unseen | None = None
     text: str | None = None
+    lines: bool = False
 
     def __bool__(self) -> bool:
         return self.where is not None or self.unseen is not None
@@ -118,7 +119,9 @@ def list_shards(
     kept = None
     if asked:
         facts = np.where(lost, 0, columns["facts"])
-        kept = kept_rows(names, facts, folder, asked.where, asked.unseen, asked.text, progress)
+        kept = kept_rows(
+            names, facts, folder, asked.where, asked.unseen, asked.text, asked.lines, progress
+        )
     if before is not None and kept is not None:
         _refuse_other_rows(spec, columns, kept)
     if before is None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from common.sizes import sized
 from data.formats.parquet import COLUMNS
+from data.formats.prompts import OPTIONS as CLASS_OPTIONS
 from data.formats.rows import DEFAULT_PAIRS, Pairs
 from data.formats.shards import expand
 from data.formats.specs import cache_folder, is_remote, local_path, split_options
 from data.formats.store import listed
+from data.formats.tables import READING
 from data.index.sources import refuse_hidden
 from data.streams.bloom import CAPTION, Unseen, open_unseen
 from data.streams.cache import ShardCache
@@ -22,6 +25,8 @@ USAGE = "stream:PATTERN, for example stream:s3://bucket/{00000..01242}.tar"
 MIXED = 64  # shards
 SPARE = 2  # that come while as many leave
 OPTIONS = ("mixed", "where", "unseen", "unseen_by")
+OF_SHARDS = (*COLUMNS, *READING, *CLASS_OPTIONS)  # what the format of a shard is told
+PLAIN = "/:{} ,.'()+@~"  # what stands as it is in the value of an option
 DISK_SHARE = 0.5  # of what is free, where no limit is given
 
 
@@ -47,13 +52,18 @@ def open_stream_listed(
     `cache_bytes`: limit of the shards that are kept on this machine; None: half of what is free
     there. Errors: ValueError, OSError."""
     names, options = named_shards(spec)
-    columns = {key: value for key, value in options.items() if key in COLUMNS}
+    of_shards = {key: value for key, value in options.items() if key in OF_SHARDS}
     folder = cache_folder() / "streams"
-    asked = Filter(options.get("where"), _unseen(spec, options), options.get("text"))
+    asked = Filter(
+        options.get("where"),
+        _unseen(spec, options),
+        options.get("text"),
+        options.get("captions") == "lines",
+    )
     listing, kept = list_shards(spec, names, asked, folder / "counts", rules, progress)
     if not listing.columns["counts"].any():
         raise ValueError(f"data spec '{spec:.1000}': its {len(names)} shards hold no sample")
-    table = listing.table(_written(columns), kept, rules.drops)
+    table = listing.table(_written(of_shards), kept, rules.drops)
     cache = ShardCache(folder / "shards", cache_bytes or _share_of_disk(folder))
     mixed = min(_mixed(spec, options), len(table.names))
     _refuse_small_cache(spec, table, cache, mixed)
@@ -65,7 +75,7 @@ def named_shards(spec: str) -> tuple[list[str], dict[str, str]]:
     OSError."""
     refuse_hidden(spec)
     where = spec.partition(":")[2]
-    pattern, options, _ = split_options("stream", where, (*OPTIONS, *COLUMNS))
+    pattern, options, _ = split_options("stream", where, (*OPTIONS, *OF_SHARDS))
     names = [
         name
         for each in expand("stream", pattern, USAGE, must_exist=False)
@@ -79,6 +89,8 @@ def named_shards(spec: str) -> tuple[list[str], dict[str, str]]:
         )
     if options.keys() & COLUMNS.keys() and endings[0] != ".parquet":
         raise ValueError(f"data spec '{spec:.1000}': only .parquet has columns; leave them out")
+    if options.keys() & {*CLASS_OPTIONS} and endings[0] != ".tar":
+        raise ValueError(f"data spec '{spec:.1000}': only .tar has classes; leave them out")
     return names, options
 
 
@@ -100,7 +112,7 @@ def _mixed(spec: str, options: dict[str, str]) -> int:
 
 
 def _written(options: dict[str, str]) -> str:
-    words = "&".join(f"{key}={value}" for key, value in options.items())
+    words = "&".join(f"{key}={quote(value, safe=PLAIN)}" for key, value in options.items())
     return f"?{words}" if words else ""
 
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from common.secrets import redact
 from data.bad_samples import CODES, REASON_OF_CODE, REASONS, BadSample
+from data.box_checks import FEWEST, refuse_wrong_unit
 from data.formats.parquet import ParquetFormat
 from data.formats.rows import DEFAULT_PAIRS, Format, Pairs
 from data.formats.shards import Shard, short_names
@@ -227,6 +228,9 @@ class StreamSource:
     def unused(self) -> UnusedCounts:
         return {}
 
+    def hints(self) -> list[str]:
+        return []
+
     def shards_of(self, index: np.ndarray) -> np.ndarray:
         """[n]: the shards of samples."""
         return np.searchsorted(self.starts, index, side="right") - 1
@@ -400,6 +404,7 @@ class StreamSource:
             )
             if is_new:
                 self.cache.count_anew(held)
+            refuse_wrong_unit(redact(name), index.notes(), FEWEST)
             source = IndexedSource(self.spec, format, index)
             # whoever opens it: what is kept beside it is of these rows
             every = table.kept.rows_of(shard, source) if table.kept else np.arange(len(source))

@@ -10,7 +10,7 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
-from data.index.sources import Source
+from data.index.sources import IndexedSource, Source
 from data.prepare import HeldOut
 from launch.inference.embedding import Embedder
 from models.metrics.classification import (
@@ -85,6 +85,19 @@ def class_of(source: Source, i: int) -> str:
     its own."""
     label = getattr(source, "label", lambda i: None)(i)
     return source.captions(i)[0] if label is None else label
+
+
+def made_of(source: Source) -> dict[str, str] | None:
+    """Where a data set with classes has their names and their prompts from; None: it has none."""
+    first = (
+        next(iter(source.usable().tolist()), None) if isinstance(source, IndexedSource) else None
+    )
+    if first is None or not isinstance(source, IndexedSource) or not source.label(first):
+        return None
+    names, templates = getattr(source.format, "made_of", (None, None))
+    number = len(source.captions(first))
+    prompts = f"{number} usual ones" if templates is None else f"{number} of {templates}"
+    return {"class_names": names or "as the data set gives them", "prompts": prompts}
 
 
 def class_embeddings(

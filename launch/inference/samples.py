@@ -75,6 +75,8 @@ def opened(spec: str, trained: Trained, max_audio_seconds: float | None = None) 
             f"{left_out(part):,} of {len(source):,} samples of {spec} cannot be used and are left "
             f"out; the first: {first}"
         )
+    for hint in source.hints():
+        show(hint)
     return part
 
 

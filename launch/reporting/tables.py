@@ -112,7 +112,7 @@ def bad(run: RunData) -> list[Table | str]:
     known = run.config.get("data", {})
     kinds = {
         "while the index was made": known.get("bad_samples") or {},
-        "no part of a sample": {
+        "also there, and not read": {
             what: f"{number:,}, for example {where}"
             for what, (number, where) in (known.get("unused") or {}).items()
         },

@@ -136,7 +136,10 @@ def _data(data: PreparedData) -> str:
     said += (", ".join(held_out) or "none") + _left_out(data.source)
     others = {h.source.spec: _left_out(h.source) for h in data.held_out.values()}
     others.pop(data.source.spec, None)
-    return said + "".join(f"; of {spec}{left_out}" for spec, left_out in others.items() if left_out)
+    said += "".join(f"; of {spec}{left_out}" for spec, left_out in others.items() if left_out)
+    sources = [data.source, *(h.source for h in data.held_out.values())]
+    hints = dict.fromkeys(hint for source in sources for hint in source.hints())
+    return "\n".join([said, *hints])
 
 
 def _weights(options: Options) -> dict[str, str]:
@@ -227,16 +230,19 @@ def _left_out(source: Source) -> str:
     in_part = sum(reasons.values()) - bad
     said = f"; {bad:,} cannot be used" if bad else ""
     said += f"; {in_part:,} are used in part" if in_part else ""
-    said += _counted(reasons) + ("; no part of a sample" if unused else "")
-    return said + _counted({what: number for what, (number, _) in unused.items()})
+    said += f" ({_counted(reasons, '{0} {1:,}')})" if reasons else ""
+    numbers = {what: number for what, (number, _) in unused.items()}
+    return said + (
+        f"; also there, and not read: {_counted(numbers, '{1:,} {0}')}" if unused else ""
+    )
 
 
-def _counted(numbers: Mapping[str, int]) -> str:
-    """In brackets, the largest first."""
+def _counted(numbers: Mapping[str, int], each: str) -> str:
+    """The largest first, each of them written like `each`."""
     by_number = sorted(numbers.items(), key=lambda item: -item[1])
-    listed = [f"{what} {number:,}" for what, number in by_number[:REASONS_SHOWN]]
+    listed = [each.format(*item) for item in by_number[:REASONS_SHOWN]]
     more = len(by_number) - len(listed)
-    return f" ({', '.join(listed)}{f' and {more} more' if more else ''})" if listed else ""
+    return f"{', '.join(listed)}{f' and {more} more' if more else ''}"
 
 
 def _towers(options: Options, towers: Sequence[Tower], plan: RunPlan) -> str:

@@ -142,6 +142,161 @@ def test_each_fault_has_its_reason_and_the_other_regions_stay(tmp_path):
             assert source.captions(alone) == ["a caption"] and source.value("image", alone)
 
 
+def test_thousandths_and_the_unit_of_a_whole_data_set(tmp_path):
+    thousandths = {"xyxy": [100, 100, 300, 500], "unit": "thousandths"}
+    bare = [{"xyxy": thousandths["xyxy"], "text": "red"}, GOOD | {"unit": "pixels"}]
+    fractions = {"box": [0.1, 0.1, 0.2, 0.4], "text": "red"}
+    for regions, option in (
+        ([thousandths | {"text": "red"}], ""),
+        (bare, "?unit=thousandths"),
+        ([fractions, thousandths | {"text": "red"}], "?unit=relative"),
+    ):
+        source = opened(jsonl(tmp_path, {"regions": regions}) + option)
+        assert source.value("region", 0) == [FOUND] * len(regions)
+    over = opened(
+        jsonl(tmp_path, {"regions": [GOOD, bare[0] | {"xyxy": [0, 0, 9, 1200]}]})
+        + "?unit=thousandths"
+    )
+    ((_, _, reason, said),) = over.broken_values()
+    assert reason == "not-relative" and "called thousandths" in said
+    with pytest.raises(ValueError, match="unit=percent; one of pixels, relative, thousandths"):
+        opened(jsonl(tmp_path, {}) + "?unit=percent")
+
+
+def test_a_box_below_a_pixel_is_bad_and_one_of_a_pixel_is_not(tmp_path):
+    small = [[4, 2, 0.5, 8], [4, 2, 8, 0.5], [39.5, 2, 1, 8], [0.1, 0.2, 0.5, 0.5]]
+    small += [[0.1, 0.1, 0.02, 0.4], [0.1, 0.1, 0.4, 0.02]]
+    good = [[4, 2, 1, 1], [1 / 3, 1 / 3, 1, 1], [0.1, 0.1, 0.025, 0.05]]
+    regions = [
+        {"box": box, "text": "x"} | ({"unit": "relative"} if max(box) < 1 and n > 1 else {})
+        for boxes in (small, good)
+        for n, box in enumerate(boxes)
+    ]
+    regions[3].pop("unit")
+    source = opened(jsonl(tmp_path, *({"regions": [each, GOOD]} for each in regions)))
+    assert source.column("num_regions").tolist() == [1] * len(small) + [2] * len(good)
+    found = [(reason, said) for _, _, reason, said in source.broken_values()]
+    assert [reason for reason, _ in found] == ["below-a-pixel"] * len(small)
+    assert [n for n, (_, said) in enumerate(found) if "are these fractions" in said] == [3]
+
+
+def boxes_of(folder: Path, kind: str, boxes: list, size=SIZE) -> str:
+    """A data set of this kind whose boxes have no unit, in rows of two."""
+    rows = [[{"xyxy": b, "text": "red"} for b in boxes[n : n + 2]] for n in range(0, len(boxes), 2)]
+    if kind == "jsonl":
+        (folder / "a.png").write_bytes(encoded(size))
+        return jsonl(folder, *({"regions": each} for each in rows))
+    if kind == "coco":
+        (folder / "images").mkdir(exist_ok=True)
+        content = {"images": [], "annotations": [], "categories": [{"id": 1, "name": "red"}]}
+        for n, row in enumerate(rows):
+            (folder / "images" / f"{n}.png").write_bytes(encoded(size))
+            content["images"].append({"id": n, "file_name": f"{n}.png"})
+            for x1, y1, x2, y2 in (each["xyxy"] for each in row):
+                box = {"bbox": [x1, y1, x2 - x1, y2 - y1], "category_id": 1, "image_id": n}
+                content["annotations"].append({"caption": "a", **box})
+        (folder / "coco.json").write_text(json.dumps(content))
+        return f"coco:{folder}/images:{folder}/coco.json?instances={folder}/coco.json"
+    if kind == "python":
+        code = f"import json\nrows = [dict(image={encoded(size)!r}, text='a', regions=each) "
+        (folder / "doubted.py").write_text(code + f"for each in json.loads({json.dumps(rows)!r})]")
+        sys.modules.pop("doubted", None)
+        return "python:doubted:rows"
+    table = {"image": [encoded(size)] * len(rows), "text": ["a"] * len(rows), "regions": rows}
+    pq.write_table(pa.table(table), folder / "0.parquet")
+    if kind == "parquet":
+        return f"parquet:{folder}/0.parquet"
+    with tarfile.open(folder / "0.tar", "w") as tar:
+        for n, row in enumerate(rows):
+            add(tar, f"{n}.png", encoded(size))
+            add(tar, f"{n}.json", json.dumps({"caption": "a", "regions": row}).encode())
+    return f"webdataset:{folder}/0.tar"
+
+
+KINDS = ("jsonl", "coco", "python", "parquet", "webdataset")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fractions_and_thousandths_without_a_unit_are_refused_as_a_whole(
+    kind, tmp_path, monkeypatch
+):
+    """Pixel-Reasoner#23, lmms-eval PR1373. Also where single boxes could be of pixels."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    fractions = [[0.0, 0.0, 1.0, 1.0], *([0.1, 0.1, 0.3, 0.5],) * 13]
+    thousandths = [*([100, 100, 300, 500],) * 18, *([0, 0, 900, 970],) * 4]
+    for boxes, size, unit, words in (
+        (fractions, SIZE, "relative", "none of its 14 boxes has a unit or a number above 1"),
+        (thousandths, (1280, 940), "thousandths", "above 1000, and 4 go over their image"),
+    ):
+        spec = boxes_of(tmp_path, kind, boxes, size)
+        with pytest.raises(
+            ValueError, match=f"(?s){words}.*unit.: .{unit}.*[?]unit={unit}.*pixels"
+        ):
+            opened(spec)
+        more = f"{'&' if kind == 'coco' else '?'}unit={unit}"
+        found = opened(spec + more)
+        some = found.value("region", 5)[0]
+        assert some == (FOUND._replace(phrases=("red",))), (kind, unit)
+        assert not found.hints() and not [*found.broken_values()]
+        pixels = opened(spec + more.replace(unit, "pixels"))
+        assert pixels.bad_counts() == {} and not pixels.hints()
+    if kind in ("parquet", "webdataset"):
+        for boxes, unit in ((fractions, "relative"), (thousandths, "thousandths")):
+            address = boxes_of(tmp_path, kind, boxes, (1280, 940)).partition(":")[2]
+            with pytest.raises(ValueError, match=f"unit={unit}"):
+                open_stream(f"stream:{address}", pairs=PAIRS)[0].value("region", 0)
+            stream = open_stream(f"stream:{address}?unit={unit}", pairs=PAIRS)[0]
+            assert stream.value("region", 5)[0].box == FOUND.box
+
+
+def test_boxes_of_pixels_are_not_taken_for_anything_else(tmp_path):
+    """One number above 1, few that go over an edge; on large images it is said, and read."""
+    for boxes, size, hints in (
+        ([*([0.2, 0.2, 0.9, 0.9],) * 9, [2, 2, 9, 9]], SIZE, 0),
+        ([*([4, 2, 12, 10],) * 95, *([30, 2, 45, 10],) * 5], SIZE, 0),
+        ([*([4, 2, 600, 480],) * 95, *([30, 2, 700, 490],) * 5], (640, 480), 0),
+        ([*([4, 2, 600, 1001],) * 10, [4, 2, 600, 900]], (640, 480), 0),
+        ([*([100, 100, 980, 990],) * 10], (1600, 1300), 1),
+    ):
+        source = opened(boxes_of(tmp_path, "jsonl", boxes, size))
+        assert len(source.hints()) == hints, boxes
+        assert all("1000, though all images" in hint for hint in source.hints())
+
+
+@pytest.mark.parametrize("check", ("decode", "header"))
+def test_boxes_drawn_on_the_upright_image(check, tmp_path):
+    """As Label Studio draws them (label-studio#6608), whatever EXIF says."""
+    rows = []
+    for turn in range(1, 9):
+        (tmp_path / f"{turn}.jpg").write_bytes(turned_image("JPEG", turn))
+        shown = ImageOps.exif_transpose(Image.open(tmp_path / f"{turn}.jpg"))
+        width, height = shown.size
+        far = {"xyxy": [width - 8, height - 6, width, height], "text": "red"}
+        rows.append({"image_path": f"{turn}.jpg", "regions": [far]})
+    spec = jsonl(tmp_path, *rows)
+    source = opened(f"{spec}?boxes=upright", check=check)
+    for i in range(len(rows)):
+        width, height = (source.column(name)[i] for name in ("width", "height"))
+        box = (1 - 8 / width, 1 - 6 / height, 1, 1)
+        assert source.value("region", i)[0].box == pytest.approx(box, abs=1e-6)
+    assert not source.hints() and not [*source.broken_values()]
+    stored = opened(spec, check=check)
+    (hint,) = stored.hints()
+    assert (
+        "of 4 boxes on images that EXIF turns by 90 degrees, 4 fit their image only as it is"
+        in hint
+    )
+    assert hint.endswith("give ?boxes=upright in the data spec")
+    for row in rows:  # at the far edge of the file's own rows
+        row["regions"] = [{"xyxy": [32, 14, 40, 20], "text": "red"}]
+    spec = jsonl(tmp_path, *rows)
+    assert not opened(f"{spec}?boxes=stored").hints() and not opened(spec).hints()
+    (hint,) = opened(f"{spec}?boxes=upright").hints()
+    assert "4 fit their image only as its file has it" in hint and "?boxes=stored" in hint
+    with pytest.raises(ValueError, match="boxes=turned; one of upright, stored"):
+        opened(f"{spec}?boxes=turned")
+
+
 def test_every_reason_of_regions_is_tried():
     last = CODES["too-many-regions"]
     own = {reason for reason, code in CODES.items() if CODES["too-slow"] < code <= last}

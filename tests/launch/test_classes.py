@@ -1,6 +1,8 @@
 """Zero-shot classes as published figures have them: OpenCLIP's classifier, names and prompts."""
 
+import io
 import json
+import tarfile
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from PIL import Image
 
 from data.index.sources import open_source
 from data.prepare import HeldOut
-from launch.inference.classes import benchmark_metrics, classification
+from launch.inference.classes import benchmark_metrics, classification, made_of
 
 open_clip = pytest.importorskip("open_clip", reason="class names and prompts are taken from it")
 
@@ -82,6 +84,36 @@ def test_imagenet_by_name(imagenet, embedder):
     metrics = benchmark_metrics(values)
     assert metrics["acc1"] == metrics["mean_per_class_recall"] == values["zero_shot_top_1"]
     assert metrics["acc5"] == values["zero_shot_top_5"] < 1
+
+
+def test_classes_of_tar_shards_are_those_of_folders(imagenet, embedder, tmp_path):
+    """As CLIP_benchmark lays them out; its numbers keep classes of one name apart."""
+    root = tmp_path / "wds"
+    (root / "test").mkdir(parents=True)
+    folders = sorted(imagenet.iterdir())
+    with tarfile.open(root / "test" / "0.tar", "w") as tar:
+        for n, image in enumerate(sorted(imagenet.glob("*/*"))):
+            tar.add(image, f"s{n:07}.jpg")
+            member = tarfile.TarInfo(f"s{n:07}.cls")
+            content = str(folders.index(image.parent)).encode()
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    names = ["tench", "goldfish", "great white shark", "missile", "missile", "toilet paper"]
+    (root / "classnames.txt").write_text("\n".join(names))
+    templates = root / "zeroshot_classification_templates.txt"
+    templates.write_text("a bad photo of a {c}.\na {c}.\n")
+    (tmp_path / "names.json").write_text(json.dumps(dict(zip([f.name for f in folders], names))))
+    own = open_source(f"webdataset:{root}/test/{{0..0}}.tar")
+    theirs = open_source(
+        f"imagefolder:{imagenet}?names={tmp_path}/names.json&templates={templates}"
+    )
+    values, expected = (
+        classification(embedder, HeldOut(each, each.usable()), None) for each in (own, theirs)
+    )
+    assert values == pytest.approx(expected, abs=1e-6) and values["num_classes"] == 6
+    assert made_of(own) == {"class_names": f"{root}/classnames.txt", "prompts": f"2 of {templates}"}
+    assert made_of(theirs)["prompts"] == f"2 of {templates}"
+    assert made_of(open_source("demo")) is None
 
 
 def test_names_and_templates_in_a_spec(imagenet, tmp_path):
