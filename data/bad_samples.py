@@ -65,7 +65,7 @@ REASONS: dict[str, str] = {
     "truncated-film": "the film ends before the frames that its header promises, or within one",
     "impossible-film": f"not {LOWEST_FPS:g} to {HIGHEST_FPS:g} frames/s, or an impossible size",
     "huge-film": f"a film of over {FILM_SECONDS_LIMIT / 3600:g} hours",
-    "outside-film": "the clip begins behind the end of its film, or ends over 0.5 seconds behind it",
+    "outside-film": "the clip begins behind the end of its film, or ends before its first picture",
     "empty-segment": "the segment ends where it begins or before, or its times are no times",
     "missing-shard": "the shard is not there any more",
     "changed-shard": "the shard has changed since the run began",

@@ -16,7 +16,7 @@ BEHIND_S = 0.5  # lists of clips round to whole seconds
 
 
 class Span(NamedTuple):
-    """Seconds since a film's first frame; None: its end."""
+    """Seconds since a film's beginning, as players count; None: its end."""
 
     start_s: float = 0.0
     end_s: float | None = None
@@ -54,16 +54,23 @@ def checked_span(start_s: Any, end_s: Any) -> Span:
     return span
 
 
-def placed_span(span: Span, film_s: float) -> tuple[float, float]:
-    """Start and end on a film of `film_s` seconds: an end that is `BEHIND_S` behind the film's at
-    most is cut to it. Raises BadSample: outside-film."""
+def placed_span(span: Span, film_s: float, first_s: float = 0.0) -> tuple[float, float]:
+    """Start and end on a film of `film_s` seconds whose first picture comes at `first_s`: an end
+    behind the film's is cut to it. Raises BadSample: outside-film, for a clip that shows
+    nothing."""
     end = film_s if span.end_s is None else span.end_s
-    if span.start_s >= film_s or end > film_s + BEHIND_S:
+    if span.start_s >= film_s or end <= first_s:
+        began = f"; its picture begins at {first_s:.2f}" if first_s else ""
         raise BadSample(
             "outside-film",
-            f"from {span.start_s:g} to {end:g} seconds; the film has {film_s:.2f}",
+            f"from {span.start_s:g} to {end:g} seconds; the film has {film_s:.2f}{began}",
         )
     return span.start_s, min(end, film_s)
+
+
+def is_cut(span: Span, end_s: float) -> bool:
+    """Whether a clip that ends at `end_s` was to be longer, by more than lists of clips round."""
+    return span.end_s is not None and span.end_s > end_s + BEHIND_S
 
 
 def _seconds(given: Any, key: str) -> float | None:

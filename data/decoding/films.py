@@ -1,17 +1,16 @@
 """Films as they come out of files: what the header says, and the frames that are shown at times.
 
 FFmpeg (`av`) reads the container and decodes. Times are presentation times, in seconds since the
-film's first frame; frames are never counted, so a variable rate is honoured.
+film begins, as ffmpeg and players count: with the first of its streams, which may be the sound. The
+first picture may come later. Frames are never counted, so a variable rate is honoured.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-import io
 import math
 import os
-import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,17 +28,16 @@ from data.bad_samples import (
     refusing,
 )
 from data.clips import Clip
+from data.decoding.containers import film_status, open_container
+from data.decoding.display import as_shown, display_matrix, quarter_turns, shown_width
 
-INSTALL = "pip install -r requirements-audio.txt"
-OLDEST = 17  # version of PyAV
 SWITCH = "WYE_FILM_DECODER"  # "torchcodec": frames of mp4 and mkv by it, the same ones
-# Films alone: no images, and no playlists, which would open other files.
-FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,live_flv,ogg,asf,mxf,nut"
-# What a film begins with whose table of frames is missing when it is cut off: offset, bytes.
-BEGINNINGS = ((4, b"ftyp"), (0, b"\x1a\x45\xdf\xa3"), (8, b"AVI "))
 TICK_S = 0.001  # Matroska rounds times to it
 LAST_TICK = 1 << 60  # which FFmpeg can still seek to
 TOLERANCE_S = 0.1  # of a film's length, which a container rounds to its own ticks
+FIRST_PACKETS = 64  # by which a rate in a header is checked
+RATES_AGREE = (0.5, 2.0)  # their rate / the header's; a variable one may begin slowly
+USUAL_FPS = 25.0
 STEP_S = 1.0  # how much earlier to seek where a key frame came too late
 FRAMES_LIMIT = 10_000  # decoded to reach one: 5 minutes at 30 frames/s between two key frames
 # Formats that have a table of key frames, and times that are the same wherever one begins to read;
@@ -49,8 +47,9 @@ SEEKABLE = ("mov", "matroska")
 
 @dataclass(frozen=True)
 class Film:
-    """`seconds` from the first frame to the end of the last; `rate`, frames/s on average; `width`
-    and `height` in pixels, as shown; `num_frames`, 0 where the header does not say."""
+    """`seconds` from the film's beginning to the end of its last frame; `rate`, frames/s on average;
+    `width` and `height` in pixels, as shown; `num_frames`, 0 where the header does not say;
+    `first_s`, when the first frame comes: later than 0 where sound comes before it."""
 
     seconds: float
     rate: float
@@ -58,6 +57,7 @@ class Film:
     height: int
     codec: str
     num_frames: int
+    first_s: float = 0.0
 
 
 class _Shown(NamedTuple):
@@ -95,9 +95,10 @@ class FilmReader:
         self._key: Any = None
 
     def frames(self, file: str | bytes, times_s: Sequence[float] | np.ndarray) -> np.ndarray:
-        """uint8 [T, 3, h, w]: of each time the frame that is shown then, upright; the first one
-        before any. Times that ascend within a group of pictures are decoded in one pass. Raises
-        BadSample as `describe_film`, and outside-film and too-slow."""
+        """uint8 [T, 3, h, w]: of each time the frame that is shown then, upright and with
+        square pixels; before the first one, that one. Times that ascend within a group of pictures
+        are decoded in one pass. Raises BadSample as `describe_film`, and outside-film and
+        too-slow."""
         times = np.asarray(times_s, np.float64)
         if times.ndim != 1 or not len(times) or not np.isfinite(times).all():
             raise ValueError(f"times are {times}; needed: one or more finite numbers")
@@ -122,7 +123,7 @@ class FilmReader:
     def opened(self, file: str | bytes) -> Iterator[_OpenFilm]:
         try:
             with refusing(but=(ImportError,)):
-                mtime_ns = 0 if isinstance(file, bytes) else _status(file).st_mtime_ns
+                mtime_ns = 0 if isinstance(file, bytes) else film_status(file).st_mtime_ns
                 key = (file, mtime_ns, os.getpid())  # a forked process has the place in common
                 if self._film is None or key != self._key:
                     self.close()
@@ -141,8 +142,12 @@ class _OpenFilm:
     _shown: Any = None
     _next: Any = None
     _torchcodec: Any = None
-    _first: int  # pts of the first frame, from which times count
+    _first: int  # pts of the first frame
+    _zero: float  # where the film begins, in ticks of the stream
+    _rate: float  # frames/s, 0 where the header says what cannot be
+    _promised_s: float  # length, by the header
     _is_seekable = False
+    _frame_ticks = 0  # how long a frame is shown where nothing says it
 
     def __init__(self, file: str | bytes) -> None:
         self._file = file
@@ -154,7 +159,11 @@ class _OpenFilm:
                 reason = "truncated-film" if is_promised else "no-frames"
                 raise BadSample(reason, "no frame comes out of it")
             self._first = self._shown.pts
+            self._zero = self._beginning()
             self._refuse_broken(self._shown)
+            self._matrix = display_matrix(self._shown.frame)
+            if not self._rate and self._next is not None:
+                self._set_frame_length(max(1, round(self._next.pts - self._first)))
         except BaseException:
             self.close()
             raise
@@ -190,23 +199,33 @@ class _OpenFilm:
                 self._file, stream_index=self._stream.index, num_ffmpeg_threads=1
             )
         end_s = self._torchcodec.metadata.end_stream_seconds_from_content
-        self._refuse_behind(float(times_s.max()), end_s - self._first * self._tick)
+        self._refuse_behind(float(times_s.max()), end_s - self._zero * self._tick)
         # between two ticks, so that rounding changes nothing, and before the last frame's end
         seconds = [(self._wanted(time_s) + 0.25) * self._tick for time_s in times_s.tolist()]
         seconds = [min(time_s, end_s - self._tick / 2) for time_s in seconds]
         # not one by one by get_frame_played_at, which takes the next frame within a long one
-        return self._torchcodec.get_frames_played_at(seconds).data.numpy()
+        frames = self._torchcodec.get_frames_played_at(seconds).data.numpy()
+        # torchcodec turns frames, and leaves out mirrors and pixels that are not square
+        turned = quarter_turns(self._shown.frame)
+        stored = (np.rot90(frame.transpose(1, 2, 0), -turned) for frame in frames)
+        return np.stack([self._as_shown(frame) for frame in stored])
 
     def described(self) -> Film:
         _, height, width = self._converted(self._shown.frame).shape
+        rate = self._checked_rate()
         seconds, end_s, is_cut = self._lengths()
+        if seconds > FILM_SECONDS_LIMIT:
+            raise BadSample("huge-film", f"{seconds / 3600:,.1f} hours; cut it into films")
+        if self._promised_s > FILM_SECONDS_LIMIT:
+            self._promised_s = 0.0  # a placeholder: the packets say how long it is
         if is_cut or end_s < self._first_s + self._promised_s - self._tolerance_s:
             found = f"{seconds:.2f} seconds of {self._promised_s:.2f}"
             raise BadSample("truncated-film", found)
         if self._is_avi:  # its packets have no presentation times
             seconds = self._promised_s
         codec, number = self._stream.codec_context.name, self._stream.frames
-        return Film(seconds, self._rate, width, height, codec, number)
+        first_s = (self._first - self._zero) * self._tick
+        return Film(seconds, rate, width, height, codec, number, first_s)
 
     def _read_header(self) -> None:
         """Choose the stream, and check what is promised before anything is decoded."""
@@ -221,8 +240,9 @@ class _OpenFilm:
         if stream.codec_context is None:
             reason = "unreadable" if stream.frames else "truncated-film"  # within its header
             raise BadSample(reason, "its codec is cut off, or unknown to FFmpeg")
+        self._pixel_aspect = stream.sample_aspect_ratio
         if stream.width or stream.height:  # MPEG says it with the first frame
-            _check_film_size(stream.width, stream.height)
+            _check_film_size(shown_width(stream.width, self._pixel_aspect), stream.height)
         self._is_seekable, self._is_avi = name.startswith(SEEKABLE), name == "avi"
         self._tick = float(stream.time_base)
         self._first_s = (stream.start_time or 0) * self._tick
@@ -230,20 +250,56 @@ class _OpenFilm:
             self._promised_s = stream.duration * self._tick
         else:  # Matroska counts from 0 to the end of the longest stream
             self._promised_s = (container.duration or 0) / 1e6 - self._first_s
-        if self._promised_s > FILM_SECONDS_LIMIT:
-            raise BadSample("huge-film", f"{self._promised_s / 3600:,.1f} hours; cut it into films")
-        self._rate = float(stream.average_rate or 1 / max(self._promised_s, 1))
-        if not LOWEST_FPS <= self._rate <= HIGHEST_FPS:
-            raise BadSample("impossible-film", f"{self._rate:g} frames/s")
-        self._frame_ticks = max(1, round(1 / self._rate / self._tick))
-        self._tolerance_s = max(TOLERANCE_S, 2 / self._rate)
+        rate = float(stream.average_rate or 0)
+        # of what cannot be, such as the ticks of a browser's WebM, the packets say it
+        self._rate = rate if LOWEST_FPS <= rate <= HIGHEST_FPS else 0.0
+        if self._rate or not self._frame_ticks:
+            usual = self._rate or USUAL_FPS  # until the first two frames tell
+            self._set_frame_length(max(1, round(1 / usual / self._tick)))
         # A worker keeps to its own core. No frame may be larger than an image.
         stream.codec_context.thread_count = 1
         stream.codec_context.options = {"max_pixels": str(PIXEL_LIMIT)}
 
+    def _set_frame_length(self, ticks: int) -> None:
+        self._frame_ticks = ticks
+        self._tolerance_s = max(TOLERANCE_S, 2 * ticks * self._tick)
+
+    def _beginning(self) -> float:
+        """With the first of all streams. Sound before 0 is what its decoder needs to start (Opus,
+        AAC), and is not heard."""
+        whole = self._container.start_time  # microseconds
+        if whole is None or self._is_avi:
+            return self._first
+        ticks = max(whole, 0) / 1e6 / self._tick
+        is_own = self._first - ticks <= max(0.5, 1e-6 / self._tick)  # but for rounding
+        return self._first if is_own else ticks
+
+    def _checked_rate(self) -> float:
+        """Frames/s, as the header has it where its table has every frame, or where its packets
+        agree; else by all packets. Raises BadSample: impossible-film."""
+        if self._stream.frames and self._rate:
+            return self._rate
+        times: list[int] = []
+        allowance, rate = Allowance(), self._rate
+        with open_container(self._file)[1] as container:
+            for packet in container.demux(container.streams[self._stream.index]):
+                allowance.check()
+                if (begin := packet.dts if packet.pts is None else packet.pts) is not None:
+                    times.append(begin)
+                if len(times) == FIRST_PACKETS and rate:
+                    least, most = RATES_AGREE
+                    if least * rate < _rate_of(times, self._tick) < most * rate:
+                        return rate
+        if len(times) > 1:
+            rate = _rate_of(times, self._tick)
+        rate = rate or 1 / max(self._promised_s, 1)
+        if not LOWEST_FPS <= rate <= HIGHEST_FPS:
+            raise BadSample("impossible-film", f"{rate:g} frames/s")
+        return rate
+
     def _lengths(self) -> tuple[float, float, bool]:
-        """By the packets from the last key frame on, in seconds: from the first frame to the end of
-        the last, when the last of all that the header counts ends, and whether it is cut off."""
+        """By the packets from the last key frame on, in seconds: from the beginning to the end of
+        the last frame, when the last of all that the header counts ends, and whether it is cut off."""
         own = whole = self._first
         is_cut, allowance = False, Allowance()
         with contextlib.suppress(self._av.FFmpegError), contextlib.ExitStack() as stack:
@@ -262,7 +318,7 @@ class _OpenFilm:
                     own = max(own, end if packet.duration else end + self._frame_ticks)
                 elif not self._stream.duration:
                     whole = max(whole, end)
-        return (own - self._first) * self._tick, max(own, whole) * self._tick, is_cut
+        return (own - self._zero) * self._tick, max(own, whole) * self._tick, is_cut
 
     def _at(self, time_s: float) -> _Shown:
         """The frame that is shown at a time."""
@@ -274,7 +330,7 @@ class _OpenFilm:
             following = self._next
             if following is None:
                 shown = self._shown.pts + (self._shown.frame.duration or 0)
-                self._refuse_behind(time_s, (shown - self._first) * self._tick)
+                self._refuse_behind(time_s, (shown - self._zero) * self._tick)
             if following is None or following.pts > wanted:
                 return self._shown
             self._refuse_broken(following)
@@ -283,9 +339,11 @@ class _OpenFilm:
         raise BadSample("too-slow", f"{found}, or mp4 or mkv in place of another format, help")
 
     def _wanted(self, time_s: float) -> int:
-        """The tick of a time; one that was rounded is not before what it was rounded from."""
-        ticks = math.floor(time_s / self._tick + min(0.5, TICK_S / 2 / self._tick))
-        return self._first + min(max(0, ticks), LAST_TICK)
+        """The tick of a time, of the first frame at the earliest; one that was rounded is not before
+        what it was rounded from."""
+        after = min(0.5, TICK_S / 2 / self._tick)
+        ticks = math.floor(self._zero + time_s / self._tick + after)
+        return min(max(self._first, ticks), self._first + LAST_TICK)
 
     def _is_elsewhere(self, wanted: int) -> bool:
         """Whether the frame is an earlier one, or lies behind a later key frame."""
@@ -312,7 +370,7 @@ class _OpenFilm:
         """Decode from the key frame before a time on, or from the beginning."""
         if start is None and not self._is_seekable:
             self.close()
-            self._av, self._container = _container(self._file)
+            self._av, self._container = open_container(self._file)
             self._reformatter = self._av.video.reformatter.VideoReformatter()
             self._read_header()
         if self._is_seekable:  # also in a new one: Matroska then reads its table of key frames
@@ -357,7 +415,7 @@ class _OpenFilm:
 
     def _refuse_broken(self, shown: _Shown) -> None:
         if isinstance(shown.frame, Exception):
-            seconds = (shown.pts - self._first) * self._tick
+            seconds = (shown.pts - self._zero) * self._tick
             raise BadSample("unreadable", f"the frame at {seconds:.3f} s: {shown.frame}")
 
     def _refuse_behind(self, time_s: float, end_s: float) -> None:
@@ -365,10 +423,20 @@ class _OpenFilm:
             raise BadSample("outside-film", f"no frame at {time_s:g} s; it ends at {end_s:.2f}")
 
     def _converted(self, frame: Any) -> np.ndarray:
-        """uint8 [3, h, w], upright."""
-        _check_film_size(frame.width, frame.height)
-        image = self._reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray()
-        return np.rot90(image, round(frame.rotation / 90) % 4).transpose(2, 0, 1)
+        """uint8 [3, h, w], as shown."""
+        _check_film_size(shown_width(frame.width, self._pixel_aspect), frame.height)
+        return self._as_shown(
+            self._reformatter.reformat(frame, format="rgb24", threads=1).to_ndarray()
+        )
+
+    def _as_shown(self, stored: np.ndarray) -> np.ndarray:
+        return as_shown(stored, self._pixel_aspect, self._matrix).transpose(2, 0, 1)
+
+
+def _rate_of(times: Sequence[int], tick: float) -> float:
+    """Frames/s, of frames that begin at these ticks; 0: all at once."""
+    ticks = max(times) - min(times)
+    return (len(times) - 1) / (ticks * tick) if ticks else 0.0
 
 
 def _check_film_size(width: int, height: int) -> None:
@@ -376,46 +444,6 @@ def _check_film_size(width: int, height: int) -> None:
         check_size(width, height)
     except BadSample as error:
         raise BadSample("impossible-film", error.detail) from None
-
-
-def _status(path: str) -> os.stat_result:
-    try:
-        status = os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        raise BadSample("missing-file", f"'{path}' does not exist") from None
-    if not stat.S_ISREG(status.st_mode):
-        raise BadSample("not-a-film", f"{path} is a folder, a pipe or a device, not a file")
-    return status
-
-
-def _container(file: str | bytes) -> tuple[Any, Any]:
-    """PyAV and the container of a film, whatever its name. Raises BadSample."""
-    try:
-        import av
-    except (ImportError, OSError) as error:
-        raise ImportError(f"films are decoded by av, which is not here; {INSTALL}") from error
-    content = io.BytesIO(file) if isinstance(file, bytes) else open(file, "rb")
-    with content:
-        begins = content.read(16)
-    if not begins:
-        raise BadSample("empty-file", "0 bytes")
-    version = int(av.__version__.split(".")[0])
-    if version < OLDEST:  # without tables of key frames
-        raise ImportError(f"films need av {OLDEST} or newer, and {av.__version__} is here")
-    # titles that are no UTF-8 end nothing; from PyAV 19 on by itself
-    old = version < 19
-    try:
-        return av, av.open(
-            io.BytesIO(file) if isinstance(file, bytes) else f"file:{file}",
-            options={"format_whitelist": FORMATS, "protocol_whitelist": "file"},
-            **({"metadata_errors": "replace"} if old else {}),
-        )
-    except av.FFmpegError as error:
-        is_film = any(begins[at:].startswith(known) for at, known in BEGINNINGS)
-        raise BadSample(
-            "truncated-film" if is_film else "not-a-film",
-            f"a file that begins with {begins[:12]!r}: {error.strerror}",
-        ) from error
 
 
 def strip_of(clip: Clip, number: int) -> np.ndarray:

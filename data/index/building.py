@@ -4,6 +4,7 @@ part that has not changed is not read again."""
 import contextlib
 import hashlib
 import json
+import math
 import os
 import shutil
 import time
@@ -24,7 +25,7 @@ from filelock import FileLock
 from common.cpus import usable_cpus
 from common.files import make_folder, move, remove, remove_folder, write_text
 from data.bad_samples import ABSENCES, CODES, BadSample
-from data.clips import WHOLE_FILM, placed_span
+from data.clips import WHOLE_FILM, is_cut, placed_span
 from data.decoding.images import may_turn_late
 from data.formats.rows import CAPTION_LINES, Format, Media, Part, Sample, Unused
 from data.identity import fingerprint
@@ -58,6 +59,7 @@ PARTS_AHEAD = 4  # per worker
 KEPT_BUILDS = 2  # the newest one and that of runs which started before it was made
 MOST_CAPTIONS = np.iinfo(np.int16).max  # that are counted
 DETAIL_LIMIT = 1000  # characters: several long paths, and what to do about them
+BEHIND_FILMS = "ends of clips behind their films"  # which are cut to them, and counted
 DUPLICATE = CODES["duplicate-id"]
 # rows whose id may not be their own
 UNNAMED = [CODES[reason] for reason in ("invalid-row", "invalid-utf8", "nul-character")]
@@ -311,7 +313,7 @@ def _index_part(work: _Work, part: Part) -> _Indexed:
         if isinstance(sample, Unused):
             continue
         row, passing = _row(work, part, sample)
-        add_unused(found.unused, _notes_of(row, sample))
+        add_unused(found.unused, _notes_of(work.format, part, sample, row))
         may_pass = may_pass or passing
         rows.append(row)
         if len(rows) == ROWS_AT_ONCE:
@@ -405,7 +407,8 @@ def _film_columns(work: _Work, part: Part, sample: Sample, media: Media) -> dict
         film = work.format.read("video", part.file, sample.number, media)
     own = (media.size, media.mtime_ns) if media.true_path else ()
     columns = _measured_film(film, work.check == "decode", own)
-    start_s, end_s = placed_span(sample.span, columns["video_seconds"])
+    lengths = (columns[f"video_{name}"] for name in ("seconds", "first_s"))
+    start_s, end_s = placed_span(sample.span, *lengths)
     return columns | {"video_start_s": start_s, "video_end_s": end_s}
 
 
@@ -477,11 +480,16 @@ def _unused_of(format: Format, part: Part, found: Sample | Unused) -> UnusedCoun
     return {f"{of} without text": (number, where) for of, number in empty.items() if number}
 
 
-def _notes_of(row: dict[str, Any], sample: Sample) -> UnusedCounts:
+def _notes_of(format: Format, part: Part, sample: Sample, row: dict[str, Any]) -> UnusedCounts:
+    """What is read otherwise than it may be meant."""
     doubts = sample.regions.doubts if sample.regions else {}
     notes = {what: (number, "") for what, number in doubts.items() if number}
-    if row["bad"] == 0 and any("\n" in text.strip() for text in sample.captions):
+    if row["bad"] == 0 and any("
+" in text.strip() for text in sample.captions):
         notes[CAPTION_LINES] = (1, "")
+    if row["bad"] == 0 and is_cut(sample.span, row.get("video_end_s", math.inf)):
+        where = format.where(part.file, sample.media["video"].path, sample.number)
+        notes[BEHIND_FILMS] = (1, _clean(where))
     return notes
 
 

@@ -29,7 +29,7 @@ from data.formats.specs import cache_folder
 from data.identity import MISSING, Identity, fingerprint
 from data.index.media import MEDIA, PLACE, media_of
 
-VERSION = 7  # raised when an index of before would say other things of the same data
+VERSION = 8  # raised when an index of before would say other things of the same data
 NUMBERS, TEXTS, REPEATS, META = "numbers", "texts.arrow", "repeats.npy", "meta.json"
 # Images that are files: up to so many, each one's size and time are compared whenever the index is
 # opened.

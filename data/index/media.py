@@ -88,11 +88,14 @@ def measured_audio(content: bytes, decode: bool) -> dict[str, Any]:
 
 
 def measured_film(film: bytes | str, decode: bool) -> dict[str, Any]:
-    """Raises BadSample. What is decoded are frames of the whole film, its last one among them."""
+    """Raises BadSample. What is decoded are frames of all of the film that has pictures, its last
+    one among them."""
     header = describe_film(film)
     key = hash64(film_hash(film))
     if decode:
-        times = np.append(even_times(0.0, header.seconds, KEY_FRAMES - 1), header.seconds)
+        times = np.append(
+            even_times(header.first_s, header.seconds, KEY_FRAMES - 1), header.seconds
+        )
         with FilmReader() as reader:
             frames = reader.frames(film, times)
         looks = (perceptual_hash(Image.fromarray(frame.transpose(1, 2, 0))) for frame in frames)
@@ -100,6 +103,7 @@ def measured_film(film: bytes | str, decode: bool) -> dict[str, Any]:
     return {
         "video_key": key or 1,  # 0 says that there is no film
         "video_seconds": header.seconds,
+        "video_first_s": header.first_s,
         "video_rate": header.rate,
         "video_width": header.width,
         "video_height": header.height,
@@ -158,8 +162,10 @@ MEDIA = {
         {
             "video_key": "u8",  # equal for equal films, by some of their frames
             "video_seconds": "f8",  # of the film
+            # when its first picture comes; sound may come before it
+            "video_first_s": "f8",
             "video_rate": "f4",  # frames/s, on average
-            "video_width": "i4",  # pixels, as shown
+            "video_width": "i4",  # square pixels, as shown (upright)
             "video_height": "i4",
             "video_start_s": "f8",  # of the clip
             "video_end_s": "f8",

@@ -20,10 +20,14 @@ def film(
     rotation=None,
     size=(WIDTH, HEIGHT),
     sound_s=0.0,
+    sound_codec="aac",
+    matrix=None,
+    aspect=None,
     path=None,
     **options,
 ):
-    """`pts` and `first` in frames of the rate; `group`: frames from one key frame to the next."""
+    """`pts` and `first` in frames of the rate; `group`: frames from one key frame to the next;
+    `matrix` a, b, c, d of `as_shown`; `aspect` of a pixel."""
     import av
 
     with io.BytesIO() as file:
@@ -37,7 +41,12 @@ def film(
                 stream.options = {"preset": "ultrafast", "x264-params": open_gop}
             if rotation is not None:
                 stream.set_display_rotation(rotation)
-            sound = out.add_stream("aac", rate=16_000, layout="mono") if sound_s else None
+            if matrix is not None:
+                (a, b, c, d), one = (1 << 16) * np.array(matrix), 1 << 30
+                stream.set_display_matrix([a, b, 0, c, d, 0, 0, 0, one])
+            if aspect is not None:
+                stream.codec_context.sample_aspect_ratio = aspect
+            sound = out.add_stream(sound_codec, rate=16_000, layout="mono") if sound_s else None
             out.start_encoding()
             for i in range(number):
                 frame = av.VideoFrame.from_ndarray(painted(i, size), format="rgb24")

@@ -6,11 +6,14 @@ import gc
 import io
 import os
 import pickle
+import struct
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bad_films import bad_films, film, numbers_in, with_bad_frame  # noqa: E402
@@ -114,8 +117,104 @@ def test_a_time_is_when_a_frame_is_shown_and_not_its_number(decoder):
 
 def test_what_the_header_says():
     found = describe_film(film(codec="libx264", rotation=90))
-    assert found == films.Film(1.0, 30.0, 48, 64, "h264", 30)
+    assert found == films.Film(1.0, 30.0, 48, 64, "h264", 30, 0.0)
     assert describe_film(film(kind="matroska", sound_s=3.0)).seconds == pytest.approx(1, abs=2e-3)
+
+
+LATE = {
+    "mp4": {"codec": "libx264", "b_frames": 2},
+    "fragments": {"kind": "mp4", "movflags": "frag_keyframe+empty_moov+delay_moov"},
+    "matroska": {},
+    "webm": {"codec": "libvpx-vp9", "sound_codec": "libopus"},
+    "mpegts": {"codec": "mpeg2video"},
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_times_count_from_the_beginning_of_the_sound_where_that_is_first(name, decoder):
+    """As `ffmpeg -ss` and players count; before its first picture a film shows that one."""
+    options = {"kind": name, "first": 60, "sound_s": 3.0} | LATE[name]
+    content = film(**options)
+    begins, wanted = one_after_another(content)
+    with av.open(io.BytesIO(content)) as file:
+        stream = file.streams.video[0]
+        first_s = float(next(file.decode(stream)).pts * stream.time_base)
+        first_s -= max(file.start_time, 0) / 1e6  # before 0 is what the decoder of sounds needs
+    assert first_s == pytest.approx(2, abs=0.07)  # a packet of sound
+    found = describe_film(content)
+    assert found.first_s == pytest.approx(first_s, abs=1e-3)
+    assert found.seconds == pytest.approx(first_s + 1, abs=2e-3)
+    with FilmReader() as reader:
+        np.testing.assert_array_equal(reader.frames(content, first_s + begins), wanted)
+        for order in (slice(None), slice(None, None, -1)):
+            times = np.array([0.0, 0.5, first_s - 0.01, first_s, first_s + 0.5])[order]
+            numbers = np.array([0, 0, 0, 0, 15])[order].tolist()
+            assert numbers_in(reader.frames(content, times)) == numbers
+    assert reason_of(content, [first_s + 1.2]) == "outside-film"
+
+
+MIRRORED = {
+    (1, 0, 0, 1): lambda image: image,
+    (-1, 0, 0, 1): lambda image: image[:, ::-1],
+    (1, 0, 0, -1): lambda image: image[::-1],
+    (-1, 0, 0, -1): lambda image: image[::-1, ::-1],
+    (0, 1, -1, 0): lambda image: np.rot90(image, 3),  # clockwise
+    (0, -1, 1, 0): np.rot90,
+    (0, 1, 1, 0): lambda image: image.transpose(1, 0, 2),
+    (0, -1, -1, 0): lambda image: image[::-1, ::-1].transpose(1, 0, 2),
+}
+
+
+@pytest.mark.parametrize("matrix", MIRRORED)
+def test_films_are_shown_mirrored_and_with_square_pixels(matrix, decoder):
+    """As players show them: first as wide as they are to be, then turned and mirrored."""
+    options = {"codec": "libx264", "size": (60, 48), "matrix": matrix}
+    content = film(2, **options, aspect=Fraction(16, 15))
+    with av.open(io.BytesIO(film(2, **options))) as file:
+        stored = [frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]
+    wide = [np.asarray(Image.fromarray(image).resize((64, 48))) for image in stored]
+    wanted = np.stack([MIRRORED[matrix](image).transpose(2, 0, 1) for image in wide])
+    with FilmReader() as reader:
+        np.testing.assert_array_equal(reader.frames(content, (0.0, 1 / 30)), wanted)
+    found = describe_film(content)
+    assert (found.height, found.width) == wanted.shape[2:]
+
+
+@pytest.mark.parametrize("kind", ["matroska", "avi"])
+def test_other_containers_say_how_wide_pixels_are(kind):
+    with FilmReader() as reader:
+        content = film(kind=kind, size=(60, 48), aspect=Fraction(16, 15))
+        frames = reader.frames(content, (0.1, 0.5))
+        assert frames.shape[2:] == (48, 64) and numbers_in(frames) == [3, 15]
+
+
+def with_rate(content, ns):
+    """A WebM or Matroska whose header says that a frame takes so long; None: says nothing."""
+    at = content.index(b"\x23\xe3\x83\x84")
+    element = b"\x23\xe3\x83\x84" + ns.to_bytes(4, "big") if ns else b"\xec\x86" + bytes(6)
+    return content[:at] + element + content[at + 8 :]
+
+
+def test_a_rate_that_its_packets_contradict_is_theirs():
+    """Browsers write WebM without a rate, and FFmpeg takes its ticks for one: 1,000 frames/s."""
+    content = film(120, codec="libvpx", kind="webm", live="1")
+    for ns in (None, 1_000_000, 5_000_000, 400_000_000):
+        lying = with_rate(content, ns)
+        found = describe_film(lying)
+        assert found.rate == pytest.approx(30, rel=0.01), ns  # times are rounded to 1 ms
+        assert found.seconds == pytest.approx(4, abs=0.5 if ns == 400_000_000 else 0.04)
+        with FilmReader() as reader:
+            assert numbers_in(reader.frames(lying, (0.1, 0.5, 3.9))) == [3, 15, 117]
+    with av.open(io.BytesIO(with_rate(content, 1_000_000))) as file:
+        assert file.streams.video[0].average_rate == 1000
+
+
+@pytest.mark.parametrize("seconds", [0.2, 1e9])
+def test_a_length_that_cannot_be_is_that_of_the_packets(seconds):
+    content = film(codec="libvpx", kind="webm")
+    at = content.index(b"\x44\x89\x88") + 3
+    lying = content[:at] + struct.pack(">d", 1000 * seconds) + content[at + 8 :]
+    assert describe_film(lying).seconds == pytest.approx(1, abs=0.01)
 
 
 def test_the_film_of_before_is_not_opened_anew(tmp_path):

@@ -19,7 +19,7 @@ from bad_films import HEIGHT, WIDTH, bad_films, film, numbers_in  # noqa: E402
 
 from data.bad_samples import BadSample
 from data.cache import SampleCache
-from data.clips import checked_span, placed_span
+from data.clips import checked_span, is_cut, placed_span
 from data.index.leaks import find_leaks
 from data.index.sources import open_source
 from data.index.splits import split_source
@@ -32,7 +32,6 @@ pytest.importorskip("av", reason="pip install -r requirements-audio.txt")
 
 PAIRS = (("video", "text"),)
 BAD_SPANS = {
-    "behind": ((0.2, 9.0), "outside-film"),
     "after": ((5.0, None), "outside-film"),
     "none": ((0.5, 0.5), "empty-segment"),
     "turned": ((0.6, 0.2), "empty-segment"),
@@ -146,9 +145,29 @@ def test_a_film_with_a_list_of_segments_is_a_sample_for_each(tmp_path):
     line = {"id": "film", "video_path": "a.mp4", "segments": segments}
     (tmp_path / "a.jsonl").write_text(json.dumps(line))
     source = open_source(f"jsonl:{tmp_path}/a.jsonl", PAIRS)
-    assert [source.identity(i) for i in source.usable()] == ["film#0", "own"]
+    assert [source.identity(i) for i in source.usable()] == ["film#0", "own", "film#2"]
     assert source.captions(1) == ["second", "another"]
-    assert [reason for _, _, reason, _ in source.bad_samples()] == ["outside-film", "invalid-row"]
+    assert [reason for _, _, reason, _ in source.bad_samples()] == ["invalid-row"]
+    # cut to its film, and counted
+    assert source.value("video", 2).end_s == pytest.approx(1)
+    assert source.unused() == {"ends of clips behind their films": (1, f"{tmp_path}/a.jsonl:1")}
+
+
+def test_a_clip_before_the_first_picture_shows_nothing(tmp_path):
+    (tmp_path / "a.mp4").write_bytes(film(first=60, sound_s=3.0))
+    spans = {"before": (0.0, 1.9), "into": (1.0, 2.5), "whole": (None, None), "after": (2.5, 2.9)}
+    lines = [
+        {"id": name, "video_path": "a.mp4", "start_s": s, "end_s": e, "text": name}
+        for name, (s, e) in spans.items()
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    source = open_source(f"jsonl:{tmp_path}/a.jsonl", PAIRS)
+    ((name, _, reason, detail),) = source.bad_samples()
+    assert (name, reason) == ("before", "outside-film") and "picture begins at 2.00" in detail
+    assert source.column("video_first_s")[1:] == pytest.approx([2.0] * 3, abs=1e-3)
+    found = modality(2).load(source, request_of([1, 2, 3], training=False), 0).tensors
+    # at 1.375 and 2.125, 0.75 and 2.25, 2.6 and 2.8 seconds
+    assert numbers_in(found["video_frames"].numpy()) == [0, 3, 0, 7, 18, 24]
 
 
 def test_segments_have_the_texts_that_are_nearest_in_time(tmp_path):
@@ -210,8 +229,11 @@ def test_where_a_clip_begins_and_ends():
     assert checked_span("1.5", 2) == (1.5, 2.0)
     assert placed_span(checked_span(1, None), 4.0) == (1.0, 4.0)
     assert placed_span(checked_span(1, 4.4), 4.0) == (1.0, 4.0)
-    with pytest.raises(BadSample, match="outside-film"):
-        placed_span(checked_span(1, 4.6), 4.0)
+    assert placed_span(checked_span(1, 9), 4.0) == (1.0, 4.0)
+    assert [is_cut(checked_span(1, end), 4.0) for end in (None, 4.4, 4.6)] == [False, False, True]
+    for span, first_s in (((4, 5), 0.0), ((0, 1.5), 1.5)):
+        with pytest.raises(BadSample, match="outside-film"):
+            placed_span(checked_span(*span), 4.0, first_s)
 
 
 def modality(num_frames, rate=None, cache=None):
