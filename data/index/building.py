@@ -484,8 +484,7 @@ def _notes_of(format: Format, part: Part, sample: Sample, row: dict[str, Any]) -
     """What is read otherwise than it may be meant."""
     doubts = sample.regions.doubts if sample.regions else {}
     notes = {what: (number, "") for what, number in doubts.items() if number}
-    if row["bad"] == 0 and any("
-" in text.strip() for text in sample.captions):
+    if row["bad"] == 0 and any("\n" in text.strip() for text in sample.captions):
         notes[CAPTION_LINES] = (1, "")
     if row["bad"] == 0 and is_cut(sample.span, row.get("video_end_s", math.inf)):
         where = format.where(part.file, sample.media["video"].path, sample.number)
