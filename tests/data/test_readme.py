@@ -46,6 +46,7 @@ def test_every_flag_it_names_exists():
         "--speed",
         "--gpus",
         "--picture",
+        "--classify",
     }
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)) <= known | of_commands
 
