@@ -66,7 +66,7 @@ from launch.inference.evaluation import benchmark_metrics as retrieval_metrics
 from launch.inference.folders import forget_embeddings, refuse_other_content, write_embeddings
 from launch.inference.gallery import draw_rows
 from launch.inference.querying import find
-from launch.inference.regions import POOLED, PROTOCOL, region_figures, regions_rows
+from launch.inference.regions import POOLED, PROTOCOL, region_figures, regions_rows, unseen
 from launch.inference.reranking import fusion_of, reranked_retrieval
 from launch.inference.samples import held_out, left_out, opened
 from launch.inference.trained import Trained, open_model_folder, public_model
@@ -186,6 +186,7 @@ def of_pairs(
     results: dict[str, float] = {}
     after: dict[str, float] = {}  # reranked
     of_regions: list[dict[str, str]] = []
+    views: list[Mapping[str, float]] = []
     of_clips: list[dict[str, str]] = []
     if arguments.embeddings:
         forget_embeddings(arguments.embeddings)
@@ -196,7 +197,8 @@ def of_pairs(
         metrics[part_name] = retrieval_metrics(found)
         if embedded.regions is not None and (figures := region_figures(embedded.regions)):
             number = len(embedded.regions.image)
-            of_regions += regions_rows(figures, part_name, number)
+            of_regions += regions_rows(figures, part_name, number) if number else []
+            views.append(figures)
             found |= figures
         in_time = clip_figures(embedder, embedded, part.source)
         of_clips += clip_rows(in_time, part_name)
@@ -233,8 +235,8 @@ def of_pairs(
         "metrics": metrics if len(parts) > 1 else next(iter(metrics.values())),
     }
     numbers |= {"languages": languages} if languages else {}
-    protocol = PROTOCOL + (POOLED if embedder.pooled else "")
-    numbers |= {"protocol_of_regions": protocol} if of_regions else {}
+    protocol = PROTOCOL + (POOLED if embedder.pooled else "") + unseen(views)
+    numbers |= {"protocol_of_regions": protocol} if views else {}
     if "video" in embedder.branches:
         frames = frames_of(embedder.trained.options)
         numbers["protocol_of_clips"] = f"{frames}; {CLIPS_PROTOCOL}; {DUAL_SOFTMAX_PROTOCOL}"
@@ -242,7 +244,7 @@ def of_pairs(
     numbers |= results
     numbers |= {"reranked": {"candidates": rerank, **after}} if rerank else {}
     tables = [table]
-    if of_regions:
+    if views:
         title = f"Regions of images, {name}"
         tables.append(PrintedTable.of(title, of_regions, protocol).for_terminal())
     if of_clips:

@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bench.compare import Column, Figures, Study, Way, main
+from bench.plain_regions import train, write_maps
 from bench.runs import call, learned, read_metrics, settings, train_command
 
 MIB = 2**20
@@ -78,7 +79,33 @@ def learn(seeds: int = 3, epochs: int = 15, scenes: int = 1000) -> Study:
     return Study("Scenes", ways, columns, how, rounds=1)
 
 
-STUDIES = (cost, learn)
+def views(seeds: int = 3, steps: int = 300, maps: int = 154) -> Study:
+    """How wide images are brought to a square, by a plain loop: squashed, more phrases find their
+    box than in crops or filled up."""
+    folder = Path(tempfile.mkdtemp(prefix="maps-"))
+    files = write_maps(folder / "train", maps), write_maps(folder / "test", 48, seed=1)
+    given = [("squash", "squash"), ("pad", "pad"), ("crop", "crop"), ("keep", "crop")]
+    given += [("crop", "squash"), ("keep", "squash")]
+    ways = {
+        f"{trained}, tested {tested}": Way(partial(_seen, files, trained, tested, steps, seeds))
+        for trained, tested in given
+    }
+    columns = (
+        Column("boxes_a_step", "boxes a step", "{:.0f}"),
+        Column("right", "right of all phrases, %", "{:.1f}", 100),
+        Column("of_seen", "right of those in the view, %", "{:.1f}", 100),
+        Column("seen", "boxes in the view, %", "{:.1f}", 100),
+    )
+    how = f"{maps} maps of 4 : 1, 12 boxes each, 24 maps a step, {steps} steps, {seeds} seeds"
+    return Study("Views of wide images", ways, columns, how, rounds=1)
+
+
+def _seen(files: tuple[Path, Path], trained: str, tested: str, steps: int, seeds: int) -> Figures:
+    found = [train(*files, trained, steps, seed=seed, tested=tested) for seed in range(seeds)]
+    return {key: [each[key] for each in found] for key in found[0]}
+
+
+STUDIES = (cost, learn, views)
 
 
 def write_images(folder: Path, number: int) -> None:

@@ -31,7 +31,7 @@ from launch.run.queries import (
 )
 from models.losses.blocks import Side, Sides, first_of, other_of
 from models.metrics.alignment import alignment_figures, alignment_sums
-from models.metrics.regions import PHRASE_TO_BOX, box_sums
+from models.metrics.regions import NUM_UNSEEN, PHRASE_TO_BOX, box_sums
 from models.metrics.retrieval import (
     NUM_SUMS,
     Relevance,
@@ -130,6 +130,7 @@ class Evaluator:
             rows: tuple[np.ndarray, np.ndarray | None] = (held_out.subset, None)
             if comparison.made and regions is not None:
                 rows = regions.places(held_out.subset, training=False).samples(held_out.subset)
+                values[NUM_UNSEEN] = len(rows[0]) - totals.num_samples
             found = {
                 direction: (
                     sums[-NUM_FOUND:-NUM_QUERIES].view(NUM_QUERIES, -1, 3).cpu(),

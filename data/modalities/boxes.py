@@ -25,7 +25,7 @@ class Placed(NamedTuple):
     @classmethod
     def of(
         cls,
-        crop: tuple[int, int, int, int],
+        crop: tuple[float, float, float, float],
         image: tuple[int, int],
         size: tuple[int, int],
         mirrored: bool = False,

@@ -24,7 +24,7 @@ NORMALIZATIONS: dict[str, tuple[Values, Values]] = {
 }
 """Name -> (mean, standard deviation) of channel values from 0 to 1."""
 INTERPOLATIONS = ("bicubic", "bilinear")  # those that torch and Pillow have with antialiasing
-RESIZE_MODES = ("shortest", "squash")
+RESIZE_MODES = ("shortest", "longest", "squash")
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,10 @@ class Preprocessing:
     every resizing. `crop_pct`: the tower's input ÷ what the shorter side is resized to before the
     centre is cropped, in evaluation (timm's word; 224 / 232 for torchvision's ResNet-50).
     `resize_mode`, in evaluation (OpenCLIP's words): `shortest` keeps the shape of an image and cuts
-    off what is too long; `squash` resizes both sides to the tower's input, as SigLIP was trained.
+    off what is too long; `longest` keeps it and fills what is too short with black; `squash` resizes
+    both sides to the tower's input, as SigLIP was trained. `train_resize_mode`: the same of what
+    training crops out of an image. It is a value of its own because version 0.1 cropped as
+    `shortest` does, whatever its evaluation did.
     """
 
     mean: Values = NORMALIZATIONS["clip"][0]
@@ -43,6 +46,7 @@ class Preprocessing:
     interpolation: str = "bicubic"
     crop_pct: float = 1.0
     resize_mode: str = "shortest"
+    train_resize_mode: str = "shortest"
 
     def __post_init__(self) -> None:
         for name, values in (("mean", self.mean), ("std", self.std)):
@@ -60,10 +64,11 @@ class Preprocessing:
                 f"image interpolation {self.interpolation!r}: use one of "
                 f"{', '.join(INTERPOLATIONS)}"
             )
-        if self.resize_mode not in RESIZE_MODES:
-            raise ValueError(
-                f"image resize mode {self.resize_mode!r}: use one of {', '.join(RESIZE_MODES)}"
-            )
+        for mode in (self.resize_mode, self.train_resize_mode):
+            if mode not in RESIZE_MODES:
+                raise ValueError(
+                    f"image resize mode {mode!r}: use one of {', '.join(RESIZE_MODES)}"
+                )
         if not 0.25 <= self.crop_pct <= 1:
             raise ValueError(
                 f"image crop: the tower's input is {self.crop_pct:g} of what images are resized "
@@ -87,6 +92,7 @@ class Preprocessing:
             options["image_interpolation"],
             crop_pct,
             options.get("image_resize_mode", "shortest"),
+            options.get("image_train_resize_mode") or "shortest",
         )
 
     def options(self, image_size: int) -> dict[str, Any]:
@@ -97,6 +103,7 @@ class Preprocessing:
             "image_interpolation": self.interpolation,
             "image_resize": self.resized((image_size, image_size))[0],
             "image_resize_mode": self.resize_mode,
+            "image_train_resize_mode": self.train_resize_mode,
         }
 
 

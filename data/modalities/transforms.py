@@ -17,6 +17,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -122,10 +123,11 @@ class TrainTransform(ImageTransform):
     """Phase B of training; all chance is drawn from `generator`.
 
     The crop has 80 to 100 % of the area of the largest box of the target's shape, changed in shape
-    by up to 10 %, anywhere in the image. Transparent parts show a random light colour, or with
-    `white` what they show in evaluation. `flip` (the probability of mirroring) is off because
-    captions say left and right; `colour_jitter` (relative change of brightness and contrast)
-    because captions name colours and skin tones.
+    by up to 10 %, anywhere in the image; with another `train_resize_mode` than `shortest`, of the
+    whole image and of its shape, then squashed, or filled up. Transparent parts show a random light
+    colour, or with `white` what they show in evaluation. `flip` (the probability of mirroring) is
+    off because captions say left and right; `colour_jitter` (relative change of brightness and
+    contrast) because captions name colours and skin tones.
     """
 
     colour_jitter: float = 0.0
@@ -141,11 +143,22 @@ class TrainTransform(ImageTransform):
         spread = WHITE + 1 - LIGHTEST_DARK
         colour = tuple(LIGHTEST_DARK + int(part * spread) for part in drawn[:3])
         image = _on_background(image, (WHITE, WHITE, WHITE) if self.white else colour)
-        top, left, height, width = box = _crop_box(image.shape[:2], self.size, *drawn[3:7])
+        mode, sides = self.preprocessing.train_resize_mode, image.shape[:2]
+        shape = self.size if mode == "shortest" else sides
+        box = _crop_box(sides, shape, *drawn[3:7])
+        rows, columns = (
+            _windows(box, sides, self.size)
+            if mode == "longest"
+            else [_Window(a, a + n, to, 0) for a, n, to in zip(box[:2], box[2:], self.size)]
+        )
         mirrored = bool(drawn[7] < self.flip)
-        crop = np.array(image[top : top + height, left : left + width])
-        placed = Placed.of(box, image.shape[:2], self.size, mirrored)
-        image = _resized(crop, self.size, self.preprocessing.interpolation)
+        crop = np.array(image[rows.start : rows.stop, columns.start : columns.stop])
+        inner = rows.length, columns.length
+        image = _on_black(
+            _resized(crop, inner, self.preprocessing.interpolation), self.size, rows.at, columns.at
+        )
+        (top, height), (left, width) = rows.shown(self.size[0]), columns.shown(self.size[1])
+        placed = Placed.of((top, left, height, width), sides, self.size, mirrored)
         if mirrored:
             image = np.ascontiguousarray(image[:, ::-1])
         if self.colour_jitter:
@@ -200,9 +213,16 @@ class EvalTransform(ImageTransform):
         (height, width), given = self.size, self.preprocessing
         least = given.resized(self.size)
         image = _resized_to_crop(image, least, given.interpolation, given.resize_mode)
-        top, left = (round((a - b) / 2) for a, b in zip(image.shape[:2], self.size))
-        placed = Placed.of((top, left, height, width), image.shape[:2], self.size)
-        return np.ascontiguousarray(image[top : top + height, left : left + width]), placed
+        sides = image.shape[:2]
+        top, left = _margins(sides, self.size)
+        placed = Placed.of((top, left, height, width), sides, self.size)
+        return np.ascontiguousarray(_centred(image, self.size)), placed
+
+    def placed(self, sides: Size) -> Placed:
+        """What the view shows of an image of these sides (h, w), without its pixels."""
+        least = self.preprocessing.resized(self.size)
+        sides = _sides_to_crop(sides, least, self.preprocessing.resize_mode)
+        return Placed.of((*_margins(sides, self.size), *self.size), sides, self.size)
 
 
 def augmented(
@@ -313,12 +333,79 @@ def _resized_to_crop(
     resized already stays as it is."""
     image = _on_background(image, (WHITE, WHITE, WHITE))
     h, w = image.shape[:2]
-    # one side becomes the least that is asked for; the other follows in proportion, rounded down
-    shorter_h = least[0] * w >= least[1] * h
-    size = (least[0], least[0] * w // h) if shorter_h else (least[1] * h // w, least[1])
-    if resize_mode == "squash":
-        size = least
+    size = _sides_to_crop((h, w), least, resize_mode)
     # By Pillow, as OpenCLIP and torchvision's presets resize files: torch rounds some of the
     # values to the next one.
     resampling = Image.Resampling[interpolation.upper()]
     return np.array(Image.fromarray(image).resize(size[::-1], resampling))
+
+
+def _sides_to_crop(image: Size, least: Size, resize_mode: str) -> Size:
+    """(h, w) -> the sides to which an image is resized before its centre is cropped or filled up."""
+    if resize_mode == "squash":
+        return least
+    if resize_mode == "longest":
+        return _within(least, image)
+    # one side becomes the least that is asked for; the other follows in proportion, rounded down
+    (h, w), shorter_h = image, least[0] * image[1] >= least[1] * image[0]
+    return (least[0], least[0] * w // h) if shorter_h else (least[1] * h // w, least[1])
+
+
+def _within(target: Size, image: Size) -> Size:
+    """The largest sides of the image's shape within the target, rounded as OpenCLIP's."""
+    ratio = max(image[0] / target[0], image[1] / target[1])
+    height, width = (max(1, round(side / ratio)) for side in image)
+    return height, width
+
+
+def _margins(image: Size, size: Size) -> tuple[int, int]:
+    """Top and left of the centre of `size` in an image; below 0 where the image is smaller. Both are
+    rounded as OpenCLIP's and torchvision's."""
+    top, left = (round((a - b) / 2) if a >= b else -((b - a) // 2) for a, b in zip(image, size))
+    return top, left
+
+
+def _centred(image: np.ndarray, size: Size) -> np.ndarray:
+    """uint8 [h, w, 3] -> [H, W, 3]: its centre, on black where the image is smaller."""
+    top, left = _margins(image.shape[:2], size)
+    image = image[max(0, top) : max(0, top) + size[0], max(0, left) : max(0, left) + size[1]]
+    return _on_black(image, size, max(0, -top), max(0, -left))
+
+
+def _on_black(image: np.ndarray, size: Size, top: int, left: int) -> np.ndarray:
+    """uint8 [h, w, 3] -> [H, W, 3], black around it."""
+    if image.shape[:2] == size:
+        return image
+    out = np.zeros((*size, 3), np.uint8)
+    out[top : top + image.shape[0], left : left + image.shape[1]] = image
+    return out
+
+
+class _Window(NamedTuple):
+    """Rows or columns `start` .. `stop` of an image, which become `length` pixels of a view that
+    begin at `at`."""
+
+    start: int
+    stop: int
+    length: int
+    at: int
+
+    def shown(self, size: int) -> tuple[float, float]:
+        """Where a view of `size` begins in the image, and how much of it that would be; beyond its
+        edges where the view is filled up."""
+        scale = (self.stop - self.start) / self.length
+        return self.start - self.at * scale, size * scale
+
+
+def _windows(box: tuple[int, int, int, int], image: Size, size: Size) -> list[_Window]:
+    """Rows and columns of the view of `size` in whose middle the `box` (top, left, height, width)
+    stands as large as it fits: black is only what lies beyond the image, so that no part of a box
+    is where the view has nothing."""
+    scale = max(box[2] / size[0], box[3] / size[1])
+    found = []
+    for begin, length, side, to in zip(box[:2], box[2:], image, size):
+        first = begin + length / 2 - to * scale / 2
+        start, stop = max(0, round(first)), min(side, round(first + to * scale))
+        pixels = min(to, max(1, round((stop - start) / scale)))
+        found.append(_Window(start, stop, pixels, min(to - pixels, max(0, round(-first / scale)))))
+    return found

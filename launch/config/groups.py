@@ -41,7 +41,14 @@ from engine.planning.devices import DEVICES, find_device
 from launch.loss_weights import MODES, check_mode
 
 # how pixels are prepared
-PIXELS = ("image_mean", "image_std", "image_interpolation", "image_resize", "image_resize_mode")
+PIXELS = (
+    "image_mean",
+    "image_std",
+    "image_interpolation",
+    "image_resize",
+    "image_resize_mode",
+    "image_train_resize_mode",
+)
 OPEN_CLIP = "open_clip:"  # how the names of OpenCLIP's models begin
 WANDB_MODES = ("auto", "online", "offline", "disabled")
 
@@ -229,10 +236,17 @@ class ImageOptions(OptionGroup):
     )
     image_resize_mode: str | None = option(
         None,
-        "in evaluation: keep the shape of an image and cut its centre out, or squash both sides to "
-        "--image-size",
+        "keep the shape of an image and cut off what is too long, or fill what is too short with "
+        "black, or squash both sides to --image-size",
         choices=RESIZE_MODES,
-        shown="as OpenCLIP's weights say, else shortest",
+        shown="squash where a pair has regions, else as OpenCLIP's weights say, else shortest",
+        kept=True,
+    )
+    image_train_resize_mode: str | None = option(
+        None,
+        "the same of training images alone, of which --augmentation crop then cuts 80 to 100 %",
+        choices=RESIZE_MODES,
+        shown="as --image-resize-mode; a run of version 0.1 that goes on: shortest",
         kept=True,
     )
     image_buckets: int = option(

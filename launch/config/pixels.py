@@ -8,6 +8,7 @@ here it becomes a `Preprocessing`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from PIL import Image
 
 from common.files import read_json
 from data.modalities.preprocessing import CLIP, INTERPOLATIONS, NORMALIZATIONS, Preprocessing
-from data.options import branches_of
+from data.options import branches_of, has_regions
 from launch.config.groups import PIXELS, ImageOptions
 from launch.config.imported import branches_held, options_of_export
 from models.towers.image import full_name
@@ -31,6 +32,7 @@ from models.weights.open_clip_models import folder_of
 if TYPE_CHECKING:
     from launch.config.options import Options
 
+SIDES = {"shortest": "shorter side", "longest": "longer side", "squash": "both sides"}
 IMAGENET = Preprocessing(*NORMALIZATIONS["imagenet"])
 # of OpenCLIP, where its configuration says nothing
 OPEN_CLIP = {"mean": CLIP.mean, "std": CLIP.std}
@@ -58,6 +60,8 @@ def settled_pixels(
     asks = weights is not None and not began
     trained = trained_with(weights, tower) if tower is not None and asks else None
     preprocessing, size = trained or (Preprocessing.from_options(began), values["image_size"])
+    if not began:
+        preprocessing = _as_shown(preprocessing, given, values["pairs"])
     size = given.get("image_size") or size
     found: dict[str, Any] = {
         name: default if asked[name] is None else asked[name]
@@ -70,6 +74,16 @@ def settled_pixels(
         )
     Preprocessing.from_options({**found, "image_size": size})
     return {"image_size": size, **found}, trained is not None
+
+
+def _as_shown(preprocessing: Preprocessing, given: Mapping[str, Any], pairs: str) -> Preprocessing:
+    """With the resize modes of a new run: training sees as much of an image as evaluation does, and
+    where regions are compared that is all of it, or boxes beside the centre would be lost
+    (bench/EVIDENCE.md)."""
+    mode = given.get("image_resize_mode") or preprocessing.resize_mode
+    if has_regions(pairs) and mode == "shortest" and not given.get("image_resize_mode"):
+        mode = "squash"
+    return replace(preprocessing, resize_mode=mode, train_resize_mode=mode)
 
 
 def _what_shows(
@@ -130,8 +144,8 @@ def describe_pixels(options: Options) -> str:
     used = options.preprocessing
     mean, std = (", ".join(f"{value:.4g}" for value in values) for values in (used.mean, used.std))
     line = (
-        f"pixels: mean {mean}; std {std}; {options.image_interpolation}; shorter side "
-        f"{options.image_resize}, centre {options.image_size}"
+        f"pixels: mean {mean}; std {std}; {options.image_interpolation}; "
+        f"{SIDES[used.resize_mode]} {options.image_resize}, centre {options.image_size}"
     )
     found = trained_with(str(weights), tower)
     if found is None:

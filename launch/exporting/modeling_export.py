@@ -100,7 +100,7 @@ class ExportedModel(nn.Module):
 
     def pixel_values(self, file: str | Path | IO[bytes]) -> Tensor:
         """[3, size, size] of an image file, as the model was evaluated: upright, on white where it
-        is transparent, resized, and the centre cut out."""
+        is transparent, resized, and the centre cut out, on black where the image is smaller."""
         from PIL import Image, ImageOps
 
         how = self.options
@@ -111,14 +111,21 @@ class ExportedModel(nn.Module):
             page = Image.new("RGB", image.size, "white")
             page.paste(image, mask=image.getchannel("A"))
             image = page
-        width, height = (
-            resize if how["image_resize_mode"] == "squash" else resize * side // min(image.size)
-            for side in image.size
-        )
+        shorter, longer = min(image.size), max(image.size)
+        width, height = {
+            "shortest": [resize * side // shorter for side in image.size],
+            "longest": [max(1, round(side * resize / longer)) for side in image.size],
+            "squash": [resize, resize],
+        }[how["image_resize_mode"]]
         resampling = Image.Resampling[how["image_interpolation"].upper()]
         image = image.convert("RGB").resize((width, height), resampling)
         pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
         pixels = pixels.view(height, width, 3).permute(2, 0, 1)
+        if min(height, width) < size:
+            left, top = (max(0, size - side) for side in (width, height))
+            around = (left // 2, left - left // 2, top // 2, top - top // 2)
+            pixels = F.pad(pixels, around)
+            height, width = pixels.shape[1:]
         top, left = round((height - size) / 2), round((width - size) / 2)
         mean, std = (torch.tensor(how[f"image_{name}"]).view(3, 1, 1) for name in ("mean", "std"))
         return (pixels[:, top : top + size, left : left + size] / 255 - mean) / std

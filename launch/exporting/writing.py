@@ -394,7 +394,8 @@ def _write_inputs(trained: Trained, kind: str, beside: Path) -> None:
         if kind == CLAP:  # in both files, for all versions of transformers
             extractor.save_pretrained(beside)
             ClapProcessor(extractor, tokenizer).save_pretrained(beside)
-    if "image" in towers:
+    # it cannot fill up what is too short; `pixel_values` of modeling_export.py does
+    if "image" in towers and trained.preprocessing.resize_mode != "longest":
         size = trained.options["image_size"]
         image_processor(trained.preprocessing, size).save_pretrained(beside)
 

@@ -59,12 +59,14 @@ class Rows:
 class Regions:
     """The embeddings of n regions, of which the image tower sees at least half, and of the first
     phrase of each. `sample` of both has the same numbers, one for each region; `image` [n]: the
-    samples that they are of; `box` float64 [n, 4]: as in `data.regions.Region`."""
+    samples that they are of; `box` float64 [n, 4]: as in `data.regions.Region`. `num_given`: with
+    those that are not seen."""
 
     region: Rows
     phrase: Rows
     image: Tensor
     box: Tensor
+    num_given: int = 0
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,8 @@ class Embedder:
         names, seed = ("image", "region"), options.seed
         images, (number, image, key, embeds) = self._gathered(names, source, subset, regions)
         # one phrase for each region, in their order; those that are not seen are left out
-        phrases = regions.places(subset, training=False).phrases(subset, None).of(number.numpy())
+        phrases = regions.places(subset, training=False).phrases(subset, None)
+        num_given, phrases = len(phrases.index), phrases.of(number.numpy())
         texts = phrases.texts(source, seed, 0, training=False)
         boxes = [
             shown_regions(source, i, shown, seed, 0, training=False)[k].box
@@ -223,6 +226,7 @@ class Embedder:
             replace(own, sample=number, texts=texts),
             image,
             torch.tensor(boxes, dtype=torch.float64).view(-1, 4),
+            num_given,
         )
 
     def rows(

@@ -3,7 +3,7 @@ has."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
@@ -11,6 +11,7 @@ import torch
 from launch.inference.embedding import Regions
 from models.metrics.classification import zero_shot_accuracy
 from models.metrics.regions import (
+    NUM_UNSEEN,
     OVERLAP,
     PHRASE_TO_BOX,
     box_sums,
@@ -32,12 +33,23 @@ POOLED = (
 )
 
 
+NUM_GIVEN = "num_regions"
+UNSEEN = (
+    ". {:,} of {:,} regions were not in the view of their images and are not measured; "
+    "--image-resize-mode squash of train.py shows all"
+)
+
+
 def region_figures(regions: Regions) -> dict[str, float]:
     """As in training by the same box, `phrase_to_box_R@1` and so on; by the overlap of boxes; and
     of boxes among the distinct phrases as names. Without regions: none."""
-    region, phrase = regions.region, regions.phrase
-    if not len(regions.image):
-        return {}
+    region, phrase, number = regions.region, regions.phrase, len(regions.image)
+    counts: dict[str, float] = {
+        NUM_GIVEN: regions.num_given,
+        NUM_UNSEEN: regions.num_given - number,
+    }
+    if not number:
+        return counts if regions.num_given else {}
     of_images = phrase.embeds, region.embeds, regions.image
     values = query_figures(
         PHRASE_TO_BOX, box_sums(*of_images, regions.image, phrase.key, phrase.key).tolist()
@@ -50,7 +62,13 @@ def region_figures(regions: Regions) -> dict[str, float]:
     _, first, label = np.unique(phrase.key.numpy(), return_index=True, return_inverse=True)
     named = zero_shot_accuracy(region.embeds, torch.from_numpy(label), phrase.embeds[first])
     values |= {f"{NAMED}_{key}": value for key, value in named.items()}
-    return values | {f"{NAMED}_names": len(first), f"{NAMED}_chance": 1 / len(first)}
+    return values | counts | {f"{NAMED}_names": len(first), f"{NAMED}_chance": 1 / len(first)}
+
+
+def unseen(figures: Iterable[Mapping[str, float]]) -> str:
+    """What to say below the table of regions that views do not show; empty where all are seen."""
+    total, out = (sum(int(each[name]) for each in figures) for name in (NUM_GIVEN, NUM_UNSEEN))
+    return UNSEEN.format(out, total) if out else ""
 
 
 def regions_rows(values: Mapping[str, float], held_out: str, number: int) -> list[dict[str, str]]:

@@ -331,6 +331,8 @@ def training_identity(
         free += ["max_regions", "max_negatives"]
     if not options.get("weights"):
         free.append("weights")
+    if options["image_train_resize_mode"] == "shortest":  # as they cropped, and do not record
+        free += ["image_train_resize_mode"]
     if "video" not in branches_of(options["pairs"]):
         free += [each.name for each in fields(VideoOptions)] + ["video_weights"]
     free_branches = [*BRANCHES_FREE_TO_CHANGE, *(() if by_split else BRANCHES_SPLIT)]

@@ -21,7 +21,9 @@ from common.sizes import sized
 from data.batching.mixture import Mixture
 from data.batching.stream_order import StreamOrder
 from data.index.sources import IndexedSource, Source
-from data.options import loss_names
+from data.modalities.boxes import KEPT_AREA
+from data.modalities.transforms import EvalTransform
+from data.options import has_regions, loss_names
 from data.prepare import PreparedData, count_bad
 from data.streams.several import streams_of
 from engine.optimizer.preview import preview, unreached
@@ -50,6 +52,7 @@ DUPLICATES = {
 LABEL = 10  # columns of a label with its colon
 FEW = 0.01  # repeated values, of all
 REASONS_SHOWN = 5
+IMAGES_ASKED = 1000  # at least, where there are more, for what views leave out of regions
 OTHER_PLANS = 3  # that are compared with the chosen one; `launch.tools.plan` lists all
 
 
@@ -87,6 +90,7 @@ def first_screen(run: PreparedRun, ranks: Ranks) -> list[tuple[str, str]]:
     ]
     screen = [
         ("data", "\n".join([_data(data), *_repeated(data, options)])),
+        ("regions", _regions(data, options)),
         ("stream", _streams(data, config["train_batch_size"])),
         ("towers", _towers(options, model.towers, plan)),
         ("tokenizer", _tokenizer(options, data)),
@@ -190,6 +194,34 @@ def _known_keys(data: PreparedData, kind: str) -> np.ndarray:
         none = np.zeros(0, np.uint64)
         keys = np.concatenate([none, *(each.keys(kind)[each.usable()] for each in known)])
     return keys[keys != 0]
+
+
+def _regions(data: PreparedData, options: Options) -> str:
+    """How many are trained on, and how many the views of an evaluation leave out; empty without."""
+    if not has_regions(options.pairs) or data.shards:
+        return ""
+    train = data.train[:]
+    numbers = data.source.numbers("num_regions", train)
+    said = f"{numbers.sum(dtype=int):,} in {np.count_nonzero(numbers):,} images"
+    if (most := options.max_regions) < numbers.max(initial=0):
+        said += f", at most {most} of an image in a step"
+    # evenly spread: an index of ten million images is not read for one line
+    drawn = train[numbers > 0][:: max(1, np.count_nonzero(numbers) // IMAGES_ASKED)]
+    transform = EvalTransform((options.image_size, options.image_size), options.preprocessing)
+    boxes, phrases, unseen = 0, 0, 0
+    for i, width, height in zip(
+        drawn.tolist(), *(data.source.numbers(side, drawn) for side in ("width", "height"))
+    ):
+        regions = data.source.value("region", i)
+        _, inside = transform.placed((int(height), int(width))).boxes(
+            np.array([region.box for region in regions])
+        )
+        boxes, unseen = boxes + len(regions), unseen + int((inside < KEPT_AREA).sum())
+        phrases += sum(len(region.phrases) for region in regions)
+    mode = f"--image-resize-mode {options.preprocessing.resize_mode}"
+    said += f", {phrases / max(1, boxes):.2g} phrases each; {mode}: "
+    left_out = f"{unseen:,} of {boxes:,} that were looked at are not in the view and are left out"
+    return said + (f"{left_out}; squash shows all" if unseen else "the view shows all of them")
 
 
 def _streams(data: PreparedData, batch_size: int) -> str:

@@ -13,6 +13,7 @@ from torchvision.ops import box_iou
 from models.metrics.retrieval import NUM_SUMS, RECALL_AT, TOLERANCE, hits, similarities
 
 PHRASE_TO_BOX = "phrase_to_box"  # within an image, among the boxes that are given
+NUM_UNSEEN = "num_regions_not_in_view"  # of the boxes that an evaluation asks for
 OVERLAP = 0.5  # of a box with that of the phrase, at which it counts as found
 
 Rule = Callable[[slice], Tensor]

@@ -11,7 +11,7 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
 from data.modalities.boxes import Placed
-from data.modalities.preprocessing import Preprocessing
+from data.modalities.preprocessing import RESIZE_MODES, Preprocessing
 from data.modalities.transforms import EvalTransform, TrainTransform
 
 RED, BLUE = (230, 20, 20), (20, 20, 230)
@@ -54,9 +54,9 @@ def transforms(size):
     yield TrainTransform(size)
     yield TrainTransform(size, flip=1.0, colour_jitter=0.2)
     yield TrainTransform(size, Preprocessing(crop_pct=0.875, interpolation="bilinear"), flip=0.5)
-    for mode, crop_pct, whole in itertools.product(
-        ("shortest", "squash"), (1.0, 0.875), (True, False)
-    ):
+    yield TrainTransform(size, Preprocessing(train_resize_mode="squash"), flip=0.5)
+    yield TrainTransform(size, Preprocessing(train_resize_mode="longest"), flip=0.5)
+    for mode, crop_pct, whole in itertools.product(RESIZE_MODES, (1.0, 0.875), (True, False)):
         yield EvalTransform(size, Preprocessing(resize_mode=mode, crop_pct=crop_pct), whole)
 
 
@@ -70,6 +70,8 @@ def test_boxes_are_where_their_pixels_are_in_every_view():
             stored = transform.stored(data)
             view, placed = transform.view(stored, np.random.default_rng(seed))
             assert np.array_equal(view, transform(stored, np.random.default_rng(seed)))
+            if isinstance(transform, EvalTransform):
+                assert transform.placed(stored.shape[:2]) == placed
             boxes, inside = placed.boxes(np.array([box]) / np.tile(file, 2))
             assert (boxes.dtype, boxes.shape, inside.shape) == (np.float32, (1, 4), (1,))
             case = (file, size, transform, kind, box, boxes)
@@ -78,7 +80,7 @@ def test_boxes_are_where_their_pixels_are_in_every_view():
                 assert (boxes[0, 2:] - boxes[0, :2]).min() < 1.5, case
                 continue
             # a JPEG's reduced scale rounds its sides up, by up to 7/8 of a pixel
-            limit = 1 if kind == "PNG" or file[0] < 600 else 2
+            limit = 1 if kind == "PNG" or min(file) < 2 * max(size) else 2
             assert np.abs(boxes[0] - pixels).max() <= limit, (case, pixels)
             shown += 1
     assert shown > 300

@@ -10,7 +10,7 @@ from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
 
 from data.decoding.images import decode_bytes
-from data.modalities.preprocessing import CLIP, NORMALIZATIONS, Preprocessing
+from data.modalities.preprocessing import CLIP, NORMALIZATIONS, RESIZE_MODES, Preprocessing
 from data.modalities.transforms import (
     COLOUR_JITTER,
     KEPT,
@@ -144,7 +144,7 @@ def test_evaluation_resizes_files_once_from_their_full_size():
 
     coarse = np.random.default_rng(5).integers(0, 256, (23, 31, 3)).astype(np.uint8)
     shapes = [(333, 217), (100, 301), (40, 57)]
-    for shape, mode in itertools.product(shapes, ["shortest", "squash"]):
+    for shape, mode in itertools.product([*shapes, (400, 100), (20, 61)], RESIZE_MODES):
         image = Image.fromarray(coarse).resize(shape, Image.Resampling.BICUBIC)
         theirs = image_transform_v2(PreprocessCfg(size=32, resize_mode=mode), is_train=False)
         transform = EvalTransform((32, 32), Preprocessing(resize_mode=mode))
@@ -188,6 +188,31 @@ def test_training_crops_80_to_100_percent_anywhere_in_the_image():
     assert 0.75 < min(areas) < 0.84 and 0.93 < max(areas) < 1.05
     assert 0.86 < min(shapes) < 0.93 and 1.07 < max(shapes) < 1.14
     assert min(lefts) < 5 and max(lefts) > 40  # a 4:3 image is not always cropped in its middle
+
+
+def test_a_squashed_or_filled_view_of_training_shows_the_whole_image_but_for_its_crop():
+    """Also of 4 : 1 images, of which a crop of the target's shape shows a quarter at most."""
+    image = np.full((60, 240, 3), 200, np.uint8)
+    for mode, least in (("shortest", 0.15), ("longest", 0.79), ("squash", 0.79)):
+        for seed in range(20):
+            how = Preprocessing(train_resize_mode=mode)
+            view, placed = TrainTransform((64, 64), how).view(image, np.random.default_rng(seed))
+            seen = placed.boxes(np.array([[0.0, 0.0, 1.0, 1.0]]))[1].item()
+            assert least < seen < (0.27 if mode == "shortest" else 1.01), (mode, seen)
+            black = float((view == 0).mean())
+            assert (0.6 < black < 0.8) if mode == "longest" else black == 0, mode
+
+
+def test_square_images_train_alike_in_every_mode():
+    """So the default of regions changes nothing for them."""
+    image = np.random.default_rng(0).integers(0, 256, (80, 80, 3)).astype(np.uint8)
+    shortest, squash = (
+        TrainTransform((48, 48), Preprocessing(train_resize_mode=mode))
+        for mode in ("shortest", "squash")
+    )
+    for seed in range(5):
+        one, other = (t.view(image, np.random.default_rng(seed)) for t in (shortest, squash))
+        assert np.array_equal(one[0], other[0]) and one[1] == other[1]
 
 
 def test_training_background_is_light_and_random_and_evaluation_is_white(demo):

@@ -3,6 +3,7 @@ transformers' own files."""
 
 import json
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,11 +17,12 @@ from data.batching.requests import evaluation_requests
 from data.index.sources import open_source
 from data.loader import MicroBatchDataset
 from data.modalities.image import ImageModality
-from data.modalities.preprocessing import CLIP, NORMALIZATIONS, Preprocessing
+from data.modalities.preprocessing import CLIP, NORMALIZATIONS, RESIZE_MODES, Preprocessing
 from data.modalities.transforms import EvalTransform
 from launch.config.options import parse_options
 from launch.config.pixels import describe_pixels, trained_with
 from launch.inputs import as_values
+from launch.run.folder import training_identity
 from models.towers.image import image_tower
 from models.weights.reading import open_weights
 
@@ -123,6 +125,32 @@ def test_every_weight_of_torchvision_brings_its_preset():
             assert options.image_interpolation == preset.interpolation.value
             file = f"/x/{weights.url.rpartition('/')[2]}"
             assert trained_with(weights.name, architecture) == trained_with(file, architecture)
+
+
+def test_training_resizes_as_evaluation_does_and_regions_see_the_whole_image():
+    def modes(*words):
+        options = parse_options(["--data", "jsonl:x", *words])
+        return options.image_resize_mode, options.image_train_resize_mode
+
+    regions = ["--pairs", "image:text,region:text"]
+    assert modes() == ("shortest", "shortest") and modes(*regions) == ("squash", "squash")
+    for mode in RESIZE_MODES:
+        assert modes("--image-resize-mode", mode) == (mode, mode)
+        assert modes(*regions, "--image-resize-mode", mode) == (mode, mode)
+    assert modes(*regions, "--image-train-resize-mode", "shortest") == ("squash", "shortest")
+
+
+def test_a_run_of_version_0_1_keeps_its_crops(tmp_path):
+    """Its record does not know the mode of training, and its evaluation may have squashed."""
+    words = ["--data", "jsonl:x", "--pairs", "image:text,region:text", "--run-dir", str(tmp_path)]
+    for mode in ("shortest", "squash"):
+        record = parse_options([*words, "--image-resize-mode", mode]).record()
+        del record["image_train_resize_mode"]
+        with patch("launch.config.options.read_run", return_value={"options": record}):
+            again = parse_options(words)
+        assert (again.image_resize_mode, again.image_train_resize_mode) == (mode, "shortest")
+        now = training_identity(again.record(), {}, {})["options"]
+        assert now == {name: value for name, value in record.items() if name in now}
 
 
 def test_what_is_given_goes_before_the_weights():

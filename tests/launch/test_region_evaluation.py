@@ -63,9 +63,10 @@ def run(module_folder):
     spec, run_dir = write_scenes(folder / "data"), folder / "run"
     words = ["--data", "demo:scenes:100", "--val-data", spec, "--on-leak", "drop", *SMALL]
     words += ["--pairs", PAIRS, "--max-regions", "4", "--steps", "2", "--workers", "0"]
-    words += ["--run-dir", run_dir, *fork_flags(folder)]
+    words += ["--run-dir", run_dir, *fork_flags(folder), "--image-resize-mode", "shortest"]
     status, output = run_to_end("train.py", *words, ranks=2)
     assert status == 0, output[-3000:]
+    assert "regions: " in output and "--image-resize-mode shortest: the view shows all" in output
     return run_dir, spec
 
 
@@ -97,6 +98,9 @@ def test_the_figures_are_those_of_the_last_evaluation(run, monkeypatch, capfd):
     assert of_boxes["iou_0.5_chance"] > of_boxes["same_chance"] > 0.2
     assert found["validation/box_to_name_top_1"] == found["validation/region_to_phrase_R@1"]
     assert "among those given" in found["protocol_of_regions"] and "phrase → box" in said
+    total, out = (found[f"validation/num_regions{of}"] for of in ("", "_not_in_view"))
+    assert 0 < out < 5 and total > 100  # of the one image that is wide
+    assert f"{out} of {total} regions were not in the view" in " ".join(said.split())
 
 
 def read_regions(run):
