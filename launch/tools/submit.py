@@ -66,7 +66,7 @@ unset RANK WORLD_SIZE LOCAL_RANK LOCAL_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_
 cd {here} || exit 2
 run_dir={run_dir}
 {seed}train=({code}/train.py {options} --run-dir "$run_dir")
-supervise=(bash {code}/launch/supervise.sh --restarts {restarts} --)
+supervise=(env PYTHON={python} bash {code}/launch/supervise.sh --restarts {restarts} --)
 {accelerator}{start}"""
 ALONE = """\
 exec "${{supervise[@]}}" {python} -m deepspeed.launcher.runner --hostfile /dev/null \\
