@@ -1,5 +1,6 @@
 """Zero-shot classes as published figures have them: OpenCLIP's classifier, names and prompts."""
 
+import argparse
 import io
 import json
 import tarfile
@@ -10,6 +11,7 @@ import torch
 from embedders import make_embedder
 from PIL import Image
 
+import evaluate
 from data.index.sources import open_source
 from data.prepare import HeldOut
 from launch.inference.classes import benchmark_metrics, classification, made_of
@@ -86,7 +88,7 @@ def test_imagenet_by_name(imagenet, embedder):
     assert metrics["acc5"] == values["zero_shot_top_5"] < 1
 
 
-def test_classes_of_tar_shards_are_those_of_folders(imagenet, embedder, tmp_path):
+def test_classes_of_tar_shards_are_those_of_folders(imagenet, embedder, tmp_path, capsys):
     """As CLIP_benchmark lays them out; its numbers keep classes of one name apart."""
     root = tmp_path / "wds"
     (root / "test").mkdir(parents=True)
@@ -112,6 +114,12 @@ def test_classes_of_tar_shards_are_those_of_folders(imagenet, embedder, tmp_path
     )
     assert values == pytest.approx(expected, abs=1e-6) and values["num_classes"] == 6
     assert made_of(own) == {"class_names": f"{root}/classnames.txt", "prompts": f"2 of {templates}"}
+    arguments = argparse.Namespace(classify=own.spec, classify_train=None)
+    found, _ = evaluate.of_classes(arguments, embedder, "model")
+    assert found["metrics"]["acc1"] == values["zero_shot_top_1"]
+    assert found["class_names"] == f"{root}/classnames.txt"
+    said = "".join(capsys.readouterr().out.split())
+    assert f"classnames:{root}/classnames.txt;promptsofaclass:2of{templates}" in said
     assert made_of(theirs)["prompts"] == f"2 of {templates}"
     assert made_of(open_source("demo")) is None
 
