@@ -146,6 +146,91 @@ def test_times_have_hours_minutes_and_parts_of_a_second():
     assert (cue["start_s"], cue["end_s"]) == (123.0, 3599.999)
 
 
+def told(content: str) -> list[tuple]:
+    """Of each cue what it says and when, or the reason why it cannot be read."""
+    return [
+        (each["start_s"], each["end_s"], each["text"]) if "start_s" in each else each["text"].reason
+        for each in cues(content.encode())
+    ]
+
+
+@pytest.mark.parametrize("is_srt", [False, True])
+def test_of_captions_that_roll_each_line_is_told_once_while_it_is_spoken(is_srt):
+    """As YouTube writes them, and as programs make SubRip of them (`yt-dlp#1734`)."""
+    rolling = [
+        (
+            "00:00:00.160",
+            "00:00:02.390",
+            " \nred<00:00:00.480><c> square</c><00:00:00.800><c> grows</c>",
+        ),
+        ("00:00:02.390", "00:00:02.400", "red square grows\n "),
+        ("00:00:02.400", "00:00:04.790", "red square grows\nthen<00:00:02.720><c> it</c>"),
+        ("00:00:04.790", "00:00:04.800", "then it\n "),
+        ("00:00:04.800", "00:00:05.000", "then it\n "),
+        ("00:00:07.000", "00:00:09.000", " \nthen it"),
+    ]
+    cues_of = [f"{a} --> {b} align:start\n{text}\n" for a, b, text in rolling]
+    text = "\n".join(["WEBVTT\nKind: captions\n", *cues_of])
+    if is_srt:
+        text = "\n".join(f"{k}\n{cue}" for k, cue in enumerate(cues_of, 1)).replace(".", ",")
+        text = text.replace(
+            "<00:00:00,480><c> square</c><00:00:00,800><c> grows</c>", " square grows"
+        )
+        text = text.replace("<00:00:02,720><c> it</c>", " it")
+    expected = [
+        (0.16, 2.39, "red square grows"),
+        (2.4, 4.79, "then it"),
+        (7.0, 9.0, "then it"),  # it is said again
+    ]
+    assert told(text) == expected
+
+
+def test_subtitles_that_somebody_wrote_keep_what_they_say_twice():
+    text = "00:01 --> 00:02\nNo.\n\n00:02 --> 00:03\nNo.\n\n00:02 --> 00:04\nNo.\nOh.\n\n"
+    text += "\n".join(f"00:{k} --> 00:{k + 1}\nword {k}\n" for k in range(10, 16))
+    found = [words for *_, words in told(text)]
+    assert found == ["No.", "No.", "No. Oh.", *(f"word {k}" for k in range(10, 16))]
+
+
+def test_only_tags_are_markup_and_entities_are_characters():
+    lines = {
+        "a < b > c": "a < b > c",
+        "x<y> and <z>": "x<y> and <z>",
+        "<v.loud Ann>Hi <lang en-GB><i.a.b>you</i></lang></v>": "Hi you",
+        "<ruby>W<rt>w</rt></ruby> <00:01.500><c.red>on</c> <u>and</u> <b>on</b>": "Ww on and on",
+        '<font color="#fff">white</font> {\\an8}<s>top</s>': "white top",
+        "R&amp;B &lt;b&gt; a&nbsp;b &lrm;c&rlm;": "R&B <b> a b \u200ec\u200f",
+    }
+    for line, plain in lines.items():
+        assert told(f"WEBVTT\n\n00:01.000 --> 00:02.000\n{line}\n") == [(1.0, 2.0, plain)]
+
+
+def test_blocks_that_are_not_shown_are_no_cues_and_a_map_of_times_moves_what_follows():
+    text = """WEBVTT
+X-TIMESTAMP-MAP=LOCAL:00:00:01.000,MPEGTS:900000
+
+NOTE as it was
+00:01.000 --> 00:02.000
+is no cue
+
+STYLE
+::cue(b) { content: "-->" }
+
+00:01.000 --> 00:02.500
+NOTE is said
+
+WEBVTT
+X-TIMESTAMP-MAP=MPEGTS:180000,LOCAL:00:00.000
+
+00:01.000 --> 00:02.000
+the next part
+
+X-TIMESTAMP-MAP=MPEGTS:soon
+"""
+    expected = [(10.0, 11.5, "NOTE is said"), (3.0, 4.0, "the next part"), "invalid-row"]
+    assert told(text) == expected
+
+
 def test_a_hostile_file_takes_no_time():
     assert list(cues(b"1\n" * 200_000)) == []
     assert len(list(cues(b"00:01.0 --> 00:02.0\n" + b"<" * 400_000 + b"\n"))) == 1
