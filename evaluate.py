@@ -213,7 +213,7 @@ def of_pairs(
         beside = part_name if len(parts) > 1 else ""
         if arguments.embeddings:
             folder = make_folder(arguments.embeddings / beside, within=arguments.embeddings)
-            write_embeddings(folder, embedded.rows, part.source, model)
+            write_embeddings(folder, embedded.rows, part.source, model, embedded.regions)
             print(folder)
         if file := arguments.picture:
             file = file.with_stem(f"{file.stem}-{beside}") if beside else file

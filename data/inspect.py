@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from matplotlib import colormaps, rc_context
 from matplotlib.figure import Figure
-from PIL import Image, ImageOps
+from PIL import Image, ImageDraw, ImageOps
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -37,6 +37,7 @@ from data.modalities.fonts import columns_of, fonts_for, wrapped
 from data.modules import import_modules
 from data.options import add_pairs_flags, compared
 from data.prepare import bad_values, count_bad
+from data.regions import Region
 from data.speed import NEEDED, measured
 from data.streams.opening import is_stream, open_stream
 from data.streams.source import StreamSource
@@ -52,6 +53,7 @@ SEVERAL = {
     "audio": ("audio", "sounds"),
     "video": ("video", "films"),
 }
+BOX_COLOURS = "tab10"
 STRIP = 3  # frames of a clip
 COLUMNS = (
     ("width", "width, pixels"),
@@ -95,6 +97,9 @@ def report(source: IndexedSource, most_bad: int = 10) -> list[Table]:
             there = usable[~source.lacking(modality)[usable]]
             different = len(np.unique(source.keys(kind)[there]))
             counts.add_row(f"different {several}", f"{different:,}")
+    if "region" in source.index.modalities:
+        each = source.column("num_regions")[usable]
+        counts.add_row("regions", f"{each.sum(dtype=int):,} in {np.count_nonzero(each):,} images")
     for modality in source.index.modalities:
         if lacking := int(source.lacking(modality)[usable].sum()):
             counts.add_row(f"usable, without {modality}", f"{lacking:,}")
@@ -172,12 +177,23 @@ def _tile(source: KnownSource, i: int) -> Image.Image:
     there = [m for m in SEVERAL if not source.lacking(m)[i]] or ["image"]
     sides = (TILE, TILE // len(there))
     shown = [_PICTURES[modality](source.value(modality, i), sides) for modality in there]
+    if "image" in there and not source.lacking("region")[i]:
+        _draw_boxes(shown[there.index("image")], source.value("region", i))
     tile = Image.new("RGBA", (TILE, sum(image.height for image in shown)))
     top = 0
     for image in shown:
         tile.paste(image, ((TILE - image.width) // 2, top))
         top += image.height
     return tile
+
+
+def _draw_boxes(image: Image.Image, regions: Sequence[Region]) -> None:
+    """Each in a colour of its own, as far as these go."""
+    draw, colours = ImageDraw.Draw(image), colormaps[BOX_COLOURS]
+    for number, region in enumerate(regions):
+        x1, y1, x2, y2 = region.box
+        corners = [x1 * image.width, y1 * image.height, x2 * image.width, y2 * image.height]
+        draw.rectangle(corners, outline=colours(number % colours.N, bytes=True), width=2)
 
 
 def _spectrogram(sound: bytes) -> Image.Image:

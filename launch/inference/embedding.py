@@ -59,14 +59,15 @@ class Rows:
 class Regions:
     """The embeddings of n regions, of which the image tower sees at least half, and of the first
     phrase of each. `sample` of both has the same numbers, one for each region; `image` [n]: the
-    samples that they are of; `box` float64 [n, 4]: as in `data.regions.Region`. `num_given`: with
-    those that are not seen."""
+    samples that they are of; `box` float64 [n, 4]: as in `data.regions.Region`; `which` [n]: their
+    numbers among those of their images. `num_given`: with those that are not seen."""
 
     region: Rows
     phrase: Rows
     image: Tensor
     box: Tensor
-    num_given: int = 0
+    which: Tensor
+    num_given: int
 
 
 @dataclass(frozen=True)
@@ -226,6 +227,7 @@ class Embedder:
             replace(own, sample=number, texts=texts),
             image,
             torch.tensor(boxes, dtype=torch.float64).view(-1, 4),
+            torch.from_numpy(phrases.number),
             num_given,
         )
 

@@ -4,7 +4,10 @@ It has for each modality an array float32 [n, D] with rows of length 1, named af
 `audio.npy`, `text.npy`. Beside each is a file with a line per row: `images.jsonl`, `audio.jsonl`,
 `texts.jsonl` and so on, with `index` in the data, `id` and `where`; a text has itself as `text`
 and, for each other modality, the row of its sample there (`image`, `audio`), any other value a
-checksum as `content`. `about.json` says what model and what data they are of.
+checksum as `content`. A run that compares regions also has `region.npy` and `phrase.npy`: a row of
+one belongs to that of the other, and their lines have the `box` (x1, y1, x2, y2 in fractions of the
+image's sides), its number among those of the image as `region`, and the phrase as `text`.
+`about.json` says what model and what data they are of.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from common.files import make_folder, read_json, remove, replacing, write_text
 from common.secrets import redacted
 from data.batching.mixture import specs_of
 from data.index.sources import KnownSource
-from launch.inference.embedding import Rows
+from launch.inference.embedding import Regions, Rows
 from launch.modalities import view_of
 
 ABOUT = "about.json"
@@ -30,11 +33,16 @@ Line = dict[str, Any]
 
 
 def write_embeddings(
-    folder: Path, rows: Mapping[str, Rows], source: KnownSource, about: Mapping[str, Any]
+    folder: Path,
+    rows: Mapping[str, Rows],
+    source: KnownSource,
+    about: Mapping[str, Any],
+    regions: Regions | None = None,
 ) -> None:
     """`rows`: by modality. about.json last: a folder counts with it."""
     make_folder(folder)
-    for name, own in rows.items():
+    of_regions = {"region": regions.region, "phrase": regions.phrase} if regions else {}
+    for name, own in {**rows, **of_regions}.items():
         # through a file handle: numpy would add .npy to the name of the file beside
         with replacing(folder / f"{name}.npy") as beside, beside.open("wb") as file:
             np.save(file, own.embeds.numpy())
@@ -42,9 +50,10 @@ def write_embeddings(
             replacing(folder / _lines_of(name)) as beside,
             beside.open("w", encoding="utf-8") as out,
         ):
-            for line in lines_for(rows, source, name):
+            lines = region_lines(regions, source) if name in of_regions and regions else None
+            for line in lines or lines_for(rows, source, name):
                 out.write(json.dumps(line, ensure_ascii=False) + "\n")
-    record = {**about, "data": specs_of(source), "modalities": list(rows)}
+    record = {**about, "data": specs_of(source), "modalities": [*rows, *of_regions]}
     write_text(folder / ABOUT, json.dumps(redacted(record), indent=2) + "\n")
 
 
@@ -66,8 +75,22 @@ def lines_for(rows: Mapping[str, Rows], source: KnownSource, modality: str) -> I
             yield line | {"content": _content(source, i, modality)}
 
 
+def region_lines(regions: Regions, source: KnownSource) -> Iterator[Line]:
+    """Of each region; its text is what the data says of it."""
+    for row, i in enumerate(regions.image.tolist()):
+        yield {
+            "index": i,
+            "id": source.identity(i),
+            "where": source.where(i, "image"),
+            "region": int(regions.which[row]),
+            "box": regions.box[row].tolist(),
+            "text": regions.phrase.texts[row],
+            "content": _content(source, i, "region"),
+        }
+
+
 def _content(source: KnownSource, i: int, modality: str) -> str:
-    view = view_of(modality)
+    view = view_of("image" if modality in ("region", "phrase") else modality)
     return view.content(source, i) if view else source.identity(i)
 
 

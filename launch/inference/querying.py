@@ -20,9 +20,9 @@ from data.clips import Clip
 from data.index.sources import KnownSource
 from data.modules import import_recorded, modules_of_specs
 from launch.inference.clips import embedded_windows
-from launch.inference.embedding import Embedder, Regions, as_source
+from launch.inference.embedding import Embedder, as_source
 from launch.inference.evaluation import caption_of
-from launch.inference.folders import lines_for, read_embeddings, refuse_other_data
+from launch.inference.folders import lines_for, read_embeddings, refuse_other_data, region_lines
 from launch.inference.gallery import Cell, draw_rows
 from launch.inference.samples import held_out
 from launch.modalities import encoded, names_a_file, read_value
@@ -169,7 +169,7 @@ def _searched(
         )
     if modality == "region":
         _, regions = embedder.with_regions(source, there)
-        return regions.region.embeds, [*_region_lines(regions, source)], source
+        return regions.region.embeds, [*region_lines(regions, source)], source
     if modality == WINDOW:
         films = [*embedded_windows(embedder, source, there)]
         of_windows = [
@@ -178,13 +178,6 @@ def _searched(
         return torch.cat([found for *_, found in films]), of_windows, source
     rows = {modality: embedder.rows(modality, source, there)}
     return rows[modality].embeds, [*lines_for(rows, source, modality)], source
-
-
-def _region_lines(regions: Regions, source: KnownSource) -> Iterator[Line]:
-    """Of each region; its text is what the data says of it."""
-    for i, box, text in zip(regions.image.tolist(), regions.box.tolist(), regions.phrase.texts):
-        where, identity = source.where(i, "image"), source.identity(i)
-        yield {"index": i, "id": identity, "where": where, "text": text, "box": box}
 
 
 def _window_lines(source: KnownSource, i: int, windows: np.ndarray) -> Iterator[Line]:

@@ -15,7 +15,7 @@ from bad_audio import tone, wav  # noqa: E402
 from bad_sets import encoded_image  # noqa: E402
 
 from data.index.sources import open_source
-from data.inspect import TILE, _tile, contact_sheet, histogram, main
+from data.inspect import TILE, _tile, contact_sheet, histogram, main, report
 from data.modalities.fonts import fonts_for, installed_families
 
 
@@ -129,3 +129,25 @@ def test_the_sheet_is_drawn_by_the_seed(demo, emoji_set):
     assert np.array_equal(first, again) and not np.array_equal(first, other)
     few = contact_sheet(open_source(f"jsonl:{emoji_set(2)}"), 24)[0]
     assert len(pixels_of(few)) < 300  # no more rows than samples
+
+
+def test_regions_are_counted_and_their_boxes_are_drawn(tmp_path):
+    """Where the pairs have them: an image with a box is the image without but for its edges."""
+    Image.new("RGB", (60, 40), (200, 200, 200)).save(tmp_path / "0.png")
+    region = {"box": [15, 10, 30, 20], "text": "a dot"}
+    row = {"image_path": "0.png", "text": "a picture", "regions": [region, region]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    spec = f"jsonl:{tmp_path / 'rows.jsonl'}"
+    bare, boxed = (
+        open_source(spec, [("image", other) for other in others])
+        for others in (["text"], ["text", "region"])
+    )
+    counted, *_ = report(boxed)
+    assert ("regions", "2 in 1 images") in list(zip(*(column._cells for column in counted.columns)))
+    without, drawn = (np.asarray(_tile(source, 0).convert("RGB")) for source in (bare, boxed))
+    rows, columns = np.nonzero((without != drawn).any(2))
+    found = np.array([columns.min(), rows.min(), columns.max(), rows.max()])
+    expected = np.array([0.25, 0.25, 0.75, 0.75]) * np.tile(drawn.shape[1::-1], 2)
+    assert np.abs(found - expected).max() <= 1
+    middle = drawn[drawn.shape[0] // 2, drawn.shape[1] // 2]
+    assert middle.tolist() == [200, 200, 200]

@@ -16,6 +16,12 @@ import evaluate
 from common.boxes import WHOLE
 from data.index.sources import open_source
 from launch.inference.embedding import Embedder
+from launch.inference.folders import (
+    forget_embeddings,
+    read_embeddings,
+    refuse_other_data,
+    write_embeddings,
+)
 from launch.inference.gallery import Cell, draw_rows
 from launch.inference.trained import open_run
 from launch.views import ImageView
@@ -128,6 +134,29 @@ def test_regions_are_embedded_with_their_boxes_and_phrases(run):
         ((batch, _),) = Embedder(trained, "cpu", 1, 0).outputs("image", source, np.array([i]))
         embeds = Embedder(trained, "cpu", 1, 0)._run("image", batch | given)["region_embeds"]
         torch.testing.assert_close(regions.region.embeds[row], embeds[0], rtol=0, atol=1e-4)
+
+
+def test_a_folder_of_embeddings_has_regions_and_phrases_with_their_boxes(run, tmp_path):
+    """Each row beside its sample, which of its regions it is, and what the data says of it."""
+    trained, model = open_run(run[0]), {"checkpoint": "c", "checksum": "s", "run": "r"}
+    source = open_source(run[1], trained.read)
+    embedded = Embedder(trained, "cpu", 5, 0).embedded(source, source.usable())
+    write_embeddings(tmp_path, embedded.rows, source, model, embedded.regions)
+    rows = {"region": embedded.regions.region, "phrase": embedded.regions.phrase}
+    for name, own in rows.items():
+        embeds, lines, _ = read_embeddings(tmp_path, model, name)
+        assert np.array_equal(embeds, own.embeds.numpy()) and len(lines) == len(embeds) > 100
+        for line in lines:
+            region = source.value("region", line["index"])[line["region"]]
+            assert (line["box"], line["text"]) == ([*region.box], region.phrases[0])
+            assert line["id"] == source.identity(line["index"])
+        refuse_other_data(tmp_path, lines, source, name)
+    assert {line["index"] for line in lines} == {i for i in range(NUMBER) if i % 7}
+    # of the wide image only those that the view shows
+    seen = [line["region"] for line in lines if line["index"] == WIDE]
+    assert 0 < len(seen) < 4
+    forget_embeddings(tmp_path)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_model_that_learned_no_regions_has_them_by_its_last_map(tmp_path, monkeypatch, capfd):
