@@ -25,8 +25,14 @@ INSTALL = "pip install -r requirements-audio.txt"
 BLOCK = 1 << 16  # samples of a channel that are decoded at once: 6 MB with 24 channels
 # of a film's or a song's length, which a container rounds to its own ticks
 LENGTH_TOLERANCE_S = 0.25
-UNKNOWN_SIZE = 0xFFFFFFFF  # in the header of a WAV file that was written into a pipe
+# Lengths that a program writes before it knows the true one, as into a pipe, or larger: 2e9,
+# 0x7ffff000 or 0xffffffff bytes in WAV, AIFF and AU. No such file is read, as it is too large.
+UNKNOWN_SIZE = 1_999_990_000
+UNKNOWN_FRAMES = 1 << 35  # of FLAC, which has 36 bits for them; libsndfile makes 2**63 of its 0
+# what libsndfile says of FLAC that ends within a frame, or before as many as its header has
+BEHIND_THE_END = ("lost sync", "psf_fseek() failed")
 LAST_PAGE = 4  # in the flags of an Ogg page
+Order = Literal["little", "big"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +58,7 @@ def decode_audio(data: bytes, strict: bool = False) -> Sound:
     """
     if not data:
         raise BadSample("empty-file", "0 bytes")
+    data = _with_known_length(data)
     with refusing(but=(ImportError,)):
         found = _by_libsndfile(data, strict) or _by_ffmpeg(data)
     if not len(found.samples):
@@ -62,17 +69,19 @@ def decode_audio(data: bytes, strict: bool = False) -> Sound:
 
 
 def describe_audio(data: bytes) -> tuple[float, int, int]:
-    """Seconds, rate in Hz and channels of an encoded sound, as its header has them. Errors: as
-    `decode_audio`, as far as the header tells."""
+    """Seconds, rate in Hz and channels of an encoded sound, as its header has them, or by decoding
+    where that does not know the length. Errors: as `decode_audio`, as far as was read."""
     if not data:
         raise BadSample("empty-file", "0 bytes")
+    data = _with_known_length(data)
     library = _library("soundfile")
     if library is not None:
         # what libsndfile does not know, FFmpeg may
         known = contextlib.suppress(library.LibsndfileError)
         with refusing(), known, library.SoundFile(io.BytesIO(data)) as file:
-            check_sound(file.samplerate, file.channels, file.frames)
-            return file.frames / file.samplerate, file.samplerate, file.channels
+            if file.frames < UNKNOWN_FRAMES:
+                check_sound(file.samplerate, file.channels, file.frames)
+                return file.frames / file.samplerate, file.samplerate, file.channels
     found = decode_audio(data)  # FFmpeg's headers may say nothing of the length
     return found.seconds, found.rate, found.channels
 
@@ -129,7 +138,8 @@ def _one_channel(blocks: Iterator[np.ndarray], rate: int) -> np.ndarray:
 
 
 def _by_libsndfile(data: bytes, strict: bool) -> Sound | None:
-    """Decode by libsndfile; None where it is not installed or does not know the format."""
+    """Decode by libsndfile; None where it is not installed, or does not know the format or the
+    length, without which it does not read to the end."""
     library = _library("soundfile")
     if library is None:
         return None
@@ -140,11 +150,14 @@ def _by_libsndfile(data: bytes, strict: bool) -> Sound | None:
             _refuse_header(data)  # else FFmpeg may know it: WebP is a RIFF file too
         return None
     with file:
+        if file.frames >= UNKNOWN_FRAMES:
+            return None
         check_sound(file.samplerate, file.channels, file.frames)
         try:
             samples = _one_channel(_blocks(file), file.samplerate)
         except library.LibsndfileError as error:
-            kind = "truncated-audio" if "lost sync" in str(error) else "unreadable"
+            is_short = any(words in str(error) for words in BEHIND_THE_END)
+            kind = "truncated-audio" if is_short else "unreadable"
             raise BadSample(kind, str(error)) from error
         promised, kind, rate, channels = file.frames, file.format, file.samplerate, file.channels
     if len(samples) < promised:
@@ -179,16 +192,52 @@ def _blocks(file: Any) -> Iterator[np.ndarray]:
             return
 
 
+def _with_known_length(data: bytes) -> bytes:
+    """The file with the length that is there in its header, where that has none: the true number of
+    bytes for WAV and AIFF, and what stands for an unknown length in AU and FLAC."""
+    if data[:4] == b".snd" and data[8:12] == bytes(4) and data[int.from_bytes(data[4:8], "big") :]:
+        return data[:8] + b"\xff" * 4 + data[12:]
+    if data[:4] == b"fLaC":
+        # after a rate, channels and bits per sample, in the last 36 of 64 bits
+        word = int.from_bytes(data[18:26], "big")
+        if word % (1 << 36) >= UNKNOWN_FRAMES:
+            return data[:18] + (word >> 36 << 36).to_bytes(8, "big") + data[26:]
+    chunk = _sound_chunk(data)
+    if chunk is None:
+        return data
+    at, size, order = chunk
+    there = len(data) - at
+    is_unknown = size >= max(UNKNOWN_SIZE, there) or size == 0 and not _are_chunks(data, at, order)
+    return data[: at - 4] + there.to_bytes(4, order) + data[at:] if is_unknown else data
+
+
+def _sound_chunk(data: bytes) -> tuple[int, int, Order] | None:
+    """WAV and AIFF: where the samples begin, of how many bytes, in which order numbers are."""
+    if data[:4] not in (b"RIFF", b"FORM"):
+        return None
+    order: Order = "little" if data[:4] == b"RIFF" else "big"
+    at = 12
+    while at + 8 <= len(data):  # one chunk after the other: a name, a size, as many bytes
+        size = int.from_bytes(data[at + 4 : at + 8], order)
+        if data[at : at + 4] in (b"data", b"SSND"):
+            return at + 8, size, order
+        at += 8 + size + size % 2
+    return None
+
+
+def _are_chunks(data: bytes, at: int, order: Order) -> bool:
+    """Whether what follows is nothing, or whole chunks with names of letters."""
+    while at + 8 <= len(data) and data[at : at + 4].decode("latin-1").strip().isalnum():
+        size = int.from_bytes(data[at + 4 : at + 8], order)
+        at += 8 + size + size % 2
+    return at >= len(data)
+
+
 def _is_cut_off(data: bytes) -> bool:
     """WAV, AIFF and Ogg: libsndfile takes what is there for all."""
-    if data[:4] in (b"RIFF", b"FORM"):
-        order: Literal["little", "big"] = "little" if data[:4] == b"RIFF" else "big"
-        at = 12
-        while at + 8 <= len(data):  # one chunk after the other: a name, a size, as many bytes
-            size = int.from_bytes(data[at + 4 : at + 8], order)
-            if data[at : at + 4] in (b"data", b"SSND"):
-                return size != UNKNOWN_SIZE and at + 8 + size > len(data)
-            at += 8 + size + size % 2
+    if chunk := _sound_chunk(data):
+        at, size, _ = chunk
+        return at + size > len(data)
     if data[:4] == b"OggS":
         last = data.rfind(b"OggS")
         head = data[last : last + 27]

@@ -163,6 +163,61 @@ def test_a_sound_that_was_cut_off_is_not_taken_for_a_shorter_one():
         assert error.value.reason == "truncated-audio", kind
 
 
+def with_number(data, at, size, order="little"):
+    return data[:at] + size.to_bytes(4, order) + data[at + 4 :]
+
+
+def with_frames(flac, number):
+    """Of FLAC: another number of samples in its header."""
+    word = int.from_bytes(flac[18:26], "big") >> 36 << 36 | number
+    return flac[:18] + word.to_bytes(8, "big") + flac[26:]
+
+
+def headers_that_lie():
+    """Name -> sounds of 2 seconds, as programs write them that do not know the length yet."""
+    made = {kind: encoded(tone(2), kind, "PCM_16") for kind in ("WAV", "AIFF", "AU", "FLAC")}
+    for size in (0, 2_000_000_000, 0x7FFFF000, 0x7FFFFFFF, 0xFFFFFFFF):
+        streamed = with_number(made["WAV"], made["WAV"].index(b"data") + 4, size)
+        for whole in (len(made["WAV"]) - 8, 0, 0xFFFFFFFF):
+            yield f"wav {size:x} {whole:x}", with_number(streamed, 4, whole)
+        at = made["AIFF"].index(b"SSND") + 4
+        yield f"aiff {size:x}", with_number(made["AIFF"], at, size, "big")
+    for size in (0, 0xFFFFFFFF):
+        yield f"au {size:x}", with_number(made["AU"], 8, size, "big")
+    for number in (0, (1 << 36) - 1):
+        yield f"flac {number:x}", with_frames(made["FLAC"], number)
+
+
+def test_a_sound_whose_header_does_not_know_its_length_is_read_to_its_end():
+    for name, data in headers_that_lie():
+        assert describe_audio(data) == (2.0, RATE, 1), name
+        sound = decode_audio(data, strict=True)
+        assert len(sound.samples) == 2 * RATE, name
+        np.testing.assert_allclose(sound.samples, tone(2), atol=2**-14, err_msg=name)  # of 16 bits
+
+
+def test_an_unknown_length_hides_no_cut_and_no_limit(monkeypatch):
+    flac = encoded(tone(30), "FLAC", "PCM_16")
+    whole = encoded(tone(2), "WAV", "PCM_16")
+    size = whole.index(b"data") + 4
+    nothing = whole[: size - 4] + b"data" + bytes(4)
+    cases = {
+        "truncated-audio": with_frames(flac, 30 * RATE + 500),
+        "unreadable": with_frames(flac, 0)[: len(flac) // 2],  # within a frame
+        "huge-audio": with_frames(flac, 3_000 * RATE),
+        "empty-audio": nothing + b"LIST" + (4).to_bytes(4, "little") + b"INFO",
+    }
+    for reason, data in cases.items():
+        with pytest.raises(BadSample) as error:
+            decode_audio(data)
+        assert error.value.reason == reason
+    monkeypatch.setattr("data.bad_samples.SECONDS_LIMIT", 20)
+    for data in (with_frames(flac, 0), with_number(whole * 20, size, 0)):
+        for read in (decode_audio, describe_audio):
+            with pytest.raises(BadSample, match="huge-audio"):
+                read(data)
+
+
 # soundfile shows what went wrong in its own callbacks, and goes on
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("kind", ["WAV", "AIFF", "FLAC", "OGG", "MP3"])
