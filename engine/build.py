@@ -91,7 +91,9 @@ def build_engine(
             build_layer=build_layer,
             stage_group=comm.stage_group,
             seed=seed,
-            settings=settings_of(plan.optimizer_groups, layers, config["optimizer"]),
+            settings=settings_of(
+                plan.optimizer_groups, layers, config["optimizer"], apart=objective.may_lack_rows
+            ),
             trainable=plan.trainable,
             batch_norm_locked=plan.batch_norm_locked,
             compiled=plan.compiled,

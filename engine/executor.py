@@ -36,6 +36,7 @@ from engine.optimizer.clipping import GroupedClipping
 from engine.optimizer.clipping_rules import ClippingRule
 from engine.optimizer.gradient_averages import GradientAverages
 from engine.optimizer.parameter_groups import GroupSchedule, OptimizerGroups, Setting
+from engine.optimizer.standing_still import StandingStill
 from engine.planning.batch import BranchBatch
 from engine.planning.costs import averages_early
 from engine.processes.out_of_memory import (
@@ -141,6 +142,12 @@ class ForkEngine(PipelineEngine):
         self.batches, self.schedule_type = dict(batches), SCHEDULES[schedule]
         self.clipping = GroupedClipping(module.canonical_parameters, clipping, comm, self.optimizer)
         self.basic_optimizer.register_step_pre_hook(lambda *_: self.clipping.clip())
+        self.standing_still = StandingStill(
+            self.clipping,
+            self.basic_optimizer,
+            [setting for setting, _ in module.parameter_groups],
+            comm.objective.names if comm.objective.may_lack_rows else (),
+        )
         stepped = [p for group in self.basic_optimizer.param_groups for p in group["params"]]
         self.average = WeightAverage(stepped, average) if average else None
         # else DeepSpeed averages behind the last backward
@@ -261,9 +268,8 @@ class ForkEngine(PipelineEngine):
         self.module.train()
         self.tail_loss.start_step(spec.rows_per_sample, spec.num_rows, spec.loss_weights)
         lr = dict(self.lr_scheduler.rates)
-        self.clipping.start_step()
-        buffers = self.module.changing_buffers()
-        before = [buffer.clone() for buffer in buffers]
+        self.standing_still.start_step(self.tail_loss.sums.learning)
+        before = [(buffer, buffer.clone()) for buffer in self.module.changing_buffers()]
         self.recorder.start()
         self.runner.run(self._schedule(spec), data_iter, self.global_steps)
         if self._step_applied:
@@ -272,9 +278,13 @@ class ForkEngine(PipelineEngine):
             # on when it is.
             self.comm.average_over_replicas(self.module.running_statistics())
             if self.average:
-                self.average.update()
-        else:  # the forwards have put what is not finite into them
-            for buffer, value in zip(buffers, before):
+                self.average.update(self.standing_still.moved)
+        # Buffers of a skipped step, in which the forwards have put what is not finite, and of
+        # branches that stand still, whose rows were stand-ins, are as they were.
+        still = (self.standing_still.branches or ()) if self._step_applied else None
+        unmoved = set(map(id, self.module.changing_buffers(still)))
+        for buffer, value in before:
+            if id(buffer) in unmoved:
                 buffer.copy_(value)
         self.recorder.finish()
         for name, seconds in self.recorder.seconds().items():

@@ -168,6 +168,7 @@ class StageModule(PipelineModule):
         self._locked_norms: list[nn.Module] = []
         learns = [learns for branch in self._graph.branches for learns in self._trainable[branch]]
         branches = [branch for branch in self._graph.branches for _ in self._layers[branch]]
+        self._branches = [branches[index] for index in self._own_indices]  # of each layer
         for index in self._own_indices:
             spec = self._layer_specs[index]
             layer = self._build_layer(spec)
@@ -236,12 +237,14 @@ class StageModule(PipelineModule):
             None,
         )
 
-    def changing_buffers(self) -> list[Tensor]:
-        """Buffers that training changes: batch normalisation's running means and variances, and its
-        count of micro-batches."""
+    def changing_buffers(self, branches: Collection[str] | None = None) -> list[Tensor]:
+        """Buffers that training changes, of the layers of these branches or of all: batch
+        normalisation's running means and variances, and its count of micro-batches."""
         return [
             buffer
-            for module in _batch_norms(self)
+            for layer, branch in zip(self.forward_funcs, self._branches)
+            if branches is None or branch in branches
+            for module in _batch_norms(layer)
             if module not in self._locked_norms
             for buffer in module.buffers()
         ]

@@ -175,6 +175,11 @@ class Objective:
         return tuple(rows for name in branches for rows, of in self._home.items() if of == name)
 
     @property
+    def may_lack_rows(self) -> bool:
+        """Whether a batch with rows of one branch may have none of another that are compared."""
+        return len(self.pairs) > 1
+
+    @property
     def has_further_rows(self) -> bool:
         """Whether there are others than those of samples."""
         return len(self._home) > len(self.names)

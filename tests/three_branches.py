@@ -60,6 +60,7 @@ class ThreeBranches:
     lacking: dict[str, tuple[int, ...]] = field(default_factory=dict)
     not_loaded: dict[str, tuple[int, ...]] = field(default_factory=dict)
     loss_weights: dict[str, float] = field(default_factory=dict)  # as `train_batch` takes them
+    keys: dict[str, Any] = field(default_factory=dict)  # further ones of the JSON
     locked: tuple[str, ...] = ()  # branches whose towers keep their weights, heads apart
 
     @cached_property
@@ -303,6 +304,50 @@ def train_three_split(case: ThreeBranches) -> dict[str, Any]:
     return {"metrics": metrics, "gradients": gradients, "graph": engine.graph.describe()}
 
 
+SILENT = (
+    {},
+    {"not_loaded": {"audio": tuple(range(24))}},
+    {"loss_weights": {"contrastive/audio_text": 0.0}},
+    {},
+)
+
+
+def train_with_silent_steps(case: ThreeBranches) -> dict[str, Any]:
+    """A step as each of `SILENT` says. On each rank: after each step all tensors and numbers of the state by name, which names are of sounds, and the rates."""
+    from engine.checkpoint.engine_state import snapshot
+    from engine.executor import StepSpec
+
+    objective, towers, image_size = all_of(case)
+    towers = {name: towers[name] for name in objective.names}
+    adaptive = {"audio": {"kind": "adaptive", "warmup_steps": 1}}
+    block = {"ema": {"decay": 0.5}, "gradient_clipping": adaptive}
+    engine = engine_for(
+        *(case, objective, towers, case.global_batch_size, block),
+        compared=PAIRS[case.pairs],
+        keys={**WARM, **case.keys},
+    )
+    states, rates = [], []
+    for changes in SILENT:
+        own = replace(case, **changes)
+        batches = _micro_batches(own, engine, image_size)
+        engine.train_batch(batches, StepSpec(loss_weights=own.loss_weights))
+        kept = snapshot(engine)
+        state: dict[str, Any] = {
+            f"{f.kind} {f.name} {f.offset}": tensor.detach().clone()
+            for f, tensor in kept.tensors.items()
+        }
+        state |= {f"number {name}": str(number) for name, number in kept.scalars.items()}
+        state["number audio.limit"] = str(engine.clipping.state_dict()["mean_norm"]["audio"])
+        states.append(state)
+        rates.append(engine.lr_scheduler.get_last_lr()[0])
+    sounds = {n for spec in towers["audio"].specs for n in spec.canonical_parameters}
+    sounds |= {n for n in engine.module.canonical_buffers if n.startswith("audio.")}
+    return {"states": states, "rates": rates, "sounds": sorted(sounds | {"audio.limit"})}
+
+
+WARM = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}
+
+
 def train_with_alignment(case: ThreeBranches, steps: int) -> list[dict[str, Any]]:
     """On each rank, step by step: the weights that followed the evaluations so far, and the metrics
     of the step with them. The batch is the held-out set, too."""
@@ -443,10 +488,11 @@ def engine_for(
     global_batch_size: int,
     branches: Mapping[str, Any],
     compared: Any = None,
+    keys: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> Any:
     """That of this rank, for a case that says how it is split. `branches`: further keys of that
-    block; `compared`: as in `cost_models.proportional`."""
+    block; `keys`: of the whole JSON; `compared`: as in `cost_models.proportional`."""
     import torch.distributed as dist
     from cost_models import proportional
 
@@ -471,6 +517,7 @@ def engine_for(
             "gradient_clipping": {},
             **branches,
         },
+        **(keys or {}),
     }
     config, block = check_config(config, objective.names)
     costs = proportional(

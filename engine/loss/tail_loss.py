@@ -30,6 +30,8 @@ from engine.loss.pair_batch import (
 )
 from engine.objective import Objective, Pair
 
+ROWS = ("_embeds", "_tokens")  # how the names of tensors end that have a row for each sample
+
 
 @dataclass
 class Sums:
@@ -49,11 +51,20 @@ class Sums:
     misaligned: Tensor
     left_out: list[float]  # [P], samples of which a half was a stand-in, reported by one rank each
     duplicates: list[float]  # [P], samples with a value that another one has, likewise
+    # [branches], rows to which the losses gave a gradient, by the branch that made them
+    learning: Tensor
     # what went into each loss, by the names of rows
     given: list[dict[str, Rows]] = field(default_factory=list)
 
     @classmethod
-    def zero(cls, num_pairs: int, num_sources: int, num_scalars: int, device: torch.device) -> Sums:
+    def zero(
+        cls,
+        num_pairs: int,
+        num_sources: int,
+        num_scalars: int,
+        num_branches: int,
+        device: torch.device,
+    ) -> Sums:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.float64, device=device)
 
@@ -65,6 +76,7 @@ class Sums:
             misaligned=zeros(1),
             left_out=[0.0] * num_pairs,
             duplicates=[0.0] * num_pairs,
+            learning=zeros(num_branches),
         )
 
     def reported(self) -> dict[str, Tensor | list[float]]:
@@ -172,7 +184,11 @@ class TailLoss:
         self.weights = {**losses, **(weights or {})}
         num_scalars = sum(len(pair.scalars) for pair in self.objective.pairs)
         self.sums = Sums.zero(
-            len(self.objective.pairs), len(self._source_starts), num_scalars, self.device
+            len(self.objective.pairs),
+            len(self._source_starts),
+            num_scalars,
+            len(self.objective.names),
+            self.device,
         )
 
     def gradients(
@@ -250,7 +266,17 @@ class TailLoss:
                 )
                 self._note_matching(number, matched, weight, of_pair)
                 made.add_tokens(matched.gradients)
-        return made.by_micro_batch()
+        pieces = made.by_micro_batch()
+        if self.objective.may_lack_rows:
+            self._count_learning(pieces)
+        return pieces
+
+    def _count_learning(self, pieces: Sequence[Mapping[str, Tensor]]) -> None:
+        """`pieces`: the gradients of each micro-batch. What is not finite counts, too."""
+        for name, gradient in ((n, g) for piece in pieces for n, g in piece.items()):
+            if name.endswith(ROWS):
+                branch = self.objective.names.index(self.objective.branch_of(name))
+                self.sums.learning[branch] += (gradient != 0).flatten(1).any(1).sum()
 
     def _numbered_from_0(
         self, own: Mapping[str, Rows], counts: Mapping[str, Sequence[int]]

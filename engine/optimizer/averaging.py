@@ -10,7 +10,7 @@ averaged, is this rank's slice of the fp32 weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import torch
@@ -44,15 +44,19 @@ class WeightAverage:
     """The average of some fp32 tensors, of any shapes, which an optimizer changes in place."""
 
     def __init__(self, weights: Sequence[Tensor], block: AverageBlock):
-        self.weights = [weight.detach() for weight in weights]
+        self._of, self.weights = tuple(weights), [weight.detach() for weight in weights]
         self.block, self.num_updates = block, 0
         self.averages = [weight.clone() for weight in self.weights]
 
     @torch.no_grad()
-    def update(self) -> None:
-        """After an applied step."""
+    def update(self, moved: Callable[[Tensor], bool] = lambda _: True) -> None:
+        """After an applied step. `moved`: whether it has moved one of the weights; averages of
+        others stay."""
         self.num_updates += 1
-        torch._foreach_lerp_(self.averages, self.weights, 1 - self.block.decay_at(self.num_updates))
+        pairs = [(a, w) for a, w, of in zip(self.averages, self.weights, self._of) if moved(of)]
+        if pairs:
+            averages, weights = map(list, zip(*pairs))
+            torch._foreach_lerp_(averages, weights, 1 - self.block.decay_at(self.num_updates))
 
     @torch.no_grad()
     def exchange(self) -> None:

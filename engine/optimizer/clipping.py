@@ -77,10 +77,13 @@ class GroupedClipping:
         self._mean_norms = self._vector([0] * len(rules))
         self.start_step()
 
-    def start_step(self) -> None:
-        """Forget the numbers of the step before."""
+    def start_step(self, beside: Tensor | None = None) -> None:
+        """Forget the numbers of the step before. `beside` [n] float64: what else is added up over
+        the world in the same message; `self.beside` has the sums once they are known."""
         self.norms: Tensor | None = None
         self.coefficients: Tensor | None = None
+        self._own_beside = self._vector([]) if beside is None else beside
+        self.beside: Tensor | None = None
 
     @property
     def clipped_share(self) -> Tensor:
@@ -95,7 +98,9 @@ class GroupedClipping:
             self._add_squares(self.members[group], rule, own)
         if not self.partitioned:
             squares /= self.comm.stage.replicas  # which have the whole gradient each
-        self.norms, self._within = self.comm.sum_over(squares).sqrt().unbind(1)
+        sums = self.comm.sum_over(torch.cat([squares.flatten(), self._own_beside]))
+        squares, self.beside = sums[: squares.numel()].view_as(squares), sums[squares.numel() :]
+        self.norms, self._within = squares.sqrt().unbind(1)
         return self.norms
 
     def _add_squares(
@@ -141,7 +146,9 @@ class GroupedClipping:
         self._clipped_steps += coefficients < 1
         for i, rule in self._adaptive:
             weight = (1 - rule.decay) / (1 - rule.decay**self._steps)
-            means[i] += weight * (coefficients[i] * norms[i] - means[i])
+            # of a group without a gradient the mean stays, and with it the limit
+            change = weight * (coefficients[i] * norms[i] - means[i])
+            means[i] += torch.where(norms[i] > 0, change, 0.0)
         return coefficients
 
     def finite_everywhere(self) -> bool:

@@ -72,11 +72,13 @@ class OptimizerGroups:
 
 class Setting(NamedTuple):
     """The settings of a parameter group of the optimizer. `weight_decay`, `warmup_steps` None: as
-    the JSON's blocks say."""
+    the JSON's blocks say. `branch`: whose parameters it holds, where branches may stand still one
+    by one (`engine/optimizer/standing_still.py`); else empty."""
 
     lr_scale: float
     weight_decay: float | None
     warmup_steps: int | None
+    branch: str = ""
 
 
 def optimizer_groups(block: Any, branches: Sequence[str]) -> OptimizerGroups:
@@ -138,13 +140,14 @@ def settings_of(
     groups: OptimizerGroups,
     layers: Mapping[str, Sequence[DescribesParameters]],
     optimizer: Mapping[str, Any],
+    apart: bool = False,
 ) -> dict[str, Setting]:
     """canonical name -> the settings of its parameter group. `layers[branch]`: all layers in order,
-    the head last; `optimizer`: DeepSpeed's block. Raises ValueError for a pattern that matches no
+    the head last; `optimizer`: DeepSpeed's block; `apart`: a group for each branch. Raises ValueError for a pattern that matches no
     parameter."""
     params: Mapping[str, Any] = optimizer.get("params", {})
     found = {}
-    for specs in layers.values():
+    for branch, specs in layers.items():
         held = [spec.canonical_parameters for spec in specs if spec.canonical_parameters]
         for depth, parameters in enumerate(reversed(held)):  # from the head, which is at depth 0
             for name, shape in parameters.items():
@@ -155,7 +158,12 @@ def settings_of(
                     decay = 0.0
                 elif decay is None:
                     decay = params.get("weight_decay")
-                found[name] = Setting(scale * rule.layer_decay**depth, decay, rule.warmup_steps)
+                found[name] = Setting(
+                    scale * rule.layer_decay**depth,
+                    decay,
+                    rule.warmup_steps,
+                    branch if apart else "",
+                )
     for pattern in groups.no_decay or ():
         if not any(fnmatchcase(name, pattern) for name in found):
             raise ValueError(

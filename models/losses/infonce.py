@@ -84,19 +84,15 @@ class InfoNCE:
     ) -> Part:
         """What the rows `mine` [b] of a side contribute. `statistics`: of all rows of both
         sides."""
-        return self._part(sides, branch, mine, statistics, parameters)
+        return _settled(sides, self._part(sides, branch, mine, statistics, parameters))
 
     def whole(self, sides: Sides, parameters: Mapping[str, Tensor]) -> Part:
         """The whole loss and all gradients: each block serves both sides."""
         first = first_of(sides)
         everyone = torch.arange(len(sides[first].label), device=sides[first].label.device)
-        return self._part(
-            sides,
-            first,
-            everyone,
-            self._both_statistics(sides, everyone, parameters),
-            parameters,
-            both=True,
+        statistics = self._both_statistics(sides, everyone, parameters)
+        return _settled(
+            sides, self._part(sides, first, everyone, statistics, parameters, both=True)
         )
 
     def _both_statistics(
@@ -190,6 +186,17 @@ class InfoNCE:
         """[b], what each row adds to half of the weighted mean of log-sum-exp − Σⱼ tᵢⱼ sᵢⱼ."""
         target = terms.positive * matched + terms.half * self.label_smoothing * mean_similarity
         return terms.half * terms.log_sum_exp - target
+
+
+def _settled(sides: Sides, part: Part) -> Part:
+    """A row whose partner is the only candidate has a constant loss, so its gradient is 0. What is
+    computed for it is rounding, since ranks add up in different orders, and AdamW would make whole
+    steps of that."""
+    if any(len(side.label) > 1 for side in sides.values()):
+        return part
+    embeds = {branch: torch.zeros_like(gradient) for branch, gradient in part.embeds.items()}
+    scalars = {name: torch.zeros_like(gradient) for name, gradient in part.parameters.items()}
+    return part._replace(embeds=embeds, parameters=scalars)
 
 
 def _toward_all(own: _Terms, other: _Terms, other_embeds: Tensor) -> Tensor:

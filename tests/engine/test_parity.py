@@ -35,6 +35,7 @@ from three_branches import (
     train_three_split,
     train_three_whole,
     train_with_alignment,
+    train_with_silent_steps,
 )
 
 
@@ -708,6 +709,42 @@ def test_three_branches_equal_unsplit_training():
         weights |= case.loss_weights
         found = {name: metrics.losses[f"loss_weight/{name}"] for name in weights}
         assert found == weights, case
+
+
+IN_BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+STILL = [
+    fork_of_three((1, 1, 1), (1, 1, 2), (8, 24, 4)),
+    fork_of_three((1, 1, 2), (1, 1, 1), (8, 24, 12), schedule="replay"),
+    fork_of_three((1, 1, 1), (1, 1, 2), (8, 24, 4), keys=IN_BF16),
+    three("merged", {"merged": 1}, 2, 4),
+]
+
+
+def test_a_branch_without_a_row_in_a_step_stands_still():
+    """No sound could be loaded, or its loss weighs nothing: weights, optimizer state, average and
+    limit of the branch stay to the last bit, on every replica and stage, while the others learn
+    and the rates go on."""
+    for case, results in run_all(train_with_silent_steps, STILL):
+        for rank, result in enumerate(results):
+            assert len(set(result["rates"])) == len(result["states"]), case
+            steps = list(zip(result["states"], result["states"][1:], (True, True, False)))
+            for number, (before, after, silent) in enumerate(steps, 2):
+                names = {kept: kept.split(" ")[1] for kept in after}
+                changed = {names[kept] for kept in after if not same(before[kept], after[kept])}
+                sounds = set(result["sounds"]) & {*names.values()}
+                where = case, rank, f"step {number}"
+                if silent:
+                    assert not changed & sounds, where
+                    assert changed or len(sounds) == len({*names.values()}), where
+                else:  # its limit and, where it has a stage here, its weights
+                    assert "audio.limit" in changed and changed >= set(names.values()) - sounds
+                    assert len(changed & sounds) == len(sounds), where
+
+
+def same(one, other):
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    return one == other
 
 
 def test_weights_that_follow_the_alignment_of_each_pair_are_those_of_the_next_step():
