@@ -8,6 +8,7 @@ needed nor changed.
 
 import hashlib
 import io
+import re
 import struct
 import time
 from collections.abc import Callable
@@ -161,6 +162,13 @@ def pixel_key(image: Image.Image) -> str:
     return digest.hexdigest()
 
 
+# how films begin; an HEIC or AVIF image is an MP4 of another brand
+FILMS = (
+    re.compile(rb"....ftyp(?!avi|hei|hev|mif|msf)", re.DOTALL),
+    re.compile(rb"\x1a\x45\xdf\xa3|RIFF....AVI ", re.DOTALL),
+)
+
+
 def _opened(data: bytes) -> Image.Image:
     """Open by the plugin whose signature the bytes bear. `Image.open` would first check Pillow's
     own limits of size."""
@@ -173,9 +181,11 @@ def _opened(data: bytes) -> Image.Image:
             if name == "TIFF":
                 _refuse_many_strips(data)
             return opens(_File(data), "")
+    is_film = any(found.match(data) for found in FILMS)
     raise BadSample(
         "not-an-image",
-        f"{len(data):,} bytes that begin with {data[:8]!r}; read are {', '.join(FORMATS)}",
+        f"{len(data):,} bytes that begin with {data[:8]!r}; read are {', '.join(FORMATS)}"
+        + "; films are read with --pairs video:text" * is_film,
     )
 
 

@@ -132,6 +132,10 @@ class JsonlFormat(EntriesFormat):
                 wanted = keys[0] if keys else what
                 hint = near(wanted, fields)
                 hint += hint and f" or name it: ?{what}=KEY"
+                # clips or sounds, without the pairs that read them
+                for other in ("video", "audio"):
+                    if found := next((key for key in KEYS[other] if key in fields), None):
+                        hint = f"; '{found}' is read with --pairs {other}:text"
                 listed = ", ".join(fields) or "none"
                 detail = f"no key '{wanted}'; given: {listed}{hint}"
                 values[what] = BadSample("invalid-row", detail)

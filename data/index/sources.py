@@ -321,10 +321,11 @@ def open_format(spec: str, pairs: Pairs = DEFAULT_PAIRS) -> Format:
     if pairs != DEFAULT_PAIRS or format.lacks_all(DEFAULT_PAIRS[0]):
         format.pairs = tuple(pair for pair in pairs if not format.lacks_all(pair))
         if not format.pairs:
+            held = format.holds or ()
             raise ValueError(
-                f"data spec '{spec}': it holds {' and '.join(format.holds or ())}, and --pairs "
-                f"compares {', '.join(map(':'.join, pairs))}; give data of the modalities of a "
-                "pair, such as python:MODULE:NAME, or other --pairs"
+                f"data spec '{spec}': it holds {' and '.join(held)}, and --pairs compares "
+                f"{', '.join(map(':'.join, pairs))}; give --pairs {':'.join(held[:2])}, or data of "
+                "the modalities of a pair, such as python:MODULE:NAME"
             )
     return format
 

@@ -4,7 +4,7 @@ It has for each modality an array float32 [n, D] with rows of length 1, named af
 `audio.npy`, `text.npy`. Beside each is a file with a line per row: `images.jsonl`, `audio.jsonl`,
 `texts.jsonl` and so on, with `index` in the data, `id` and `where`; a text has itself as `text`
 and, for each other modality, the row of its sample there (`image`, `audio`), any other value a
-checksum as `content`. A run that compares regions also has `region.npy` and `phrase.npy`: a row of
+checksum as `content`, and the first text of its sample as `caption`. A run that compares regions also has `region.npy` and `phrase.npy`: a row of
 one belongs to that of the other, and their lines have the `box` (x1, y1, x2, y2 in fractions of the
 image's sides), its number among those of the image as `region`, and the phrase as `text`.
 `about.json` says what model and what data they are of.
@@ -72,7 +72,8 @@ def lines_for(rows: Mapping[str, Rows], source: KnownSource, modality: str) -> I
             line |= {name: known[i] for name, known in first.items() if i in known}
             yield line | {"text": own.texts[row]}
         else:
-            yield line | {"content": _content(source, i, modality)}
+            caption = {"caption": text for text in source.captions(i)[:1]}
+            yield line | {"content": _content(source, i, modality)} | caption
 
 
 def region_lines(regions: Regions, source: KnownSource) -> Iterator[Line]:

@@ -126,14 +126,17 @@ def search(
 
 
 def search_table(query: str, found: Sequence[Line]) -> Table:
-    """Texts, where they are what was found, have a column of their own."""
+    """Texts that were found, and the captions of what else was, have a column of their own."""
     table = Table(title=f"“{query}”", title_justify="left")
-    names = ("text", "id", "where") if any("text" in line for line in found) else ("id", "where")
+    there = {name for line in found for name in line}
+    names = [*(name for name in ("text", "caption") if name in there), "id", "where"]
     table.add_column("similarity", justify="right", overflow="fold")
     for name in names:
         table.add_column(name, overflow="fold")
     for line in found:
-        table.add_row(f"{line['similarity']:.3f}", *(plain(str(line[name])) for name in names))
+        table.add_row(
+            f"{line['similarity']:.3f}", *(plain(str(line.get(name, ""))) for name in names)
+        )
     return table
 
 

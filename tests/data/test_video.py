@@ -319,3 +319,14 @@ def test_what_is_in_films_is_shown_and_how_fast_they_are_read(source, tmp_path, 
 
 def test_how_many_frames_a_clip_has():
     assert FrameTimes(8, 2.0).numbers(np.array([0.1, 1.0, 9.0])).tolist() == [1, 2, 8]
+
+
+def test_clips_without_their_pairs_are_told_which_to_give(tmp_path):
+    (tmp_path / "a.mp4").write_bytes(film())
+    (tmp_path / "a.srt").write_text("00:00,1 --> 00:00,5\nhi\n")
+    for key in ("video_path", "image_path"):
+        line = {key: "a.mp4", "text": "a clip"}
+        (tmp_path / f"{key}.jsonl").write_text(json.dumps(line) + "\n")
+    for spec in ("subtitles:{}", "jsonl:{}/video_path.jsonl", "jsonl:{}/image_path.jsonl"):
+        with pytest.raises(ValueError, match="--pairs video:text"):
+            open_source(spec.format(tmp_path))

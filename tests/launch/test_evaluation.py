@@ -33,7 +33,7 @@ from launch.inference.folders import (
     write_embeddings,
 )
 from launch.inference.gallery import Cell, draw_rows
-from launch.inference.querying import search
+from launch.inference.querying import search, search_table
 from launch.inference.reranking import reranked_retrieval
 from launch.inference.samples import held_out, left_out, opened
 from launch.modalities import MODALITIES
@@ -204,6 +204,13 @@ def test_a_folder_of_embeddings_is_mapped_and_searched(source, embedder, tmp_pat
     assert specs == [source.spec]
     found = search(image[3:4], embeds, lines, 4)
     assert len(found) == 4 and found[0]["id"] == source.identity(SUBSET[3])
+    assert found[0]["caption"] == source.captions(SUBSET[3])[0]
+    columns = search_table("words", found).columns
+    assert [column.header for column in columns] == ["similarity", "caption", "id", "where"]
+    assert [*columns[1].cells] == [line["caption"] for line in found]
+    before = [{**line} for line in found]  # of a folder that an earlier version wrote
+    _ = [line.pop("caption") for line in before]
+    assert len(search_table("words", before).columns) == 3
     assert found[0]["similarity"] == pytest.approx(1.0, abs=1e-3)
     texts = [*map(json.loads, (tmp_path / "out" / "texts.jsonl").open())]
     i = int(SUBSET[5])
