@@ -75,6 +75,7 @@ class GroupedClipping:
         self._limits = torch.where(self._by_value, math.inf, self._vector(bounds))  # of norms
         self._clipped_steps = self._vector([0] * len(rules))
         self._mean_norms = self._vector([0] * len(rules))
+        self._nothing = self._vector([])
         self.start_step()
 
     def start_step(self, beside: Tensor | None = None) -> None:
@@ -82,7 +83,7 @@ class GroupedClipping:
         the world in the same message; `self.beside` has the sums once they are known."""
         self.norms: Tensor | None = None
         self.coefficients: Tensor | None = None
-        self._own_beside = self._vector([]) if beside is None else beside
+        self._own_beside = self._nothing if beside is None else beside
         self.beside: Tensor | None = None
 
     @property

@@ -407,6 +407,24 @@ def test_large_logits_do_not_overflow(loss):
         assert all(bool(leaf.isfinite().all()) for leaf in tree_leaves(found))
 
 
+@pytest.mark.parametrize("name", ["infonce", "milnce"])
+def test_a_pair_that_is_compared_with_no_other_has_a_gradient_of_zero(name):
+    """Ranks round log-sum-exps of the same similarity differently; here by a thousandth."""
+    loss, parameters = build_loss(name), {"logit_scale": torch.full((1,), 3.0)}
+    sides = pairs(*(unit(1, D, seed=seed).float() for seed in (1, 2)))
+    for branch in sides:
+        mine = torch.arange(1)
+        own = loss.statistics(sides, branch, mine, parameters)
+        other = own + 1e-3
+        statistics = {each: own if each == branch else other for each in sides}
+        part = loss.part(sides, branch, mine, statistics, parameters)
+        assert not part.embeds[branch].any() and not part.parameters["logit_scale"].any()
+    whole = loss.whole(sides, parameters)
+    assert not any(gradient.any() for gradient in (*whole.embeds.values(),))
+    two = pairs(*(unit(2, D, seed=seed).float() for seed in (1, 2)))
+    assert all(gradient.any() for gradient in loss.whole(two, parameters).embeds.values())
+
+
 def test_a_row_without_a_positive_is_not_overlooked():
     sides = pairs(*embeddings(seed=1))
     alone = {**sides, "text": sides["text"]._replace(label=torch.arange(B) + 1)}
