@@ -13,6 +13,7 @@ from embedders import TOKENS, make_embedder
 from exports import CLIP, trained_model
 from matplotlib.image import imread
 from PIL import Image
+from rounding import assert_equal_rows
 from torch.nn import functional as F
 
 from data.index.sources import open_source
@@ -73,10 +74,10 @@ def test_embeddings_are_those_of_the_towers(source, embedder):
         for layer in embedder.trained.layers_of("text"):
             tokens = layer(tokens)
         own = tokens["text_embeds"][0].detach()
-        torch.testing.assert_close(text.embeds[row], own, rtol=0, atol=1e-5)
+        assert_equal_rows(text.embeds[row], own)
     torch.testing.assert_close(image.embeds.norm(dim=1), torch.ones(len(SUBSET)))
     alone = embedder.rows("image", source, SUBSET[3:4]).embeds
-    torch.testing.assert_close(image.embeds[3], alone[0], rtol=0, atol=1e-5)
+    assert_equal_rows(image.embeds[3], alone[0])
 
 
 def test_texts_are_read_by_the_modality_that_a_module_registers(source, embedder, registries):
@@ -264,7 +265,7 @@ def test_embeddings_of_several_sets_are_searched_together(source, embedder, tmp_
     embeds, lines, specs = read_embeddings(tmp_path / "out", MODEL)
     image = embedder.rows("image", source, SUBSET)
     assert [line["index"] for line in lines] == image.sample.tolist() and specs == ["demo:en+de"]
-    np.testing.assert_allclose(embeds, image.embeds, atol=1e-6)
+    assert_equal_rows(embeds, image.embeds)
     forget_embeddings(tmp_path / "out")
     assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
 
@@ -304,7 +305,7 @@ def test_what_cannot_be_used_or_read_is_reported_and_left_out(
         files[i].unlink()
     left = embedder.rows("image", source, np.arange(9))
     assert left.sample.tolist() == [0, 1, 3, 4, 6, 7, 8]
-    assert torch.allclose(left.embeds, whole.embeds[left.sample], atol=1e-6)
+    assert_equal_rows(left.embeds, whole.embeds[left.sample])
     said = " ".join(capsys.readouterr().out.split())
     assert "2 of 9 images of jsonl:" in said and f"{files[2].name}" in said and "left out" in said
     for file in files:
