@@ -104,7 +104,7 @@ def test_pickled_it_is_small_and_reads_the_same(demo):
 
 
 def test_spec_refused():
-    known = "known: image, text, audio, video, start_s, end_s, id, language, separator"
+    known = "known: image, text, audio, video, start_s, end_s, id, language, captions, separator"
     for spec, *words in (
         ("dmo", "unknown kind 'dmo'", "jsonl:FILE", "did you mean 'demo'?"),
         ("json:a.jsonl", "unknown kind 'json'", "did you mean 'jsonl'?"),
