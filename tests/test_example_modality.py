@@ -118,5 +118,5 @@ def test_the_plan_tool_takes_any_number_of_branches(capsys):
 def test_data_without_the_modality_is_refused_by_name(tmp_path):
     flags = words("--pairs image:palette --data demo --steps 1")
     status, output = run_to_end("train.py", *MODULE, *flags, "--run-dir", tmp_path / "run", ranks=1)
-    message = "it holds image and text, and --pairs compares image:palette; give data"
+    message = "it holds image and text, and --pairs compares image:palette; give --pairs"
     assert status == 2 and message in output, output[-2000:]

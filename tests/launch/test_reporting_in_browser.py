@@ -173,7 +173,8 @@ def test_the_answers_shown_are_those_of_the_newest_checkpoint(runs):
             shown = [answer["similarity"] for answer in query["answers"]]
             assert shown == pytest.approx(similarity[0].tolist(), abs=2e-4)
             found = [samples.index(int(a["sample"])) for a in query["answers"]]
-            torch.testing.assert_close(other[found] @ own[row], similarity[0], atol=2e-4, rtol=0)
+            alike = (other[found] @ own[row]).double()
+            torch.testing.assert_close(alike, similarity[0], atol=2e-4, rtol=0)
 
 
 def test_the_keyboard_is_enough(runs, opened):
