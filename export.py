@@ -12,7 +12,7 @@ from pathlib import Path
 from common.command_line import CommandParser
 from common.output import outlive_output, run_program
 from data.modules import add_trust_flags, import_named
-from launch.records import FORMS, read_export
+from launch.records import FORMS, OPEN_CLIP, read_export
 
 
 def make_parser() -> CommandParser:
@@ -50,7 +50,8 @@ if __name__ == "__main__":
     outlive_output()
     ARGUMENTS = make_parser().parse_args()
 
-from launch.exporting.writing import CODE, CODE_OF_REGIONS, refuse_to_overwrite, write_export
+from launch.exporting.inputs import PIPELINE_TOKENS, is_padded_otherwise
+from launch.exporting.writing import CODE, CODE_OF, refuse_to_overwrite, write_export
 from launch.inference.trained import open_run
 from launch.tracking.wandb_run import log_export
 from models.weights.names import REGIONS
@@ -73,10 +74,18 @@ def main(arguments: argparse.Namespace) -> None:
         averaged=arguments.ema,
         keep_adapters=arguments.keep_adapters,
     )
+    text, most = trained.by_branch["text"], trained.options["max_text_tokens"]
+    if not differences and arguments.format != OPEN_CLIP and is_padded_otherwise(text, most):
+        print(
+            f"transformers' pipeline and processor pad texts to {PIPELINE_TOKENS} tokens, and this "
+            f"model reads {most}: they score otherwise or refuse it; the README.md has what to call"
+        )
     if differences:
         loader = arguments.out / CODE.name
         print(f"a state dict, because {'; '.join(differences)}: {loader} loads it")
-    if (arguments.out / REGIONS).exists() and not (arguments.out / CODE_OF_REGIONS.name).exists():
+    if (arguments.out / REGIONS).exists() and not (
+        arguments.out / CODE_OF["regions"].name
+    ).exists():
         print(f"{REGIONS}: for Wye alone, because no module of the library makes a map it reads")
     if arguments.wandb:
         log_export(trained, arguments.run_dir, arguments.out, averaged=arguments.ema)

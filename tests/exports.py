@@ -2,7 +2,9 @@
 alone."""
 
 import io
+import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -150,76 +152,55 @@ def evaluated(data):
     return normalise(stacked([transform(transform.stored(data))]))[0]
 
 
-# for each folder: the code of its page, run there, on the files and the texts; nothing of ours can
-# be imported
-FRESH = """
-import os, sys, torch
-_, captions, *folders = sys.argv
-texts = captions.split("|")
-for folder in folders:
-    os.chdir(folder)
-    names, found = {}, {}
-    exec(open("page.py").read(), names)
-    model, library = names["model"], names.get("library_model")
-    assert type(library) is type(model.whole), folder
-    if model.record["images"]:
-        pixels = torch.stack([model.pixel_values(f"../{i}.image") for i in range(7)])
-        found["pixel_values"] = pixels
-        found["image_embeds"] = model.embed_images(pixels)
-    if model.record["sounds"]:
-        found["input_features"] = model.input_features("../sound.wav")[None]
-        found["audio_embeds"] = model.embed_sounds(found["input_features"])
-    found["text_embeds"] = model.embed_texts(texts)
-    if "tokenizer" in names:  # OpenCLIP's, beside which no code of the folder is needed
-        library.eval()
-        with torch.no_grad():
-            image = library.encode_image(pixels, normalize=True)
-            text = library.encode_text(names["tokenizer"](texts), normalize=True)
-        assert torch.equal(image, found["image_embeds"]) and torch.equal(text, found["text_embeds"])
-        found |= {"logit_scale": library.logit_scale.data.view(1)}
-        if library.logit_bias is not None:
-            found |= {"logit_bias": library.logit_bias.data.view(1)}
-    # transformers' on its own, which has no adapters that are apart
-    if "tokens" in names and "PeftModel" not in names:
-        one = {"text": model.embed_texts(["a red apple"])}
-        if "image" in names:
-            one["image"] = model.embed_images(model.pixel_values("apple.jpg")[None])
-        if "audio" in names:
-            one["audio"] = model.embed_sounds(model.input_features("apple.wav")[None])
-        assert len(one) == 2, folder
-        for modality, embeds in one.items():
-            theirs = torch.nn.functional.normalize(names[modality].pooler_output, dim=-1)
-            # of the norm, 1: see tests/rounding.py, which is not there in this process
-            assert float((theirs - embeds).norm(dim=-1).max()) <= 1e-5, (folder, modality)
-    torch.save(found, "result.pt")
-"""
-
-
-def embed_by_pages(root, folders, sound=b""):
-    """Run the code of the README.md of each folder, of a folder below `root`, in a fresh process;
-    returns the tensors that it made in each: what the towers read, by its name, and their
-    embeddings."""
+def embed_by_pages(root, folders, sound=b"", film=b""):
+    """Run the code of the README.md of each folder, of a folder below `root`, in a fresh process
+    (`run_pages.py`); returns the tensors that it made in each: what the towers read, by its name,
+    and their embeddings. While it runs the folders lie elsewhere, and none of their files names the
+    place where they were written."""
     for folder in folders:
         text = (folder / "README.md").read_text(encoding="utf-8")
+        for file in (each for each in folder.rglob("*") if each.is_file()):
+            assert str(root).encode() not in file.read_bytes().replace(text.encode(), b""), file
         code = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+        assert str(root) not in "".join(code)
         (folder / "page.py").write_text("\n".join(code), encoding="utf-8")
         # of one colour, which all libraries resize to the same values
         apple = Image.new("RGB", (SIZE, SIZE), (200, 40, 30))
         (folder / "apple.jpg").write_bytes(encoded(apple))
         (folder / "apple.wav").write_bytes(sound)
+        (folder / "apple.mp4").write_bytes(film)
     for i, data in enumerate(files()):
         (root / f"{i}.image").write_bytes(data)
     (root / "sound.wav").write_bytes(sound)
-    arguments = [sys.executable, "-c", FRESH, "|".join(CAPTIONS), *map(str, folders)]
-    result = subprocess.run(arguments, cwd=root, text=True, capture_output=True, timeout=1200)
-    assert result.returncode == 0, result.stderr[-3000:]
+    moved = {folder: root / "moved" / str(i) / "model" for i, folder in enumerate(folders)}
+    for folder, place in moved.items():
+        place.parent.mkdir(parents=True)
+        folder.rename(place)
+    try:
+        script = Path(__file__).with_name("run_pages.py")
+        arguments = [sys.executable, script, "|".join(CAPTIONS), root, *moved.values()]
+        clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+        result = subprocess.run(
+            list(map(str, arguments)),
+            cwd=root,
+            env={**clean, "HF_HUB_OFFLINE": "1"},
+            text=True,
+            capture_output=True,
+            timeout=1200,
+        )
+        assert result.returncode == 0, result.stderr[-3000:]
+    finally:
+        for folder, place in moved.items():
+            place.rename(folder)
+        shutil.rmtree(root / "moved")
     return [torch.load(folder / "result.pt", weights_only=True) for folder in folders]
 
 
 def assert_same(trained, found):
     """Check that a model makes what a page made of an export: embeddings but for rounding, and the
     scalars of the loss exactly."""
-    tokens = batch_tokens(trained.tokenizer, CAPTIONS, TOKENS)[0]
+    most = trained.options["max_text_tokens"]
+    tokens = batch_tokens(trained.tokenizer, CAPTIONS, most)[0]
     stages = {}
     for branch, values in (("image", "pixel_values"), ("audio", "input_features"), ("text", None)):
         if f"{branch}_embeds" in found:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from data.modalities.tokenizer import train_tokenizer
 from engine.checkpoint.layout import OPTIMIZER, PARAMETER
 from engine.checkpoint.reading import CheckpointReader
-from launch.exporting.writing import image_processor
+from launch.exporting.inputs import image_processor
 
 pytest.importorskip("peft", reason="adapters are made by peft")
 TRAIN = {"image": {"lora": {"r": 2}}, "text": {"lora": {"r": 2, "alpha": 4, "target": "all"}}}

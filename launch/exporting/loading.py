@@ -46,7 +46,16 @@ def loading_record(trained: Trained, kind: str, pairs: Sequence[Pair] = ()) -> R
         "sounds": _sounds(towers["audio"]) if "audio" in towers else None,
         "towers": {name: tower_record(tower) for name, tower in own.items()},
         **_regions(towers.get("image"), kind, pairs),
+        **_clips(trained),
     }
+
+
+def _clips(trained: Trained) -> Record:
+    """How many frames `modeling_clips.py` shows to the image tower, of a model of clips."""
+    image, options = trained.by_branch.get("image"), trained.options
+    if image is None or "time" not in image.config:
+        return {}
+    return {"clips": {"frames": options["video_frames"], "rate": options.get("video_rate")}}
 
 
 def _regions(image: Tower | None, kind: str, pairs: Sequence[Pair]) -> Record:

@@ -30,8 +30,9 @@ OF_PRETRAINING = "embeddings.mask_token"
 
 def load(folder: str | Path = ".") -> ExportedModel:
     """The model of an exported folder, ready to embed."""
-    record = json.loads((Path(folder) / "wye.json").read_text(encoding="utf-8"))
-    return ExportedModel(Path(folder), record["loading"], record["options"]).eval()
+    folder = Path(folder).absolute()
+    record = json.loads((folder / "wye.json").read_text(encoding="utf-8"))
+    return ExportedModel(folder, record["loading"], record["options"]).eval()
 
 
 class ExportedModel(nn.Module):
@@ -54,10 +55,14 @@ class ExportedModel(nn.Module):
 
     def embed_images(self, pixel_values: Tensor) -> Tensor:
         """[B, 3, H, W], as `pixel_values` prepares them -> [B, D], of length 1."""
+        return F.normalize(self.image_features(pixel_values), dim=-1)
+
+    def image_features(self, pixel_values: Tensor) -> Tensor:
+        """As `embed_images`, not brought to the length 1."""
         if side := self.record["images"]["patch_size"]:
             in_patches = patches(pixel_values, side)
-            return self._embed("image", in_patches.pop("pixel_values"), **in_patches)
-        return self._embed("image", pixel_values)
+            return self._features("image", in_patches.pop("pixel_values"), **in_patches)
+        return self._features("image", pixel_values)
 
     def embed_sounds(self, input_features: Tensor) -> Tensor:
         """[B, …], as `input_features` prepares them -> [B, D], of length 1."""
@@ -65,14 +70,17 @@ class ExportedModel(nn.Module):
         if grey:  # decibels [B, 1, T, F] become an image [B, 3, F, T]
             scaled = (input_features.transpose(2, 3) - grey["quiet_db"]) / grey["spread_db"]
             input_features = scaled.expand(-1, 3, -1, -1)
-        return self._embed("audio", input_features)
+        return F.normalize(self._features("audio", input_features), dim=-1)
 
     def embed_texts(self, texts: Sequence[str]) -> Tensor:
         """-> [B, D], of length 1."""
         how, device = self.record["texts"], next(self.parameters()).device
         if how is None:  # OpenCLIP's tokenizer makes all that its model reads
-            return self._embed("text", self.tokenizer(list(texts)).to(device))
-        tokens = self.tokenizer(list(texts), truncation=True, return_tensors="pt", **how["padding"])
+            ids = self.tokenizer(list(texts)).to(device)
+            return F.normalize(self._features("text", ids), dim=-1)
+        # the mask is asked for: of a tower that reads padding, the tokenizer's files name none
+        given = {"truncation": True, "return_attention_mask": True, **how["padding"]}
+        tokens = self.tokenizer(list(texts), return_tensors="pt", **given)
         ids, mask = (tokens[name].to(device) for name in ("input_ids", "attention_mask"))
         if "length" in how:  # OpenCLIP's towers read texts of their whole length
             ids = ids.masked_fill(mask == 0, how["pad_id"])
@@ -80,32 +88,36 @@ class ExportedModel(nn.Module):
         more = {"attention_mask": mask} if how.get("masked") else {}
         if "language" in how:
             more["langs"] = torch.full_like(ids, how["language"])
-        return self._embed("text", ids, mask, **more)
+        return F.normalize(self._features("text", ids, mask, **more), dim=-1)
 
     @torch.no_grad()
-    def _embed(
+    def _features(
         self, modality: str, values: Tensor, mask: Tensor | None = None, **more: Tensor
     ) -> Tensor:
         """[B, D] of what a tower reads; `more` of that goes by name. `mask` [B, L]: which tokens of
         a text count."""
         if modality in self.towers:
-            embeds = self.towers[modality](values, mask, **more)
-        elif hasattr(self.whole, "encode_image"):  # OpenCLIP's
-            embeds = getattr(self.whole, f"encode_{modality}")(values)
-        else:
-            output = getattr(self.whole, f"get_{modality}_features")(values, **more)
-            # of transformers before 5 it is a tensor
-            embeds = getattr(output, "pooler_output", output)
-        return F.normalize(embeds, dim=-1)
+            return self.towers[modality](values, mask, **more)
+        if hasattr(self.whole, "encode_image"):  # OpenCLIP's
+            return getattr(self.whole, f"encode_{modality}")(values)
+        output = getattr(self.whole, f"get_{modality}_features")(values, **more)
+        # of transformers before 5 it is a tensor
+        return getattr(output, "pooler_output", output)
 
     def pixel_values(self, file: str | Path | IO[bytes]) -> Tensor:
         """[3, size, size] of an image file, as the model was evaluated: upright, on white where it
         is transparent, resized, and the centre cut out, on black where the image is smaller."""
         from PIL import Image, ImageOps
 
+        return self.prepared(ImageOps.exif_transpose(Image.open(file)))
+
+    def prepared(self, image: Any) -> Tensor:
+        """As `pixel_values`, of an image of Pillow's that is upright."""
+        from PIL import Image
+
         how = self.options
         resize, size = how["image_resize"], how["image_size"]
-        image = _in_8_bits(ImageOps.exif_transpose(Image.open(file)))
+        image = _in_8_bits(image)
         if image.has_transparency_data:
             image = image.convert("RGBA")
             page = Image.new("RGB", image.size, "white")
@@ -265,8 +277,13 @@ def _whole_model(folder: Path, name: str | None) -> tuple[Any, Any]:
     if name == "open_clip":
         import open_clip
 
-        where = f"local-dir:{folder}"
-        return open_clip.create_model_and_transforms(where)[0], open_clip.get_tokenizer(where)
+        where, config = f"local-dir:{folder}", (folder / "open_clip_config.json").read_text("utf-8")
+        texts, given = json.loads(config)["model_cfg"]["text_cfg"], {}
+        if "hf_model_name" in texts:  # which OpenCLIP looks for in the current folder
+            own = {"hf_model_name": str(folder / "text"), "hf_model_pretrained": False}
+            given = {"text_cfg": {**texts, **own}}
+        model = open_clip.create_model_and_transforms(where, **given)[0]
+        return model, open_clip.get_tokenizer(where)
     import transformers
 
     model = _loaded(getattr(transformers, name), folder) if name else None

@@ -13,6 +13,7 @@ from common.files import read_json
 from common.markdown import code, fenced, words
 from engine.planning.batch import BranchBatch
 from launch.config.groups import first_weights
+from launch.exporting.inputs import CLAP, DUAL_ENCODER, PIPELINE_TOKENS, is_padded_otherwise
 from launch.exporting.loading import seconds_of_clip
 from launch.inference.adapters import ADAPTERS, TOWER_IN
 from launch.inference.trained import Trained
@@ -72,6 +73,8 @@ from transformers import AutoImageProcessor
 processor = AutoImageProcessor.from_pretrained(".")
 pixels = processor(Image.open("apple.jpg"), return_tensors="pt")
 image = library_model.get_image_features(**pixels)"""
+FILLED_UP = """
+image = library_model.get_image_features(model.pixel_values("apple.jpg")[None])"""
 PATCHES = """
 from modeling_export import patches
 
@@ -80,13 +83,36 @@ image = library_model.get_image_features(**pixels)"""
 SOUNDS = """
 sounds = model.input_features("apple.wav")[None]
 audio = library_model.get_audio_features(sounds)"""
+OF_SOUNDS = """transformers' `ClapProcessor` and its pipeline repeat a short sound to whole seconds and
+cut a long one at random. `model.input_features` prepares sounds as in evaluation."""
 
 OF_CLIPS = """## Clips
 
-This model was trained on clips of films, of which it saw {frames} frames each at most, from the
-middles of as many equal parts. The image tower embeds a frame. The embedding of a clip is the mean
-of its frames before their length is made 1, brought to the length 1: of what transformers'
-`get_image_features` returns."""
+This model was trained on clips of films, of which it saw {frames} frames each at most{rate}, from
+the middles of as many equal parts. `modeling_clips.py` takes them from a film, with PyAV (`av`):
+
+```python
+from modeling_clips import Clips
+
+clips = Clips(model)
+frames = clips.frames("apple.mp4")  # [T, 3, H, W]; of 2.0 to 5.5 s: clips.frames(FILE, 2.0, 5.5)
+video_embeds = clips.embed(frames[None])  # [1, D], of length 1
+text_embeds = model.embed_texts(["an apple falls"])
+similarities = video_embeds @ text_embeds.T
+```
+
+The image tower embeds each frame alone, and the embedding of a clip is the mean of these before
+their length is made 1, brought to the length 1. `model.embed_images` returns frames of length 1,
+whose mean is another vector: use `clips.embed`{library}"""
+CLIPS_OF_LIBRARY = """, or the library's own model:
+
+```python
+import torch
+
+features = library_model.{method}(frames)
+features = getattr(features, "pooler_output", features)
+video = torch.nn.functional.normalize(features.mean(0, keepdim=True), dim=-1)
+```"""
 
 OF_OPEN_CLIP = """OpenCLIP alone loads it too, and from the hub as `hf-hub:ORGANISATION/MODEL` once
 it has been uploaded. `preprocess` is what the images are given to:
@@ -95,13 +121,41 @@ it has been uploaded. `preprocess` is what the images are given to:
 import open_clip
 
 library_model, _, preprocess = open_clip.create_model_and_transforms("local-dir:.")
+library_model.eval()  # OpenCLIP makes models ready to train
 tokenizer = open_clip.get_tokenizer("local-dir:.")
 ```"""
-MOVED = (
-    "`hf_model_name` in `open_clip_config.json` is where this folder was written. After moving it, "
-    f"give the new place of its folder `{TEXT_FOLDER}` there, or the id of a published model of "
-    "the same configuration."
+# OpenCLIP looks for `hf_model_name` in the current folder, whatever folder the model is in
+OF_OPEN_CLIP_WITH_HF = f"""OpenCLIP alone loads it too. Its text tower is one of transformers, whose
+configuration OpenCLIP looks for in the current folder, where `local-dir:.` is enough. These lines
+load it from any folder. `preprocess` is what the images are given to:
+
+```python
+import json
+import open_clip
+
+folder = "."
+with open(f"{{folder}}/open_clip_config.json") as file:
+    text = json.load(file)["model_cfg"]["text_cfg"]
+text |= {{"hf_model_name": f"{{folder}}/{TEXT_FOLDER}", "hf_model_pretrained": False}}
+library_model, _, preprocess = open_clip.create_model_and_transforms(
+    f"local-dir:{{folder}}", text_cfg=text
 )
+library_model.eval()  # OpenCLIP makes models ready to train
+tokenizer = open_clip.get_tokenizer(f"local-dir:{{folder}}")
+```
+
+Before an upload to the hub, give `hf_model_name` in `open_clip_config.json` the id of a published
+model of the same configuration, and `hf_tokenizer_name` the id of this one."""
+PIPELINE = """So does its pipeline, which does not cut long texts:
+
+```python
+from transformers import pipeline
+
+classify = pipeline("zero-shot-image-classification", model=".")
+scores = classify("apple.jpg", candidate_labels=["a red apple", "snow"], hypothesis_template="{}")
+```"""
+NO_PIPELINE = f"""Its pipeline and processor pad the texts of SigLIP to {PIPELINE_TOKENS} tokens, and
+this model reads texts of {{most}}: both score it wrongly or refuse it. Call it as above."""
 
 OF_STATE_DICT = """transformers has no model that is this one as a whole:
 
@@ -184,10 +238,10 @@ def export_page(trained: Trained, record: Mapping[str, Any], averaged: bool) -> 
         rest = CALL_REGIONS if "regions" in record["loading"] else NO_REGIONS
         parts.append(WITH_REGIONS.format(file=REGIONS, rest=rest))
     if "time" in towers.get("image", towers["text"]).config:
-        parts.append(OF_CLIPS.format(frames=trained.options["video_frames"]))
+        parts.append(_of_clips(record))
     if "data" in trained.options:
         parts += _training(trained, averaged)
-    return "\n\n".join([*parts, *([PROCESSOR] if "image" in towers else [])]) + "\n"
+    return "\n\n".join([*parts, *([PROCESSOR] if _has_processor(record) else [])]) + "\n"
 
 
 def _card(trained: Trained, kind: str) -> str:
@@ -239,17 +293,18 @@ def _loading(record: Mapping[str, Any], towers: dict[str, Tower]) -> list[str]:
         return [page, OF_STATE_DICT.format(differences=reasons, prefixes=prefixes)]
     own = [page]
     if kind == OPEN_CLIP:
-        moved = [MOVED] if text.config["library"] == "transformers" else []
-        own += [OF_OPEN_CLIP, *moved]
+        has_hf = text.config["library"] == "transformers"
+        own.append(OF_OPEN_CLIP_WITH_HF if has_hf else OF_OPEN_CLIP)
     else:
-        own.append(_of_transformers(kind, record["loading"]))
+        own.append(_of_transformers(kind, record))
+        own += _pipeline(record, text)
     if "image" in towers and "audio" in towers:
         own.append(f"`{AUDIO}` has the audio tower, its projection, and the scalars of its pairs.")
     return own
 
 
-def _of_transformers(kind: str, reads: Mapping[str, Any]) -> str:
-    """`reads`: what `modeling_export.py` reads of the export's record."""
+def _of_transformers(kind: str, record: Mapping[str, Any]) -> str:
+    reads = record["loading"]  # what `modeling_export.py` reads
     texts, others = reads["texts"], PICTURES
     padding = (f"{name}={json.dumps(value)}" for name, value in texts["padding"].items())
     names = ("input_ids", "attention_mask") if texts["masked"] else ("input_ids",)
@@ -257,12 +312,42 @@ def _of_transformers(kind: str, reads: Mapping[str, Any]) -> str:
         others = SOUNDS
     elif side := reads["images"]["patch_size"]:
         others = PATCHES.format(side=side)
+    elif not _has_processor(record):
+        others = FILLED_UP
     return OF_TRANSFORMERS.format(
         kind=kind,
         padding=", ".join(padding).replace("true", "True"),
         given=", ".join(f'tokens["{name}"]' for name in names),
         others=others,
     )
+
+
+def _pipeline(record: Mapping[str, Any], text: Tower) -> list[str]:
+    """What transformers' own pipeline makes of the model; nothing where it has none for it."""
+    kind, images = record["kind"], record["loading"]["images"]
+    if kind == CLAP:
+        return [OF_SOUNDS]
+    if kind == DUAL_ENCODER or images["patch_size"] or not _has_processor(record):
+        return []
+    most = record["options"]["max_text_tokens"]
+    if is_padded_otherwise(text, most):
+        return [NO_PIPELINE.format(most=most)]
+    return [PIPELINE]
+
+
+def _has_processor(record: Mapping[str, Any]) -> bool:
+    """Is there a `preprocessor_config.json` of its images?"""
+    return record["options"].get("image_resize_mode", "longest") != "longest"
+
+
+def _of_clips(record: Mapping[str, Any]) -> str:
+    kind, loading = record["kind"], record["loading"]
+    rate, library = loading["clips"]["rate"], "."
+    if kind != STATE_DICT and not loading["images"]["patch_size"]:
+        method = "encode_image" if kind == OPEN_CLIP else "get_image_features"
+        library = CLIPS_OF_LIBRARY.format(method=method)
+    seen = f", {rate:g} for each second of a shorter clip" if rate else ""
+    return OF_CLIPS.format(frames=loading["clips"]["frames"], rate=seen, library=library)
 
 
 # -- the run

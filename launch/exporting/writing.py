@@ -3,7 +3,6 @@ that loads it, and a page about it."""
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -11,17 +10,23 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
-from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import ClapProcessor, CLIPImageProcessor, PreTrainedConfig
+from transformers import ClapConfig, PreTrainedConfig, VisionTextDualEncoderConfig
 
 from common.files import replacing_folder, write_text
-from data.modalities.preprocessing import Preprocessing
-from data.modalities.tokenizer_open_clip import PREFIX, is_clips, text_config
+from data.modalities.tokenizer_open_clip import PREFIX
 from data.options import IMAGE_TEXT, loss_names
 from launch.config.imported import FUSION_OPTIONS, HERE
-from launch.exporting.loading import feature_extractor, loading_record, seconds_of_clip
+from launch.exporting.inputs import (
+    CLAP,
+    DUAL_ENCODER,
+    is_read_otherwise,
+    preprocess_cfg,
+    tokens_of_open_clip,
+    write_inputs,
+)
+from launch.exporting.loading import loading_record, seconds_of_clip
 from launch.exporting.page import export_page
 from launch.inference.adapters import taken_off, write_all
 from launch.inference.trained import Trained
@@ -53,9 +58,10 @@ from models.weights.whole_models import (
 )
 
 CODE = Path(__file__).with_name("modeling_export.py")
-CODE_OF_REGIONS = Path(__file__).with_name("modeling_regions.py")
+CODE_OF = {  # by what the record of loading has
+    part: Path(__file__).with_name(f"modeling_{part}.py") for part in ("regions", "clips")
+}
 PACKAGES = {"timm": "timm", "open_clip": "open_clip_torch"}  # of a library, where it is optional
-CLAP, DUAL_ENCODER = "ClapModel", "VisionTextDualEncoderModel"
 OPEN_CLIP_FILES = "open_clip_config.json", "open_clip_model.safetensors"
 
 
@@ -100,8 +106,8 @@ def write_export(
             elif _lacks_config(tower) and (kind != OPEN_CLIP or branch == "audio"):
                 (beside / branch).mkdir()
                 _write_json(beside / branch / OPEN_CLIP_FILES[0], model_config(tower.name))
-        config, pairs = _write_weights(trained, state, kind, beside, folder)
-        _write_inputs(trained, kind, beside)
+        config, pairs = _write_weights(trained, state, kind, beside)
+        write_inputs(trained, kind, beside)
         apart = adapters if keep_adapters else ()
         loading = loading_record(trained, kind, pairs)
         record = {
@@ -118,8 +124,7 @@ def write_export(
         }
         _write_json(beside / RECORD, record)
         write_text(beside / "README.md", export_page(trained, record, averaged))
-        of_regions = [CODE_OF_REGIONS] if "regions" in loading else []
-        for code in (CODE, *of_regions):
+        for code in (CODE, *(code for part, code in CODE_OF.items() if part in loading)):
             write_text(beside / code.name, code.read_text(encoding="utf-8"))
         # safetensors makes them for their owner alone
         for weights in beside.rglob("*.safetensors"):
@@ -269,7 +274,9 @@ def choose_form(trained: Trained, form: str) -> tuple[str, list[str]]:
     text = towers["text"]
     if _compares(trained, "image"):
         key = whole_model_of(towers["image"], text)
-        kind = WHOLE_MODELS[key].model.__name__ if key else DUAL_ENCODER
+        kind, model_type = DUAL_ENCODER, VisionTextDualEncoderConfig.model_type
+        if key:
+            kind, model_type = WHOLE_MODELS[key].model.__name__, key
         of_transformers = [] if key else what_differs(towers["image"], text)
         of_open_clip = what_open_clip_lacks(towers["image"], text)
     else:
@@ -277,6 +284,12 @@ def choose_form(trained: Trained, form: str) -> tuple[str, list[str]]:
         if "image" in towers:
             of_transformers.append("transformers' ClapModel has no images")
         of_open_clip = ["OpenCLIP has no models of sounds and texts"]
+        model_type = ClapConfig.model_type
+    if not of_transformers and is_read_otherwise(trained.text_tokenizer, model_type):
+        of_transformers.append(
+            f"transformers takes a tokenizer of its own for a {kind}, which makes other tokens of "
+            "texts than this one"
+        )
     # by --format, why the model cannot have that form
     lacking = {"transformers": of_transformers, "open_clip": of_open_clip, "state_dict": []}
     if lacking.get(form):
@@ -312,21 +325,20 @@ def _refuse_adapters_apart(trained: Trained, kind: str, adapted: Sequence[str]) 
 
 
 def _write_weights(
-    trained: Trained, state: dict[str, Tensor], kind: str, beside: Path, folder: Path
+    trained: Trained, state: dict[str, Tensor], kind: str, beside: Path
 ) -> tuple[PreTrainedConfig | None, Sequence[Pair]]:
-    """Weights and configuration as `kind` has them, in `beside`, which will be `folder`. Returns
-    the configuration of transformers' model of both towers, if it is one, and the pairs of its
-    tensors and ours."""
+    """Weights and configuration as `kind` has them, in `beside`. Returns the configuration of
+    transformers' model of both towers, if it is one, and the pairs of its tensors and ours."""
     if kind == STATE_DICT:
         _save(beside / WEIGHTS, state)
         return None, ()
     pair = trained.by_branch["audio" if kind == CLAP else "image"], trained.by_branch["text"]
     if kind == OPEN_CLIP:
-        tokens, at = _tokens_of_open_clip(trained, folder), beside / TEXT_FOLDER
+        tokens, at = tokens_of_open_clip(trained), beside / TEXT_FOLDER
         model, tensors = open_clip_model(*pair, state, tokens, at)
         if "hf_model_name" in model["text_cfg"]:
-            model["text_cfg"]["hf_model_name"] = str(folder / TEXT_FOLDER)
-        pixels = _preprocess_cfg(trained.preprocessing)
+            model["text_cfg"]["hf_model_name"] = f"./{TEXT_FOLDER}"
+        pixels = preprocess_cfg(trained.preprocessing)
         _write_json(beside / OPEN_CLIP_FILES[0], {"model_cfg": model, "preprocess_cfg": pixels})
         _save(beside / OPEN_CLIP_FILES[1], tensors)
         return None, ()
@@ -341,77 +353,6 @@ def _write_weights(
     config.save_pretrained(beside)
     _save(beside / WEIGHTS, to_theirs(pairs, state))
     return config, pairs
-
-
-def _tokens_of_open_clip(trained: Trained, folder: Path) -> dict[str, object]:
-    """What OpenCLIP's `text_cfg` says of the tokenizer, and `max_text_tokens`. Without any name of
-    a tokenizer OpenCLIP has CLIP's; else it takes that of the folder of the model, and the name is
-    read only where the model is not in a folder."""
-    source = trained.options.get("tokenizer") or ""
-    text = trained.by_branch["text"]
-    named = {"hf_tokenizer_name": str(folder)}
-    if source.startswith(PREFIX):  # as in the model that it came from
-        texts = text_config(source.removeprefix(PREFIX))
-        kept = ("hf_tokenizer_name", "tokenizer_kwargs")
-        named = {key: texts[key] for key in kept if key in texts}
-        if Path(named.get("hf_tokenizer_name", "")).is_absolute():
-            named["hf_tokenizer_name"] = str(folder)
-    elif text.config["library"] == "open_clip" and is_clips(trained.text_tokenizer):
-        named = {}
-    return {"max_text_tokens": trained.options["max_text_tokens"], **named}
-
-
-def _preprocess_cfg(preprocessing: Preprocessing) -> dict[str, object]:
-    """OpenCLIP's."""
-    if preprocessing.crop_pct != 1:
-        raise ValueError(
-            f"--format open_clip: OpenCLIP resizes images to the tower's input, and this model was "
-            f"evaluated with {preprocessing.crop_pct:.3g} of what they were resized to "
-            "(--image-resize); export a state dict"
-        )
-    return {
-        "mean": list(preprocessing.mean),
-        "std": list(preprocessing.std),
-        "interpolation": preprocessing.interpolation,
-        "resize_mode": preprocessing.resize_mode,
-    }
-
-
-# -- what goes into the towers
-
-
-def _write_inputs(trained: Trained, kind: str, beside: Path) -> None:
-    """The tokenizer, and what prepares sounds and images, as transformers writes them."""
-    towers = trained.by_branch
-    tokenizer = copy.deepcopy(trained.text_tokenizer)
-    tokenizer.model_max_length = trained.options["max_text_tokens"]
-    # as in training, whatever its class does by itself; the file is written from the second one
-    tokenizer.padding_side = tokenizer.init_kwargs["padding_side"] = "right"
-    tokenizer.save_pretrained(str(beside))
-    if "audio" in towers:
-        extractor = feature_extractor(towers["audio"])
-        extractor.save_pretrained(beside / "audio")
-        if kind == CLAP:  # in both files, for all versions of transformers
-            extractor.save_pretrained(beside)
-            ClapProcessor(extractor, tokenizer).save_pretrained(beside)
-    # it cannot fill up what is too short; `pixel_values` of modeling_export.py does
-    if "image" in towers and trained.preprocessing.resize_mode != "longest":
-        size = trained.options["image_size"]
-        image_processor(trained.preprocessing, size).save_pretrained(beside)
-
-
-def image_processor(preprocessing: Preprocessing, image_size: int) -> CLIPImageProcessor:
-    """transformers' nearest to `data.modalities.transforms.EvalTransform`. Other are transparent
-    images, grey ones of more than 8 bits, and those where the margin around the centre is odd."""
-    resize = preprocessing.options(image_size)["image_resize"]
-    squashed = preprocessing.resize_mode == "squash"
-    return CLIPImageProcessor(
-        size={"height": resize, "width": resize} if squashed else {"shortest_edge": resize},
-        crop_size={"height": image_size, "width": image_size},
-        resample=Image.Resampling[preprocessing.interpolation.upper()],
-        image_mean=list(preprocessing.mean),
-        image_std=list(preprocessing.std),
-    )
 
 
 # -- the record

@@ -40,7 +40,8 @@ from data.modalities.preprocessing import NORMALIZATIONS, Preprocessing
 from data.modalities.tokenizer import load_tokenizer, train_tokenizer
 from launch.config.options import parse_options
 from launch.config.pixels import describe_pixels
-from launch.exporting.writing import image_processor, write_export
+from launch.exporting.inputs import image_processor
+from launch.exporting.writing import write_export
 from launch.inference.trained import (
     Trained,
     open_model_folder,
