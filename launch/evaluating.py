@@ -31,7 +31,7 @@ from launch.run.queries import (
 )
 from models.losses.blocks import Side, Sides, first_of, other_of
 from models.metrics.alignment import alignment_figures, alignment_sums
-from models.metrics.regions import NUM_UNSEEN, PHRASE_TO_BOX, box_sums
+from models.metrics.regions import NUM_BEYOND, NUM_UNSEEN, PHRASE_TO_BOX, box_sums
 from models.metrics.retrieval import (
     NUM_SUMS,
     Relevance,
@@ -131,6 +131,8 @@ class Evaluator:
             if comparison.made and regions is not None:
                 rows = regions.places(held_out.subset, training=False).samples(held_out.subset)
                 values[NUM_UNSEEN] = len(rows[0]) - totals.num_samples
+                every = held_out.source.numbers("num_regions", held_out.subset).sum(dtype=int)
+                values[NUM_BEYOND] = float(every - len(rows[0]))
             found = {
                 direction: (
                     sums[-NUM_FOUND:-NUM_QUERIES].view(NUM_QUERIES, -1, 3).cpu(),

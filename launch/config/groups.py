@@ -394,7 +394,11 @@ class RegionOptions(OptionGroup):
     title = "regions, for --pairs with region:text"
     in_recipe = True
     max_regions: int = option(
-        16, "of each image, drawn anew in each epoch; an evaluation has the first", "N", at_least(1)
+        16,
+        "of each image, drawn anew in each epoch; an evaluation during training has the first, and "
+        "evaluate.py all",
+        "N",
+        at_least(1),
     )
     max_negatives: int = option(
         16,

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data.bad_samples import REGION_LIMIT
 from data.batching.requests import evaluation_requests
 from data.batching.shown import ShownRegions, shown_regions
 from data.clips import Clip
@@ -207,11 +208,10 @@ class Embedder:
         return Embedded({name: rows[name] for name in self.branches}, compared, found)
 
     def with_regions(self, source: KnownSource, subset: np.ndarray) -> tuple[Rows, Regions]:
-        """The images of the samples `subset`, and those of their regions that an evaluation of the
-        run shows, with the phrases."""
-        options = self._inputs.options
-        regions = ShownRegions(source, options.max_regions, options.max_negatives)
-        names, seed = ("image", "region"), options.seed
+        """The images of the samples `subset`, and all of their regions with the first phrase of
+        each, whatever the run takes of an image in a step (`--max-regions`)."""
+        regions = ShownRegions(source, REGION_LIMIT, 0)
+        names, seed = ("image", "region"), self._inputs.options.seed
         images, (number, image, key, embeds) = self._gathered(names, source, subset, regions)
         # one phrase for each region, in their order; those that are not seen are left out
         phrases = regions.places(subset, training=False).phrases(subset, None)
@@ -323,11 +323,18 @@ class Embedder:
         layers = self.layers["image"]
         for layer in layers[: pooled.num_before]:
             tensors = layer(tensors)
-        hidden = pooled.hidden(tensors["image_hidden"], boxes, row)
-        regions = {**tensors, "image_hidden": hidden}
-        for layer in layers[pooled.num_before :]:
-            tensors, regions = layer(tensors), layer(regions)
-        return {**tensors, "region_embeds": regions["image_embeds"]}
+        hidden = tensors["image_hidden"]
+
+        def behind(image_hidden: Tensor) -> Tensors:
+            values = {**tensors, "image_hidden": image_hidden}
+            for layer in layers[pooled.num_before :]:
+                values = layer(values)
+            return values
+
+        # a region costs these layers as much as an image does
+        parts = zip(boxes.split(self.batch_size), row.split(self.batch_size))
+        embeds = [behind(pooled.hidden(hidden, *part))["image_embeds"] for part in parts]
+        return {**behind(hidden), "region_embeds": torch.cat(embeds)}
 
 
 class Gathered(NamedTuple):

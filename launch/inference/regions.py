@@ -11,6 +11,7 @@ import torch
 from launch.inference.embedding import Regions
 from models.metrics.classification import zero_shot_accuracy
 from models.metrics.regions import (
+    NUM_BEYOND,
     NUM_UNSEEN,
     OVERLAP,
     PHRASE_TO_BOX,
@@ -47,6 +48,7 @@ def region_figures(regions: Regions) -> dict[str, float]:
     counts: dict[str, float] = {
         NUM_GIVEN: regions.num_given,
         NUM_UNSEEN: regions.num_given - number,
+        NUM_BEYOND: 0,
     }
     if not number:
         return counts if regions.num_given else {}

@@ -204,7 +204,9 @@ def _regions(data: PreparedData, options: Options) -> str:
     numbers = data.source.numbers("num_regions", train)
     said = f"{numbers.sum(dtype=int):,} in {np.count_nonzero(numbers):,} images"
     if (most := options.max_regions) < numbers.max(initial=0):
-        said += f", at most {most} of an image in a step"
+        said += (
+            f", at most {most} of an image in a step, its first {most} in an evaluation of the run"
+        )
     # evenly spread: an index of ten million images is not read for one line
     drawn = train[numbers > 0][:: max(1, np.count_nonzero(numbers) // IMAGES_ASKED)]
     transform = EvalTransform((options.image_size, options.image_size), options.preprocessing)

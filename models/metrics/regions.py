@@ -14,6 +14,7 @@ from models.metrics.retrieval import NUM_SUMS, RECALL_AT, TOLERANCE, hits, simil
 
 PHRASE_TO_BOX = "phrase_to_box"  # within an image, among the boxes that are given
 NUM_UNSEEN = "num_regions_not_in_view"  # of the boxes that an evaluation asks for
+NUM_BEYOND = "num_regions_beyond_max"  # of an image, for which a run does not ask (--max-regions)
 OVERLAP = 0.5  # of a box with that of the phrase, at which it counts as found
 
 Rule = Callable[[slice], Tensor]

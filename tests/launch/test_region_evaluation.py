@@ -68,7 +68,7 @@ def run(module_folder):
     folder = module_folder("regions")
     spec, run_dir = write_scenes(folder / "data"), folder / "run"
     words = ["--data", "demo:scenes:100", "--val-data", spec, "--on-leak", "drop", *SMALL]
-    words += ["--pairs", PAIRS, "--max-regions", "4", "--steps", "2", "--workers", "0"]
+    words += ["--pairs", PAIRS, "--steps", "2", "--workers", "0"]
     words += ["--run-dir", run_dir, *fork_flags(folder), "--image-resize-mode", "shortest"]
     status, output = run_to_end("train.py", *words, ranks=2)
     assert status == 0, output[-3000:]
@@ -109,18 +109,21 @@ def test_the_figures_are_those_of_the_last_evaluation(run, monkeypatch, capfd):
     assert f"{out} of {total} regions were not in the view" in " ".join(said.split())
 
 
-def read_regions(run):
+def read_regions(run, max_regions=16):
     trained = open_run(run[0])
+    trained.options["max_regions"] = max_regions
     source = open_source(run[1], trained.read)
     return Embedder(trained, "cpu", 5, 0).embedded(source, source.usable()).regions
 
 
 def test_regions_are_embedded_with_their_boxes_and_phrases(run):
-    """By the towers alone, of the boxes that the index has; at most `--max-regions` of an image."""
+    """By the towers alone, of the boxes that the index has; of all, not of the `--max-regions` that
+    a step has."""
     run_dir, spec = run
     trained = open_run(run_dir)
     source = open_source(spec, trained.read)
-    regions = read_regions(run)
+    regions = read_regions(run, max_regions=2)
+    assert regions.num_given == source.column("num_regions").sum() > 2 * NUMBER
     assert len(regions.image) == len(regions.region.sample) > 100
     assert set(regions.image.tolist()) == {i for i in range(NUMBER) if i % 7}
     for row in (0, 50, len(regions.image) - 1):
