@@ -69,6 +69,7 @@ from launch.inference.querying import find
 from launch.inference.regions import POOLED, PROTOCOL, region_figures, regions_rows, unseen
 from launch.inference.reranking import fusion_of, reranked_retrieval
 from launch.inference.samples import held_out, left_out, opened
+from launch.inference.seen import seen_of
 from launch.inference.trained import Trained, open_model_folder, public_model
 from launch.terminal.tables import Table as PrintedTable
 from launch.terminal.tables import retrieval_table, show
@@ -148,6 +149,7 @@ def of_classes(
     test = opened(arguments.classify, embedder.trained)
     learned = arguments.classify_train
     train = opened(learned, embedder.trained) if learned else None
+    seen = seen_of(arguments, embedder.trained, test)
     results = classification(embedder, test, train)
     classes = made_of(test.source) or {}
     if classes:
@@ -161,7 +163,9 @@ def of_classes(
         "task": "zeroshot_classification",
         "metrics": benchmark_metrics(results),
     }
-    table = classification_table(results, f"Classes of {arguments.classify}, {name}")
+    about |= seen.record() if seen else {}
+    words = seen.words if seen else ""
+    table = classification_table(results, f"Classes of {arguments.classify}, {name}{words}")
     if modality_to_classify(embedder, test) == "video":
         about["frames"] = table.caption = frames_of(embedder.trained.options)
     return {**about, **results}, table
@@ -179,6 +183,8 @@ def of_pairs(
             "--fusion, or an export of one"
         )
     parts = held_out(arguments, embedder.trained)
+    seen = seen_of(arguments, embedder.trained, next(iter(parts.values())))
+    words = seen.words if seen else ""
     pictures: list[Callable[[], None]] = []
     # by held-out set
     sizes, metrics = {}, {}
@@ -221,7 +227,7 @@ def of_pairs(
             pictures.append(partial(draw_examples, embedded, part.source, title, file))
     how = f", by embeddings → the nearest {rerank} by matching" if rerank else ""
     table = retrieval_table(
-        f"Zero-shot retrieval, {name}{how}",
+        f"{'Retrieval' if words else 'Zero-shot retrieval'}, {name}{how}{words}",
         [results, after] if rerank else [results],
         sizes,
         {} if rerank else languages,
@@ -241,6 +247,7 @@ def of_pairs(
         frames = frames_of(embedder.trained.options)
         numbers["protocol_of_clips"] = f"{frames}; {CLIPS_PROTOCOL}; {DUAL_SOFTMAX_PROTOCOL}"
     numbers |= {"left_out": left_out(parts["validation"])} if arguments.val_data else {}
+    numbers |= seen.record() if seen else {}
     numbers |= results
     numbers |= {"reranked": {"candidates": rerank, **after}} if rerank else {}
     tables = [table]
@@ -251,6 +258,8 @@ def of_pairs(
         title = f"Clips in time, {name}"
         said = numbers["protocol_of_clips"]
         tables.append(PrintedTable.of(title, of_clips, said).for_terminal())
+    for each in tables if words else ():
+        each.columns[0].header = "samples"  # not called held out
     return numbers, tables, pictures
 
 

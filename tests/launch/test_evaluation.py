@@ -21,7 +21,8 @@ from data.keys import caption_key
 from data.modalities.fonts import fonts_for, installed_families
 from data.modalities.text import Languages, TextModality
 from data.modalities.tokenizer import batch_tokens
-from data.prepare import HeldOut
+from data.options import DataOptions
+from data.prepare import HeldOut, prepare_data
 from launch.exporting.writing import write_export
 from launch.inference.classes import classification
 from launch.inference.embedding import Embedder, as_source
@@ -37,6 +38,7 @@ from launch.inference.gallery import Cell, draw_rows
 from launch.inference.querying import search, search_table
 from launch.inference.reranking import reranked_retrieval
 from launch.inference.samples import held_out, left_out, opened
+from launch.inference.seen import seen_in_training
 from launch.modalities import MODALITIES
 from models.towers.fusion import FusionSizes
 
@@ -515,6 +517,35 @@ def test_what_a_run_held_out_is_looked_for_in_its_roots(tmp_path, source, embedd
         assert len(part.subset) == number and part.source.value("image", 3) == source.value(
             "image", 3
         )
+
+
+def test_samples_that_were_trained_on_are_counted(tmp_path, source, embedder, emoji_files):
+    """Of the file that a run was trained on all but what it held out; of other data none; and what
+    cannot be compared is said."""
+    files, _ = emoji_files
+    spec = f"jsonl:{tmp_path / 'train.jsonl'}"
+    options = {"data": [spec], "val_data": None, "val_fraction": 0.25, "data_root": []}
+    record = {"options": options, "tokenizer": None}
+    trained = replace(embedder.trained, record=record)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    part = HeldOut(files, files.usable())
+    train = prepare_data(DataOptions.from_record(options), None, run_dir).train
+    seen = seen_in_training(part, trained, run_dir)
+    assert (seen.number, seen.of, seen.kinds) == (len(train), 9, {"content": len(train)})
+    assert 5 < len(train) < 9 and seen.words == f"; {len(train)} of 9 samples were trained on"
+    found = seen.record()["trained_on"]
+    assert found == {"samples": len(train), "of": 9, "by": {"content": len(train)}}
+    other = seen_in_training(HeldOut(source, np.arange(1000, 1020)), trained, run_dir)
+    assert (other.number, other.of, other.words) == (0, 20, "")
+    stream = replace(trained, record=record | {"options": options | {"data": ["stream:a"]}})
+    export = replace(trained, record={"options": {}})
+    unknown = [seen_in_training(part, model, run_dir) for model in (stream, export)]
+    (tmp_path / "train.jsonl").unlink()
+    unknown.append(seen_in_training(part, trained, run_dir))
+    for each, why in zip(unknown, ("streams", "does not say", "train.jsonl")):
+        assert each.number is None and why in each.why and "\n" not in each.why
+        assert "could not be checked" in each.words and each.record()["trained_on"]["of"] == 9
 
 
 def test_only_samples_with_an_image_and_a_text_are_compared(embedder, tmp_path, monkeypatch):

@@ -109,6 +109,16 @@ def test_the_figures_are_those_of_the_last_evaluation(run, monkeypatch, capfd):
     assert f"{out} of {total} regions were not in the view" in " ".join(said.split())
 
 
+def test_data_that_was_trained_on_is_not_called_zero_shot(run, monkeypatch, capfd, tmp_path):
+    words = (run[0], "--val-data", "demo:scenes:100", "--json", tmp_path / "a.json")
+    evaluated(monkeypatch, *words)
+    said = " ".join(capfd.readouterr().out.split())
+    found = json.loads((tmp_path / "a.json").read_text())["trained_on"]
+    assert 50 <= found["samples"] <= found["of"] == 100
+    assert f"{found['samples']} of 100 samples were trained on" in said
+    assert "Retrieval, step" in said and "held-out set" not in said and "Zero-shot" not in said
+
+
 def read_regions(run, max_regions=16):
     trained = open_run(run[0])
     trained.options["max_regions"] = max_regions
