@@ -301,7 +301,11 @@ def _tokenizer(options: Options, data: PreparedData) -> str:
     if source is None:
         known = data.examples() if data.shards else data.train[:]
         captions = data.source.numbers("num_captions", known).sum(dtype=int)
-        return f"trained on {captions:,} captions, {entries}"
+        texts = f"{captions:,} captions"
+        if has_regions(options.pairs):
+            regions = data.source.numbers("num_regions", known).sum(dtype=int)
+            texts += f" and the phrases of {regions:,} regions"
+        return f"trained on {texts}, {entries}"
     is_described = not Path(source).is_dir() or (Path(source) / DESCRIPTION).is_file()
     assumed = f"; without {DESCRIPTION}, so transformers' special tokens and lower case are assumed"
     return f"of {source}, {entries}{'' if is_described else assumed}"

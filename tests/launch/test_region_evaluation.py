@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import re
 import sys
 
 import numpy as np
@@ -73,6 +74,9 @@ def run(module_folder):
     status, output = run_to_end("train.py", *words, ranks=2)
     assert status == 0, output[-3000:]
     assert "regions: " in output and "--image-resize-mode shortest: the view shows all" in output
+    said = " ".join(output.split())
+    (learned,) = re.findall(r"trained on [\d,]+ captions and the phrases of (\d+) regions, ", said)
+    assert f"regions: {learned} in " in said
     return run_dir, spec
 
 
