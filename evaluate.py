@@ -66,7 +66,7 @@ from launch.inference.evaluation import benchmark_metrics as retrieval_metrics
 from launch.inference.folders import forget_embeddings, refuse_other_content, write_embeddings
 from launch.inference.gallery import draw_rows
 from launch.inference.querying import find
-from launch.inference.regions import POOLED, PROTOCOL, region_figures, regions_rows, unseen
+from launch.inference.regions import protocol, region_figures, regions_rows
 from launch.inference.reranking import fusion_of, reranked_retrieval
 from launch.inference.samples import held_out, left_out, opened
 from launch.inference.seen import seen_of
@@ -202,8 +202,7 @@ def of_pairs(
         found = retrieval(embedded.with_regions())
         metrics[part_name] = retrieval_metrics(found)
         if embedded.regions is not None and (figures := region_figures(embedded.regions)):
-            number = len(embedded.regions.image)
-            of_regions += regions_rows(figures, part_name, number) if number else []
+            of_regions += regions_rows(figures, part_name)
             views.append(figures)
             found |= figures
         in_time = clip_figures(embedder, embedded, part.source)
@@ -241,8 +240,8 @@ def of_pairs(
         "metrics": metrics if len(parts) > 1 else next(iter(metrics.values())),
     }
     numbers |= {"languages": languages} if languages else {}
-    protocol = PROTOCOL + (POOLED if embedder.pooled else "") + unseen(views)
-    numbers |= {"protocol_of_regions": protocol} if views else {}
+    note = protocol(views, arguments.captions == "all", embedder.pooled is not None)
+    numbers |= {"protocol_of_regions": note} if views else {}
     if "video" in embedder.branches:
         frames = frames_of(embedder.trained.options)
         numbers["protocol_of_clips"] = f"{frames}; {CLIPS_PROTOCOL}; {DUAL_SOFTMAX_PROTOCOL}"
@@ -253,13 +252,14 @@ def of_pairs(
     tables = [table]
     if views:
         title = f"Regions of images, {name}"
-        tables.append(PrintedTable.of(title, of_regions, protocol).for_terminal())
+        tables.append(PrintedTable.of(title, of_regions, note).for_terminal())
     if of_clips:
         title = f"Clips in time, {name}"
         said = numbers["protocol_of_clips"]
         tables.append(PrintedTable.of(title, of_clips, said).for_terminal())
     for each in tables if words else ():
-        each.columns[0].header = "samples"  # not called held out
+        for first in each.columns[:1]:
+            first.header = "samples"  # not called held out
     return numbers, tables, pictures
 
 

@@ -3,8 +3,9 @@
 A row gives them as `{"box": [x, y, width, height], "text": "…" or ["…"], "negatives": ["…"]}`, or
 with `"xyxy": [x1, y1, x2, y2]`, in pixels of the image as its file has it, before EXIF turns it;
 with `"unit": "relative"` in fractions of its sides, with `"thousandths"` in thousandths of them.
-`BoxOptions` of a data set say otherwise. The index keeps them as fractions of the image as it is
-shown.
+`BoxOptions` of a data set say otherwise. A region with `"candidate": true` and no text is one that
+phrases of others may choose in an evaluation, and that training does not see. The index keeps them as
+fractions of the image as it is shown.
 """
 
 import json
@@ -44,7 +45,7 @@ class Region(NamedTuple):
     """A box of an image, and what is said of it."""
 
     box: Box  # fractions 0..1 of the sides of the image as shown
-    phrases: tuple[str, ...]  # at least one
+    phrases: tuple[str, ...]  # at least one; of a candidate none
     negatives: tuple[str, ...] = ()  # phrases that are not true of it
 
 
@@ -195,7 +196,8 @@ def _checked(region: Any, dropped: list[BadSample], unit: str | None) -> Given:
     box, is_relative = _box_of(region, unit)
     text, negatives = region.get("text"), region.get("negatives")
     try:
-        phrases = _phrases(text, dropped)
+        is_candidate = text is None and region.get("candidate") is True
+        phrases = () if is_candidate else _phrases(text, dropped)
     except BadSample as problem:
         if problem.reason not in NO_TEXT:
             raise

@@ -31,7 +31,7 @@ from launch.run.queries import (
 )
 from models.losses.blocks import Side, Sides, first_of, other_of
 from models.metrics.alignment import alignment_figures, alignment_sums
-from models.metrics.regions import NUM_BEYOND, NUM_UNSEEN, PHRASE_TO_BOX, box_sums
+from models.metrics.regions import NUM_BEYOND, NUM_UNSEEN, PHRASE_TO_BOX, box_sums, equal
 from models.metrics.retrieval import (
     NUM_SUMS,
     Relevance,
@@ -184,7 +184,11 @@ def _measured(sides: Sides, branch: str, mine: Tensor) -> Tensor:
         phrase = rows if own.keys is None else own.keys[:, 0]
         region = rows if other.keys is None else other.keys[:, 1]
         in_image = box_sums(
-            own.embeds[mine], other.embeds, own.sample[mine], other.sample, phrase[mine], region
+            own.embeds[mine],
+            other.embeds,
+            own.sample[mine],
+            other.sample,
+            equal(region, phrase[mine]),
         )
     return torch.cat(
         [

@@ -92,17 +92,17 @@ class PhraseRows:
 @dataclass(frozen=True)
 class ShownRegions:
     """Of each image as many regions as it has, at most `most`, and as many of all their negatives,
-    at most `most_negatives`; which, is drawn in each epoch."""
+    at most `most_negatives`; which, is drawn in each epoch. `candidates`: with those that have no
+    phrase, behind the others, for an evaluation."""
 
     source: Source
     most: int
     most_negatives: int
+    candidates: bool = False
 
     def places(self, indices: np.ndarray, training: bool = True) -> Places:
         """Of the samples [G] of a global batch. An evaluation shows no negatives."""
-        regions = np.minimum(self.source.numbers("num_regions", indices), self.most).astype(
-            np.int64
-        )
+        regions = np.minimum(self._num_regions(indices), self.most).astype(np.int64)
         negatives = np.zeros_like(regions)
         if training:
             have = self.source.numbers("num_negatives", indices)
@@ -111,16 +111,27 @@ class ShownRegions:
         first = regions.sum() + np.cumsum(negatives) - negatives
         return Places(ends - regions, regions, first, negatives)
 
+    def _num_regions(self, indices: np.ndarray) -> np.ndarray:
+        numbers = self.source.numbers("num_regions", indices)
+        if not self.candidates:
+            return numbers
+        with_phrases = zip(indices.tolist(), numbers.tolist())
+        return np.array([len(self.source.value("region", i)) if n else 0 for i, n in with_phrases])
+
 
 def shown_regions(
     source: Source, i: int, number: int, seed: int, epoch: int, training: bool
 ) -> list[Region]:
-    """The `number` regions that sample i shows; in an evaluation the first ones."""
+    """The `number` regions that sample i shows; in an evaluation the first ones, of which those
+    with phrases come first."""
     if not number:
         return []
     regions = source.value("region", i)
-    if not training or number == len(regions):
+    if not training:
         return regions[:number]
+    regions = [region for region in regions if region.phrases]
+    if number == len(regions):
+        return regions
     return [regions[k] for k in region_numbers(seed, epoch, i, len(regions), number)]
 
 

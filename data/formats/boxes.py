@@ -22,6 +22,8 @@ ARCHIVES = ("VG_100K", "VG_100K_2")
 # [/EN#283585/people Two young guys]
 ENTITY = re.compile(r"\[/EN#(\d+)/\S+ ([^]]*)\]")
 CORNERS = ("xmin", "ymin", "xmax", "ymax")
+# of refcoco: what a sentence chooses among, the referred objects of the split or all boxes
+CANDIDATES, REFERRED, ANNOTATED = "candidates", "referred", "annotated"
 
 
 class VisualGenomeFormat(EntriesFormat):
@@ -72,6 +74,7 @@ class VisualGenomeFormat(EntriesFormat):
 class RefCocoFormat(KarpathyFormat):
     """The images of one or more splits of `refs(unc).p` or its kin, a region for each object that
     is referred to, with all its sentences; without captions. Boxes are those of `instances.json`.
+    With `candidates=annotated` its other boxes of these images are regions without a phrase.
 
     The file of references is a pickle, of which only lists, dicts, texts and numbers are read, or
     the same as JSON.
@@ -82,16 +85,21 @@ class RefCocoFormat(KarpathyFormat):
     NEEDED = '[{"image_id", "ann_id", "split", "sentences": [{"sent"}]}], as a pickle or JSON'
 
     def __init__(self, where: str) -> None:
-        """`where`: `IMAGES:REFS?split=NAME+NAME[&instances=FILE&root=DIR]`. Errors: ValueError,
-        FileNotFoundError."""
+        """`where`: `IMAGES:REFS?split=NAME+NAME[&instances=FILE&candidates=annotated&root=DIR]`.
+        Errors: ValueError, FileNotFoundError."""
         usage = "refcoco:IMAGES:REFS.p?split=val or refcoco:IMAGES:REFS.p?split=testA+testB"
-        usage += "&instances=FILE&root=DIR"
+        usage += "&instances=FILE&candidates=annotated&root=DIR"
         needed = f"a file of references {self.NEEDED}"
         folder, file, options, more = images_and(
-            "refcoco", where, ("split", "instances", *BOX_OPTIONS, ROOT), needed, usage
+            "refcoco", where, ("split", "instances", CANDIDATES, *BOX_OPTIONS, ROOT), needed, usage
         )
         spec = f"data spec 'refcoco:{where}':"
         self.boxes = BoxOptions.of(spec, options)
+        candidates = options.get(CANDIDATES, REFERRED)
+        if candidates not in (REFERRED, ANNOTATED):
+            known = f"{REFERRED} or {ANNOTATED}"
+            raise ValueError(f"{spec} candidates={candidates}; {known} is needed")
+        self.annotated = candidates == ANNOTATED
         beside = os.path.join(os.path.dirname(file), "instances.json")
         instances = options.get("instances", beside)
         self.files = [file, existing(spec, instances, "file", f"a file of boxes: {usage}")]
@@ -99,6 +107,7 @@ class RefCocoFormat(KarpathyFormat):
         self.choose_splits(spec, options, usage)
         self.spec = f"refcoco:{folder}:{'::'.join(self.files)}?{'+'.join(self.splits)}"
         self.spec += self.roots.options() + self.boxes.words()
+        self.spec += f"&{CANDIDATES}={ANNOTATED}" if self.annotated else ""
 
     def images(self) -> list:
         if self.file.endswith(".json"):
@@ -119,12 +128,18 @@ class RefCocoFormat(KarpathyFormat):
             for entries, what in ((images, "file_name"), (annotations, "bbox"))
         )
         found: dict[Any, tuple[int, list]] = {}
+        referred = set()
         for (number, ref), _ in super().entries():
             image = key_of(ref, "image_id")
             # of a faulty one its number stands for the image
             key = (number,) if image is None else image
+            referred.add(key_of(ref, "ann_id"))
             region = {"box": boxes.get(key_of(ref, "ann_id")), "text": _sentences(ref)}
             found.setdefault(key, (number, []))[1].append(region)
+        for box in annotations if self.annotated else ():
+            image = key_of(box, "image_id")
+            if image in found and key_of(box, "id") not in referred:
+                found[image][1].append({"box": box.get("bbox"), "candidate": True})
         for key, (number, regions) in found.items():
             yield (number, (key, names.get(key), regions)), 1
 

@@ -425,13 +425,16 @@ def _region_columns(sample: Sample, measured: dict[str, Any], upright: bool) -> 
     if sample.regions is not None and "orientation" in measured:
         width, height, orientation = (measured[name] for name in ("width", "height", "orientation"))
         good = placed(sample.regions, width, height, orientation, upright)
-        if not good:
-            sample.lacks["region"] = sample.regions.dropped[0]
+        # candidates last, so that the first `num_regions` have phrases
+        good.sort(key=lambda region: not region.phrases)
+        if not good or not good[0].phrases:
+            dropped = [*sample.regions.dropped, BadSample("no-phrase", "no region has a text")]
+            sample.lacks["region"], good = dropped[0], []
     elif sample.regions is not None:
         sample.lacks["region"] = BadSample("no-value", "its image is missing or bad")
     return {
         "regions": written(good),
-        "num_regions": len(good),
+        "num_regions": sum(1 for region in good if region.phrases),
         "num_negatives": sum(len(region.negatives) for region in good),
     }
 

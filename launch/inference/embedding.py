@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import compress
 from typing import Any, NamedTuple, cast
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from data.bad_samples import REGION_LIMIT
 from data.batching.requests import evaluation_requests
-from data.batching.shown import ShownRegions, shown_regions
+from data.batching.shown import ShownRegions
 from data.clips import Clip
 from data.index.sources import KnownSource
 from data.keys import content_hash
@@ -58,17 +59,26 @@ class Rows:
 
 @dataclass(frozen=True)
 class Regions:
-    """The embeddings of n regions, of which the image tower sees at least half, and of the first
-    phrase of each. `sample` of both has the same numbers, one for each region; `image` [n]: the
-    samples that they are of; `box` float64 [n, 4]: as in `data.regions.Region`; `which` [n]: their
-    numbers among those of their images. `num_given`: with those that are not seen."""
+    """The embeddings of n regions, of which the image tower sees at least half, and of m of their
+    phrases. `sample` of both has numbers of regions, which tell what a phrase is said of; `image`
+    [n]: the samples that the regions are of; `box` float64 [n, 4]: as in `data.regions.Region`;
+    `which` [n]: their numbers among those of their images; `said_of` [m]: the row of the region of
+    each phrase. `num_given`: with the regions that are not seen. `all_phrases`: else the first of
+    each region."""
 
     region: Rows
     phrase: Rows
     image: Tensor
     box: Tensor
     which: Tensor
+    said_of: Tensor
     num_given: int
+    all_phrases: bool = False
+
+    @property
+    def num_candidates_only(self) -> int:
+        """Of those seen, how many have no phrase."""
+        return len(self.image) - len(self.said_of.unique())
 
 
 @dataclass(frozen=True)
@@ -180,8 +190,8 @@ class Embedder:
     def embedded(
         self, source: KnownSource, subset: np.ndarray, all_captions: bool = False
     ) -> Embedded:
-        """A data set: with the first caption of each sample, as training evaluates, or with all.
-        Samples that have one modality alone are left out."""
+        """A data set: with the first caption of each sample and the first phrase of each region, as
+        training evaluates, or with all. Samples that have one modality alone are left out."""
         compared = self.trained.compared
         with_regions = self.trained.compares_regions and not source.lacking("region").all()
         lacking = {name: source.lacking(name) for name in (*self.branches, "region")}
@@ -199,7 +209,7 @@ class Embedder:
             unused = lacking[name] | np.logical_and.reduce(others)
             used = subset[~unused[subset]]
             if name == "image" and with_regions:
-                rows[name], found = self.with_regions(source, used)
+                rows[name], found = self.with_regions(source, used, all_captions)
             else:
                 rows[name] = self.rows(name, source, used)
         if "text" in self.branches:
@@ -207,28 +217,32 @@ class Embedder:
             rows["text"] = self.rows("text", source, samples.numpy(), all_captions)
         return Embedded({name: rows[name] for name in self.branches}, compared, found)
 
-    def with_regions(self, source: KnownSource, subset: np.ndarray) -> tuple[Rows, Regions]:
-        """The images of the samples `subset`, and all of their regions with the first phrase of
-        each, whatever the run takes of an image in a step (`--max-regions`)."""
-        regions = ShownRegions(source, REGION_LIMIT, 0)
-        names, seed = ("image", "region"), self._inputs.options.seed
+    def with_regions(
+        self, source: KnownSource, subset: np.ndarray, all_phrases: bool = False
+    ) -> tuple[Rows, Regions]:
+        """The images of the samples `subset`, and all of their regions, whatever the run takes of
+        an image in a step (`--max-regions`), with the first phrase of each or with all."""
+        regions = ShownRegions(source, REGION_LIMIT, 0, candidates=True)
+        names = ("image", "region")
         images, (number, image, key, embeds) = self._gathered(names, source, subset, regions)
-        # one phrase for each region, in their order; those that are not seen are left out
-        phrases = regions.places(subset, training=False).phrases(subset, None)
-        num_given, phrases = len(phrases.index), phrases.of(number.numpy())
-        texts = phrases.texts(source, seed, 0, training=False)
-        boxes = [
-            shown_regions(source, i, shown, seed, 0, training=False)[k].box
-            for i, k, shown in zip(image.tolist(), phrases.number, phrases.shown)
-        ]
-        own = self._texts(texts, [source.language(i) for i in image.tolist()])
+        shown = regions.places(subset, training=False).phrases(subset, None)
+        which = shown.number[number.numpy()]  # those that are not seen are left out
+        regions_of = lru_cache(1)(lambda i: source.value("region", i))
+        seen = [regions_of(i)[k] for i, k in zip(image.tolist(), which.tolist())]
+        phrases = [each.phrases[: None if all_phrases else 1] for each in seen]
+        counts = np.array([*map(len, phrases)], np.int64)
+        said_of = torch.from_numpy(np.repeat(np.arange(len(seen)), counts))
+        texts = [text for own in phrases for text in own]
+        own = self._texts(texts, [source.language(i) for i in image[said_of].tolist()])
         return _as_rows(images), Regions(
             Rows(number, embeds, key),
-            replace(own, sample=number, texts=texts),
+            replace(own, sample=number[said_of], texts=texts),
             image,
-            torch.tensor(boxes, dtype=torch.float64).view(-1, 4),
-            torch.from_numpy(phrases.number),
-            num_given,
+            torch.tensor([each.box for each in seen], dtype=torch.float64).view(-1, 4),
+            torch.from_numpy(which),
+            said_of,
+            len(shown.index),
+            all_phrases,
         )
 
     def rows(

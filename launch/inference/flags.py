@@ -39,8 +39,10 @@ def make_parser() -> CommandParser:
         "also regions of images, by a model that learned none: by its last map (default: where it "
     )
     add("--regions", action="store_true", help=about + "learned them)")
-    about = "of each image (default: first, as a run evaluates, and all of karpathy: data; figures "
-    about += "published for COCO need all)"
+    about = (
+        "of each image, and phrases of each region (default: first, as a run evaluates, and all "
+    )
+    about += "of karpathy: data and refcoco: with candidates=annotated; published figures need all)"
     add("--captions", choices=("first", "all"), help=about)
     about = "instead: classes of images or sounds, such as imagefolder:DIR or audiofolder:DIR; its "
     about += "captions are the prompts"
@@ -90,7 +92,7 @@ def parse() -> argparse.Namespace:
 
 def _settled(parser: CommandParser, arguments: argparse.Namespace) -> argparse.Namespace:
     refuse(parser, arguments)
-    if (arguments.val_data or "").startswith("karpathy:") and arguments.query is None:
+    if _has_published_figures(arguments.val_data or "") and arguments.query is None:
         arguments.captions = arguments.captions or "all"  # as its figures are published
     # a spec then means the same folders wherever it is opened
     given = {name: getattr(arguments, name) for name in OF_SPECS if getattr(arguments, name)}
@@ -98,6 +100,12 @@ def _settled(parser: CommandParser, arguments: argparse.Namespace) -> argparse.N
     for name, spec in given.items():
         setattr(arguments, name, with_roots(from_anywhere(spec), roots))
     return arguments
+
+
+def _has_published_figures(spec: str) -> bool:
+    """Of all captions, or phrases of regions."""
+    of_regions = spec.startswith("refcoco:") and "candidates=annotated" in spec
+    return of_regions or spec.startswith("karpathy:")
 
 
 # flag that is given -> (others that do not go with it, why)

@@ -4,9 +4,10 @@ It has for each modality an array float32 [n, D] with rows of length 1, named af
 `audio.npy`, `text.npy`. Beside each is a file with a line per row: `images.jsonl`, `audio.jsonl`,
 `texts.jsonl` and so on, with `index` in the data, `id` and `where`; a text has itself as `text`
 and, for each other modality, the row of its sample there (`image`, `audio`), any other value a
-checksum as `content`, and the first text of its sample as `caption`. A run that compares regions also has `region.npy` and `phrase.npy`: a row of
-one belongs to that of the other, and their lines have the `box` (x1, y1, x2, y2 in fractions of the
-image's sides), its number among those of the image as `region`, and the phrase as `text`.
+checksum as `content`, and the first text of its sample as `caption`. A run that compares regions
+also has `region.npy` and `phrase.npy`: the lines of both have the `box` (x1, y1, x2, y2 in fractions of
+the image's sides), its number among those of the image as `region`, and the phrase as `text`, which a
+box without one lacks.
 `about.json` says what model and what data they are of.
 """
 
@@ -50,7 +51,7 @@ def write_embeddings(
             replacing(folder / _lines_of(name)) as beside,
             beside.open("w", encoding="utf-8") as out,
         ):
-            lines = region_lines(regions, source) if name in of_regions and regions else None
+            lines = region_lines(regions, source, name) if name in of_regions and regions else None
             for line in lines or lines_for(rows, source, name):
                 out.write(json.dumps(line, ensure_ascii=False) + "\n")
     record = {**about, "data": specs_of(source), "modalities": [*rows, *of_regions]}
@@ -76,16 +77,23 @@ def lines_for(rows: Mapping[str, Rows], source: KnownSource, modality: str) -> I
             yield line | {"content": _content(source, i, modality)} | caption
 
 
-def region_lines(regions: Regions, source: KnownSource) -> Iterator[Line]:
-    """Of each region; its text is what the data says of it."""
-    for row, i in enumerate(regions.image.tolist()):
+def region_lines(regions: Regions, source: KnownSource, modality: str) -> Iterator[Line]:
+    """Of each region, or of each phrase. The text of a region is what the data says of it first, if
+    anything."""
+    texts = dict(zip(reversed(regions.said_of.tolist()), reversed(regions.phrase.texts)))
+    of_phrases = modality == "phrase"
+    for number, row in enumerate(
+        regions.said_of.tolist() if of_phrases else range(len(regions.image))
+    ):
+        i = int(regions.image[row])
+        text = regions.phrase.texts[number] if of_phrases else texts.get(row)
         yield {
             "index": i,
             "id": source.identity(i),
             "where": source.where(i, "image"),
             "region": int(regions.which[row]),
             "box": regions.box[row].tolist(),
-            "text": regions.phrase.texts[row],
+            **({} if text is None else {"text": text}),
             "content": _content(source, i, "region"),
         }
 

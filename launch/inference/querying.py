@@ -172,7 +172,7 @@ def _searched(
         )
     if modality == "region":
         _, regions = embedder.with_regions(source, there)
-        return regions.region.embeds, [*region_lines(regions, source)], source
+        return regions.region.embeds, [*region_lines(regions, source, modality)], source
     if modality == WINDOW:
         films = [*embedded_windows(embedder, source, there)]
         of_windows = [

@@ -3,7 +3,7 @@ has."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -15,17 +15,19 @@ from models.metrics.regions import (
     NUM_UNSEEN,
     OVERLAP,
     PHRASE_TO_BOX,
+    Said,
     box_sums,
     choice,
-    equal,
     overlapping,
+    said_of,
 )
 from models.metrics.retrieval import query_figures
 
 SAME, OVERLAPS, NAMED = f"{PHRASE_TO_BOX}_same", f"{PHRASE_TO_BOX}_iou_{OVERLAP}", "box_to_name"
 PROTOCOL = (
-    "phrase → box: the box that a phrase chooses among those given for its image has an IoU of at "
-    f"least {OVERLAP} with one of the phrase's own. box → name: among the distinct phrases of the set"
+    "phrase → box: the box that a phrase chooses among {} has an IoU of at least "
+    f"{OVERLAP} with one of the phrase's own, and {{}} asks. box → name: among the distinct phrases "
+    "of the set"
 )
 
 POOLED = (
@@ -35,6 +37,7 @@ POOLED = (
 
 
 NUM_GIVEN = "num_regions"
+NUM_ALONE = "num_regions_without_phrase"  # which phrases of others may choose
 UNSEEN = (
     ". {:,} of {:,} regions were not in the view of their images and are not measured; "
     "--image-resize-mode squash of train.py shows all"
@@ -49,48 +52,66 @@ def region_figures(regions: Regions) -> dict[str, float]:
         NUM_GIVEN: regions.num_given,
         NUM_UNSEEN: regions.num_given - number,
         NUM_BEYOND: 0,
+        NUM_ALONE: regions.num_candidates_only,
     }
-    if not number:
+    if not len(phrase.key):
         return counts if regions.num_given else {}
-    of_images = phrase.embeds, region.embeds, regions.image
-    values = query_figures(
-        PHRASE_TO_BOX, box_sums(*of_images, regions.image, phrase.key, phrase.key).tolist()
-    )
-    overlaps = overlapping(regions.box, regions.image, phrase.key)
-    for name, is_right in ((SAME, equal(phrase.key)), (OVERLAPS, overlaps)):
+    asked, row = regions.image[regions.said_of], regions.said_of
+    of_images = phrase.embeds, region.embeds, asked, regions.image
+    said = Said(asked, phrase.key, row)
+    same = said_of(number, said)
+    values = query_figures(PHRASE_TO_BOX, box_sums(*of_images, same).tolist())
+    for name, is_right in ((SAME, same), (OVERLAPS, overlapping(regions.box, said))):
         values |= {
             f"{name}_{key}": value for key, value in choice(*of_images, is_right)._asdict().items()
         }
-    _, first, label = np.unique(phrase.key.numpy(), return_index=True, return_inverse=True)
-    named = zero_shot_accuracy(region.embeds, torch.from_numpy(label), phrase.embeds[first])
+    # a region is called by its first phrase
+    called = torch.from_numpy(np.unique(row.numpy(), return_index=True)[1])
+    keys, names = phrase.key[called].numpy(), phrase.embeds[called]
+    _, first, label = np.unique(keys, return_index=True, return_inverse=True)
+    boxes = region.embeds[row[called]]
+    named = zero_shot_accuracy(boxes, torch.from_numpy(label), names[first])
     values |= {f"{NAMED}_{key}": value for key, value in named.items()}
-    return values | counts | {f"{NAMED}_names": len(first), f"{NAMED}_chance": 1 / len(first)}
+    values |= {f"{NAMED}_regions": len(called), f"{NAMED}_names": len(first)}
+    return values | counts | {f"{NAMED}_chance": 1 / len(first)}
 
 
-def unseen(figures: Iterable[Mapping[str, float]]) -> str:
-    """What to say below the table of regions that views do not show; empty where all are seen."""
-    total, out = (sum(int(each[name]) for each in figures) for name in (NUM_GIVEN, NUM_UNSEEN))
-    return UNSEEN.format(out, total) if out else ""
+def protocol(
+    figures: Sequence[Mapping[str, float]], all_phrases: bool = False, pooled: bool = False
+) -> str:
+    """What `region_figures` of some sets measured, for below their table."""
+    total, out, alone = (
+        sum(int(each[name]) for each in figures) for name in (NUM_GIVEN, NUM_UNSEEN, NUM_ALONE)
+    )
+    boxes = f"all annotated boxes of its image ({alone:,} of {total:,} have no phrase)"
+    said = PROTOCOL.format(
+        boxes if alone else "those given for its image",
+        "every phrase of a box" if all_phrases else "the first phrase of a box",
+    )
+    return said + (POOLED if pooled else "") + (UNSEEN.format(out, total) if out else "")
 
 
-def regions_rows(values: Mapping[str, float], held_out: str, number: int) -> list[dict[str, str]]:
-    """Lines of a table: the figures of a set with so many regions."""
+def regions_rows(values: Mapping[str, float], held_out: str) -> list[dict[str, str]]:
+    """Lines of a table: the figures of a set; none where no region with a phrase is seen."""
+    if f"{NAMED}_names" not in values:
+        return []
     names, by_chance = f"{values[f'{NAMED}_names']:g} names", values[f"{NAMED}_chance"]
+    phrases, boxes = values[f"{PHRASE_TO_BOX}_queries"], values[f"{NAMED}_regions"]
     lines = [
-        (f"phrase → box, IoU >= {OVERLAP}", *_choice(values, OVERLAPS)),
-        ("phrase → box, the same", *_choice(values, SAME)),
-        ("box → name", names, values[f"{NAMED}_top_1"], by_chance),
-        ("box → name, mean per name", names, values[f"{NAMED}_mean_per_class"], by_chance),
+        (phrases, f"phrase → box, IoU >= {OVERLAP}", *_choice(values, OVERLAPS)),
+        (phrases, "phrase → box, the same", *_choice(values, SAME)),
+        (boxes, "box → name", names, values[f"{NAMED}_top_1"], by_chance),
+        (boxes, "box → name, mean per name", names, values[f"{NAMED}_mean_per_class"], by_chance),
     ]
     return [
         {
-            "held-out set": f"{held_out} ({number})",
+            "held-out set": f"{held_out} ({queries:.0f})",
             "query → answer": question,
             "among": among,
             "right %": f"{100 * right:.1f}",
             "chance %": f"{100 * chance:.1f}",
         }
-        for question, among, right, chance in lines
+        for queries, question, among, right, chance in lines
     ]
 
 

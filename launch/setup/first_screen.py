@@ -214,7 +214,7 @@ def _regions(data: PreparedData, options: Options) -> str:
     for i, width, height in zip(
         drawn.tolist(), *(data.source.numbers(side, drawn) for side in ("width", "height"))
     ):
-        regions = data.source.value("region", i)
+        regions = [each for each in data.source.value("region", i) if each.phrases]
         _, inside = transform.placed((int(height), int(width))).boxes(
             np.array([region.box for region in regions])
         )

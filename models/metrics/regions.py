@@ -27,17 +27,15 @@ def box_sums(
     other: Tensor,
     sample: Tensor,
     others_sample: Tensor,
-    right_key: Tensor,
-    key: Tensor,
+    is_right: Rule,
 ) -> Tensor:
     """Phrases `own` [b, D] of the images `sample` [b], among regions `other` [B, D] of the images
     `others_sample` [B]: what `query_figures` divides, float64 [7], which ranks add up.
 
-    Right are the regions of the same image with the `key` [B] that the phrase has, `right_key` [b],
-    at least one. Another region that ties with the best right one counts as before it.
+    Of the image of a phrase at least one region `is_right`. Another region that ties with the best
+    right one counts as before it.
     """
     sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=own.device)
-    is_right = equal(key, right_key)
     for same, right, ranks in _ranked(own, other, sample, others_sample, is_right):
         candidates, answers = same.sum(1).double(), right.sum(1).double()
         chance = torch.ones_like(candidates)
@@ -59,36 +57,62 @@ class Choice(NamedTuple):
     candidates: float
 
 
-def choice(own: Tensor, other: Tensor, sample: Tensor, is_right: Rule) -> Choice:
-    """Of phrases `own` [n, D] among regions `other` [n, D] of their own images, `sample` [n] of
-    both, as `box_sums` counts. Errors: ZeroDivisionError without any."""
+def choice(
+    own: Tensor, other: Tensor, sample: Tensor, others_sample: Tensor, is_right: Rule
+) -> Choice:
+    """As `box_sums` takes and counts them. Errors: ZeroDivisionError without any phrase."""
     sums = torch.zeros(3, dtype=torch.float64, device=own.device)
-    for same, right, ranks in _ranked(own, other, sample, sample, is_right):
+    for same, right, ranks in _ranked(own, other, sample, others_sample, is_right):
         candidates = same.sum(1).double()
         chance = (right.sum(1) / candidates).sum()
         sums += torch.stack([(ranks == 0).sum(), chance, candidates.sum()])
     return Choice(*(sum / len(own) for sum in sums.tolist()))
 
 
-def overlapping(box: Tensor, sample: Tensor, key: Tensor) -> Rule:
+class Said(NamedTuple):
+    """Which regions phrases [n] are said of: their images `sample`, a `key` that is equal for equal
+    phrases, and the number of their `region` among B, each int64 [n]. A phrase that comes several
+    times with an image is said of all these regions."""
+
+    sample: Tensor
+    key: Tensor
+    region: Tensor
+
+    def pairs(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Of a block of phrases each one [m] with a region [m] that it is said of."""
+        alike = (self.sample[rows, None] == self.sample) & (self.key[rows, None] == self.key)
+        phrase, other = alike.nonzero(as_tuple=True)
+        return phrase, self.region[other]
+
+
+def overlapping(box: Tensor, said: Said) -> Rule:
     """Right are regions whose intersection over union with a box of the phrase is at least
-    `OVERLAP`. `box` [n, 4]: x1, y1, x2, y2, in any unit. A phrase, `key` [n], has all boxes that
-    come with it in its image, `sample` [n]."""
+    `OVERLAP`. `box` [B, 4]: x1, y1, x2, y2, in any unit."""
 
     def is_right(rows: slice) -> Tensor:
-        own = (sample[rows, None] == sample) & (key[rows, None] == key)  # [block, n]
-        phrase, region = own.nonzero(as_tuple=True)
+        phrase, region = said.pairs(rows)
         overlaps = (box_iou(box[region], box) >= OVERLAP).to(torch.int32)
-        return torch.zeros_like(own, dtype=torch.int32).index_add_(0, phrase, overlaps) > 0
+        found = torch.zeros(len(said.key[rows]), len(box), dtype=torch.int32, device=box.device)
+        return found.index_add_(0, phrase, overlaps) > 0
 
     return is_right
 
 
-def equal(key: Tensor, right_key: Tensor | None = None) -> Rule:
-    """Right are regions with the `key` [B] that the phrase has, `right_key` [b], by default the
-    same."""
-    asked = key if right_key is None else right_key
-    return lambda rows: asked[rows, None] == key
+def said_of(number: int, said: Said) -> Rule:
+    """Right are those of the `number` regions that the phrase is said of."""
+
+    def is_right(rows: slice) -> Tensor:
+        block = said.key[rows]
+        found = torch.zeros(len(block), number, dtype=torch.bool, device=block.device)
+        found[said.pairs(rows)] = True
+        return found
+
+    return is_right
+
+
+def equal(key: Tensor, right_key: Tensor) -> Rule:
+    """Right are regions with the `key` [B] that the phrase has, `right_key` [b]."""
+    return lambda rows: right_key[rows, None] == key
 
 
 def _ranked(

@@ -17,6 +17,7 @@ from PIL import Image, ImageOps
 
 from data.bad_samples import CODES, REGION_LIMIT, Absent, BadSample
 from data.batching.mixture import open_sources
+from data.batching.shown import ShownRegions, shown_regions
 from data.index.sources import open_format, open_source
 from data.prepare import count_bad
 from data.regions import Region
@@ -674,6 +675,36 @@ def test_refcoco(kind, coco_files):
     counted = r"no split is given.*val \(2\), testA \(1\), testB \(4\)"
     with pytest.raises(ValueError, match=counted):
         opened(f"refcoco:{coco_files}/images:{file}")
+
+
+def test_refcoco_with_all_annotated_boxes_as_candidates(coco_files):
+    """Behind the referred objects, for evaluations: training sees only those with phrases."""
+    (coco_files / "refs.json").write_text(json.dumps(refs()))
+    spec = f"refcoco:{coco_files}/images:{coco_files}/refs.json?split=val+testA&candidates="
+    source, referred = opened(f"{spec}annotated"), opened(f"{spec}referred")
+    assert source.value("region", 0) == referred.value("region", 0)
+    assert source.value("region", 1) == [Region(FOUND.box, ("dog",)), Region(FOUND.box, ())]
+    assert referred.value("region", 1) == [Region(FOUND.box, ("dog",))]
+    assert source.column("num_regions").tolist() == [2, 1]
+    for candidates, numbers in ((False, [2, 1]), (True, [2, 2])):
+        shown = ShownRegions(source, 16, 0, candidates)
+        assert shown.places(np.arange(2), training=False).regions.tolist() == numbers
+    assert shown_regions(source, 1, 1, 0, 0, training=True) == [Region(FOUND.box, ("dog",))]
+    with pytest.raises(ValueError, match="candidates=all; referred or annotated is needed"):
+        opened(f"{spec}all")
+
+
+def test_candidates_stand_behind_regions_with_phrases(tmp_path):
+    candidate = {"box": GOOD["box"], "candidate": True}
+    mixed, alone = [candidate, GOOD, {"box": GOOD["box"]}], [candidate]
+    source = opened(jsonl(tmp_path, {"regions": mixed}, {"regions": alone}))
+    assert source.value("region", 0) == [FOUND, Region(FOUND.box, ())]
+    assert source.lacking("region").tolist() == [False, True]
+    reasons = [reason for _, _, reason, _ in source.broken_values()]
+    assert (
+        reasons == ["no-phrase", "no-phrase"]
+        and "1 of 3 regions" in [*source.broken_values()][0][3]
+    )
 
 
 class Harmful:

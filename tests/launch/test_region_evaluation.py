@@ -12,6 +12,7 @@ import torch
 from launched import SMALL, fork_flags, run_to_end
 from matplotlib.image import imread
 from PIL import Image
+from torchvision.ops import box_iou
 
 import evaluate
 from common.boxes import WHOLE
@@ -228,6 +229,87 @@ def test_queries_of_the_report_are_phrases_and_boxes(run):
                 picture = Image.open(io.BytesIO(base64.b64decode(shown["region_picture"])))
                 plain = ImageView(source.value("image", int(query["query"].split(".")[0])))
                 assert np.abs(np.array(picture, float) - plain.small_picture()).max() > 60
+
+
+def write_refcoco(folder):
+    """(a spec of scenes as RefCOCO has them; by image its boxes in pixels, and the sentences of the
+    first two of them)."""
+    (folder / "images").mkdir(parents=True)
+    scenes = open_source("demo:scenes:100", [("image", "text"), ("image", "region")])
+    images, annotations, refs, every = [], [], [], []
+    for i in range(12):
+        picture = Image.open(io.BytesIO(scenes.value("image", i)))
+        picture.save(folder / "images" / f"{i}.png")
+        images.append({"id": i, "file_name": f"{i}.png"})
+        sides = np.tile(picture.size, 2)
+        boxes = [np.array(region.box) * sides for region in scenes.value("region", i)]
+        names = [region.phrases[0] for region in scenes.value("region", i)]
+        said = [[f"the {name}", f"{name} of image {i}"] for name in names[:2]]
+        for k, (x1, y1, x2, y2) in enumerate(boxes):
+            annotation = {"id": 100 * i + k, "image_id": i, "bbox": [x1, y1, x2 - x1, y2 - y1]}
+            annotations.append(annotation)
+        for k, texts in enumerate(said):
+            ref = {"image_id": i, "ann_id": 100 * i + k, "split": "val"}
+            refs.append(ref | {"sentences": [{"sent": text} for text in texts]})
+        every.append((np.array(boxes), said))
+    (folder / "instances.json").write_text(
+        json.dumps({"images": images, "annotations": annotations})
+    )
+    (folder / "refs.json").write_text(json.dumps(refs))
+    return f"refcoco:{folder}/images:{folder}/refs.json?split=val", every
+
+
+def chosen_by_hand(embedder, source, every):
+    """Of each sentence whether the box that it chooses among all of its image has an IoU of 0.5 with
+    its own, and among how many."""
+    regions = embedder.with_regions(source, source.usable())[1]
+    right = []
+    for i, (boxes, said) in enumerate(every):
+        embeds = regions.region.embeds[regions.image == i]
+        assert len(embeds) == len(boxes)
+        overlaps = box_iou(torch.tensor(boxes), torch.tensor(boxes)) >= 0.5
+        for k, texts in enumerate(said):
+            for alike in (embedder.texts(texts) @ embeds.T).unbind():
+                best, wrong = alike[overlaps[k]].max(), alike[~overlaps[k]]
+                right.append((not (wrong >= best - 1e-6).any(), len(boxes)))
+    return np.mean(right, axis=0)
+
+
+def test_refcoco_is_measured_as_it_is_published(run, monkeypatch, capfd, tmp_path):
+    """Every sentence of a referred object asks, among all annotated boxes; without `candidates`
+    the first sentence of each, among the referred objects."""
+    spec, every = write_refcoco(tmp_path / "refcoco")
+    found, said = [], []
+    for more in ("&candidates=annotated", ""):
+        words = ("--val-data", f"{spec}{more}", "--json", tmp_path / "a.json")
+        evaluated(monkeypatch, run[0], *words, "--embeddings", tmp_path / f"out{len(found)}")
+        found.append(json.loads((tmp_path / "a.json").read_text()))
+        said.append(" ".join(capfd.readouterr().out.split()))
+    published, referred = found
+    number = sum(len(texts) for _, of_image in every for texts in of_image)
+    assert published["validation/phrase_to_box_queries"] == number == 48
+    assert referred["validation/phrase_to_box_queries"] == 24
+    assert referred["validation/phrase_to_box_same_candidates"] == 2
+    trained = open_run(run[0])
+    source = open_source(f"{spec}&candidates=annotated", trained.read)
+    right, candidates = chosen_by_hand(Embedder(trained, "cpu", 5, 0), source, every)
+    assert published["validation/phrase_to_box_iou_0.5_right"] == pytest.approx(right)
+    assert published["validation/phrase_to_box_iou_0.5_candidates"] == pytest.approx(candidates)
+    boxes = sum(len(of_image) for of_image, _ in every)
+    alone = published["validation/num_regions_without_phrase"]
+    assert published["validation/num_regions"] == boxes and alone == boxes - 24 > 24
+    assert f"all annotated boxes of its image ({alone} of {boxes} have no phrase)" in said[0]
+    assert "every phrase of a box asks" in said[0] and "the first phrase of a box asks" in said[1]
+    assert "those given for its image" in said[1] and "annotated" not in said[1]
+    lines = {
+        name: [json.loads(line) for line in (tmp_path / "out0" / f"{name}.jsonl").open()]
+        for name in ("region", "phrase")
+    }
+    assert len(lines["phrase"]) == 48 and len(lines["region"]) == boxes
+    assert sum("text" in line for line in lines["region"]) == 24
+    for line in lines["phrase"]:
+        own = source.value("region", line["index"])[line["region"]]
+        assert line["text"] in own.phrases and line["box"] == [*own.box]
 
 
 def test_a_query_finds_boxes_and_draws_them(run, monkeypatch, capfd, tmp_path):
