@@ -321,6 +321,7 @@ def bytes_in_use():
 
 def test_no_descriptor_no_thread_and_no_memory_is_left(tmp_path):
     content, bad = film(codec="libx264", size=(320, 240)), film()[:1000]
+    gc.collect()  # what the tests before have left would be closed while this one counts
     before, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
     with FilmReader() as reader:
         for i in range(200):
@@ -336,7 +337,7 @@ def test_no_descriptor_no_thread_and_no_memory_is_left(tmp_path):
                 bytes_before = bytes_in_use()
         assert bytes_in_use() - bytes_before < 100 * 100  # PyAV's generators leave 300 a film
         assert len(os.listdir("/proc/self/fd")) <= before + 1
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_another_process_opens_the_film_for_itself(tmp_path):

@@ -106,7 +106,7 @@ def test_the_figures_are_those_of_the_last_evaluation(run, monkeypatch, capfd):
     }
     assert of_boxes["same_right"] == of_boxes["R@1"]
     # the shifted box is right by overlap, and no other box's phrase is equal
-    assert of_boxes["iou_0.5_chance"] > of_boxes["same_chance"] > 0.2
+    assert of_boxes["iou_0.5_chance"] > of_boxes["same_chance"] > 0.1
     assert found["validation/box_to_name_top_1"] == found["validation/region_to_phrase_R@1"]
     assert "among those given" in found["protocol_of_regions"] and "phrase → box" in said
     total, out = (found[f"validation/num_regions{of}"] for of in ("", "_not_in_view"))
