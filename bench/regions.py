@@ -79,11 +79,16 @@ def learn(seeds: int = 3, epochs: int = 15, scenes: int = 1000) -> Study:
     return Study("Scenes", ways, columns, how, rounds=1)
 
 
-def views(seeds: int = 3, steps: int = 300, maps: int = 154) -> Study:
+def views(
+    seeds: int = 3, steps: int = 300, maps: int = 154, cells: tuple[int, ...] = (8, 2)
+) -> Study:
     """How wide images are brought to a square, by a plain loop: squashed, more phrases find their
     box than in crops or filled up."""
-    folder = Path(tempfile.mkdtemp(prefix="maps-"))
-    files = write_maps(folder / "train", maps), write_maps(folder / "test", 48, seed=1)
+    folder, (wide, high) = Path(tempfile.mkdtemp(prefix="maps-")), cells
+    files = (
+        write_maps(folder / "train", maps, (wide, high)),
+        write_maps(folder / "test", 48, (wide, high), seed=1),
+    )
     given = [("squash", "squash"), ("pad", "pad"), ("crop", "crop"), ("keep", "crop")]
     given += [("crop", "squash"), ("keep", "squash")]
     ways = {
@@ -96,7 +101,8 @@ def views(seeds: int = 3, steps: int = 300, maps: int = 154) -> Study:
         Column("of_seen", "right of those in the view, %", "{:.1f}", 100),
         Column("seen", "boxes in the view, %", "{:.1f}", 100),
     )
-    how = f"{maps} maps of 4 : 1, 12 boxes each, 24 maps a step, {steps} steps, {seeds} seeds"
+    how = f"{maps} maps of {wide} × {high} cells, 12 boxes each, 24 maps a step, {steps} steps, "
+    how += f"{seeds} seeds."
     return Study("Views of wide images", ways, columns, how, rounds=1)
 
 
