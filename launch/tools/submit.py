@@ -7,7 +7,8 @@ python -m launch.tools.submit --cluster kubernetes --nodes 2 --gpus 8 --image IM
 python -m launch.tools.submit --cluster local --gpus 8 -- --run-dir runs/long OPTIONS
 
 The code as it is now goes to RUN_DIR/code, so that a run that is queued, or goes on later, is not
-changed by later edits; the job is a file beside it. Jobs are `supervise.sh` around a launcher: they
+changed by later edits; code that is there already is kept where this tool has copied it, or with
+--trust-run. The job is a file beside it. Jobs are `supervise.sh` around a launcher: they
 start a failed run again, and end with a checkpoint when they are asked to. Those for Slurm and MPI
 are shell scripts that also run under `bash`, on one machine.
 """
@@ -19,7 +20,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,17 +27,17 @@ from pathlib import Path
 from typing import Any
 
 from common.command_line import CommandParser
-from common.files import replacing_folder, write_text
+from common.files import refuse_link, write_text
 from common.options import at_least
 from common.output import outlive_output
 from common.secrets import redact
 from data.formats.specs import has_options, is_remote, local_path
-from launch.config.options import ROOT, parse_options
 from launch.config.options import make_parser as make_train_parser
+from launch.config.options import parse_options
 from launch.tools.command import run_tool
+from launch.tools.kept_code import GIVEN, keep_code
 
 CLUSTERS = ("slurm", "kubernetes", "mpi", "local")
-COPIED = ("common", "data", "ds_configs", "engine", "examples", "launch", "models")
 OF_PATTERNS = ("webdataset", "stream", "parquet")
 OF_TWO = (
     "coco",
@@ -203,6 +203,10 @@ def make_parser() -> CommandParser:
     parser.add_argument("--cpu", action="store_true", help=about)
     about = "the data are on the nodes alone: do not look for them here"
     parser.add_argument("--data-on-nodes", action="store_true", help=about)
+    about = (
+        "run RUN_DIR/code as it is, whoever made it (default: only code that this tool has copied)"
+    )
+    parser.add_argument("--trust-run", action="store_true", help=about)
     for name, kind, default, text in FLAGS:
         parser.add_argument(f"--{name}", type=kind, default=default, metavar="…", help=text)
     parser.add_argument("options", nargs="*", help="of train.py, after `--`; with --run-dir")
@@ -212,11 +216,13 @@ def make_parser() -> CommandParser:
 def main(arguments: argparse.Namespace) -> None:
     known, options = _read(arguments)
     run_dir = Path(known.run_dir).absolute()
-    code = copy_code(run_dir / "code")
+    for log in run_dir.glob("slurm-*.log"):
+        refuse_link(log)  # Slurm would write through it
+    code = keep_code(run_dir / "code", arguments.trust_run)
     for flag in ("deepspeed_config", "recipe"):
         given = getattr(known, flag)
         if given and Path(given).is_file():
-            copy = code / f"given-{Path(given).name}"
+            copy = code / f"{GIVEN}{Path(given).name}"
             write_text(copy, Path(given).read_text(encoding="utf-8"))
             given = copy
         options += [f"--{flag}", str(given)] if given else []
@@ -302,23 +308,6 @@ def paths_of(spec: str) -> list[str]:
     if kind in OF_TWO:
         return [part for part in where.rpartition(":")[::2] if part]
     return [where] if kind in OF_ONE else []
-
-
-def copy_code(folder: Path) -> Path:
-    """The code as it is now, unless the folder has one: a run goes on with its own."""
-    if folder.exists():
-        print(f"{folder} is kept; delete it for the code as it is now", file=sys.stderr)
-        return folder
-    from launch.run.folder import git_commit  # imports torch
-
-    with replacing_folder(folder) as part:
-        for name in COPIED:
-            ignored = shutil.ignore_patterns("__pycache__", "*.pyc")
-            shutil.copytree(ROOT / name, part / name, ignore=ignored)
-        for file in ROOT.glob("*.py"):
-            shutil.copy(file, part)
-        write_text(part / "COMMIT", f"{git_commit() or ''}\n")
-    return folder
 
 
 def runs_on_cpu(arguments: argparse.Namespace) -> bool:

@@ -39,7 +39,7 @@ EXCEPTIONS = {
     "launch/setup/ranks.py": "copies into a temporary folder",
     "engine/checkpoint/together.py": "an empty folder that was just made",
     "launch/inference/gallery.py": "into the new file that `replacing` gives",
-    "launch/tools/submit.py": "code into the new folder that `replacing_folder` gives",
+    "launch/tools/kept_code.py": "code into the new folder that `replacing_folder` gives",
     "data/inspect.py": "into the new file that `replacing` gives",
     "data/formats/clips.py": "a film in memory",
     "data/formats/speech.py": "sounds into the new folder that `replacing_folder` gives",

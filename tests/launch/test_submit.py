@@ -2,12 +2,13 @@
 torchrun are in tests/test_two_nodes.py."""
 
 import os
+import shutil
 import subprocess
 
 import pytest
 import yaml
 
-from launch.tools import submit
+from launch.tools import kept_code, submit
 
 SBATCH = "--sbatch=--time=8:00:00", "--sbatch", "-p gpu --mem=0"
 OPTIONS = "--steps", "2", "--deepspeed_config", "how.json"
@@ -18,7 +19,9 @@ def write(tmp_path, monkeypatch):
     """Gives the text of the job, and the job."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("DS_ACCELERATOR")
-    (tmp_path / "how.json").write_text("{}")
+    monkeypatch.setenv("WYE_CACHE", str(tmp_path / "cache"))
+    for name in ("how.json", "other.json"):
+        (tmp_path / name).write_text("{}")
     python = tmp_path / "python"
     python.write_text('#!/usr/bin/env bash\nprintf "%s\\n" "$@" >> words; touch "${@: -1}/done"\n')
     python.chmod(0o755)
@@ -41,20 +44,58 @@ def words_of(job, **environment):
         return file.read().split("\n")
 
 
-def test_a_job_keeps_the_code_and_the_configuration(write, tmp_path):
+def test_a_job_keeps_the_code_and_the_configuration(write, tmp_path, monkeypatch):
     _, job = write("local")
     code = tmp_path / "shared" / "a run" / "code"
     (tmp_path / "how.json").write_text("[]")
     assert (code / "given-how.json").read_text() == "{}"
     assert (code / "COMMIT").exists() and not list(code.rglob("__pycache__"))
     train = (code / "train.py").read_text()
-    (code / "train.py").write_text("of this run")
-    with pytest.raises(SystemExit, match="^0$"):
-        write("local", "--submit")
-    assert (code / "train.py").read_text() == "of this run" != train
+    with monkeypatch.context() as later:  # the code has changed since
+        later.setattr(kept_code, "ROOT", tmp_path)
+        with pytest.raises(SystemExit, match="^0$"):
+            write("local", "--submit")
+    assert (code / "train.py").read_text() == train
     found = words_of([job])
     assert found[found.index("--num_gpus") + 1] == "2" and str(code / "train.py") in found
     assert found[found.index("--deepspeed_config") + 1] == str(code / "given-how.json")
+
+
+def test_a_job_runs_no_code_of_a_stranger(write, tmp_path, capfd):
+    """Code that was in the folder before is run only where this tool has copied it, or where the
+    command line says so; nothing is written through links."""
+    run_dir = tmp_path / "shared" / "a run"
+    code, mark = run_dir / "code", tmp_path / "ran"
+    theirs = {
+        "launch/supervise.sh": f"touch '{mark}'",
+        "train.py": "",
+        "json.py": "",
+        "launch/cached.pyc": "",
+    }
+    for name, text in theirs.items():
+        write("local")
+        (code / name).write_text(text)
+        write("local", "--submit", status=2)
+        assert f"{code}: the job would run this code" in capfd.readouterr().err, name
+        write("local", "--trust-run")
+        assert (code / name).read_text() == text and not mark.exists()
+        shutil.rmtree(code)
+    write("local")
+    (code / "launch" / "__pycache__").mkdir()  # Python would take it for what is beside it
+    (code / "launch" / "__pycache__" / "run.cpython-311.pyc").write_text("theirs")
+    write("local")
+    assert not list(code.rglob("__pycache__"))
+
+    elsewhere = tmp_path / "elsewhere"
+    code.rename(elsewhere)
+    code.symlink_to(elsewhere)
+    for flags in ((), ("--trust-run",)):
+        write("local", *flags, options=("--deepspeed_config", "other.json"), status=2)
+        assert "leads out of" in capfd.readouterr().err
+    code.unlink()
+    (run_dir / "slurm-7.log").symlink_to(tmp_path / "how.json")
+    write("slurm", status=2)
+    assert "slurm-7.log: is a link" in capfd.readouterr().err
 
 
 def test_a_job_of_slurm(write):
