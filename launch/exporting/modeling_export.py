@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,6 +26,42 @@ from torch.nn import functional as F
 
 # of DINOv2, which makes it in any case; no tower reads it
 OF_PRETRAINING = "embeddings.mask_token"
+
+# What `wye.json` may name, which may come from somebody else: among the classes and arguments of the
+# libraries are some that run code of a folder, read other files or ask a server.
+MODELS = (
+    *("CLIPModel", "SiglipModel", "Siglip2Model", "ChineseCLIPModel", "ClapModel"),
+    "VisionTextDualEncoderModel",
+)
+TOWERS = (
+    *("CLIPVisionModel", "ChineseCLIPVisionModel", "SiglipVisionModel", "Siglip2VisionModel"),
+    *("ViTModel", "Dinov2Model", "Dinov2WithRegistersModel", "ConvNextModel", "ConvNextV2Model"),
+    *("SwinModel", "BertModel", "RobertaModel", "XLMRobertaModel", "ClapTextModel"),
+    *("DistilBertModel", "CLIPTextModel", "ChineseCLIPTextModel", "SiglipTextModel"),
+    *("Siglip2TextModel", "MPNetModel", "ElectraModel", "ModernBertModel", "T5EncoderModel"),
+    *("MT5EncoderModel", "XLMModel", "ASTModel", "ClapAudioModel", "WhisperEncoder"),
+)
+FILES = ("model.safetensors", "audio.safetensors")
+MODALITIES = ("image", "text", "audio")
+METHODS, OUTPUTS = ("forward", "forward_features"), ("pooler_output", "last_hidden_state")
+REPLACEMENTS = ("Identity", "AdaptiveMaxPool2d")  # of torch.nn
+OF_TRANSFORMERS = ("add_pooling_layer",)
+OF_OPEN_CLIP = ("embed_dim", "quick_gelu", "vision_cfg", "text_cfg")
+OF_TEXTS, OF_SOUNDS = ("padding", "max_length", "padding_side"), ("max_length", "truncation")
+# arguments of timm's and torchvision's functions that are not for the model
+LOADING = (
+    *(
+        "pretrained",
+        "pretrained_model_args",
+        "pretrained_cfg",
+        "pretrained_cfg_overlay",
+        "checkpoint_path",
+        "cache_dir",
+    ),
+    *("model_name", "model_cls", "model_cfg", "variant", "pretrained_strict", "kwargs_filter"),
+    *("pretrained_filter_fn", "feature_cfg", "scriptable", "exportable", "no_jit"),
+    *("weights", "weights_backbone", "pretrained_backbone", "progress"),
+)
 
 
 def load(folder: str | Path = ".") -> ExportedModel:
@@ -46,7 +82,9 @@ class ExportedModel(nn.Module):
         super().__init__()
         self.folder, self.record, self.options = folder, record, options
         self.whole, self.tokenizer = _whole_model(folder, record["model"])
-        tensors = load_file(folder / record["file"]) if record["towers"] else {}
+        file = folder / _one_of("file", record["file"], FILES)
+        tensors = load_file(file) if record["towers"] else {}
+        _known("towers", record["towers"], MODALITIES)
         towers = {
             modality: Tower(folder / modality, modality, tower, tensors)
             for modality, tower in record["towers"].items()
@@ -79,7 +117,8 @@ class ExportedModel(nn.Module):
             ids = self.tokenizer(list(texts)).to(device)
             return F.normalize(self._features("text", ids), dim=-1)
         # the mask is asked for: of a tower that reads padding, the tokenizer's files name none
-        given = {"truncation": True, "return_attention_mask": True, **how["padding"]}
+        padding = _known("padding", how["padding"], OF_TEXTS)
+        given = {"truncation": True, "return_attention_mask": True, **padding}
         tokens = self.tokenizer(list(texts), return_tensors="pt", **given)
         ids, mask = (tokens[name].to(device) for name in ("input_ids", "attention_mask"))
         if "length" in how:  # OpenCLIP's towers read texts of their whole length
@@ -149,14 +188,15 @@ class ExportedModel(nn.Module):
         from transformers import AutoFeatureExtractor
 
         how = self.record["sounds"]
-        extractor = AutoFeatureExtractor.from_pretrained(self.folder / "audio")
+        own, arguments = self.folder / "audio", _known("arguments", how["arguments"], OF_SOUNDS)
+        extractor = AutoFeatureExtractor.from_pretrained(own, trust_remote_code=False)
         wanted = extractor.sampling_rate
         samples, rate = soundfile.read(file, dtype="float32", always_2d=True)
         common = math.gcd(rate, wanted)
         samples = resample_poly(samples.mean(1), wanted // common, rate // common)
         start = max(0, len(samples) - how["num_samples"]) // 2
         clip = samples[start : start + how["num_samples"]].astype("float32")
-        made = extractor(clip, sampling_rate=wanted, return_tensors="pt", **how["arguments"])
+        made = extractor(clip, sampling_rate=wanted, return_tensors="pt", **arguments)
         return made[extractor.model_input_names[0]][0]
 
 
@@ -203,11 +243,12 @@ class Tower(nn.Module):
 
     def forward(self, values: Tensor, mask: Tensor | None, **more: Tensor) -> Tensor:
         """-> [B, D]"""
-        output = getattr(self.module, self.record.get("method", "forward"))(values, **more)
+        method = _one_of("method", self.record.get("method", "forward"), METHODS)
+        output = getattr(self.module, method)(values, **more)
         if "inner" in self.record:
             output, self.inner = self.inner, None
         if "output" in self.record:
-            output = getattr(output, self.record["output"])
+            output = getattr(output, _one_of("output", self.record["output"], OUTPUTS))
         if "pool" in self.record:
             output = self._pooled(output, values, mask)
         return self.projection(output)
@@ -278,16 +319,39 @@ def _whole_model(folder: Path, name: str | None) -> tuple[Any, Any]:
         import open_clip
 
         where, config = f"local-dir:{folder}", (folder / "open_clip_config.json").read_text("utf-8")
-        texts, given = json.loads(config)["model_cfg"]["text_cfg"], {}
+        sizes = json.loads(config)["model_cfg"]
+        _check_open_clip(sizes)
+        texts, given = sizes["text_cfg"], {}
         if "hf_model_name" in texts:  # which OpenCLIP looks for in the current folder
+            _config(folder / "text")
             own = {"hf_model_name": str(folder / "text"), "hf_model_pretrained": False}
             given = {"text_cfg": {**texts, **own}}
         model = open_clip.create_model_and_transforms(where, **given)[0]
-        return model, open_clip.get_tokenizer(where)
+        # it passes what the file says about the tokenizer to transformers
+        trust = {"trust_remote_code": False} if texts.get("hf_tokenizer_name") else {}
+        return model, open_clip.get_tokenizer(where, **trust)
     import transformers
 
-    model = _loaded(getattr(transformers, name), folder) if name else None
-    return model, transformers.AutoTokenizer.from_pretrained(folder)
+    kind = name and getattr(transformers, _one_of("model", name, MODELS))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    if kind is None:
+        return None, tokenizer
+    return _loaded(kind, folder, config=_config(folder)), tokenizer
+
+
+def _config(folder: Path) -> Any:
+    """transformers' configuration in a folder. Errors: ValueError where it asks for code."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    for each in (config, *(getattr(config, part) for part in config.sub_configs)):
+        attention = getattr(each, "_attn_implementation", None)
+        if "/" in str(attention):
+            raise ValueError(
+                f"{folder / 'config.json'}: computes attention by {attention}, whose code would be "
+                "downloaded and run; take that key out"
+            )
+    return config
 
 
 def _module(folder: Path, record: Mapping[str, Any], tensors: dict[str, Tensor]) -> Any:
@@ -297,9 +361,10 @@ def _module(folder: Path, record: Mapping[str, Any], tensors: dict[str, Tensor])
         import transformers
         from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
+        _one_of("architecture", name, TOWERS)
         kind = WhisperEncoder if name == "WhisperEncoder" else getattr(transformers, name)
-        config = transformers.AutoConfig.from_pretrained(folder)
-        given = {"config": config, "state_dict": tensors, **arguments}
+        _known("arguments", arguments, OF_TRANSFORMERS)
+        given = {"config": _config(folder), "state_dict": tensors, **arguments}
         return _loaded(kind, None, tuple(record["unused"]), **given)
     # JSON has lists only, and constructors may want tuples
     given = {
@@ -308,7 +373,8 @@ def _module(folder: Path, record: Mapping[str, Any], tensors: dict[str, Tensor])
     module = _made(record["library"], name, given)
     for path, replacement in record.get("replaced", {}).items():
         parent, _, last = path.rpartition(".")
-        new = getattr(nn, replacement)(1) if replacement else None
+        kind = replacement and _one_of("replaced", replacement, REPLACEMENTS)
+        new = getattr(nn, kind)(1) if kind else None
         setattr(module.get_submodule(parent), last, new)
     module.load_state_dict(tensors, strict=record.get("strict", True))
     return module
@@ -336,21 +402,57 @@ def _made(library: str, name: str, arguments: dict[str, Any]) -> Any:
     if library == "timm":
         import timm
 
-        return timm.create_model(name, num_classes=0, **arguments)
+        _one_of("architecture", name, timm.list_models())
+        return timm.create_model(name, num_classes=0, **_known("arguments", arguments))
     if library == "open_clip":
         import open_clip
 
-        model = getattr(open_clip, name)(**arguments)
-        return model.visual if name == "CLIP" else model.text
-    from torchvision.models import convnext, get_model, resnet, vision_transformer
+        _one_of("text_cfg", arguments["text_cfg"].get("hf_model_name"), (None,))
+        _check_open_clip(_known("arguments", arguments, OF_OPEN_CLIP))
+        model = getattr(open_clip, _one_of("architecture", name, ("CLIP", "CustomTextCLIP")))
+        return model(**arguments).visual if name == "CLIP" else model(**arguments).text
+    from torchvision import models
+    from torchvision.models import convnext, resnet, vision_transformer
 
     if name == "ResNet":
-        return resnet.ResNet(getattr(resnet, arguments.pop("block")), **arguments)
+        block = _one_of("block", arguments.pop("block"), ("BasicBlock", "Bottleneck"))
+        return resnet.ResNet(getattr(resnet, block), **arguments)
     if name == "ConvNeXt":
         return convnext.ConvNeXt([convnext.CNBlockConfig(*each) for each in arguments["blocks"]])
     if name == "VisionTransformer":
         return vision_transformer.VisionTransformer(**arguments)
-    return get_model(name, **arguments)
+    _one_of("architecture", name, models.list_models(module=models))
+    return models.get_model(name, **_known("arguments", arguments))
+
+
+def _check_open_clip(config: Mapping[str, Any]) -> None:
+    """Raise ValueError for an image tower that timm would look for elsewhere."""
+    images = config["vision_cfg"]
+    place, colon, _ = str(images.get("timm_model_name")).partition(":")
+    _one_of("vision_cfg", f"{place}{colon}", (place,))
+    _one_of("vision_cfg", images.get("timm_model_pretrained", False), (False,))
+
+
+def _one_of(what: str, said: Any, allowed: Collection[Any]) -> Any:
+    """`said`. Errors: ValueError where it is none of `allowed`."""
+    if said in allowed:
+        return said
+    some = [str(each) for each in allowed]
+    listed = ", ".join(some[:12]) + f" and {len(some) - 12} more" * (len(some) > 12)
+    raise ValueError(
+        f"wye.json: {what} names {said!r}, which an export cannot, because it may run code or load "
+        f"what lies elsewhere; it can name: {listed or 'nothing'}. Export again"
+    )
+
+
+def _known(
+    what: str, given: Mapping[str, Any], allowed: Collection[str] | None = None
+) -> Mapping[str, Any]:
+    """`given`. Errors: ValueError for a name that is none of `allowed` (None: all but `LOADING`)."""
+    known = [name for name in given if name not in LOADING] if allowed is None else allowed
+    for name in given:
+        _one_of(what, name, known)
+    return given
 
 
 def _taken(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ They are compared with `model.embed_texts` of phrases.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class Regions(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.record = model.record["regions"]
-        tensors = load_file(model.folder / self.record["file"])
+        tensors = load_file(model.folder / Path(self.record["file"]).name)
         prefix = "head.region_projection."
         own = {name[len(prefix) :]: each for name, each in tensors.items() if prefix in name}
         width, channels = own["1.weight"].shape

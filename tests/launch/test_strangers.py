@@ -2,10 +2,13 @@
 says so."""
 
 import argparse
+import inspect
 import json
 import sys
 
 import pytest
+import timm
+import torchvision
 from transformers import BertConfig, ViTConfig
 
 from data import modules
@@ -13,10 +16,12 @@ from data.modules import add_trust_flags, import_named
 from launch.config.imported import HERE, fusion_of_export, options_of_export
 from launch.config.options import parse_options
 from launch.config.recipe_files import RECIPES, RecipeFile
+from launch.exporting import modeling_export
 from launch.inference.querying import _searched
 from launch.inference.samples import held_out
 from launch.inference.trained import Trained, towers_of
 from launch.reporting.timelines import prediction
+from models.towers.libraries import transformers_audio, transformers_image, transformers_text
 
 TOWERS = {
     "image_tower": "resnet18:layers=1-1-1-1",
@@ -174,3 +179,120 @@ def test_towers_and_tokenizers_of_an_export_lie_in_it(trap, export, tmp_path):
                 options_of_export(export(**{name: place}))
                 pytest.fail(f"{name} {place}")
     assert not trap.exists()
+
+
+# -- modeling_export.py, which an export of a stranger is opened with
+
+
+@pytest.fixture
+def custom(tmp_path, trap):
+    """A folder whose configuration, tokenizer and extractor ask for the code beside them."""
+    folder = tmp_path / "custom"
+    folder.mkdir()
+    kinds = {"AutoConfig": "Config", "AutoModel": "Model", "AutoFeatureExtractor": "Extractor"}
+    map_of = {name: f"trap.{kind}" for name, kind in kinds.items()}
+    (folder / "trap.py").write_text((tmp_path / "trap_module.py").read_text())
+    config = {"model_type": "trap", "auto_map": map_of, "feature_extractor_type": "Trap"}
+    for name in ("config.json", "preprocessor_config.json"):
+        (folder / name).write_text(json.dumps(config))
+    tokens = {"tokenizer_class": "Trap", "auto_map": {"AutoTokenizer": ["trap.Slow", "trap.Fast"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokens))
+    return folder
+
+
+TRUSTS = {"trust_remote_code": True}
+THEIRS = {  # of a tower -> what it names that it cannot
+    "architecture names 'AutoModel'": {"architecture": "AutoModel", "arguments": TRUSTS},
+    "arguments names 'trust_remote_code'": {"architecture": "BertModel", "arguments": TRUSTS},
+    "architecture names 'local-dir:/etc'": {"library": "timm", "architecture": "local-dir:/etc"},
+    "arguments names 'checkpoint_path'": {
+        **{"library": "timm", "architecture": "resnet18"},
+        "arguments": {"checkpoint_path": "/etc/passwd"},
+    },
+    "arguments names 'weights'": {
+        **{"library": "torchvision", "architecture": "resnet18"},
+        "arguments": {"weights": "DEFAULT"},
+    },
+    "architecture names 'fcn_resnet50'": {"library": "torchvision", "architecture": "fcn_resnet50"},
+    "block names 'Weights'": {
+        **{"library": "torchvision", "architecture": "ResNet"},
+        "arguments": {"block": "Weights"},
+    },
+    "architecture names 'create_model'": {
+        **{"library": "open_clip", "architecture": "create_model"},
+        "arguments": {"vision_cfg": {}, "text_cfg": {}},
+    },
+    "text_cfg names 'organisation/model'": {
+        **{"library": "open_clip", "architecture": "CustomTextCLIP"},
+        "arguments": {"vision_cfg": {}, "text_cfg": {"hf_model_name": "organisation/model"}},
+    },
+    "vision_cfg names 'hf-hub:'": {
+        **{"library": "open_clip", "architecture": "CLIP"},
+        "arguments": {"vision_cfg": {"timm_model_name": "hf-hub:a/b"}, "text_cfg": {}},
+    },
+    "replaced names 'Module'": {
+        **{"library": "timm", "architecture": "resnet18"},
+        "replaced": {"fc": "Module"},
+    },
+}
+
+
+def test_the_loader_of_exports_makes_no_class_that_the_record_alone_names(custom, trap):
+    for message, written in THEIRS.items():
+        record = {"library": "transformers", "unused": [], **written}
+        with pytest.raises(ValueError, match=message):
+            modeling_export._module(custom, record, {})
+    record = {"model": None, "file": "model.safetensors", "towers": {}}
+    for message, written in {
+        "model names 'AutoModel'": {"model": "AutoModel"},
+        "model names 'pipeline'": {"model": "pipeline"},
+        "trust_remote_code": {"model": "CLIPModel"},  # of the tokenizer
+    }.items():
+        (custom / "wye.json").write_text(json.dumps({"loading": record | written, "options": {}}))
+        with pytest.raises(ValueError, match=message):
+            modeling_export.load(custom)
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        modeling_export._config(custom)
+    assert not trap.exists()
+
+
+def test_the_loader_of_exports_calls_nothing_that_the_record_alone_names(custom, trap, monkeypatch):
+    model = modeling_export.ExportedModel
+    monkeypatch.setattr(modeling_export, "_whole_model", lambda *_: (None, None))
+    for message, written in {
+        "file names '../model.safetensors'": {"file": "../model.safetensors"},
+        "towers names '../image'": {"towers": {"../image": {}}},
+    }.items():
+        record = {"model": None, "file": modeling_export.FILES[0], "towers": {}, **written}
+        monkeypatch.setattr(modeling_export, "load_file", lambda _: {})
+        with pytest.raises(ValueError, match=message):
+            model(custom, record, {})
+    tower = modeling_export.Tower.__new__(modeling_export.Tower)
+    for key, value in (("method", "save_pretrained"), ("output", "__class__")):
+        tower.__dict__.update(record={key: value}, module=lambda values: values, _modules={})
+        tower.__dict__["module"].__dict__["forward"] = lambda values: values
+        with pytest.raises(ValueError, match=f"{key} names '{value}'"):
+            tower.forward(custom, None)
+    (custom / "audio").symlink_to(custom)
+    sounds = {"sounds": {"num_samples": 1, "arguments": TRUSTS}}
+    opened = argparse.Namespace(record=sounds, folder=custom)
+    with pytest.raises(ValueError, match="arguments names 'trust_remote_code'"):
+        model.input_features(opened, "sound.wav")
+    sounds["sounds"]["arguments"] = {}
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        model.input_features(opened, "sound.wav")
+    assert not trap.exists()
+
+
+def test_the_lists_of_the_loader_are_those_of_the_libraries():
+    families = (transformers_audio.FAMILIES, transformers_image.FAMILIES)
+    families += (transformers_text.FAMILIES,)
+    towers = {family.model for each in families for family in each.values()}
+    assert set(modeling_export.TOWERS) == towers
+    functions = [timm.create_model, timm.models.build_model_with_cfg]
+    functions += [
+        torchvision.models.get_model_builder(name)
+        for name in torchvision.models.list_models(module=torchvision.models)
+    ]
+    own = {name for each in functions for name in inspect.signature(each).parameters} - {"kwargs"}
+    assert own <= set(modeling_export.LOADING)
