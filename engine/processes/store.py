@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
@@ -23,24 +24,31 @@ def torch_version() -> tuple[int, int]:
 
 
 def open_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """The store of this run, in the first rank or, under torchrun, in its agent. `timeout` limits
-    every wait for a key.
+    """The store of this run, in the first rank or, under torchrun on several nodes, in its agent.
+    `timeout` limits every wait for a key.
 
     Keys name the start where the launcher is known, and a rank comes only once: two runs that were
     given one port must not hear each other.
 
     Where the launcher says that there is one node, it listens where no other machine can connect:
     torch's own socket listens on all interfaces, so the first rank makes it. The store of
-    torchrun's agent listens on all interfaces, too. Errors: OSError where the port is taken,
-    ValueError where another process has come as this rank, DistError where nobody listens.
+    torchrun's agent listens on all interfaces, too: ranks of one node only ask it for the port of
+    theirs. Errors: OSError where the port is taken, ValueError where another process has come as
+    this rank, DistError where nobody listens.
     """
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     # before there is a store, nothing else is known of the others
     on_node = int(os.environ.get("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    serves, listening = rank == 0 and not agents, None
-    if on_node == world_size and not agents:
+    one_node, listening = on_node == world_size, None
+    serves = rank == 0 and (one_node or not agents)
+    if one_node:
+        port = 0 if agents else int(os.environ["MASTER_PORT"])
+        served = _listen_on_loopback(port) if serves else None
+        if agents:
+            os.environ["MASTER_PORT"] = _agreed_port(served, timeout)
+            agents = False
         os.environ["MASTER_ADDR"] = "127.0.0.1"
-        listening = _listen_on_loopback() if serves else None
+        listening = served.detach() if served else None
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
@@ -52,12 +60,35 @@ def open_store(rank: int, world_size: int, timeout: timedelta) -> dist.Store:
         use_libuv=listening is None or torch_version() >= TAKES_SOCKET,
     )
     if not agents:
-        own = dist.PrefixStore(f"start-{_start(on_node == world_size)}", store)
+        own = dist.PrefixStore(f"start-{_start(one_node)}", store)
         _refuse_second(own, rank)
         return own
-    # agents start their ranks again with the same store. The count is of the agent: one that has
-    # come later counts from 0 again, so it is no name where rank 0 makes a store
-    return dist.PrefixStore(f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    return dist.PrefixStore(_start_of_agents(), store)
+
+
+def _start_of_agents() -> str:
+    """Agents start their ranks again with the same store. The count is of the agent: one that has
+    come later counts from 0 again, so it is no name where rank 0 makes a store."""
+    return f"start-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+
+
+def _agreed_port(listening: socket.socket | None, timeout: timedelta) -> str:
+    """The port of the first rank, which has it `listening`, by the store of torchrun's agent.
+    Whoever reaches that store can keep the ranks from meeting, and no more: they connect to this
+    machine only, and no key of the run is there."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    agents = dist.TCPStore(host, port, is_master=False, timeout=timeout)
+    store = dist.PrefixStore(_start_of_agents(), agents)
+    if listening is not None:
+        store.set("port", str(listening.getsockname()[1]))
+    said = store.get("port").decode(errors="replace")
+    if not re.fullmatch("[0-9]{1,5}", said):
+        raise ValueError(
+            f"the store of torchrun's agent at {host}:{port} says that the first rank listens on "
+            f"port {said[:80]!r}, which none has written: somebody else reaches that store; start "
+            "with deepspeed, whose runs on one node listen on the loopback interface only"
+        )
+    return said
 
 
 def _start(one_node: bool) -> str:
@@ -76,10 +107,10 @@ def _refuse_second(store: dist.Store, rank: int) -> None:
         )
 
 
-def _listen_on_loopback() -> int:
-    port = int(os.environ["MASTER_PORT"])
+def _listen_on_loopback(port: int) -> socket.socket:
+    """`port`: 0 for any that is free."""
     try:
-        return socket.create_server(("127.0.0.1", port)).detach()
+        return socket.create_server(("127.0.0.1", port))
     except OSError as error:
         raise OSError(
             f"port {port} is taken ({error.strerror}); start this run with another one: "

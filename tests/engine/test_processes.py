@@ -7,7 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 
+import psutil
 import pytest
+import torch.distributed as dist
 from ranks import run_ranks
 from refusals import refused
 from unlike_cases import compare_records, start_unlike
@@ -165,6 +167,36 @@ def test_agents_that_have_started_their_ranks_unlike_often_meet(monkeypatch):
         stores.append(open_store(rank, 2, timedelta(seconds=10)))
     stores[0].set("told", "by the first")
     stores[1].wait(["told"], timedelta(seconds=10))  # to set is not answered: it may come late
+
+
+def test_ranks_of_one_node_under_an_agent_meet_where_no_other_machine_is(monkeypatch):
+    """The store of torchrun's agent listens on all interfaces; it has the port of the ranks' own
+    and nothing else."""
+    soon = timedelta(seconds=10)
+    agents = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=soon)
+    for name, value in {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "1",
+        "LOCAL_WORLD_SIZE": "2",
+    }.items():
+        monkeypatch.setenv(name, value)
+
+    def opened(rank):  # in a process of its own, whose variables are those of the agent
+        monkeypatch.setenv("MASTER_ADDR", "localhost")
+        monkeypatch.setenv("MASTER_PORT", str(agents.port))
+        return open_store(rank, 2, soon), int(os.environ["MASTER_PORT"])
+
+    agents.set("start-0/port", "1")  # of an earlier start
+    (first, port), (second, same) = opened(0), opened(1)
+    first.set("told", "by the first")
+    second.wait(["told"], soon)
+    assert port == same != agents.port
+    listening = [one.laddr for one in psutil.Process().net_connections("inet")]
+    assert {place.ip for place in listening if place.port == port} == {"127.0.0.1"}
+    assert agents.num_keys() == 2 + agents.check(["init/"])  # those of the two starts
+    agents.set("start-1/port", "80; or words")
+    with refused("first rank listens on port '80; or words' … start with deepspeed"):
+        opened(1)
 
 
 def test_a_store_that_nobody_holds_is_named(monkeypatch):
