@@ -39,7 +39,11 @@ def make_parser() -> CommandParser:
     about += "OUT/adapters, as peft's files (default: they are added to the weights)"
     add("--keep-adapters", action="store_true", help=about)
     add("--overwrite", action="store_true", help="replace an earlier export in OUT")
-    about = "log OUT as an artifact of the run in Weights & Biases; without a login, offline"
+    about = "log OUT as an artifact of the run in Weights & Biases; without a login, offline. A project "
+    about += (
+        "or team that the run names counts where WANDB_PROJECT and WANDB_ENTITY name it, too, or "
+    )
+    about += "with --trust-run"
     add("--wandb", action="store_true", help=about)
     add_trust_flags(parser)
     return parser
@@ -53,6 +57,7 @@ if __name__ == "__main__":
 from launch.exporting.inputs import PIPELINE_TOKENS, is_padded_otherwise
 from launch.exporting.writing import CODE, CODE_OF, refuse_to_overwrite, write_export
 from launch.inference.trained import open_run
+from launch.tracking.destination import Destination, where_recorded
 from launch.tracking.wandb_run import log_export
 from models.weights.names import REGIONS
 
@@ -66,6 +71,9 @@ def main(arguments: argparse.Namespace) -> None:
             f"{arguments.run_dir}: is an export already; give the folder of the run it came from"
         )
     trained = open_run(arguments.run_dir, arguments.checkpoint, averaged=arguments.ema)
+    place: Destination = {}
+    if arguments.wandb:
+        place = where_recorded(trained.record, arguments.run_dir, arguments.trust_run)
     differences = write_export(
         trained,
         arguments.out,
@@ -88,7 +96,7 @@ def main(arguments: argparse.Namespace) -> None:
     ).exists():
         print(f"{REGIONS}: for Wye alone, because no module of the library makes a map it reads")
     if arguments.wandb:
-        log_export(trained, arguments.run_dir, arguments.out, averaged=arguments.ema)
+        log_export(trained, arguments.run_dir, arguments.out, arguments.ema, place)
     print(arguments.out)
 
 

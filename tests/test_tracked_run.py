@@ -196,6 +196,10 @@ def test_no_block_of_a_monitor_reaches_deepspeed_or_the_record(run_dir):
 
 def test_an_export_is_an_artifact_of_the_run(run_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_PROJECT", "birds")
+    status, output = run_to_end("export.py", run_dir, tmp_path / "model", "--wandb")
+    assert status == 2 and "WANDB_ENTITY=vision" in output and not (tmp_path / "model").exists()
+    monkeypatch.setenv("WANDB_ENTITY", "vision")
     status, output = run_to_end("export.py", run_dir, tmp_path / "model", "--wandb")
     assert status == 0, output[-3000:]
     piece = pieces(run_dir)[-1]

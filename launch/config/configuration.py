@@ -21,9 +21,9 @@ from engine.processes.communication import COMMUNICATION
 from engine.processes.start import has_bf16
 from launch.config.blocks import READERS
 from launch.config.options import ROOT, Options
+from launch.config.recipe_files import MONITORS
 from launch.config.settings import with_settings
 
-MONITORS = ("wandb", "tensorboard", "csv_monitor", "comet")
 # block -> the module that it needs, and what installs it
 PACKAGES = {
     "tensorboard": ("tensorboard", "pip install tensorboard"),

@@ -2,7 +2,8 @@
 
 A recipe file is a configuration of DeepSpeed with one further key, `recipe`: what it is for, its
 arithmetic, what it needs, what the planner predicts, and flags of train.py. `--recipe NAME` takes
-both. What the command line says itself takes precedence.
+both. What the command line says itself takes precedence. A recipe may come from somebody else: it
+names neither data nor modules, and no place where metrics go.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from common.files import read_json
 from common.spelling import near, nearest
 from launch.config.groups import FLAGS
 
+MONITORS = ("wandb", "tensorboard", "csv_monitor", "comet")  # blocks that say where metrics go
 RECIPES = Path(__file__).resolve().parents[2] / "ds_configs" / "recipes"
 
 
@@ -59,6 +61,11 @@ class RecipeFile:
         if not isinstance(recipe, dict):
             raise ValueError(
                 f'{file}: holds no "recipe"; give it as --deepspeed_config, or a file of {RECIPES}'
+            )
+        for name in (name for name in MONITORS if name in written):
+            raise ValueError(
+                f"{file}: a recipe cannot set {name}, which says where metrics go: it may come from "
+                f"somebody else; take the block out, and give --set '{name}={{…}}'"
             )
         if "file" in recipe:
             raise ValueError(f"{file}: unknown key 'recipe.file'; remove it")

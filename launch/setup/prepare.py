@@ -38,7 +38,7 @@ from launch.run.folder import RunFolder, training_identity
 from launch.run.resuming import resume, state_of
 from launch.setup.model import RunModel
 from launch.setup.ranks import Ranks
-from launch.tracking.tracker import where
+from launch.tracking.destination import where
 from models.towers.layers import library_models_kept
 
 

@@ -4,19 +4,19 @@ names. One that fails is left out from there on, with one line, and the run goes
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepspeed.monitor.config import DeepSpeedMonitorConfig, WandbConfig
+from deepspeed.monitor.config import DeepSpeedMonitorConfig
 
 from common.output import plain
 from launch.config.groups import TrackingOptions
 from launch.tracking.alerts import Alert
 from launch.tracking.backend import Backend
+from launch.tracking.destination import where
 from launch.tracking.login import choose_mode
 from launch.tracking.monitors import Comet, CsvFiles, TensorBoard
 from launch.tracking.names import branch_names, evaluation_names, rank_names, step_names
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from engine.planning.planner import RunPlan
     from engine.step_metrics import StepMetrics
     from engine.trace import Span
-
-PROJECT = "wye"
 
 
 class Tracker:
@@ -135,11 +133,3 @@ class Tracker:
                 type(error).__name__,
                 plain(str(error)),
             )
-
-
-def where(given: str | None, block: WandbConfig) -> dict[str, str | None]:
-    """Of `wandb.init`: project, group and entity. The project is --wandb-project, that of the JSON
-    file, WANDB_PROJECT or `wye`; the first that is given."""
-    own = block.project if "project" in block.model_fields_set else None
-    project = given or own or os.environ.get("WANDB_PROJECT") or PROJECT
-    return {"project": project, "group": block.group, "entity": block.team}

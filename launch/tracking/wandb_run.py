@@ -117,8 +117,10 @@ class WandbRun(Backend):
         self._run.log_artifact(artifact, aliases=list(aliases))
 
 
-def log_export(trained: Trained, run_dir: Path, export: Path, averaged: bool) -> None:
-    """Adds all files of the export to the run, as a new version with the aliases `latest`,
+def log_export(
+    trained: Trained, run_dir: Path, export: Path, averaged: bool, place: Mapping[str, str | None]
+) -> None:
+    """`place`: of the run, as `WandbRun` has `where`. Adds all files of the export to the run, as a new version with the aliases `latest`,
     `step-N` and, for the moving average of the weights, `ema`. A run that was not tracked gets its
     W&B run now. Without a login or a network it is recorded offline; a failure is one warning."""
     from deepspeed.monitor.config import WandbConfig  # which a W&B run does without
@@ -130,7 +132,7 @@ def log_export(trained: Trained, run_dir: Path, export: Path, averaged: bool) ->
         logging.getLogger("wye").warning("the export is not in W&B; %s", reason)
         return
     with only_shows("the export is not in W&B"):
-        run = WandbRun(mode, run_dir, trained.record["tracking"], {}, job_type=None)
+        run = WandbRun(mode, run_dir, place, {}, job_type=None)
         aliases = ["latest", f"step-{trained.step}", *(["ema"] if averaged else [])]
         run.model(export, aliases, {"step": trained.step, "averaged": averaged})
         run.finish(0)

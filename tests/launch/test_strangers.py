@@ -15,7 +15,7 @@ from data import modules
 from data.modules import add_trust_flags, import_named
 from launch.config.imported import HERE, fusion_of_export, options_of_export
 from launch.config.options import parse_options
-from launch.config.recipe_files import RECIPES, RecipeFile
+from launch.config.recipe_files import MONITORS, RECIPES, RecipeFile
 from launch.exporting import modeling_export
 from launch.inference.querying import _searched
 from launch.inference.samples import held_out
@@ -113,6 +113,17 @@ def test_a_recipe_cannot_set_what_only_the_command_line_may(tmp_path):
         written["recipe"]["flags"][flag] = "trap_module"
         (tmp_path / "recipe.json").write_text(json.dumps(written), encoding="utf-8")
         with pytest.raises(ValueError, match=f"cannot set --{flag}"):
+            RecipeFile.read(tmp_path / "recipe.json")
+    places = {
+        "tensorboard": {"enabled": True, "output_path": str(tmp_path)},
+        "csv_monitor": {"enabled": True, "output_path": str(tmp_path)},
+        "comet": {"enabled": True, "api_key": "theirs", "workspace": "theirs"},
+        "wandb": {"team": "theirs"},
+    }
+    assert places.keys() == set(MONITORS)
+    for name, block in places.items():
+        (tmp_path / "recipe.json").write_text(json.dumps({**json.loads(text), name: block}))
+        with pytest.raises(ValueError, match=f"a recipe cannot set {name}, .*--set"):
             RecipeFile.read(tmp_path / "recipe.json")
 
 

@@ -16,8 +16,8 @@ from deepspeed.monitor.config import WandbConfig
 from wandb_files import pieces
 
 from launch.tracking import wandb_run
+from launch.tracking.destination import where, where_recorded
 from launch.tracking.login import HOW_TO_SWITCH_IT_ON, choose_mode
-from launch.tracking.tracker import where
 from launch.tracking.wandb_run import log_export
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -245,7 +245,7 @@ def test_a_mode_that_has_no_meaning_here_is_one_line(machine, monkeypatch, caplo
     assert mode == "online" and "shared" in notice
     wandb.teardown()
     monkeypatch.setenv("WANDB_MODE", "of\nline")
-    log_export(None, machine.home, machine.home, averaged=False)
+    log_export(None, machine.home, machine.home, averaged=False, place={})
     (said,) = [each.getMessage() for each in caplog.records if each.name == "wye"]
     assert "the export is not in W&B" in said and "WANDB_MODE" in said and "\n" not in said
     monkeypatch.setenv("WANDB_MODE", "banana")
@@ -263,3 +263,26 @@ def test_the_json_block_switches_it_on_and_off_and_says_where(machine, monkeypat
     assert where(None, WandbConfig(enabled=True))["project"] == "wye"
     monkeypatch.setenv("WANDB_PROJECT", "trees")
     assert where(None, WandbConfig())["project"] == "trees"
+
+
+def test_a_folder_of_a_stranger_sends_an_export_nowhere(monkeypatch, tmp_path):
+    """Keys of `wandb.init` other than the three, such as save_code, are passed over."""
+    for name in ("WANDB_PROJECT", "WANDB_ENTITY"):
+        monkeypatch.delenv(name, raising=False)
+    theirs = {"project": "birds", "group": "g", "entity": "their team", "save_code": True}
+    record = {"tracking": theirs}
+    with pytest.raises(ValueError, match="WANDB_PROJECT=birds WANDB_ENTITY='their team'.*--trust"):
+        where_recorded(record, tmp_path, trusts=False)
+    asked = {"project": "birds", "group": "g", "entity": "their team"}
+    assert where_recorded(record, tmp_path, trusts=True) == asked
+    monkeypatch.setenv("WANDB_PROJECT", "birds")
+    with pytest.raises(ValueError, match=r"elsewhere \(WANDB_ENTITY='their team'\)"):
+        where_recorded(record, tmp_path, trusts=False)
+    monkeypatch.setenv("WANDB_ENTITY", "their team")
+    assert where_recorded(record, tmp_path, trusts=False) == asked
+    monkeypatch.undo()
+    usual = {"tracking": where(None, WandbConfig())}
+    assert where_recorded(usual, tmp_path, trusts=False) == usual["tracking"]
+    assert not any(where_recorded({"tracking": None}, tmp_path, trusts=False).values())
+    with pytest.raises(ValueError, match="tracking.entity is"):
+        where_recorded({"tracking": {"entity": ["x"]}}, tmp_path, trusts=True)
