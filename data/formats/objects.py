@@ -161,7 +161,10 @@ def _store(root: str, settings: tuple[tuple[str, str], ...]) -> Any:
     global _process
     _process = os.getpid()
     # a whole download may take any time, a piece of it may not
-    client: dict[str, Any] = {"allow_http": True, "timeout": "30 days", "read_timeout": "30s"}
+    client: dict[str, Any] = {"timeout": "30 days", "read_timeout": "30s"}
+    # redirects are followed, and none of an encrypted address leads to what is asked without
+    # encryption, as services of this machine and of its network are
+    client["allow_http"] = not root.startswith("https:")
     how = {"client_options": client, "retry_config": {"max_retries": 0}}  # `_Patience` does that
     if not root.startswith("http"):
         return from_url(root, **how, **(_of_profile(dict(settings)) if root[:2] == "s3" else {}))

@@ -271,6 +271,8 @@ def _refusal(address: str, error: Exception) -> OSError | None:
         kind, advice = PermissionError, _advice(address)
     elif status in (301, 307, 400) and address.startswith("s3"):
         advice = "check the address, and that AWS_REGION is the region of its bucket"
+    elif "following redirect" in words:
+        advice = "it leads in a circle, or from https to http; give the address of the file itself"
     elif status is None and new and any(name in words for name in LASTING):
         pass
     elif status in PASSING if status else _of_network(error):

@@ -29,6 +29,7 @@ from common.command_line import CommandParser
 from common.files import remove, write_text
 from common.output import outlive_output, plain
 from launch.config.options import make_parser as make_train_parser
+from launch.run.hosts import NAME
 from launch.tools.command import run_tool
 from launch.tools.machine_checks import FAIL, OK, WARN, Finding, check_versions, judged
 
@@ -57,7 +58,7 @@ def read_hosts(path: Path) -> dict[str, int]:
     ValueError."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     lines = [found for line in lines if (found := line.partition("#")[0].strip())]
-    matches = [re.fullmatch(r"([^-\s]\S*)\s+slots=([1-9]\d*)", line) for line in lines]
+    matches = [re.fullmatch(rf"({NAME.pattern})\s+slots=([1-9]\d*)", line) for line in lines]
     hosts = {match[1]: int(match[2]) for match in matches if match}
     if not lines or len(hosts) < len(lines):
         wrong = [line for line, match in zip(lines, matches) if not match] or lines
@@ -81,7 +82,7 @@ def _ask(check: str, host: str, words: Sequence[str]) -> dict[str, Any]:
     beyond what the time of the question explains; without these if it fails."""
     settings = [f"{k}={v}" for k, v in os.environ.items() if PASSED_ON.match(k)]
     command = ["sh", "-c", GUARD, os.getcwd(), "env", *settings, sys.executable, *words]
-    command = [*SSH, host, shlex.join(command)] if host else command
+    command = [*SSH, "--", host, shlex.join(command)] if host else command
     before, (limit_s, advice) = time.time(), ROUNDS[check]
     try:
         done = subprocess.run(command, stdin=STDIN[0], stdout=PIPE, stderr=STDOUT, timeout=limit_s)

@@ -16,7 +16,6 @@ are shell scripts that also run under `bash`, on one machine.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shlex
@@ -29,11 +28,12 @@ from typing import Any
 from common.command_line import CommandParser
 from common.files import refuse_link, write_text
 from common.options import at_least
-from common.output import outlive_output
+from common.output import UNSHOWN, outlive_output
 from common.secrets import redact
 from data.formats.specs import has_options, is_remote, local_path
 from launch.config.options import make_parser as make_train_parser
 from launch.config.options import parse_options
+from launch.run.hosts import NAME
 from launch.tools.command import run_tool
 from launch.tools.kept_code import GIVEN, keep_code
 
@@ -247,8 +247,8 @@ def _read(arguments: argparse.Namespace) -> tuple[argparse.Namespace, list[str]]
         raise ValueError("--gpus is missing: how many ranks each node gets")
     if arguments.nodes > 1 and cluster in ("local", "mpi"):
         raise ValueError("--nodes: --cluster local is one machine, and mpi takes --hostfile")
-    if arguments.hostfile and not arguments.hostfile.is_file():
-        raise ValueError(f"--hostfile {arguments.hostfile}: there is no such file")
+    if arguments.hostfile:
+        _check_hosts(arguments.hostfile)
     given = make_train_parser().words(arguments.options)
     parser = CommandParser(prog="python -m launch.tools.submit", add_help=False, allow_abbrev=False)
     for flag in ("--run-dir", "--deepspeed_config", "--recipe", "--seed"):
@@ -256,6 +256,15 @@ def _read(arguments: argparse.Namespace) -> tuple[argparse.Namespace, list[str]]
     known, others = parser.parse_known_args(given)
     if known.run_dir is None:
         raise ValueError("the options of train.py have no --run-dir; add it, after `--`")
+    for flag, value in (
+        ("--run-dir", known.run_dir),
+        *(("--sbatch", s) for s in arguments.sbatch or ()),
+    ):
+        if UNSHOWN.search(value) or "\n" in value:
+            raise ValueError(
+                f"{flag} {value!r}: holds a line break or another control character, and what follows "
+                "it would be a line of the job; leave it out"
+            )
     if known.seed is not None:
         others += ["--seed", known.seed]
     if arguments.seeds and any(re.match("(--)?seed\\b", word) for word in others):
@@ -273,6 +282,19 @@ def _read(arguments: argparse.Namespace) -> tuple[argparse.Namespace, list[str]]
         for spec in filter(None, (*options.data, options.val_data)):
             _look_for(spec, arguments.mount if cluster == "kubernetes" else None)
     return known, others
+
+
+def _check_hosts(file: Path) -> None:
+    """Raise ValueError for a name that mpirun would pass to ssh as an option, and for no file."""
+    if not file.is_file():
+        raise ValueError(f"--hostfile {file}: there is no such file")
+    lines = file.read_text(encoding="utf-8").splitlines()
+    for name in (line.split()[0] for line in lines if line.partition("#")[0].strip()):
+        if not NAME.fullmatch(name):
+            raise ValueError(
+                f"--hostfile {file}: {name[:80]!r} is no name of a host; write lines such as `node1 "
+                "slots=8`"
+            )
 
 
 def _look_for(spec: str, mount: Path | None) -> None:
@@ -347,7 +369,7 @@ def job_text(arguments: argparse.Namespace, run_dir: Path, options: list[str]) -
         plain = {"image": arguments.image, "mount": str(arguments.mount), "claim": arguments.claim}
         plain |= {"here": str(Path.cwd()), "command": command}
         of_gpus = "" if on_cpu else LIMITS.format(**values)
-        written = {k: json.dumps(v) for k, v in plain.items()}
+        written = {key: yaml_text(value) for key, value in plain.items()}
         return KUBERNETES.format(**values | written, of_gpus=of_gpus)
     values |= {"header": "", "seed": "", "first": "", "where": f"-np {arguments.gpus}"}
     values["accelerator"] = "export DS_ACCELERATOR=cpu\n" if on_cpu else "unset DS_ACCELERATOR\n"
@@ -367,6 +389,15 @@ def job_text(arguments: argparse.Namespace, run_dir: Path, options: list[str]) -
             values["first"] = FIRST.format(**values)
         start = MPI.format(**values)
     return SCRIPT.format(**values, start=start)
+
+
+def yaml_text(value: str | list[str]) -> str:
+    """Quoted for YAML. As JSON it would have pairs of escapes for characters such as emoji, which
+    not every reader of YAML takes."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(yaml_text, value))}]"
+    plain = (c if " " <= c <= "~" and c not in '"\\' else f"\\U{ord(c):08x}" for c in value)
+    return f'"{"".join(plain)}"'
 
 
 def run(arguments: list[str] | None = None) -> int:

@@ -178,6 +178,27 @@ def test_the_accelerator_of_a_login_node_is_not_that_of_the_job(
     assert "unset RANK WORLD_SIZE" in write("slurm")[0]  # of torchrun, where it was submitted
 
 
+def test_no_word_becomes_a_line_of_the_job_or_an_option_of_ssh(write, tmp_path, capfd):
+    words = ["--cluster", "slurm", "--gpus", "2", "--", "--run-dir", "shared/a\ntouch ran\n#"]
+    assert submit.run(words) == 2 and not (tmp_path / "shared").exists()
+    assert r"--run-dir 'shared/a\ntouch ran\n#': holds a line break" in capfd.readouterr().err
+    write("slurm", "--sbatch=-p gpu\ntouch ran", status=2)
+    assert "--sbatch" in capfd.readouterr().err
+    (tmp_path / "hosts").write_text("# two\nnode1 slots=1\n-oProxyCommand=touch slots=1\n")
+    write("mpi", "--hostfile", "hosts", status=2)
+    assert "'-oProxyCommand=touch' is no name of a host" in capfd.readouterr().err
+
+
+def test_a_job_of_kubernetes_holds_any_text(write, tmp_path):
+    for text in ('😀 "a" \\ b', "a\x7f\x85\u2028\u200bb", "größe\tc", "{a}: [b] # c"):
+        assert yaml.safe_load(submit.yaml_text(["a", text])) == ["a", text]
+        flags = "--image", text, "--claim", "c", "--mount", str(tmp_path)
+        worker = yaml.safe_load(write("kubernetes", *flags)[0])["spec"]["pytorchReplicaSpecs"][
+            "Worker"
+        ]
+        assert worker["template"]["spec"]["containers"][0]["image"] == text
+
+
 def test_what_does_not_go_together_is_answered(write, capfd):
     for flags, options, key in (
         (("local", "--nodes", "2"), OPTIONS, "--nodes"),

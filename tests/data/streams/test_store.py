@@ -8,6 +8,7 @@ import sys
 import tarfile
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import fsspec
@@ -17,7 +18,8 @@ import pyarrow.parquet as pq
 import pytest
 from stores import Faults, http_server, put, s3_server
 
-from data.formats.store import fetch, identity_of, listed, open_file, read_range
+from data.formats.objects import object_at
+from data.formats.store import fetch, identity_of, listed, open_file, read_all, read_range
 from data.identity import Identity
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -196,6 +198,42 @@ def test_what_will_not_pass_is_an_error_at_once(served, tmp_path, s3, monkeypatc
         listed(f"{url}/*.tar")
     with pytest.raises(FileNotFoundError, match="named like"):
         listed("s3://bucket/*.parquet")
+
+
+def test_redirects_are_bounded(monkeypatch):
+    """One that leads in a circle was asked again for ten minutes; one of an encrypted address does
+    not lead to a service that is asked without encryption, such as those of this machine."""
+    asked = []
+
+    class Circle(BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_response(302)
+            self.send_header("Location", self.path)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_HEAD = do_GET
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Circle) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for ask in (read_all, identity_of):
+            with pytest.raises(OSError, match="leads in a circle"):
+                ask(f"http://127.0.0.1:{server.server_port}/a.tar", float("inf"))
+        server.shutdown()
+    assert 2 <= len(asked) <= 2 * 11  # as many as obstore follows
+
+    allowed = {}
+    monkeypatch.setattr(
+        "obstore.store.HTTPStore",
+        lambda url, client_options, **how: allowed.update({url: client_options["allow_http"]}),
+    )
+    for address in ("https://redirects.invalid", "http://redirects.invalid"):
+        object_at(f"{address}/a.tar")
+    assert allowed == {"https://redirects.invalid": False, "http://redirects.invalid": True}
 
 
 def test_a_user_and_a_password(served, tmp_path):
