@@ -162,6 +162,14 @@ def refuse_links_in(folder: Path) -> None:
                 refuse_link(path)
 
 
+def refuse_links_out_of(folder: Path) -> None:
+    """Raise OSError where a folder below `folder` is a link out of it: for a library that makes
+    links of its own to files, and writes files of new names."""
+    for parent, folders, _ in os.walk(folder):
+        for path in (Path(parent, name) for name in folders):
+            _refuse_outside(path, folder)
+
+
 @contextlib.contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
     """A new folder to fill, which takes the place of `folder`, and of all that it holds, when it is

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.files import make_folder, write_text
+from common.files import make_folder, refuse_links_out_of, write_text
 from common.output import only_shows, plain
 from common.secrets import redact, redacted
 from launch.tracking.alerts import Alert
@@ -50,7 +50,7 @@ class WandbRun(Backend):
         self._notes: dict[str, Any] = {}  # tables by name
         # pictures of tables wait there for their upload: beside the run, not in the user's home
         os.environ.setdefault("WANDB_DATA_DIR", str(folder.absolute() / "wandb" / "data"))
-        make_folder(folder / "wandb", within=folder)
+        refuse_links_out_of(make_folder(folder / "wandb", within=folder))
         identity, command = folder / IDENTITY, shlex.join(sys.argv)
         run_id = identity.read_text(encoding="utf-8").strip() if identity.is_file() else None
         # the agent of a sweep has chosen an id

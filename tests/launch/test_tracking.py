@@ -96,6 +96,11 @@ def test_the_folder_of_wandb_is_inside_of_the_run(start, tmp_path):
     (tmp_path / "run" / "wandb").symlink_to(tmp_path / "home")
     errors = start("offline")
     assert "leads out of" in errors and list((tmp_path / "home").iterdir()) == []
+    (tmp_path / "run" / "wandb").unlink()
+    (tmp_path / "run" / "wandb").mkdir()
+    (tmp_path / "run" / "wandb" / "data").symlink_to(tmp_path / "home")
+    errors = start("offline")
+    assert "data: leads out of" in errors and list((tmp_path / "home").iterdir()) == []
 
 
 def test_online_without_a_login_goes_on_offline_with_one_line(start):
