@@ -145,6 +145,10 @@ class GlobalOrder:
         """Steps of an epoch that has `global_batch_size` from its beginning on."""
         return self.epoch_samples // self.global_batch_size
 
+    def epochs_of(self, steps: int) -> int:
+        """The fewest whole epochs that have so many steps."""
+        return math.ceil(steps / self.steps_per_epoch)
+
     @property
     def changed_at(self) -> int:
         """The first step that has `global_batch_size`."""

@@ -61,6 +61,7 @@ from launch.run.resuming import earlier_sizes
 from launch.run.step_line import step_line
 
 MOST_EXAMPLES = 4096
+LEAST_STEPS = 50  # between the checkpoints and evaluations that come at the end of an epoch
 OBSERVED = 3  # steps of every interval whose micro-batches are measured one by one, the last ones
 
 Decision = Mapping[str, Any]  # JSON-like: "setting", "observations", "mix", "record"
@@ -185,9 +186,17 @@ class Batching:
         return step_line(metrics, step, step_s, self.order, movable, self.sources)
 
     def is_due(self, step: int, every: int | None) -> bool:
-        """After `step` steps, is it time for what comes every `every` steps? None: once an
-        epoch."""
-        return step % every == 0 if every else self.order.ends_epoch(step)
+        """After `step` steps, is it time for what comes every `every` steps? None: at the end of
+        every `epochs_apart` epochs."""
+        if every is not None:
+            return step % every == 0
+        return self.order.ends_epoch(step) and self.order.epoch(step) % self.epochs_apart == 0
+
+    @property
+    def epochs_apart(self) -> int:
+        """Of checkpoints and evaluations whose number no flag gives. An epoch of few samples is over
+        in less time than they take."""
+        return self.order.epochs_of(LEAST_STEPS)
 
     def describe_shapes(self) -> str:
         """The input shapes of --image-buckets; empty: one square."""

@@ -98,6 +98,7 @@ def first_screen(run: PreparedRun, ranks: Ranks) -> list[tuple[str, str]]:
         ("plan", f"{plan.describe()}   {run.config_file.name}"),
         ("why", _why(plan, run.config_file)),
         ("preset", run.preset or f"{length}; {_given(run)}"),
+        ("note", _seldom(run)),
         ("optimizer", preview(config, plan.optimizer_groups, total_steps)),
         ("note", unreached(config, plan.optimizer_groups, total_steps)),
         *(_split(line) for line in further if line),
@@ -113,6 +114,20 @@ def _given(run: PreparedRun) -> str:
     if run.checkpoint is not None:
         return "every value is as the run began with it"
     return "every value is given, so no preset chooses any"
+
+
+def _seldom(run: PreparedRun) -> str:
+    """What comes less often than once an epoch, as epochs have few steps; empty: nothing does."""
+    apart, steps = run.batching.epochs_apart, run.batching.order.steps_per_epoch
+    given = {"checkpoint": run.options.save_every, "evaluation": run.options.eval_every}
+    seldom = [what for what, every in given.items() if every is None]
+    if apart == 1 or not seldom:
+        return ""
+    flags = " and ".join(f"--{'save' if what == 'checkpoint' else 'eval'}-every" for what in seldom)
+    return (
+        f"an epoch has {steps} step{'s' * (steps > 1)}: one {' and one '.join(seldom)} every {apart} "
+        f"epochs ({apart * steps} steps), and at the end; {flags} N for another number of steps"
+    )
 
 
 def print_screen(screen: Sequence[tuple[str, str]]) -> None:

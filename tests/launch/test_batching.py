@@ -186,6 +186,26 @@ def test_costs_are_those_of_the_slowest_stage(data, tmp_path):
     assert text.at(batch, 32) == pytest.approx(2 * text.at(batch, 16) - text.fixed_s)
 
 
+def test_what_comes_with_epochs_comes_at_most_once_in_fifty_steps(data, tmp_path):
+    """The demo's samples, in batches of which an epoch has few or many."""
+    for batch_size, expected in ((len(data.train), range(50, 201, 50)), (3, None)):
+        batching = make_batching(data, tmp_path, COSTS, batch_size)
+        order, last = batching.order, 4 * 50 + 3
+        due = [step for step in range(last) if batching.is_due(step, None)]
+        if expected is None:  # an epoch has so many steps
+            assert order.steps_per_epoch > 50
+            expected = [
+                order.first_step(epoch) for epoch in (1, 2) if order.first_step(epoch) < last
+            ]
+        assert due == [*expected]
+        assert [step for step in range(last) if batching.is_due(step, 7)] == [*range(0, last, 7)]
+    for size in (20, 30):  # whole epochs, however the sizes change
+        batching = make_batching(data, tmp_path, COSTS, size, earlier=((7, 24),))
+        due = [step for step in range(1000) if batching.is_due(step, None)]
+        assert len(due) > 2 and all(batching.order.ends_epoch(step) for step in due)
+        assert min(np.diff(due)) >= 50
+
+
 def test_the_explanation_is_of_the_packings_that_are_made(data, tmp_path):
     options = ["--explain-balance", "2"]
     batching = made(data, tmp_path, "fork", {"strategy": "deal"}, options=options)
