@@ -9,12 +9,12 @@ import torch
 RELATIVE = 1e-5
 
 
-def assert_equal_rows(found, expected, relative=RELATIVE):
+def assert_equal_rows(found, expected, relative=RELATIVE, where="rows"):
     """Rows [..., D] whose difference has at most `relative` of the norm of the expected row. An
     absolute tolerance per element would depend on D and on the machine."""
     found, expected = (torch.as_tensor(each).double() for each in (found, expected))
     assert found.shape == expected.shape
     off = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert bool((off <= relative).all()), (
-        f"rows differ by up to {float(off.max()):.2e} of their norm"
+        f"{where} differ by up to {float(off.max()):.2e} of their norm"
     )

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from ranks import about, run_all, run_ranks
+from rounding import assert_equal_rows
 from split_training import (
     LR,
     RELATIVE,
@@ -407,11 +408,10 @@ def check_running_statistics(cases):
         for name, buffer in (each for result in results for each in result["buffers"].items()):
             # num_batches_tracked too: each micro-batch counts once
             if name in reference["buffers"]:
-                torch.testing.assert_close(
-                    *(buffer, reference["buffers"][name]),
-                    rtol=RELATIVE,
-                    atol=1e-7,
-                    msg=lambda m, where=f"{case} {name}": f"{where}: {m}",
+                expected = reference["buffers"][name]
+                # a mean of nearly nothing is off by the rounding of what it is the mean of
+                assert_equal_rows(
+                    buffer.reshape(-1), expected.reshape(-1), RELATIVE, f"{case} {name}"
                 )
                 compared += "running_mean" in name
         assert compared > 10, case
