@@ -12,8 +12,8 @@ from functools import cached_property
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from data.bad_samples import CAPTION_LIMIT, FILE_LIMIT, REGION_LIMIT, BadSample
@@ -59,6 +59,11 @@ ROW_BYTES = 1 << 10  # that a row counts at least
 DECODED_FACTOR = 1000  # times the size of its file a row group may decode to, beside FILE_LIMIT
 VALUES_LIMIT = 100_000_000  # of a column of a row group; lists have several in a row
 TEXT_LIMIT = 1 << 20  # bytes of the texts of a row
+FOOTER_LIMIT = 32 << 20  # bytes; 100,000 chunks of columns take 10 MB
+OFFSETS = {pa.string(): np.int32, pa.binary(): np.int32}  # of the texts of an array
+OFFSETS |= {pa.large_string(): np.int64, pa.large_binary(): np.int64}
+END = 8  # bytes behind the footer: its length, and MAGIC
+DELTA = "DELTA_BYTE_ARRAY"  # an encoding in which a text is a part of the one before
 MAGIC = b"PAR1"  # how a file begins and ends
 JOINED = (
     "several parquet files one behind the other, of which none can be read; give them by themselves"
@@ -112,7 +117,8 @@ class ParquetFormat(ShardsFormat):
         """The schema of the first file that can be read, which holds for the others."""
         for file in self.files:
             try:
-                return pq.read_schema(file)
+                with open_parquet(file) as opened:
+                    return opened.schema_arrow
             except (pa.ArrowException, OSError) as error:
                 first = f"{self.shown[file]}: {error}"
         raise ValueError(f"{spec} no file of it is a parquet file: {first}")
@@ -138,7 +144,8 @@ class ParquetFormat(ShardsFormat):
         for file in self.files:
             unchanging = self.stamp(file)
             try:
-                metadata = pq.ParquetFile(file).metadata
+                with open_parquet(file) as opened:
+                    metadata = opened.metadata
                 fault = JOINED if _is_joined(file, metadata) else ""
             except (pa.ArrowException, OSError) as error:
                 fault = f"no parquet file, or its end is missing: {error}"
@@ -300,6 +307,25 @@ class ParquetFormat(ShardsFormat):
         return f"{self.shown.get(file, file)}#row {number}"
 
 
+def open_parquet(source: Any) -> pq.ParquetFile:
+    """`source`: a path, or a file that is open. Errors: OSError; pa.ArrowException, also for a
+    footer that is longer than any that is read."""
+    opened = source if hasattr(source, "read") else open(source, "rb")
+    try:
+        size = opened.seek(0, os.SEEK_END)
+        opened.seek(max(0, size - END))
+        promised = int.from_bytes(opened.read(END)[:4], "little")
+        if FOOTER_LIMIT < promised <= size - END:
+            raise pa.ArrowInvalid(
+                f"its footer has {promised:,} bytes; at most {FOOTER_LIMIT:,} are read"
+            )
+        opened.seek(0)
+        return pq.ParquetFile(source)
+    finally:
+        if opened is not source:
+            opened.close()
+
+
 class _Bomb(Exception):
     """The rest of a row group is not read."""
 
@@ -418,7 +444,7 @@ def _regions(scalar: pa.Scalar, unit: str | None) -> Any:
     if not isinstance(scalar, pa.ListScalar) or not scalar.is_valid:
         return _python(scalar)
     given = scalar.values.slice(0, REGION_LIMIT)
-    if (size := _text_bytes(given)) > TEXT_LIMIT:
+    if (size := text_bytes(given)) > TEXT_LIMIT:
         raise BadSample(
             "huge-caption",
             f"the texts of the regions have {size:,} bytes; at most {TEXT_LIMIT:,} are read",
@@ -426,13 +452,18 @@ def _regions(scalar: pa.Scalar, unit: str | None) -> Any:
     return checked_regions([attempt(_python, each) for each in given], len(scalar.values), unit)
 
 
-def _text_bytes(array: pa.Array) -> int:
-    """Of the texts of an array, also within lists and structures."""
+def text_bytes(array: pa.Array) -> int:
+    """Of the texts of an array, also within lists and structures. A dictionary that is larger than
+    the array is not gone through."""
     if pa.types.is_dictionary(array.type):
-        sizes = pc.take(pc.binary_length(array.dictionary), array.indices)
-        return pc.sum(sizes).as_py() or 0
+        values, used = array.dictionary, array.indices.drop_null().to_numpy()
+        width = OFFSETS.get(array.type.value_type)
+        if width is None or not len(used):
+            return array.nbytes if width is None else 0
+        ends = np.frombuffer(values.buffers()[1], width)[values.offset :]
+        return int((ends[used + 1].astype(np.int64) - ends[used]).sum())
     if pa.types.is_struct(array.type):
-        return sum(map(_text_bytes, array.flatten()))
+        return sum(map(text_bytes, array.flatten()))
     if pa.types.is_nested(array.type):
-        return _text_bytes(array.flatten())
+        return text_bytes(array.flatten())
     return array.nbytes

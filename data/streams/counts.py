@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 
 from common.files import make_folder, replacing
 from common.secrets import redact
+from data.formats.parquet import END, FOOTER_LIMIT
 from data.formats.store import WAIT_S, identity_of, open_file, read_all, read_range
 from data.formats.webdataset import count_rows
 from data.identity import MISSING, Identity, kept_name
@@ -32,6 +33,8 @@ from data.progress import progress_bar
 AT_ONCE = 64
 BLOCK = 1 << 20  # bytes of a tar that are read at a time
 FOOTER = 1 << 16  # bytes that are read first; most footers are smaller
+SAMPLES_LIMIT = 10_000_000  # of a shard
+MEMBER = 512  # bytes that a sample of a tar has at least: the header of a file
 PARQUET = (".parquet", ".pq")
 
 
@@ -146,7 +149,7 @@ def _counted(
 
 def _listed(address: str, sizes: dict[str, Any], names: list[str]) -> list[int]:
     """Counts of shards that a sizes.json lists."""
-    bases = [_plain(name).rpartition("/")[2] for name in names]
+    bases = [without_query(name).rpartition("/")[2] for name in names]
     if missing := [base for base in bases if base not in sizes]:
         more = f" and {len(missing) - 1:,} more" if missing[1:] else ""
         raise ValueError(
@@ -159,26 +162,42 @@ def _listed(address: str, sizes: dict[str, Any], names: list[str]) -> list[int]:
 def _count(name: str, size: int, with_stats: bool, limit_s: float) -> tuple[int, bool]:
     """How many, and whether a file beside the shard tells it."""
     # of parquet img2dataset writes the rows of failures, too, so its successes are fewer
-    if not _plain(name).lower().endswith(PARQUET) and with_stats:
+    if not is_parquet(name) and with_stats:
         address = _stats(name)
         if (stats := _json(address, limit_s)) is not None:
             return _number(address, "successes", stats.get("successes")), True
-    if _plain(name).lower().endswith(PARQUET):
+    if is_parquet(name):
         return _footer_rows(name, size, limit_s), False
     with open_file(name, Identity(size), BLOCK, limit_s) as file:
         return count_rows(file, size, redact(name)), False
 
 
+def most_samples(name: str, size: int) -> int:
+    """That a shard of so many bytes can hold. A footer, or a file beside it, may say anything."""
+    return min(SAMPLES_LIMIT, size if is_parquet(name) else size // MEMBER)
+
+
+def checked_rows(address: str, rows: int, most: int) -> int:
+    """Errors: ValueError where a footer says what cannot be."""
+    if not 0 <= rows <= most:
+        raise ValueError(
+            f"{redact(address)}: its footer says {rows:,} rows; at most {most:,} can be in it: write "
+            "it anew, or leave its shard out of the pattern"
+        )
+    return rows
+
+
 def _footer_rows(name: str, size: int, limit_s: float) -> int:
-    """Of a parquet file; 1 of a damaged one, as its format has it."""
+    """Of a parquet file; 1 of a damaged one, as its format has it. Errors: ValueError, OSError."""
     end = read_range(name, max(0, size - FOOTER), size, limit_s)
-    needed = int.from_bytes(end[-8:-4], "little") + 8
-    if len(end) < needed <= size:
+    needed = int.from_bytes(end[-END:-4], "little") + END
+    if len(end) < needed <= min(size, FOOTER_LIMIT + END):
         end = read_range(name, size - needed, size, limit_s)
     try:
-        return pq.read_metadata(pa.BufferReader(end)).num_rows
+        rows = pq.read_metadata(pa.BufferReader(end)).num_rows
     except (pa.ArrowException, OSError):
         return 1
+    return checked_rows(name, rows, most_samples(name, size))
 
 
 def _json(address: str, limit_s: float) -> dict[str, Any] | None:
@@ -203,17 +222,21 @@ def _number(address: str, key: str, given: Any) -> int:
     return given
 
 
-def _plain(name: str) -> str:
+def without_query(name: str) -> str:
     """Without what follows a name in an address of the web."""
     return re.split("[?#]", name)[0] if name.startswith(("http://", "https://")) else name
 
 
+def is_parquet(name: str) -> bool:
+    return without_query(name).lower().endswith(PARQUET)
+
+
 def _stats(name: str) -> str:
-    stem = os.path.splitext(_plain(name))[0]
-    return f"{stem}_stats.json{name[len(_plain(name)) :]}"
+    stem = os.path.splitext(without_query(name))[0]
+    return f"{stem}_stats.json{name[len(without_query(name)) :]}"
 
 
 def _beside(name: str, file: str) -> str:
     """The address of a file in a shard's folder; a signature may hold for all of it."""
-    plain = _plain(name)
+    plain = without_query(name)
     return f"{plain[: plain.rfind('/') + 1]}{file}{name[len(plain) :]}"

@@ -10,42 +10,32 @@ S: shards, n: kept rows of one.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from itertools import compress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 import xxhash
 
 from common.files import open_part, replacing_folder
 from common.secrets import redact
-from common.spelling import near
-from data.formats.parquet import COLUMNS
-from data.formats.store import WAIT_S, identity_of, open_file
-from data.formats.webdataset import records
-from data.identity import Identity, kept_name
+from data.formats.store import WAIT_S
+from data.identity import kept_name
 from data.index.mapped import VERSION
 from data.index.sources import IndexedSource
 from data.progress import progress_bar
 from data.streams.bloom import CAPTION, Unseen, keys_of
-from data.streams.counts import AT_ONCE, PARQUET, _plain, shown_names
+from data.streams.counts import AT_ONCE, is_parquet, shown_names
+from data.streams.metadata import WORDS, Metadata, beside, metadata_of
 from data.streams.where import apply, columns
 
-BLOCK = 1 << 16  # bytes of a parquet file that are read at a time, beside what is asked for
-WORDS = ".captions"  # the column of captions, whatever it is called there
-KEY, STATUS, SUCCESS = "key", "status", "success"  # of img2dataset
 NUMBERS = -1  # instead of a seed: the rows are kept by their numbers
 SEEDS = 100  # that are tried
-SHOWN = 300  # characters of a list of columns
 FILES = ("counts.npy", "rows")
 
 
@@ -95,15 +85,6 @@ class Kept:
         return np.flatnonzero(np.isin(have, self.rows(shard)))
 
 
-class Metadata(NamedTuple):
-    """Of a shard. `table`: a row for each sample, of which the `numbers`, or the `keys`, say which
-    it is. `total`: rows of the shard."""
-
-    table: pa.Table
-    keys: list[str] | None
-    total: int
-
-
 def metadata_keys(
     names: Sequence[str], keys: np.ndarray, shown: bool = True, limit_s: float = WAIT_S
 ) -> np.ndarray:
@@ -111,8 +92,8 @@ def metadata_keys(
     identities of the shards."""
 
     def look(name: str) -> int:
-        beside = None if _plain(name).lower().endswith(PARQUET) else _beside(name, limit_s)
-        return beside[1].key if beside else 0
+        there = None if is_parquet(name) else beside(name, limit_s)
+        return there[1].key if there else 0
 
     return keys ^ np.fromiter(_each(look, names, shown, limit_s), np.int64, len(names))
 
@@ -192,9 +173,12 @@ def keys_in(
         columns(where)  # as in `kept_rows`
 
     def read(name: str) -> list[bytes]:
-        found = _metadata(name, where, by, text, limit_s)
-        column = found.table[WORDS if by == CAPTION else by].filter(_condition(name, where, found))
-        return [key for keys in keys_of(by, column) for key in keys]
+        found: list[bytes] = []
+        for piece in metadata_of(name, where, by, text, limit_s):
+            kept = _condition(name, where, piece)
+            column = piece.table[WORDS if by == CAPTION else by].filter(kept)
+            found += [key for keys in keys_of(by, column) for key in keys]
+        return found
 
     return [key for keys in _each(read, names, True, limit_s) for key in keys]
 
@@ -203,7 +187,7 @@ def _each(read: Any, names: Sequence[str], shown: bool, limit_s: float) -> Itera
     """Of each shard what `read` gives; many at a time."""
     if not names:
         return
-    whole = not names[0].lower().endswith(PARQUET) and _beside(names[0], limit_s) is None
+    whole = not is_parquet(names[0]) and beside(names[0], limit_s) is None
     what = "filtering, for which whole tars are read" if whole else "filtering"
     with ThreadPoolExecutor(AT_ONCE) as pool:
         try:
@@ -224,19 +208,25 @@ def _kept(
     limit_s: float,
 ) -> tuple[np.ndarray, int, int, int]:
     """Rows, as `Kept` has them, and the shard's numbers there."""
-    found = _metadata(name, where, by, text, limit_s)
-    kept = _condition(name, where, found)
-    if by is not None:
-        places = np.flatnonzero(kept)
-        column = found.table[WORDS if by == CAPTION else by].filter(kept)
-        seen = [any(key in bloom for key in keys) for keys in keys_of(by, column, lines)]
-        kept[places] = ~np.array(seen, bool)
-    if found.keys is None:
-        rows, seed = np.flatnonzero(kept).astype(np.int32), NUMBERS
+    masks, names, total = [np.empty(0, bool)], list[str](), 0
+    has_keys = False
+    for found in metadata_of(name, where, by, text, limit_s):
+        kept = _condition(name, where, found)
+        if by is not None:
+            places = np.flatnonzero(kept)
+            column = found.table[WORDS if by == CAPTION else by].filter(kept)
+            seen = [any(key in bloom for key in keys) for keys in keys_of(by, column, lines)]
+            kept[places] = ~np.array(seen, bool)
+        masks.append(kept)
+        total += found.total
+        has_keys, names = found.keys is not None, names + (found.keys or [])
+    every = np.concatenate(masks)
+    if has_keys:
+        hashes, seed = _unequal(name, names)
+        rows = np.sort(hashes[every])
     else:
-        hashes, seed = _unequal(name, found.keys)
-        rows = np.sort(hashes[kept])
-    return rows, found.total, crc32(rows.tobytes(), seed & 255), seed
+        rows, seed = np.flatnonzero(every).astype(np.int32), NUMBERS
+    return rows, total, crc32(rows.tobytes(), seed & 255), seed
 
 
 def _condition(name: str, where: str | None, found: Metadata) -> np.ndarray:
@@ -266,123 +256,3 @@ def _hashes(keys: Sequence[str], seed: int) -> np.ndarray:
         for each in keys
     )
     return np.fromiter(hashes, np.uint32, len(keys)).view(np.int32)
-
-
-# -- metadata of one shard
-
-
-def _metadata(
-    name: str, where: str | None, by: str | None, text: str | None, limit_s: float
-) -> Metadata:
-    """Errors: ValueError, OSError."""
-    words = by == CAPTION
-    wanted = dict.fromkeys(columns(where) if where else ())
-    wanted |= {} if by is None or words else {by: None}
-    if _plain(name).lower().endswith(PARQUET):
-        stored = identity_of(name, limit_s)
-        titles = (text,) if text else COLUMNS["text"]
-        table = _columns(name, stored, [*wanted], titles if words else (), limit_s)
-        return Metadata(table, None, len(table))
-    if (there := _beside(name, limit_s)) is None:
-        return _of_members(name, [*wanted], words, limit_s)
-    titles = (CAPTION, "text", "title") if words else ()
-    table = _columns(*there, [*wanted, KEY], titles, limit_s, (STATUS,))
-    if STATUS in table.column_names:
-        table = table.filter(pc.equal(table[STATUS], SUCCESS))
-    keys = [str(key) for key in table[KEY].to_pylist()]
-    return Metadata(table, keys, len(table))
-
-
-def _beside(name: str, limit_s: float) -> tuple[str, Identity] | None:
-    """The parquet file of a tar, where there is one."""
-    plain = _plain(name)
-    address = f"{os.path.splitext(plain)[0]}.parquet{name[len(plain) :]}"
-    try:
-        return address, identity_of(address, limit_s)
-    except (FileNotFoundError, PermissionError):  # which stores also say of what is not there
-        return None
-
-
-def _columns(
-    address: str,
-    stored: Identity,
-    wanted: list[str],
-    titles: Sequence[str],
-    limit_s: float,
-    maybe: Sequence[str] = (),
-) -> pa.Table:
-    """Columns of a parquet file, also those of `maybe` that are there; as `WORDS` the first of
-    `titles`."""
-    with open_file(address, stored, BLOCK, limit_s) as opened:
-        try:
-            file = pq.ParquetFile(opened)
-            schema = file.schema_arrow
-            captions = next((title for title in titles if title in schema.names), None)
-            if titles and captions is None:
-                wanted = [*wanted, titles[0]]
-            for name in wanted:
-                _refuse_unknown(address, name, schema.names)
-                kind = schema.field(name).type
-                if pa.types.is_nested(kind) or pa.types.is_binary(kind):
-                    raise ValueError(
-                        f"{redact(address)}: column '{name}' is {kind}; numbers, texts, times and "
-                        "truth values are compared"
-                    )
-            more = [name for name in maybe if name in schema.names]
-            read = dict.fromkeys([*wanted, *more, *([captions] if captions else ())])
-            table = file.read([*read], use_threads=False)
-        except (pa.ArrowException, OSError) as error:
-            if getattr(error, "errno", None) or redact(address) in str(error):
-                raise  # not of what the file holds
-            raise ValueError(
-                f"{redact(address)}: no parquet file, or damaged: {error}; mend it, or leave its "
-                "shard out of the pattern"
-            ) from error
-    for number, field in enumerate(table.schema):
-        if pa.types.is_dictionary(field.type):
-            plain = table[field.name].cast(field.type.value_type)
-            table = table.set_column(number, field.name, plain)
-    return table.append_column(WORDS, table[captions]) if captions else table
-
-
-def _refuse_unknown(address: str, name: str, known: Sequence[str]) -> None:
-    if name not in known:
-        listed = ", ".join(known)
-        listed = listed if len(listed) <= SHOWN else f"{listed[:SHOWN]}…"
-        raise ValueError(
-            f"{redact(address)}: has no column {name!r}{near(name, known)}; it has {listed or 'none'}"
-        )
-
-
-def _of_members(name: str, wanted: list[str], words: bool, limit_s: float) -> Metadata:
-    """From the .json of each sample of a tar, and captions as its format finds them."""
-    stored = identity_of(name, limit_s)
-    values: dict[str, list[Any]] = {each: [] for each in wanted}
-    captions: list[list[str]] = []
-    known: dict[str, None] = {}
-    total = 0
-    with open_file(name, stored, limit_s=limit_s) as file:
-        for record, texts in records(file, stored.size, redact(name), bool(wanted), words):
-            total += 1
-            known |= dict.fromkeys(record)
-            captions.append(texts)
-            for each, column in values.items():
-                column.append(record.get(each))
-    if wanted and total and not known:
-        raise ValueError(
-            f"{redact(name)}: has no metadata: no .parquet beside it with columns key, "
-            f"{', '.join(wanted)}, and no .json in it; write these, or leave where and unseen_by out"
-        )
-    for each in wanted if total else ():
-        _refuse_unknown(name, each, [*known])
-    table: dict[str, pa.Array] = {}
-    for each, column in values.items():
-        try:
-            table[each] = pa.array(column)
-        except (pa.ArrowException, OverflowError, UnicodeError) as error:
-            raise ValueError(
-                f"{redact(name)}: '{each}' of its .json is of several kinds: {error}"
-            ) from error
-    if words:
-        table[WORDS] = pa.array(captions, pa.list_(pa.string()))
-    return Metadata(pa.table(table), None, total)

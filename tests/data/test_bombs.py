@@ -26,6 +26,9 @@ from data.decoding.sounds import decode_audio
 from data.formats.shards import expand
 from data.index.sources import open_source
 from data.modalities.tokenizer import batch_tokens, load_tokenizer
+from data.streams import counts, metadata
+from data.streams.bloom import write_unseen
+from data.streams.opening import open_stream
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bad_sets import encoded_image, png_chunk  # noqa: E402
@@ -99,6 +102,59 @@ def test_a_table_of_ever_the_same_short_row_ends(tmp_path, monkeypatch):
     source = open_source(write_parquet(tmp_path / "a.parquet", **columns), workers=1)
     (bad,) = source.bad_samples()
     assert len(source) == 1001 and bad[2] == "unreadable" and "1,000 rows" in bad[3]
+
+
+# -- metadata of streams
+
+
+def failure(spec: str) -> str:
+    done = run(
+        "from data.streams.opening import open_stream\n"
+        f"try: open_stream({spec!r})\n"
+        "except (ValueError, OSError) as error: print(error)",
+        MEMORY,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_metadata_of_all_shards_that_stand_for_gigabytes_are_not_held(tmp_path):
+    """Each shard would take 3 GB, and all are read at once."""
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    images = repeated(encoded_image(), 200)
+    for number in range(6):
+        texts = repeated("x" * (16 * MB), 200)
+        write_parquet(shards / f"{number}.parquet", image=images, language=texts, caption=texts)
+    for filtered in ("where=language=='de'", f"unseen={tmp_path}/seen"):
+        write_unseen(tmp_path / "seen", "caption", [bytes(16)], 0.01)
+        said = failure(f"stream:{shards}/*.parquet?{filtered}")
+        assert "0.parquet: the texts of 200 rows have 3,355,443,200 bytes; at most" in said
+
+
+def test_a_footer_says_no_more_rows_than_can_be_there(tmp_path, monkeypatch):
+    for module in (counts, metadata):
+        monkeypatch.setattr(module, "SAMPLES_LIMIT", 5000)
+    file = tmp_path / "0.parquet"
+    write_parquet(file, image=repeated(encoded_image(), 5001), width=repeated(1, 5001))
+    assert file.stat().st_size < 5000
+    for spec, most in ((f"{file}", file.stat().st_size), (f"{file}?where=width>0", 5000)):
+        with pytest.raises(
+            ValueError, match=f"0.parquet: its footer says 5,001 rows; at most {most:,}"
+        ):
+            open_stream(f"stream:{spec}")
+
+
+def test_a_footer_of_gigabytes_is_not_read(tmp_path):
+    """A hole in a file, which takes no place on the disk."""
+    file = tmp_path / "0.parquet"
+    with file.open("wb") as opened:
+        opened.truncate(4 << 30)
+        opened.seek((4 << 30) - 8)
+        opened.write(struct.pack("<I", (4 << 30) - 16) + b"PAR1")
+    said = failure(f"stream:{file}?where=width>0")
+    assert "0.parquet" in said and "its footer has 4,294,967,280 bytes; at most" in said
+    assert failure(f"stream:{file}") == ""  # a damaged shard is a bad sample
 
 
 # -- tar

@@ -17,6 +17,7 @@ from data.index.sources import open_source
 from data.keys import content_hash
 from data.options import DataOptions
 from data.prepare import prepare_data
+from data.streams import metadata
 from data.streams.bloom import key_of, open_unseen, write_unseen
 from data.streams.counts import identities_of
 from data.streams.filters import Kept, _hashes, kept_rows, metadata_keys
@@ -363,3 +364,26 @@ def test_keys_whose_hashes_are_equal_are_told_apart(tmp_path):
     pq.write_table(pa.table({"key": [first, second], "width": [1, 2]}), tmp_path / "0.parquet")
     stream, _ = open_stream(f"stream:{tmp_path}/0.tar?where=width==2")
     assert [stream.captions(k) for k in range(len(stream))] == [[f"words {second}"]]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "beside"])
+def test_rows_that_are_decoded_in_pieces_are_the_same(kind, tmp_path, monkeypatch):
+    names = write_shards(tmp_path / "shards", kind)
+    for name in names:  # a list of captions, and texts that are parts of the ones before
+        file = Path(name).with_suffix(".parquet")
+        table = pq.read_table(file)
+        texts = pa.array([[text, f"{text} more"] for text in table["caption"].to_pylist()])
+        table = table.set_column(table.column_names.index("caption"), "caption", texts)
+        delta = {"use_dictionary": False, "column_encoding": {"url": "DELTA_BYTE_ARRAY"}}
+        pq.write_table(table, file, **delta if name == names[0] else {}, row_group_size=9)
+    seen = [key_of("caption", row(shard, 5)["caption"]) for shard in range(SHARDS)]
+    write_unseen(tmp_path / "seen", "caption", seen, 1e-9)
+    asked = {"where": f"{WHERE} or url=='no'", "unseen": open_unseen(tmp_path / "seen")}
+    whole = kept_of(names, tmp_path / "whole", **asked)
+    monkeypatch.setattr(metadata, "PIECE_ROWS", 4)
+    monkeypatch.setattr(metadata, "ROWS_AT_ONCE", 3)
+    pieces = kept_of(names, tmp_path / "pieces", **asked)
+    assert 5 < whole.counts.sum() < 40
+    for shard in range(SHARDS):
+        assert pieces.rows(shard).tolist() == whole.rows(shard).tolist()
+    assert (pieces.totals == whole.totals).all() and (pieces.marks == whole.marks).all()
