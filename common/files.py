@@ -18,17 +18,49 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from common.sizes import sized
+
 BLOCK = 1 << 16  # bytes that are read at a time
+JSON_LIMIT = 64 << 20  # bytes of a record, which takes up to 30 times as many in memory
+OWN_LIMIT = 4 << 30  # bytes of a file that was written here, of a line for each sample, say
 
 
-def read_json(path: Path) -> Any:
-    """Errors: OSError; ValueError for what is no JSON, or is nested beyond what can be read."""
+def first_bytes(pieces: Iterable[bytes], most: int) -> bytes:
+    """All of what comes in pieces, or of what has no end, or is a hole in a file, over `most`."""
+    found, size = [], 0
+    for piece in pieces:
+        found.append(piece)
+        if (size := size + len(piece)) > most:
+            break
+    return b"".join(found)
+
+
+def refuse_longer(size: int, most: int, what: str) -> None:
+    """Raise ValueError for a file of over `most` bytes, of which no more are read."""
+    if size > most:
+        raise ValueError(
+            f"{what}: has over {sized(most)}, and no more is read of such a file; give the file that "
+            "is meant, or a smaller one"
+        )
+
+
+def read_bounded(path: Path, most: int) -> bytes:
+    """All of a file. Errors: OSError; ValueError where it has over `most` bytes."""
+    with path.open("rb") as file:
+        content = first_bytes(iter(lambda: file.read(BLOCK), b""), most)
+    refuse_longer(len(content), most, str(path))
+    return content
+
+
+def read_json(path: Path, most: int = JSON_LIMIT) -> Any:
+    """Errors: OSError; ValueError for what is no JSON, is nested beyond what can be read, or has
+    over `most` bytes."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_bounded(path, most).decode("utf-8"))
     except RecursionError as error:
         raise ValueError(f"{path}: its JSON is nested too deeply to be read") from error
 

@@ -14,6 +14,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from common.secrets import redact
 
@@ -22,6 +23,8 @@ from common.secrets import redact
 UNSHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 COLOUR = re.compile("(\x1b\\[(?!(?:[0-9]*;)*0*8[;m])[0-9;]*m)")  # none that hides text
 OF_A_BAR = re.compile("[\r\n]*(?:\x1b\\[A)*")  # how a progress bar begins
+LONG_BITS = 256  # of a number that is not written out
+BRACKETS: dict[Any, tuple[str, str]] = {list: ("[", "]"), tuple: ("(", ")"), dict: ("{", "}")}
 INTERRUPTED = 130  # exit status, as a shell has it after Ctrl-C
 
 
@@ -83,6 +86,38 @@ def shown(text: str) -> str:
 def plain(text: str) -> str:
     """With what a file or a sample may hold and a terminal would obey in escapes, such as \\x1b."""
     return UNSHOWN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def brief(value: Any, most: int = 100) -> str:
+    """The first characters of `repr(value)`, of which no more are made: a list that holds itself, or
+    another one many times, has no end of them, and a number of 100,000 digits takes seconds."""
+    shown = ""
+    for piece in _pieces(value, most):
+        shown += piece
+        if len(shown) >= most:
+            return shown[:most]
+    return shown
+
+
+def _pieces(value: Any, most: int) -> Iterator[str]:
+    """Of `repr(value)`, none longer than `most` needs. Each level has a bracket of its own, so they
+    are no more than its characters."""
+    if isinstance(value, (str, bytes)):
+        yield repr(value[:most])
+    elif isinstance(value, int) and value.bit_length() > LONG_BITS:
+        yield f"<a number of {value.bit_length():,} bits>"
+    elif type(value) in BRACKETS:
+        before, after = BRACKETS[type(value)]
+        yield before
+        for number, each in enumerate(value):
+            yield ", " if number else ""
+            yield from _pieces(each, most)
+            if isinstance(value, dict):
+                yield ": "
+                yield from _pieces(value[each], most)
+        yield after
+    else:
+        yield repr(value)
 
 
 @contextlib.contextmanager

@@ -7,9 +7,11 @@ import pickle
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from common.files import JSON_LIMIT, read_bounded
 from data.bad_samples import BadSample
 from data.formats.folders import KarpathyFormat, json_lists, key_of
 from data.formats.rows import EntriesFormat, Roots, Stamp, attempt, stamp
@@ -197,10 +199,10 @@ class Flickr30kEntitiesFormat(EntriesFormat):
     def entries(self) -> Iterator[tuple[tuple[int, str], int]]:
         number = 0
         for file in self.files:
-            with open(file, encoding="utf-8-sig", errors="surrogateescape") as lines:
-                for line in filter(str.strip, lines):
-                    yield (number, line.strip()), 1
-                    number += 1
+            content = read_bounded(Path(file), JSON_LIMIT).decode("utf-8-sig", "surrogateescape")
+            for line in filter(str.strip, content.split("\n")):
+                yield (number, line.strip()), 1
+                number += 1
 
     def values(self, content: str) -> dict[str, Any]:
         sentences = attempt(self._text, f"Sentences/{content}.txt")

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from typing import Any
 
+from common.files import refuse_longer
 from common.spelling import near
 from data.bad_samples import BadSample
 from data.formats.prompts import OPTIONS, TEMPLATES, class_captions
@@ -15,6 +16,7 @@ from data.formats.rows import (
     AUDIO_ENDINGS,
     IMAGE_ENDINGS,
     LEFTOVER,
+    LIST_LIMIT,
     VIDEO_ENDINGS,
     EntriesFormat,
     Format,
@@ -224,6 +226,7 @@ class ListFormat(EntriesFormat):
 def json_lists(path: str, what: str, needed: str, *keys: str) -> list[list]:
     """The lists of a file by these keys; without keys, all of it is one. Errors: ValueError."""
     try:
+        refuse_longer(os.path.getsize(path), LIST_LIMIT, path)
         with open(path, encoding="utf-8-sig", errors="surrogateescape") as file:
             content = json.load(file, object_hook=_without_outlines)
         lists = [content[key] for key in keys] or [content]

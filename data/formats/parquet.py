@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -60,6 +60,7 @@ DECODED_FACTOR = 1000  # times the size of its file a row group may decode to, b
 VALUES_LIMIT = 100_000_000  # of a column of a row group; lists have several in a row
 TEXT_LIMIT = 1 << 20  # bytes of the texts of a row
 FOOTER_LIMIT = 32 << 20  # bytes; 100,000 chunks of columns take 10 MB
+BLOCK = 1 << 20  # bytes of what is looked for in a file
 OFFSETS = {pa.string(): np.int32, pa.binary(): np.int32}  # of the texts of an array
 OFFSETS |= {pa.large_string(): np.int64, pa.large_binary(): np.int64}
 END = 8  # bytes behind the footer: its length, and MAGIC
@@ -344,7 +345,18 @@ def _is_joined(file: str, metadata: pq.FileMetaData) -> bool:
     if between <= len(MAGIC):
         return False
     with open(file, "rb") as opened:
-        return 2 * MAGIC in opened.read(between + len(MAGIC))
+        return _holds(opened, 2 * MAGIC, between + len(MAGIC))
+
+
+def _holds(file: BinaryIO, what: bytes, within: int) -> bool:
+    """Whether `what` stands in so many bytes at the beginning of a file, of which a block is held at a time."""
+    held = b""
+    while within > 0 and (block := file.read(min(BLOCK, within))):
+        within -= len(block)
+        held = held[1 - len(what) :] + block
+        if what in held:
+            return True
+    return False
 
 
 def _stored_as(schema: pa.Schema, column: str, spec: str) -> str:

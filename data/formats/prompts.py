@@ -10,8 +10,10 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from common.files import JSON_LIMIT, read_bounded
 from common.spelling import near
 from data.formats.rows import is_inside
 from data.formats.specs import existing
@@ -130,8 +132,7 @@ def named_option(spec: str, options: Mapping[str, str]) -> str | None:
 
 def read_text(file: str) -> str:
     try:
-        with open(file, encoding="utf-8-sig") as opened:
-            return opened.read()
+        return read_bounded(Path(file), JSON_LIMIT).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file}: not UTF-8 at byte {error.start}; save it as UTF-8") from None
 

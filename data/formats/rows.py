@@ -45,6 +45,9 @@ VIDEO_ENDINGS = ("mp4", "webm", "mkv", "mov", "m4v", "avi", "mpg", "mpeg", "ts",
 ENCODED = ("image", "audio", "video")  # modalities whose values are encoded files
 NOT_OF_ITS_KIND = {"image": "not-an-image", "audio": "not-audio", "video": "not-a-film"}
 # What systems and tools leave beside data: no part of it, and not counted.
+TEXTS = ("text", "caption", "annotation")  # what files are read for, beside modalities
+TEXT_FILE_LIMIT = 16 << 20  # bytes of a file of subtitles or sentences
+LIST_LIMIT = 4 << 30  # bytes of a file that is one JSON value, and is read as a whole
 LEFTOVER = re.compile(
     r"(^|/)(__MACOSX(/.*)?|\._[^/]*|\.DS_Store|Thumbs\.db|desktop\.ini"
     r"|(README|LICEN[CS]E)(\.(md|txt|rst))?)$",
@@ -374,8 +377,9 @@ class Roots:
         true = true or self.find(path, modality)[0]
         try:
             with open(true, "rb") as file:
-                if (size := os.fstat(file.fileno()).st_size) > FILE_LIMIT:
-                    raise BadSample("unreadable", f"{true} has {_too_large(size)}")
+                most = TEXT_FILE_LIMIT if modality in TEXTS else FILE_LIMIT
+                if (size := os.fstat(file.fileno()).st_size) > most:
+                    raise BadSample("unreadable", f"{true} has {_too_large(size, most)}")
                 return file.read()
         except OSError as error:
             raise BadSample("unreadable", f"{true}: {error.strerror}") from error
@@ -409,8 +413,8 @@ def is_inside(root: str, true: str) -> bool:
     return true.startswith(root.rstrip("/") + "/")
 
 
-def _too_large(size: int) -> str:
-    return f"{size:,} bytes; at most {FILE_LIMIT:,} are read"
+def _too_large(size: int, most: int = FILE_LIMIT) -> str:
+    return f"{size:,} bytes; at most {most:,} are read"
 
 
 # -- checks

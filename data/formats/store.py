@@ -23,7 +23,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar, cast
 
-from common.files import make_folder, open_part, read_json, remove, write_text
+from common.files import (
+    first_bytes,
+    make_folder,
+    open_part,
+    read_json,
+    refuse_longer,
+    remove,
+    write_text,
+)
 from common.secrets import redact
 from data.formats.objects import File, Object, object_at, root_of, status_of
 from data.formats.specs import cache_folder, is_remote, local_path
@@ -110,9 +118,11 @@ def _copied(address: str, limit_s: float) -> Iterator[BinaryIO]:
             yield opened
 
 
-def read_all(address: str, limit_s: float = WAIT_S) -> bytes:
-    """Of what is small."""
-    return _asked(address, limit_s, lambda opened: b"".join(opened.pieces(0)[1]))
+def read_small(address: str, most: int, limit_s: float = WAIT_S) -> bytes:
+    """All of a file. Errors: also ValueError where it has over `most` bytes, or no end."""
+    found = _asked(address, limit_s, lambda opened: first_bytes(opened.pieces(0)[1], most))
+    refuse_longer(len(found), most, redact(address))
+    return found
 
 
 def listed(pattern: str, limit_s: float = WAIT_S) -> list[str]:

@@ -11,11 +11,19 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, TextIO
 
+from common.files import refuse_longer
 from common.spelling import near
 from data.bad_samples import BadSample
 from data.clips import KEYS as SPAN
 from data.clips import checked_span
-from data.formats.rows import DEFAULT_PAIRS, EntriesFormat, Roots, attempt, take_captions
+from data.formats.rows import (
+    DEFAULT_PAIRS,
+    LIST_LIMIT,
+    EntriesFormat,
+    Roots,
+    attempt,
+    take_captions,
+)
 from data.formats.specs import ROOT, chosen_columns, existing, names_of, split_options
 from data.regions import BOX_OPTIONS, BoxOptions
 
@@ -225,6 +233,7 @@ def list_entries(file: str) -> Iterator[tuple[tuple[int, Any], int]]:
     """The entries of a file that is a JSON list, or several one behind the other, one by one, which
     takes less memory than all of them at once; where it breaks off a BadSample. Errors:
     ValueError."""
+    refuse_longer(os.path.getsize(file), LIST_LIMIT, file)
     with open(file, encoding="utf-8-sig", errors="surrogateescape") as opened:
         text = opened.read().lstrip()
     if text[:1] != "[":

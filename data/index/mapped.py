@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from common.files import read_json
+from common.files import OWN_LIMIT, read_json
 from data.box_checks import DOUBTS
 from data.formats.rows import CAPTION_LINES, DEFAULT_PAIRS, Format
 from data.formats.specs import cache_folder
@@ -102,7 +102,7 @@ class Index:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
-            self.meta = read_json(folder / META)
+            self.meta = read_json(folder / META, OWN_LIMIT)
             for name, (size, crc) in self.meta["files"].items():
                 if os.path.getsize(folder / name) != size or checksum(folder / name) != crc:
                     raise ValueError(f"{folder / name} is not the file that was written")

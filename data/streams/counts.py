@@ -10,21 +10,24 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from itertools import compress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.files import make_folder, replacing
+from common.output import brief
 from common.secrets import redact
 from data.formats.parquet import END, FOOTER_LIMIT
-from data.formats.store import WAIT_S, identity_of, open_file, read_all, read_range
+from data.formats.store import WAIT_S, identity_of, open_file, read_range, read_small
 from data.formats.webdataset import count_rows
 from data.identity import MISSING, Identity, kept_name
 from data.index.mapped import VERSION
@@ -34,6 +37,10 @@ AT_ONCE = 64
 BLOCK = 1 << 20  # bytes of a tar that are read at a time
 FOOTER = 1 << 16  # bytes that are read first; most footers are smaller
 SAMPLES_LIMIT = 10_000_000  # of a shard
+SIZES_LIMIT = 16 << 20  # bytes of a sizes.json: 400,000 shards
+STATS_LIMIT = 1 << 20  # bytes of a NAME_stats.json
+ONE_AT_A_TIME = threading.Lock()  # of these in memory
+T = TypeVar("T")
 MEMBER = 512  # bytes that a sample of a tar has at least: the header of a file
 PARQUET = (".parquet", ".pq")
 
@@ -118,22 +125,25 @@ def _counted(
     folders: dict[str, list[int]] = {}
     for number, name in ((number, names[number]) for number in np.flatnonzero(keys).tolist()):
         folders.setdefault(_beside(name, "sizes.json"), []).append(number)
-    ask = partial(_json, limit_s=limit_s)
+
+    def listed(folder: tuple[str, list[int]]) -> list[int] | None:
+        address, numbers = folder
+        own = [(names[number], int(sizes[number])) for number in numbers]
+        return _told(address, SIZES_LIMIT, limit_s, lambda told: _listed(address, told, own))
+
     left: list[int] = []
-    for (address, numbers), listed in zip(folders.items(), pool.map(ask, folders)):
-        if listed is None:
+    for numbers, counts in zip(folders.values(), pool.map(listed, folders.items())):
+        if counts is None:
             left += numbers
         else:
-            found[numbers] = _listed(address, listed, [names[number] for number in numbers])
-            told[numbers] = True
+            found[numbers], told[numbers] = counts, True
     same = [number for number in left if keys[number] == known[1, number]]
     found[same] = known[0, same]
     left = sorted({*left} - {*same})
     # img2dataset writes its statistics for all shards of a folder, so the first one tells
     firsts = {_beside(names[number], ""): _stats(names[number]) for number in reversed(left)}
-    with_stats = {
-        folder for folder, first in zip(firsts, pool.map(ask, firsts.values())) if first is not None
-    }
+    are_there = partial(_told, most=STATS_LIMIT, limit_s=limit_s, pick=lambda told: True)
+    with_stats = {*compress(firsts, pool.map(are_there, firsts.values()))}
 
     def count(number: int) -> tuple[int, bool]:
         name = names[number]
@@ -147,25 +157,34 @@ def _counted(
     return found, told
 
 
-def _listed(address: str, sizes: dict[str, Any], names: list[str]) -> list[int]:
-    """Counts of shards that a sizes.json lists."""
-    bases = [without_query(name).rpartition("/")[2] for name in names]
-    if missing := [base for base in bases if base not in sizes]:
+def _listed(address: str, told: dict[str, Any], shards: list[tuple[str, int]]) -> list[int]:
+    """Counts of shards, of name and size, that a sizes.json lists."""
+    bases = [without_query(name).rpartition("/")[2] for name, _ in shards]
+    if missing := [base for base in bases if base not in told]:
         more = f" and {len(missing) - 1:,} more" if missing[1:] else ""
         raise ValueError(
             f"{redact(address)} lacks {missing[0]}{more}; it must have the number of samples of each "
             "shard of its folder: write it anew, or remove it, and the shards are counted"
         )
-    return [_number(address, base, sizes[base]) for base in bases]
+    return [
+        _number(address, base, told[base], most_samples(name, size))
+        for base, (name, size) in zip(bases, shards)
+    ]
 
 
 def _count(name: str, size: int, with_stats: bool, limit_s: float) -> tuple[int, bool]:
     """How many, and whether a file beside the shard tells it."""
     # of parquet img2dataset writes the rows of failures, too, so its successes are fewer
     if not is_parquet(name) and with_stats:
-        address = _stats(name)
-        if (stats := _json(address, limit_s)) is not None:
-            return _number(address, "successes", stats.get("successes")), True
+        address, most = _stats(name), most_samples(name, size)
+        found = _told(
+            address,
+            STATS_LIMIT,
+            limit_s,
+            lambda told: _number(address, "successes", told.get("successes"), most),
+        )
+        if found is not None:
+            return found, True
     if is_parquet(name):
         return _footer_rows(name, size, limit_s), False
     with open_file(name, Identity(size), BLOCK, limit_s) as file:
@@ -174,7 +193,7 @@ def _count(name: str, size: int, with_stats: bool, limit_s: float) -> tuple[int,
 
 def most_samples(name: str, size: int) -> int:
     """That a shard of so many bytes can hold. A footer, or a file beside it, may say anything."""
-    return min(SAMPLES_LIMIT, size if is_parquet(name) else size // MEMBER)
+    return min(SAMPLES_LIMIT, max(0, size if is_parquet(name) else size // MEMBER))
 
 
 def checked_rows(address: str, rows: int, most: int) -> int:
@@ -200,24 +219,28 @@ def _footer_rows(name: str, size: int, limit_s: float) -> int:
     return checked_rows(name, rows, most_samples(name, size))
 
 
-def _json(address: str, limit_s: float) -> dict[str, Any] | None:
-    """What a file says that need not be there. Errors: ValueError, OSError."""
+def _told(address: str, most: int, limit_s: float, pick: Callable[[dict[str, Any]], T]) -> T | None:
+    """What is picked of an object that a file of JSON holds, which need not be there. Errors:
+    ValueError, OSError."""
     try:
-        found = json.loads(read_all(address, limit_s))
+        content = read_small(address, most, limit_s)
     except (FileNotFoundError, PermissionError):  # which stores also say of what is not there
         return None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{redact(address)} is no JSON: {error}; mend or remove it") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{redact(address)} must hold an object, {{...}}; mend or remove it")
-    return found
+    with ONE_AT_A_TIME:
+        try:
+            found = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{redact(address)} is no JSON: {error}; mend or remove it") from error
+        if not isinstance(found, dict):
+            raise ValueError(f"{redact(address)} must hold an object, {{...}}; mend or remove it")
+        return pick(found)
 
 
-def _number(address: str, key: str, given: Any) -> int:
-    if type(given) is not int or not 0 <= given < 1 << 40:
+def _number(address: str, key: str, given: Any, most: int) -> int:
+    if type(given) is not int or not 0 <= given <= most:
         raise ValueError(
-            f"{redact(address)}: '{key}' is {given!r:.100}; a whole number of samples, 0 or more, is "
-            "needed: mend or remove it"
+            f"{redact(address)}: '{key}' is {brief(given)}; a whole number of samples is needed, of "
+            f"0 to {most:,}, as many as its shard can hold: mend or remove it"
         )
     return given
 

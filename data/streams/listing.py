@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from common.files import make_folder, read_json, write_text
+from common.files import OWN_LIMIT, make_folder, read_json, write_text
 from common.secrets import redact
 from data.bad_samples import CODES, REASON_OF_CODE, REASONS
 from data.formats.specs import is_remote
@@ -214,7 +214,7 @@ def _read(file: Path, spec: str, names: Sequence[str]) -> Listing | None:
     ValueError where there are shards now that the run did not find."""
     record: dict[str, Any] = {}
     with suppress(OSError, ValueError):
-        record = read_json(file)
+        record = read_json(file, OWN_LIMIT)
     if record.get("spec") != redact(spec):
         return None
     addresses = dict(zip(shown_names(names), names))

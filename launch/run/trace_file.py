@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.files import read_json
+from common.files import OWN_LIMIT, read_json
 from engine.checkpoint.layout import replace_text
 from engine.trace import WAIT, Span
 
@@ -29,7 +29,7 @@ class TraceFile:
         self._samples: dict[int, list[dict[str, Any]]] = {}
         if path.is_file():  # a run that goes on
             try:
-                for event in read_json(path)["traceEvents"]:
+                for event in read_json(path, OWN_LIMIT)["traceEvents"]:
                     if event["ph"] == "X":
                         self._samples.setdefault(event["args"]["step"], []).append(event)
             except (ValueError, KeyError, TypeError):  # damaged: it begins anew
@@ -72,7 +72,7 @@ def read_trace(path: Path) -> dict[int, dict[int, list[Span]]]:
             "--trace-every 0"
         )
     try:
-        steps = _steps_of(read_json(path)["traceEvents"])
+        steps = _steps_of(read_json(path, OWN_LIMIT)["traceEvents"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: not a trace of train.py: {error}") from error
     if not steps:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import zlib
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -23,7 +24,11 @@ from data.bad_samples import BadSample
 from data.decoding import images as decoding
 from data.decoding.images import decode_bytes
 from data.decoding.sounds import decode_audio
+from data.formats.folders import json_lists
+from data.formats.prompts import read_text
+from data.formats.rows import Roots
 from data.formats.shards import expand
+from data.formats.tables import list_entries
 from data.index.sources import open_source
 from data.modalities.tokenizer import batch_tokens, load_tokenizer
 from data.streams import counts, metadata
@@ -155,6 +160,23 @@ def test_a_footer_of_gigabytes_is_not_read(tmp_path):
     said = failure(f"stream:{file}?where=width>0")
     assert "0.parquet" in said and "its footer has 4,294,967,280 bytes; at most" in said
     assert failure(f"stream:{file}") == ""  # a damaged shard is a bad sample
+
+
+def test_files_that_are_read_whole_are_measured_first(tmp_path):
+    """Holes in files: a list of captions or of entries, names of classes, subtitles."""
+    for name in ("a.json", "film.srt"):
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(6 << 30)
+    file = str(tmp_path / "a.json")
+    for read in (
+        read_text,
+        partial(json_lists, what="", needed=""),
+        lambda f: next(list_entries(f)),
+    ):
+        with pytest.raises(ValueError, match="a.json: has over .*, and no more is read"):
+            read(file)
+    with pytest.raises(BadSample, match="film.srt has 6,442,450,944 bytes; at most 16,777,216"):
+        Roots.of(str(tmp_path)).read("film.srt", "text")
 
 
 # -- tar

@@ -1,6 +1,7 @@
 """Counts of shards equal the rows that the formats give, whatever they are taken from."""
 
 import json
+import shutil
 import sys
 import tarfile
 from pathlib import Path
@@ -14,6 +15,7 @@ from stores import Faults, http_server, put, s3_server
 from data.formats.rows import Row
 from data.formats.webdataset import WebdatasetFormat
 from data.identity import Identity
+from data.streams import counts as streams_counts
 from data.streams.counts import counts_of, identities_of
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -157,12 +159,15 @@ def test_what_was_counted_is_kept_until_a_shard_changes(served, tmp_path):
 
 def test_statistics_of_img2dataset(served):
     """One shard without them is counted itself; a folder with a sizes.json needs none."""
+    (served / "more").mkdir()
     for number in range(3):
         write_tar(served / f"{number}.tar", ["a.jpg", "a.txt"])
+        with (served / f"{number}.tar").open("ab") as file:  # as large as one of 91 samples
+            file.write(bytes(1 << 16))
+        shutil.copy(served / f"{number}.tar", served / "more")
     for number in range(2):
         stats = {"count": 100, "successes": 90 + number}
         (served / f"{number}_stats.json").write_text(json.dumps(stats))
-    (served / "more").mkdir()
     (served / "more" / "sizes.json").write_text('{"0.tar": 7, "1.tar": 0}')
     with http_server(served) as url:
         shards = ["more/1.tar", "0.tar", "1.tar", "more/0.tar", "2.tar"]
@@ -187,6 +192,36 @@ def test_stores_without_files_of_counts(served):
         assert counted(names) == [1, 1, 1]
         put(variables, "bucket/of shards/sizes.json", b'{"0.tar": 1, "1.tar": 2, "2.tar": 3}')
         assert counted(names) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("name", ["sizes.json", "0_stats.json"])
+def test_a_file_of_counts_is_read_as_far_as_it_can_be_one(served, name, monkeypatch):
+    """Of a hole of gigabytes, and of a body without an end, no more."""
+    monkeypatch.setattr(streams_counts, "SIZES_LIMIT", 1 << 20)
+    write_tar(served / "0.tar", ["a.jpg", "a.txt"])
+    with (served / name).open("wb") as file:
+        file.truncate(6 << 30)
+    faults = Faults()
+    with http_server(served, faults) as url:
+        for where in (str(served), url):
+            with pytest.raises(ValueError, match=f"{name}: has over 1.0 MiB, and no more is read"):
+                counted([f"{where}/0.tar"])
+    assert faults.sent < 64 << 20  # what was on its way
+
+
+@pytest.mark.parametrize("name", ["sizes.json", "0_stats.json"])
+def test_a_file_of_counts_tells_no_more_than_its_shard_can_hold(served, name):
+    write_tar(served / "0.tar", ["a.jpg", "a.txt"])
+    most = (served / "0.tar").stat().st_size // 512
+    key = {"sizes.json": "0.tar", "0_stats.json": "successes"}[name]
+    for given in (most + 1, 2_000_000_000, -5):
+        (served / name).write_text(json.dumps({key: given}))
+        with pytest.raises(
+            ValueError, match=f"{name}: '{key}' is {given}; .* of 0 to {most},.*remove"
+        ):
+            counted([str(served / "0.tar")])
+    (served / name).write_text(json.dumps({key: most}))
+    assert counted([str(served / "0.tar")]) == [most]
 
 
 @pytest.mark.parametrize("name", ["sizes.json", "0_stats.json"])
