@@ -18,6 +18,7 @@ import random
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -68,11 +69,13 @@ class Faults:
         etag: str | None = None,  # of each file, instead of its own; "": none
         page: str = "",  # what an answer says where there is no file
         no_head: bool = False,  # HEAD is not known
+        more: int = 0,  # bytes that are sent beyond what HEAD and ranges announce
     ) -> None:
         self.latency_s, self.bytes_per_s = latency_s, bytes_per_s
         self.answer_bytes_per_s = answer_bytes_per_s
         self.resets, self.cuts, self.refusals, self.status = resets, cuts, refusals, status
         self.flips, self.most, self.ranges, self.etag = flips, most, ranges, etag
+        self.more = more
         self.user, self.missing, self.page, self.no_head = user, missing, page, no_head
         self.requests: list[str] = []  # "GET /0.tar 100-", in order
         self.sent = 0  # bytes of bodies
@@ -308,4 +311,12 @@ def _file(folder: Path, request: Any) -> tuple[int, dict[str, str], IO[bytes], i
     none.close()
     file = path.open("rb")
     file.seek(start)
+    if more := request.faults.more:
+        longer = tempfile.TemporaryFile()
+        longer.write(file.read(stop - start))
+        longer.truncate(stop - start + more)
+        longer.seek(0)
+        file.close()
+        headers["Content-Length"] = str(stop - start + more)
+        return status, headers, longer, stop - start + more
     return status, headers, file, stop - start

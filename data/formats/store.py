@@ -73,6 +73,10 @@ _told: set[str] = set()  # stores of which it was said that they answer no range
 _copies = threading.BoundedSemaphore(COPIES_AT_ONCE)
 
 
+class Unexpected(OSError):
+    """A store gives something else than it announced, and waiting would change nothing."""
+
+
 class NoRanges(OSError):
     """A server that gives files as a whole only."""
 
@@ -96,7 +100,9 @@ def _ranged(address: str, start: int, stop: int, limit_s: float) -> bytes:
     """Errors: also NoRanges."""
     if start >= stop:
         return b""
-    return _asked(address, limit_s, lambda opened: opened.read(start, stop))
+    found = _asked(address, limit_s, lambda opened: opened.read(start, stop))
+    _refuse_more(address, len(found), stop - start)
+    return found
 
 
 @contextmanager
@@ -147,14 +153,20 @@ def open_file(
     return cast(BinaryIO, io.BufferedReader(reader, block))
 
 
-def fetch(address: str, part: Path, limit_s: float = WAIT_S) -> Identity:
+def fetch(
+    address: str,
+    part: Path,
+    limit_s: float = WAIT_S,
+    check: Callable[[Identity], object] = lambda stored: None,
+) -> Identity:
     """Download into `part`, after the bytes that it has where they are of what is there now, which
-    a file beside it says meanwhile."""
+    a file beside it says meanwhile. `check` may refuse that, by Unexpected, before a byte is
+    written. Errors: also Unexpected for a body that is longer than announced."""
     patience = _Patience(address, limit_s)
     beside = part.with_name(f"{part.name}.of")
     seen = ""
     for _ in range(TRIES):
-        stored = _fetched(address, part, beside, patience)
+        stored = _fetched(address, part, beside, patience, check)
         promised, root = stored.etag.strip('"'), root_of(address)
         if not root or root in _not_md5 or not re.fullmatch("[0-9a-f]{32}", promised):
             break
@@ -174,12 +186,19 @@ def fetch(address: str, part: Path, limit_s: float = WAIT_S) -> Identity:
     return stored
 
 
-def _fetched(address: str, part: Path, beside: Path, patience: _Patience) -> Identity:
+def _fetched(
+    address: str,
+    part: Path,
+    beside: Path,
+    patience: _Patience,
+    check: Callable[[Identity], object],
+) -> Identity:
     while True:
         known = _recorded(beside)
         start = min(part.stat().st_size, max(known.size - 1, 0)) if known and part.exists() else 0
         try:
             stored, pieces = object_at(address).pieces(start)
+            check(stored)
             with open_part(part) as file:
                 file.seek(file.truncate(start if stored == known else 0))
                 if stored != known:
@@ -187,6 +206,7 @@ def _fetched(address: str, part: Path, beside: Path, patience: _Patience) -> Ide
                     if start:  # the store has something else by now
                         continue
                 for piece in pieces:
+                    _refuse_more(address, file.tell() + len(piece), stored.size)
                     file.write(piece)
                     patience.moved()
                 size = file.tell()
@@ -198,6 +218,14 @@ def _fetched(address: str, part: Path, beside: Path, patience: _Patience) -> Ide
                 remove(beside, part.parent)
                 continue
             patience.wait(error)
+
+
+def _refuse_more(address: str, size: int, announced: int) -> None:
+    if size > announced:
+        raise Unexpected(
+            f"{redact(address)}: sends more than the {announced:,} bytes that it announced; no more "
+            "are read: check its server, and whether somebody else answers for it"
+        )
 
 
 def _recorded(beside: Path) -> Identity | None:
@@ -242,6 +270,8 @@ class _Patience:
 
     def wait(self, error: Exception) -> None:
         """Errors: OSError, where waiting would change nothing or was long enough."""
+        if isinstance(error, Unexpected):
+            raise error
         if refusal := _refusal(self._address, error):
             raise refusal from None  # the libraries' own words may hold credentials
         waited, name = time.monotonic() - self._since, redact(self._address)

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from data.formats.parquet import ParquetFormat
 from data.formats.rows import DEFAULT_PAIRS, Format, Pairs
 from data.formats.shards import Shard, short_names
 from data.formats.specs import is_remote
-from data.formats.store import fetch, identity_of
+from data.formats.store import Unexpected, fetch, identity_of
 from data.formats.webdataset import WebdatasetFormat
 from data.identity import Identity
 from data.index.building import load_index
@@ -102,7 +102,7 @@ class ShardTable:
         )
 
 
-class BadShard(OSError):
+class BadShard(Unexpected):
     """A shard that is not what was announced."""
 
 
@@ -363,7 +363,8 @@ class StreamSource:
             filled = True
             if remote:
                 file = folder / _file_name(name)
-                fetched = self._refuse_changed(shard, lambda name: fetch(name, file))
+                check = partial(self._refuse_other, shard)
+                fetched = self._refuse_changed(shard, lambda name: fetch(name, file, check=check))
                 with self._lock:
                     self._counts["stream_bytes"] += fetched.size
 
@@ -376,9 +377,12 @@ class StreamSource:
             found = look(self.table.names[shard])
         except FileNotFoundError as error:
             raise self.table.missed(shard, "missing-shard") from error
+        self._refuse_other(shard, found)
+        return found
+
+    def _refuse_other(self, shard: int, found: Identity) -> None:
         if found.key != self.table.keys[shard]:
             raise self.table.missed(shard, "changed-shard")
-        return found
 
     def _opened(
         self, shard: int, needed: bool = True, next_use: Callable[[str], float] | None = None

@@ -21,6 +21,7 @@ from data.modalities.lengths import token_counts
 from data.modalities.text import TextModality
 from data.streams.lengths import StreamTokenCounts
 from data.streams.opening import COLUMNS, OPTIONS, open_stream
+from data.streams.source import BadShard
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import bad_films  # noqa: E402
@@ -145,6 +146,18 @@ def test_remote_shards_are_fetched_once_and_evicted(tmp_path, monkeypatch):
         stream.keep([])
         stream.value("image", 0)  # long gone
         assert stream.taken_counts()["stream_misses"] == 1
+
+
+def test_a_shard_that_is_longer_than_announced_fills_no_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("WYE_CACHE", str(tmp_path / "cache"))
+    pattern = write_shards(tmp_path / "shards", COUNTS[:2], ".tar")
+    with http_server(tmp_path / "shards", faults := Faults()) as url:
+        stream, _ = open_stream(f"stream:{url}/{pattern}", cache_bytes=2_000_000)
+        faults.more = 256 << 20
+        with pytest.raises(BadShard, match="0.tar: the shard has changed"):
+            stream.captions(0)
+    there = (file for file in (tmp_path / "cache" / "streams").rglob("*") if file.is_file())
+    assert sum(file.stat().st_size for file in there) < 100_000
 
 
 def test_specs_that_break_a_rule(tmp_path):

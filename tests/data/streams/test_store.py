@@ -19,7 +19,15 @@ import pytest
 from stores import Faults, http_server, put, s3_server
 
 from data.formats.objects import object_at
-from data.formats.store import fetch, identity_of, listed, open_file, read_all, read_range
+from data.formats.store import (
+    Unexpected,
+    fetch,
+    identity_of,
+    listed,
+    open_file,
+    read_range,
+    read_small,
+)
 from data.identity import Identity
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -133,6 +141,23 @@ def test_a_server_without_ranges_gives_each_file_once(served, tmp_path, caplog, 
         assert identity_of(f"{url}/a.tar").size == len(CONTENT)
 
 
+def test_no_more_is_read_than_was_announced(served, tmp_path):
+    with http_server(served, faults := Faults()) as url:
+        announced = identity_of(f"{url}/a.tar")
+        faults.more = 256 << 20
+
+        def check(stored: Identity) -> None:
+            if stored != announced:
+                raise Unexpected(f"{stored.size} bytes")
+
+        with pytest.raises(Unexpected, match="sends more than the 5 bytes that it announced"):
+            read_range(f"{url}/a.tar", 5, 10)
+        with pytest.raises(Unexpected, match=f"^{len(CONTENT) + faults.more} bytes"):
+            fetch(f"{url}/a.tar", tmp_path / "part", SHORT_S, check)
+        assert not (tmp_path / "part").exists()
+        assert faults.sent < 64 << 20  # what was on its way
+
+
 def test_a_page_of_a_server_is_one_sentence(served, monkeypatch):
     page = "<!DOCTYPE html><html><head><title>Not here</title></head><body>" + "words " * 1000
     with http_server(served, Faults(page=page)) as url:
@@ -220,7 +245,7 @@ def test_redirects_are_bounded(monkeypatch):
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Circle) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        for ask in (read_all, identity_of):
+        for ask in (lambda *of: read_small(of[0], 10, of[1]), identity_of):
             with pytest.raises(OSError, match="leads in a circle"):
                 ask(f"http://127.0.0.1:{server.server_port}/a.tar", float("inf"))
         server.shutdown()
