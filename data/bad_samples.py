@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from common.output import brief
+
 PIXEL_LIMIT = 100_000_000  # pixels of one image; an RGBA image of that size takes 400 MB
 SIDE_LIMIT = 65_535  # pixels; the longest side that JPEG can express
 ASPECT_LIMIT = 100  # longer side / shorter side
@@ -212,7 +214,7 @@ def check_caption(text: Any) -> None:
         raise BadSample("no-caption", "no text is given; every sample needs words")
     if not isinstance(text, str):
         raise BadSample(
-            "invalid-row", f"the text is {text!r:.100}; a text or a list of texts is needed"
+            "invalid-row", f"the text is {brief(text)}; a text or a list of texts is needed"
         )
     check_characters(text, "the text")
     if not text.strip():

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
 
+from common.output import brief
 from data.bad_samples import BadSample
 from data.keys import content_hash
 from data.values import plain
@@ -83,5 +84,5 @@ def _seconds(given: Any, key: str) -> float | None:
     if given is None or isinstance(given, Real) and math.isnan(given):
         return None
     if not isinstance(given, Real) or isinstance(given, bool) or not math.isfinite(given):
-        raise BadSample("invalid-row", f"{key} is {given!r:.100}; seconds as a number are needed")
+        raise BadSample("invalid-row", f"{key} is {brief(given)}; seconds as a number are needed")
     return float(given)

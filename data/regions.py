@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
+from common.output import brief
 from data.bad_samples import (
     REGION_LIMIT,
     BadSample,
@@ -112,7 +113,7 @@ def checked_regions(given: Any, total: int | None = None, unit: str | None = Non
         raise BadSample("no-value", "no region is given")
     if not isinstance(given, list):
         raise BadSample(
-            "invalid-row", f"the regions are {given!r:.100}; a list of {{box, text}} is needed"
+            "invalid-row", f"the regions are {brief(given)}; a list of {{box, text}} is needed"
         )
     found = Regions([], [], [], total or len(given), Counter())
     for each in given[:REGION_LIMIT]:
@@ -190,7 +191,7 @@ def _checked(region: Any, dropped: list[BadSample], unit: str | None) -> Given:
     if isinstance(region, BadSample):
         raise region
     if not isinstance(region, (dict, Mapping)):
-        raise BadSample("invalid-row", f"a region is {region!r:.100}; {{box, text}} is needed")
+        raise BadSample("invalid-row", f"a region is {brief(region)}; {{box, text}} is needed")
     given = region.get("unit")
     unit = unit if given is None else given
     box, is_relative = _box_of(region, unit)
@@ -202,7 +203,7 @@ def _checked(region: Any, dropped: list[BadSample], unit: str | None) -> Given:
         if problem.reason not in NO_TEXT:
             raise
         raise BadSample(
-            "no-phrase", f"the text of a region is {text!r:.100}; a text or several are needed"
+            "no-phrase", f"the text of a region is {brief(text)}; a text or several are needed"
         ) from None
     try:
         not_true = () if negatives in (None, []) else _phrases(negatives, dropped)
@@ -226,11 +227,11 @@ def _box_of(region: Mapping[str, Any], unit: Any) -> tuple[Box, bool]:
         is_good = False
     if not is_good:
         raise BadSample(
-            "invalid-box", f"a box is {given!r:.100}; four numbers are needed, {NEEDED}"
+            "invalid-box", f"a box is {brief(given)}; four numbers are needed, {NEEDED}"
         )
     if not (unit is None or isinstance(unit, str) and unit in UNITS):
         needed = "pixels or relative or thousandths"
-        raise BadSample("invalid-box", f"its unit is {unit!r:.100}; {needed} is needed")
+        raise BadSample("invalid-box", f"its unit is {brief(unit)}; {needed} is needed")
     side = None if unit is None else UNITS[unit]
     if side is not None and max(x1, y1, x2, y2) > side * (1 + ROUNDING):
         raise BadSample(

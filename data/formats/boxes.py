@@ -12,6 +12,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from common.files import JSON_LIMIT, read_bounded
+from common.output import brief
 from data.bad_samples import BadSample
 from data.formats.folders import KarpathyFormat, json_lists, key_of
 from data.formats.rows import EntriesFormat, Roots, Stamp, attempt, stamp
@@ -23,6 +24,17 @@ from data.regions import BOX_OPTIONS, BoxOptions
 ARCHIVES = ("VG_100K", "VG_100K_2")
 # [/EN#283585/people Two young guys]
 ENTITY = re.compile(r"\[/EN#(\d+)/\S+ ([^]]*)\]")
+PICKLE_LIMIT = 128 << 20  # bytes, of which each may become an object; RefCOCO's have 50 MB
+# what makes lists, dicts, texts and numbers; of numbers those of up to 255 bytes
+OPCODES = {
+    code[0]
+    for name in "PROTO FRAME STOP MARK POP POP_MARK DUP NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2 "
+    "LONG LONG1 FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING BINBYTES SHORT_BINBYTES UNICODE "
+    "BINUNICODE SHORT_BINUNICODE BINUNICODE8 EMPTY_LIST LIST APPEND APPENDS EMPTY_TUPLE TUPLE TUPLE1 "
+    "TUPLE2 TUPLE3 EMPTY_DICT DICT SETITEM SETITEMS PUT BINPUT LONG_BINPUT MEMOIZE GET BINGET "
+    "LONG_BINGET GLOBAL STACK_GLOBAL".split()
+    for code in [getattr(pickle, name)]
+}
 CORNERS = ("xmin", "ymin", "xmax", "ymax")
 # of refcoco: what a sentence chooses among, the referred objects of the split or all boxes
 CANDIDATES, REFERRED, ANNOTATED = "candidates", "referred", "annotated"
@@ -55,7 +67,7 @@ class VisualGenomeFormat(EntriesFormat):
         identity, regions = entry.get("id", entry.get("image_id")), entry.get("regions")
         if not isinstance(identity, (int, str)) or not isinstance(regions, list):
             raise BadSample(
-                "invalid-row", f"{content!r:.100} is given; an image has an id and regions"
+                "invalid-row", f"{brief(content)} is given; an image has an id and regions"
             )
         sides = ("x", "y", "width", "height")
         return {
@@ -150,7 +162,7 @@ class RefCocoFormat(KarpathyFormat):
         if name is None:
             raise BadSample(
                 "invalid-row",
-                f"its image {identity!r:.100} is not listed in {self.files[1]} with a file_name",
+                f"its image {brief(identity)} is not listed in {self.files[1]} with a file_name",
             )
         return {"id": identity, "image": name, "region": regions}
 
@@ -244,9 +256,20 @@ class Flickr30kEntitiesFormat(EntriesFormat):
         return f"{self.annotations.own}#{path}"
 
 
+class _Allowed(dict[int, Any]):
+    """Opcode -> what reads it."""
+
+    def __missing__(self, opcode: int) -> Any:
+        raise pickle.UnpicklingError(f"it has the opcode {opcode:#04x}, which makes none of them")
+
+
 class _PlainUnpickler(pickle._Unpickler):  # type: ignore[name-defined]
     """Makes lists, dicts, texts and numbers, and calls nothing. The one in C would take memory for
-    whatever number of objects the file claims to have."""
+    whatever number of objects the file claims to have; so would opcodes that are left out here."""
+
+    dispatch = _Allowed(
+        {code: read for code, read in pickle._Unpickler.dispatch.items() if code in OPCODES}  # type: ignore[attr-defined]
+    )
 
     def find_class(self, module: str, name: str) -> Any:
         raise pickle.UnpicklingError(f"it names {module}.{name}, and nothing is called")
@@ -254,18 +277,32 @@ class _PlainUnpickler(pickle._Unpickler):  # type: ignore[name-defined]
 
 def _plain(file: str) -> Any:
     """What a pickle holds, also one that Python 2 wrote. Errors: ValueError."""
-    with open(file, "rb") as opened:
-        content = io.BytesIO(opened.read())
     try:
+        content = io.BytesIO(read_bounded(Path(file), PICKLE_LIMIT))
+        size = len(content.getbuffer())
         found = _PlainUnpickler(content, encoding="utf-8", errors="surrogateescape").load()
         if rest := len(content.read()):
             raise pickle.UnpicklingError(f"{rest:,} bytes follow its end; give files of one pickle")
+        _refuse_unfolding(found, size)
         return found
     except Exception as error:  # what a damaged one raises is an open set
         raise ValueError(
             f"{file}: not a pickle of lists, dicts, texts and numbers: {type(error).__name__}: "
             f"{error}; give {RefCocoFormat.NEEDED}"
         ) from error
+
+
+def _refuse_unfolding(found: Any, most: int) -> None:
+    """Raise UnpicklingError for lists that stand within others so often that who goes through them
+    meets more values than the file has bytes, such as one that holds itself."""
+    waiting, met = [found], 1
+    while waiting:
+        each = waiting.pop()
+        within = each.values() if isinstance(each, dict) else each
+        if isinstance(each, (list, tuple, dict)):
+            if (met := met + len(each)) > most:
+                raise pickle.UnpicklingError(f"its lists repeat each other: over {most:,} values")
+            waiting += within
 
 
 def _sentences(ref: Any) -> list:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import NamedTuple
 
+from common.output import brief
 from common.spelling import near
 from data.bad_samples import BadSample, check_caption
 from data.formats.prompts import (
@@ -46,7 +47,7 @@ class Classes(NamedTuple):
         check_caption(given)
         if len(given) > NAME_LIMIT or "\n" in given:
             raise BadSample(
-                "invalid-row", f"the class is {given!r:.100}; a number or a name is needed"
+                "invalid-row", f"the class is {brief(given)}; a number or a name is needed"
             )
         if not self.names:
             if NUMBER.fullmatch(given):

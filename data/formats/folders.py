@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from common.files import refuse_longer
+from common.output import brief
 from common.spelling import near
 from data.bad_samples import BadSample
 from data.formats.prompts import OPTIONS, TEMPLATES, class_captions
@@ -332,7 +333,7 @@ class CocoFormat(ListFormat):
         if not isinstance(image, dict) or image.get("id") is None:
             raise BadSample(
                 "invalid-row",
-                f"{image!r:.100} is given; an image has an id and a file_name, a caption an "
+                f"{brief(image)} is given; an image has an id and a file_name, a caption an "
                 "image_id",
             )
         unlisted = BadSample("invalid-row", f"image {image['id']} is not listed with a file_name")
@@ -393,7 +394,7 @@ class KarpathyFormat(ListFormat):
         if not isinstance(sentences, list) or "filename" not in content or not _split_of(content):
             raise BadSample(
                 "invalid-row",
-                f"{content!r:.100} is given; an image has a filename, sentences and a split",
+                f"{brief(content)} is given; an image has a filename, sentences and a split",
             )
         texts = [each.get("raw") if isinstance(each, dict) else each for each in sentences]
         return {

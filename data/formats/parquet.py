@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from common.output import brief
 from data.bad_samples import CAPTION_LIMIT, FILE_LIMIT, REGION_LIMIT, BadSample
 from data.clips import KEYS
 from data.formats.rows import (
@@ -251,7 +252,7 @@ class ParquetFormat(ShardsFormat):
                 to = "DOUBLE" if key in KEYS else "VARCHAR"
                 raise BadSample(
                     "invalid-row",
-                    f"{what} is {each!r:.100}; column '{column}' is {kind!s:.100}: write it as "
+                    f"{what} is {brief(each)}; column '{column}' is {kind!s:.100}: write it as "
                     f"{'numbers' if to == 'DOUBLE' else 'texts'}, as CAST({column} AS {to}) does",
                 )
         return given

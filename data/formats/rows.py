@@ -16,6 +16,7 @@ from numbers import Integral
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
+from common.output import brief
 from data.bad_samples import (
     FILE_LIMIT,
     Absent,
@@ -338,7 +339,7 @@ class Roots:
         """
         if not isinstance(path, str) or not path:
             raise BadSample(
-                "invalid-row", f"the {modality}'s path is {path!r:.100}; a path as text is needed"
+                "invalid-row", f"the {modality}'s path is {brief(path)}; a path as text is needed"
             )
         check_characters(path, f"the {modality}'s path")
         climbs = ".." in PurePosixPath(path).parts
@@ -449,7 +450,7 @@ def checked_name(given: Any, what: str) -> str | int | None:
     if isinstance(given, Integral) and not isinstance(given, bool):
         return int(given)
     if not isinstance(given, str):
-        raise BadSample("invalid-row", f"{what} is {given!r:.100}; {NAME_NEEDED}")
+        raise BadSample("invalid-row", f"{what} is {brief(given)}; {NAME_NEEDED}")
     check_characters(given, what)
     if len(given) > NAME_LIMIT:
         raise BadSample(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from common.output import brief
 from data.bad_samples import BadSample
 from data.formats.folders import files_below, kind_of
 from data.formats.rows import (
@@ -207,7 +208,7 @@ def _first(lines: Sequence[str], at: int, stops: Callable[[str], bool]) -> int:
 
 
 def _not_understood(line: str, wanted: str) -> BadSample:
-    return BadSample("invalid-row", f"{line.strip()!r:.100} is not {wanted}")
+    return BadSample("invalid-row", f"{brief(line.strip())} is not {wanted}")
 
 
 def _seconds(hours: str | None, minutes: str, seconds: str) -> float:

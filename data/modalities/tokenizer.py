@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from common.files import replacing_folder
+from common.output import brief
 from data.modalities.tokenizer_open_clip import PREFIX, open_clip_tokenizer
 from data.processes import ending_after
 
@@ -234,7 +235,7 @@ def tokenized(
     def says(what: str) -> str:
         name = tokenizer.name_or_path or type(tokenizer).__name__
         return (
-            f"tokenizer '{name}' {what} {len(texts):,} texts, such as {texts[0]!r:.100}: a pattern "
+            f"tokenizer '{name}' {what} {len(texts):,} texts, such as {brief(texts[0])}: a pattern "
             "in its tokenizer.json goes back over them again and again; give another --tokenizer"
         )
 

@@ -1,6 +1,7 @@
 """What is shown, recorded or put into a document: no command to a terminal, no credentials, no
 markup of others."""
 
+import ast
 import json
 import os
 import subprocess
@@ -10,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from common.markdown import code, fenced, words
-from common.output import shown
+from common.output import brief, shown
 from common.secrets import redact, redacted
 
 ROOT = Path(__file__).resolve().parents[2]
+PRODUCT = ("common", "data", "models", "engine", "launch")
 
 
 def test_a_terminal_gets_no_command_of_others():
@@ -30,6 +32,29 @@ def test_a_terminal_gets_no_command_of_others():
         ("图像 – naïve\n", "图像 – naïve\n"),
     ):
         assert shown(said) == expected
+
+
+def test_no_more_of_a_value_is_made_than_is_shown():
+    itself: list = []
+    itself.append(itself)
+    shared: list = [1]
+    for _ in range(60):
+        shared = [shared, shared]
+    assert brief(itself) == "[" * 100
+    assert brief(shared, 62) == "[" * 61 + "1"
+    assert brief(10**100_000) == "<a number of 332,193 bits>"
+    mixed = {"a": [1, -2.5, None, True], "b": ("it's", b"\0"), "": {}}
+    assert brief(mixed) == repr(mixed)
+    for long in ("x" * 10**6, "it's " * 10**5, b"\0" * 10**6, [*range(10**6)], {0: [0] * 10**6}):
+        assert brief(long, 50) == repr(long)[:50]
+
+
+def test_values_of_others_are_shown_by_brief():
+    """`{value!r:.100}` makes all of it, however long, and then cuts it."""
+    for file in sorted(each for name in PRODUCT for each in (ROOT / name).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FormattedValue) and node.conversion == ord("r"):
+                assert node.format_spec is None, f"{file}:{node.lineno}: use common.output.brief"
 
 
 @pytest.mark.parametrize("program", ["data.inspect", "launch.tools.plan", "train.py"])

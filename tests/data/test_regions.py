@@ -4,6 +4,7 @@ the image as it is shown."""
 import io
 import json
 import pickle
+import struct
 import sys
 import tarfile
 from decimal import Decimal
@@ -712,6 +713,14 @@ class Harmful:
         return print, ("called",)
 
 
+def doubled(times: int) -> bytes:
+    """A list of two that are one, of two that are one, and so on."""
+    found: list = [1]
+    for _ in range(times):
+        found = [found, found]
+    return pickle.dumps([{"split": "val", "image_id": found, "sentences": found}])
+
+
 def test_a_pickle_calls_nothing(coco_files, capsys):
     file = coco_files / "refs.p"
     for content in (
@@ -722,6 +731,10 @@ def test_a_pickle_calls_nothing(coco_files, capsys):
         2 * pickle.dumps(refs()),
         b"",
         b"]r\xff\xff\xff\xff.",  # a place for four billion objects
+        b"\x80\x05\x96" + struct.pack("<Q", 6 << 30) + b".",  # as many bytes
+        b"]" + b"q\x00" + b"(" + b"h\x00" * 2 + b"e.",  # a list that holds itself
+        doubled(40),
+        pickle.dumps([{"split": "val", "image_id": 10**100_000, "sentences": []}]),
     ):
         file.write_bytes(content)
         if content.startswith(b"]r"):
