@@ -15,7 +15,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from common.files import make_folder, replacing
+from common.files import make_folder, refuse_longer, replacing
 from data.keys import content_hash, plain_caption
 from data.values import plain, whole
 
@@ -23,6 +23,9 @@ CAPTION = "caption"
 MARK = b"wye-unseen-1 "  # 1: of the file's version
 HASH = "blake2b-128"  # of UTF-8: equal in every process, unlike Python's own
 LINE_LIMIT = 1 << 16  # bytes
+FILE_LIMIT = 8 << 30  # bytes, which are held in memory: those of 4 billion keys
+HASHES = 8  # bytes of rbloom's content that say how many hashes a key has; its bits follow
+MOST_HASHES = 1100  # of a key, at the smallest rate that a float has
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,11 @@ def open_unseen(file: Path, by: str = CAPTION) -> Unseen:
         raise FileNotFoundError(
             f"unseen={file}: there is no such file; write one by python -m data.streams.unseen"
         )
+    refuse_longer(file.stat().st_size, FILE_LIMIT, f"unseen={file}")
     with file.open("rb") as opened:
         line = opened.readline(LINE_LIMIT)
+        hashes, bits = int.from_bytes(opened.read(HASHES), "little"), opened.read(1)
+        opened.seek(len(line))
         digest = hashlib.file_digest(opened, "blake2b").hexdigest()
     try:
         if not line.startswith(MARK):
@@ -64,6 +70,12 @@ def open_unseen(file: Path, by: str = CAPTION) -> Unseen:
         ) from None
     if (hashed, promised) != (HASH, digest):
         raise ValueError(f"unseen={file}: is damaged or cut off; copy it again, or write it anew")
+    if not 1 <= hashes <= MOST_HASHES or not bits:
+        found = f"{hashes:,} hashes of a key" if bits else "no bits"
+        raise ValueError(
+            f"unseen={file}: has {found}; 1 to {MOST_HASHES:,} hashes and a bit or more are needed: "
+            "write it anew"
+        )
     if of != by:
         raise ValueError(
             f"unseen={file}: holds values of '{of}', and '{by}' is compared; give &unseen_by={of}, "
@@ -73,10 +85,15 @@ def open_unseen(file: Path, by: str = CAPTION) -> Unseen:
 
 
 def write_unseen(file: Path, by: str, keys: Sequence[bytes], rate: float) -> None:
-    """`keys`: `content_hash` of each. `rate`: of others that are found."""
+    """`keys`: `content_hash` of each. `rate`: of others that are found. Errors: ValueError, OSError."""
     bloom = _rbloom()(max(1, len(keys)), rate, _number)
     bloom.update(keys)
     content = bloom.save_bytes()
+    if len(content) <= HASHES:
+        raise ValueError(
+            f"--rate {rate}: {len(keys):,} keys are too few for it, and none would be found; give a "
+            "smaller one"
+        )
     digest = hashlib.blake2b(content).hexdigest()
     head = json.dumps({"by": by, "hash": HASH, "digest": digest, "keys": len(keys), "rate": rate})
     make_folder(file.parent)

@@ -1,5 +1,6 @@
 """A filtered stream is the whole data set on the rows that its metadata say are kept."""
 
+import hashlib
 import json
 import pickle
 import sys
@@ -18,7 +19,7 @@ from data.keys import content_hash
 from data.options import DataOptions
 from data.prepare import prepare_data
 from data.streams import metadata
-from data.streams.bloom import key_of, open_unseen, write_unseen
+from data.streams.bloom import MARK, key_of, open_unseen, write_unseen
 from data.streams.counts import identities_of
 from data.streams.filters import Kept, _hashes, kept_rows, metadata_keys
 from data.streams.lengths import stream_token_counts
@@ -293,6 +294,26 @@ def test_bloom_files_that_do_not_serve_are_refused(hurt, tmp_path):
     word = {"other": "no file of keys", "column": "&unseen_by=caption", "missing": "no such file"}
     with pytest.raises((ValueError, FileNotFoundError), match=word.get(hurt, "damaged")):
         open_unseen(file, "url" if hurt == "column" else "caption")
+
+
+def test_a_bloom_file_says_no_more_hashes_than_there_can_be(tmp_path):
+    """One with 2^60 of them, or without bits, and the digest of that."""
+    file = tmp_path / "seen"
+    write_unseen(file, "caption", [content_hash(b"words")], 0.01)
+    line, content = file.read_bytes().split(b"\n", 1)
+    head = json.loads(line.removeprefix(MARK))
+    for hashes, bits, found in (
+        (1 << 60, content[8:], "has 1,152,921,504,606,846,976 hashes of a key"),
+        (0, content[8:], "has 0 hashes of a key"),
+        (7, b"", "has no bits"),
+    ):
+        hostile = hashes.to_bytes(8, "little") + bits
+        head["digest"] = hashlib.blake2b(hostile).hexdigest()
+        file.write_bytes(MARK + json.dumps(head).encode() + b"\n" + hostile)
+        with pytest.raises(ValueError, match=f"unseen={file}: {found}; 1 to 1,100 hashes"):
+            open_unseen(file)
+    with pytest.raises(ValueError, match="--rate 0.999: 1 keys are too few"):
+        write_unseen(file, "caption", [content_hash(b"words")], 0.999)
 
 
 def test_filters_that_do_not_fit_the_data_are_refused(tmp_path):
