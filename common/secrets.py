@@ -10,7 +10,8 @@ from typing import Any
 
 HIDDEN = "***"
 URL = re.compile(
-    r"(?P<scheme>\b[A-Za-z][A-Za-z0-9+.-]*://)(?P<user>[^\s/?#'\"]*@)?"
+    # found by its ://, whatever the scheme: to look for that first takes each letter's rest again
+    r"(?<=[A-Za-z0-9+.-])(?P<begin>://)(?P<user>[^\s/?#'\"]*@)?"
     r"(?P<path>(?:(?!::)[^\s?#'\"])*)(?P<query>\?(?:(?!::)[^\s#'\"])*)?"
 )
 # Options of data specs, which stand where an address has its query.
@@ -47,7 +48,7 @@ def redacted(value: Any) -> Any:
 def _without_secrets(found: re.Match[str]) -> str:
     user = f"{HIDDEN}@" if found["user"] else ""
     query = "&".join(map(_without_value, (found["query"] or "").split("&")))
-    return f"{found['scheme']}{user}{found['path']}{query}"
+    return f"{found['begin']}{user}{found['path']}{query}"
 
 
 def _without_value(word: str) -> str:

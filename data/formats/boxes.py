@@ -23,7 +23,7 @@ from data.regions import BOX_OPTIONS, BoxOptions
 # Visual Genome's images come in two archives
 ARCHIVES = ("VG_100K", "VG_100K_2")
 # [/EN#283585/people Two young guys]
-ENTITY = re.compile(r"\[/EN#(\d+)/\S+ ([^]]*)\]")
+ENTITY = re.compile(r"\[/EN#(\d+)/[^\s\[\]]+ ([^\[\]]*)\]")
 PICKLE_LIMIT = 128 << 20  # bytes, of which each may become an object; RefCOCO's have 50 MB
 # what makes lists, dicts, texts and numbers; of numbers those of up to 255 bytes
 OPCODES = {

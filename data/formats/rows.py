@@ -45,10 +45,10 @@ IMAGE_ENDINGS = (
 VIDEO_ENDINGS = ("mp4", "webm", "mkv", "mov", "m4v", "avi", "mpg", "mpeg", "ts", "flv", "wmv")
 ENCODED = ("image", "audio", "video")  # modalities whose values are encoded files
 NOT_OF_ITS_KIND = {"image": "not-an-image", "audio": "not-audio", "video": "not-a-film"}
-# What systems and tools leave beside data: no part of it, and not counted.
 TEXTS = ("text", "caption", "annotation")  # what files are read for, beside modalities
 TEXT_FILE_LIMIT = 16 << 20  # bytes of a file of subtitles or sentences
 LIST_LIMIT = 4 << 30  # bytes of a file that is one JSON value, and is read as a whole
+# What systems and tools leave beside data: no part of it, and not counted.
 LEFTOVER = re.compile(
     r"(^|/)(__MACOSX(/.*)?|\._[^/]*|\.DS_Store|Thumbs\.db|desktop\.ini"
     r"|(README|LICEN[CS]E)(\.(md|txt|rst))?)$",

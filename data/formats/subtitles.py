@@ -41,7 +41,9 @@ MARKUP = re.compile(
     r"</?(?:c|i|b|u|s|v|lang|ruby|rt|font)(?:[.\s][^<>]*)?>|<[\d:]+\.\d+>|\{\\[^{}]*\}",
     re.IGNORECASE,
 )
+LONG_NUMBER = re.compile(r"&#[0-9]{8,}")  # no character, and of thousands of digits an error
 JOINT_S = 0.02  # a cue as short as this joins two others, and nobody reads it
+LINES_CARRIED = 15  # of a cue, at most: a screen of captions has no more rows
 GAP_S = 0.05  # between two cues of which one goes on with the other, at most
 VERSION = 2  # raised when the same files are read as other samples
 
@@ -216,7 +218,7 @@ def _seconds(hours: str | None, minutes: str, seconds: str) -> float:
 
 
 def _plain(line: str) -> str:
-    return " ".join(html.unescape(MARKUP.sub("", line)).split())
+    return " ".join(html.unescape(LONG_NUMBER.sub("", MARKUP.sub("", line))).split())
 
 
 def _carried(before: Cue, cue: Cue) -> int:
@@ -224,7 +226,7 @@ def _carried(before: Cue, cue: Cue) -> int:
     with."""
     if not before.start_s <= cue.start_s <= before.end_s + GAP_S:
         return 0
-    most = min(len(before.lines), len(cue.lines))
+    most = min(len(before.lines), len(cue.lines), LINES_CARRIED)
     return next((k for k in range(most, 0, -1) if before.lines[-k:] == cue.lines[:k]), 0)
 
 

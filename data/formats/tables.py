@@ -4,11 +4,14 @@ OpenCLIP reads them, with the columns `filepath` and `title`."""
 
 import contextlib
 import csv
+import heapq
 import json
+import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import islice
 from typing import Any, TextIO
 
 from common.files import refuse_longer
@@ -162,21 +165,41 @@ def number_of_texts(spec: str, options: dict[str, str]) -> int:
 def with_near_texts(rows: list[Any], number: int) -> list[Any]:
     """The segments of a film, each that has a text with those of the ones whose middles are nearest
     to its own, `number` with its own."""
-    middles: dict[int, float] = {}
+    middles: dict[float, list[int]] = {}
     for k, row in enumerate(rows):
         with contextlib.suppress(BadSample, AttributeError):
             span = checked_span(*(row.get(key) for key in SPAN))
             said = row.get("text")
             if span.end_s is not None and said and not isinstance(said, BadSample):
-                middles[k] = (span.start_s + span.end_s) / 2
+                middles.setdefault((span.start_s + span.end_s) / 2, []).append(k)
     made = list(rows)
-    for k, middle in middles.items():
-        nearest = sorted(middles, key=lambda other: (abs(middles[other] - middle), other != k))
-        texts = [rows[other]["text"] for other in nearest[:number]]
-        one_each = [text[0] if isinstance(text, list) and text else text for text in texts[1:]]
-        own = texts[0] if isinstance(texts[0], list) else [texts[0]]
-        made[k] = rows[k] | {"text": [*own, *(text for text in one_each if text is not None)]}
+    times = sorted(middles)
+    for at, time in enumerate(times):
+        for k in middles[time]:
+            others = (other for other in _by_distance(middles, times, at) if other != k)
+            texts = [rows[other]["text"] for other in (k, *islice(others, number - 1))]
+            one_each = [text[0] if isinstance(text, list) and text else text for text in texts[1:]]
+            own = texts[0] if isinstance(texts[0], list) else [texts[0]]
+            made[k] = rows[k] | {"text": [*own, *(text for text in one_each if text is not None)]}
     return made
+
+
+def _by_distance(middles: dict[float, list[int]], times: Sequence[float], at: int) -> Iterator[int]:
+    """The segments, by how far their middles are from a time, of equal ones the first first.
+    `times`: sorted, so that no more of them are looked at than are taken."""
+    yield from middles[times[at]]
+    low, high = at - 1, at + 1
+    while low >= 0 or high < len(times):
+        below = times[at] - times[low] if low >= 0 else math.inf
+        above = times[high] - times[at] if high < len(times) else math.inf
+        nearest = []
+        if below <= above:
+            nearest.append(middles[times[low]])
+            low -= 1
+        if above <= below:
+            nearest.append(middles[times[high]])
+            high += 1
+        yield from heapq.merge(*nearest)
 
 
 def parsed_object(content: bytes, what: str) -> dict[str, Any]:

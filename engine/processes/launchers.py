@@ -134,4 +134,4 @@ def _first(environment: Mapping[str, str], names: Sequence[str]) -> str:
 
 def first_host(hosts: str) -> str:
     """Of a list as Slurm writes it: rack1-n[08-11,15],rack2-n01."""
-    return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", hosts).split(",")[0]
+    return re.sub(r"\[([^][,-]+)(?:[,-][^][]*)?\]", r"\1", hosts).split(",")[0]

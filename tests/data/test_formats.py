@@ -1,6 +1,8 @@
 """What each format reads beyond what all have in common, and what it refuses."""
 
 import json
+import random
+import re
 import subprocess
 import sys
 import tarfile
@@ -15,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from data.formats.webdataset import _key_of
 from data.index.sources import open_source
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -669,3 +672,12 @@ def test_listing_loads_neither_torch_nor_models():
     """Formats that need no shards stay light: many processes list them."""
     code = "import sys, data.index.sources; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0
+
+
+def test_keys_of_members_are_those_of_webdataset():
+    pattern = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)$", re.DOTALL)
+    rng = random.Random(0)
+    for _ in range(20_000):
+        name = "".join(rng.choices("a./", k=rng.randrange(9)))
+        found = pattern.match(name)
+        assert _key_of(name) == (found and found[1]), name

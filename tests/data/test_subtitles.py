@@ -1,6 +1,7 @@
 """`subtitles:DIR`: films with SubRip or WebVTT beside them."""
 
 import os
+import random
 import sys
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from bad_films import film  # noqa: E402
 
+from data.formats import tables
 from data.formats.subtitles import cues
+from data.formats.tables import with_near_texts
 from data.index.sources import open_source
 
 pytest.importorskip("av", reason="pip install -r requirements-audio.txt")
@@ -128,6 +131,46 @@ def test_a_narration_may_have_the_texts_that_are_nearest_in_time(tmp_path):
     assert source.captions(0) == ["Bread & butter on a plate", "I <3 you"]
     with pytest.raises(ValueError, match="near '0': a whole number"):
         open_source(f"subtitles:{tmp_path}?near=0", PAIRS)
+
+
+def test_texts_are_the_nearest_of_all():
+    rng = random.Random(0)
+    for number in (1, 2, 5, 30):
+        starts = [rng.randrange(8) for _ in range(20)]
+        rows = [
+            {"start_s": s, "end_s": s + 1 + s % 2, "text": f"{n}"} for n, s in enumerate(starts)
+        ]
+        rows[rng.randrange(20)]["text"] = ""
+        middles = {n: (r["start_s"] + r["end_s"]) / 2 for n, r in enumerate(rows) if r["text"]}
+        for n, row in enumerate(with_near_texts(rows, number)):
+            by_time = sorted(middles, key=lambda m: (abs(middles[m] - middles.get(n, 0)), m != n))
+            expected = [f"{m}" for m in by_time][:number] if rows[n]["text"] else ""
+            assert row["text"] == expected
+
+
+def test_no_more_subtitles_are_looked_at_than_are_taken(monkeypatch):
+    """Of 16,000 that are shown at two times, each looks at its 2 nearest, not at all."""
+    looked = 0
+
+    def counting(*arguments):
+        nonlocal looked
+        for each in by_distance(*arguments):
+            looked += 1
+            yield each
+
+    by_distance = tables._by_distance
+    monkeypatch.setattr(tables, "_by_distance", counting)
+    rows = [{"start_s": n % 2, "end_s": n % 2 + 1, "text": f"{n}"} for n in range(16_000)]
+    assert with_near_texts(rows, 2)[7]["text"] == ["7", "1"]
+    assert looked <= 3 * len(rows)
+
+
+def test_cues_of_a_million_lines_and_numbers_of_thousands_of_digits_are_read():
+    lines = b"a\n" * 200_000
+    content = b"00:01 --> 00:02\n" + lines + b"b\n\n00:02 --> 00:03\n" + lines
+    assert [len(cue["text"]) for cue in cues(content)] == [400_001, 399_999]
+    (cue,) = cues(b"00:01 --> 00:02\na&#33; &#" + b"9" * 10_000 + b"; b\n")
+    assert cue["text"] == "a! ; b"
 
 
 def test_changed_subtitles_are_read_again(tmp_path):
