@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from data.bad_samples import SECONDS_LIMIT, Allowance, BadSample, check_sound, refusing
+from data.decoding.containers import probing
 
 INSTALL = "pip install -r requirements-audio.txt"
 BLOCK = 1 << 16  # samples of a channel that are decoded at once: 6 MB with 24 channels
@@ -267,7 +268,7 @@ def _by_ffmpeg(data: bytes) -> Sound:
         old = int(library.__version__.split(".")[0]) < 19
         given = {"metadata_errors": "replace"} if old else {}
         # a playlist would open other files
-        options = {"protocol_whitelist": "none"}
+        options = {"protocol_whitelist": "none", **probing(library)}
         container = library.open(io.BytesIO(data), options=options, **given)
     except library.FFmpegError as error:
         raise BadSample("not-audio", f"{begins}: {error.strerror}") from error

@@ -82,6 +82,20 @@ def numbers_in(frames):
     ]
 
 
+def of_many_streams(streams, side, kind):
+    """One frame of so many pixels a side, and as many streams that have it."""
+    import av
+
+    with io.BytesIO() as file, io.BytesIO(film(1, "libx264", size=(side, side))) as one:
+        with av.open(one) as given, av.open(file, "w", format=kind) as out:
+            (packet, *_) = given.demux(video=0)
+            made = [out.add_stream_from_template(given.streams.video[0]) for _ in range(streams)]
+            for stream in made:
+                packet.stream = stream
+                out.mux(packet)
+        return file.getvalue()
+
+
 def sound_with_cover():
     import av
 

@@ -36,6 +36,7 @@ from data.streams.bloom import write_unseen
 from data.streams.opening import open_stream
 
 sys.path.insert(0, str(Path(__file__).parent))
+from bad_films import of_many_streams  # noqa: E402
 from bad_sets import encoded_image, png_chunk  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
@@ -342,6 +343,29 @@ def test_texts_of_an_image_are_limited(tmp_path):
     comment = png_chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(1_000_000)))
     with pytest.raises(BadSample, match="unreadable"):
         decode_bytes(out[:33] + comment * 70 + out[33:])
+
+
+def test_no_picture_is_decoded_before_a_stream_is_chosen(tmp_path):
+    """FFmpeg would take a picture of each stream to learn what they are: 100 of 25 MB each."""
+    pytest.importorskip("av")
+    (tmp_path / "many.mkv").write_bytes(of_many_streams(100, 4096, "matroska"))
+    (tmp_path / "more.mp4").write_bytes(of_many_streams(101, 64, "mp4"))
+    assert (tmp_path / "many.mkv").stat().st_size < 10 * MB
+    done = run(
+        "from data.bad_samples import BadSample\n"
+        "from data.decoding.films import describe_film\n"
+        "from data.decoding.sounds import decode_audio\n"
+        f"print(describe_film('{tmp_path}/many.mkv'))\n"
+        f"for read, given in ((decode_audio, open('{tmp_path}/many.mkv', 'rb').read()),\n"
+        f"                    (describe_film, '{tmp_path}/more.mp4')):\n"
+        "    try: read(given)\n"
+        "    except BadSample as error: print(error)",
+        MEMORY,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    film, sound, more = done.stdout.splitlines()
+    assert "width=4096" in film and sound.startswith("no-sound")
+    assert more.startswith("unreadable: it has over 100 streams")
 
 
 # -- folders
