@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from common.output import brief
 from data.bad_samples import BadSample
-from data.keys import content_hash
 from data.values import plain
 
 KEYS = ("start_s", "end_s")
@@ -33,12 +32,6 @@ class Clip:
     film: str | bytes
     start_s: float
     end_s: float
-
-    @property
-    def identity(self) -> bytes:
-        """Equal for equal clips of one film."""
-        film = self.film.encode() if isinstance(self.film, str) else content_hash(self.film)
-        return film + f":{self.start_s!r}:{self.end_s!r}".encode()
 
 
 def checked_span(start_s: Any, end_s: Any) -> Span:

@@ -54,7 +54,8 @@ if TYPE_CHECKING:
 class Inputs:
     """What a modality may need to load samples. `tokenizer`: None where no pair has texts;
     `length_multiple`: of the tokens of a micro-batch's texts; `cache`: of decoded images and sounds;
-    `patch_size`: of a ViT, pixels; `languages`: that the text tower tells apart."""
+    `patch_size`: of a ViT, pixels; `languages`: that the text tower tells apart; `share_frames`: that
+    clips which overlap load a frame once, in evaluation by towers that read `video_frame_row`."""
 
     options: InputOptions
     tokenizer: PreTrainedTokenizerBase | None = None
@@ -62,6 +63,7 @@ class Inputs:
     cache: SampleCache | None = None
     patch_size: int | None = None
     languages: Languages | None = None
+    share_frames: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,7 @@ def _load_video(inputs: Inputs) -> Modality:
         EvalTransform(size, options.preprocessing),
         FrameTimes(options.video_frames, options.video_rate),
         inputs.cache,
+        inputs.share_frames,
     )
 
 

@@ -11,8 +11,9 @@ import contextlib
 import importlib.util
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +33,7 @@ from data.decoding.containers import film_status, open_container
 from data.decoding.display import as_shown, display_matrix, quarter_turns, shown_width
 
 SWITCH = "WYE_FILM_DECODER"  # "torchcodec": frames of mp4 and mkv by it, the same ones
+TORCHCODEC_FRAMES = 16  # at a time
 TICK_S = 0.001  # Matroska rounds times to it
 LAST_TICK = 1 << 60  # which FFmpeg can still seek to
 TOLERANCE_S = 0.1  # of a film's length, which a container rounds to its own ticks
@@ -61,7 +63,8 @@ class Film:
 
 
 class _Shown(NamedTuple):
-    """When a frame begins to be shown, in ticks of the stream; the frame, or what was wrong."""
+    """When a frame begins to be shown, in ticks of the stream or as torchcodec has it, in seconds;
+    the frame, or what was wrong."""
 
     pts: float
     frame: Any
@@ -99,11 +102,19 @@ class FilmReader:
         square pixels; before the first one, that one. Times that ascend within a group of pictures
         are decoded in one pass. Raises BadSample as `describe_film`, and outside-film and
         too-slow."""
-        times = np.asarray(times_s, np.float64)
-        if times.ndim != 1 or not len(times) or not np.isfinite(times).all():
-            raise ValueError(f"times are {times}; needed: one or more finite numbers")
+        times = _checked_times(times_s)
         with self.opened(file) as film:
             return film.frames(times)
+
+    def shown(
+        self, file: str | bytes, times_s: Sequence[float] | np.ndarray
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Each frame that is shown at one of the times [T], once, in the order of the film: uint8
+        [3, h, w] as in `frames`, and int64 [n], which of the times it is shown at. Raises as
+        `frames`, which may be behind some frames."""
+        times = _checked_times(times_s)
+        with self.opened(file) as film:
+            yield from film.shown(times)
 
     def close(self) -> None:
         if self._film is not None:
@@ -175,20 +186,25 @@ class _OpenFilm:
             self._container.close()
 
     def frames(self, times_s: np.ndarray) -> np.ndarray:
-        if self._is_seekable and os.environ.get(SWITCH) == "torchcodec":
-            return self._by_torchcodec(times_s)
-        made, last = np.empty(0, np.uint8), None
-        for row in np.argsort(times_s, kind="stable"):
-            shown = self._at(float(times_s[row]))
-            if shown is not last:
-                image, last = self._converted(shown.frame), shown
+        made = np.empty(0, np.uint8)
+        for image, rows in self.shown(times_s):
             if not made.size:
                 made = np.empty((len(times_s), *image.shape), np.uint8)
-            made[row] = image  # refused where the size changes
+            made[rows] = image  # refused where the size changes
         return made
 
-    def _by_torchcodec(self, times_s: np.ndarray) -> np.ndarray:
-        """As `frames`: torchcodec reads all packets first, and then finds the same ones."""
+    def shown(self, times_s: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        order = np.argsort(times_s, kind="stable")
+        every: Iterator[_Shown] = map(self._at, times_s[order].tolist())
+        convert: Callable[[Any], np.ndarray] = self._converted
+        if self._is_seekable and os.environ.get(SWITCH) == "torchcodec":
+            every, convert = self._by_torchcodec(times_s[order]), self._as_shown
+        for _, alike in groupby(zip(order.tolist(), every), lambda each: each[1].pts):
+            rows, (shown, *_) = zip(*alike)
+            yield convert(shown.frame), np.array(rows)
+
+    def _by_torchcodec(self, times_s: np.ndarray) -> Iterator[_Shown]:
+        """As `_at` of each: torchcodec reads all packets first, and then finds the same frames."""
         try:
             from torchcodec.decoders import VideoDecoder
         except (ImportError, OSError, RuntimeError) as error:
@@ -204,11 +220,13 @@ class _OpenFilm:
         seconds = [(self._wanted(time_s) + 0.25) * self._tick for time_s in times_s.tolist()]
         seconds = [min(time_s, end_s - self._tick / 2) for time_s in seconds]
         # not one by one by get_frame_played_at, which takes the next frame within a long one
-        frames = self._torchcodec.get_frames_played_at(seconds).data.numpy()
-        # torchcodec turns frames, and leaves out mirrors and pixels that are not square
-        turned = quarter_turns(self._shown.frame)
-        stored = (np.rot90(frame.transpose(1, 2, 0), -turned) for frame in frames)
-        return np.stack([self._as_shown(frame) for frame in stored])
+        for start in range(0, len(seconds), TORCHCODEC_FRAMES):
+            part = seconds[start : start + TORCHCODEC_FRAMES]
+            found = self._torchcodec.get_frames_played_at(part)
+            # torchcodec turns frames, and leaves out mirrors and pixels that are not square
+            turned = quarter_turns(self._shown.frame)
+            for pts, frame in zip(found.pts_seconds.tolist(), found.data.numpy()):
+                yield _Shown(pts, np.rot90(frame.transpose(1, 2, 0), -turned))
 
     def described(self) -> Film:
         _, height, width = self._converted(self._shown.frame).shape
@@ -431,6 +449,13 @@ class _OpenFilm:
 
     def _as_shown(self, stored: np.ndarray) -> np.ndarray:
         return as_shown(stored, self._pixel_aspect, self._matrix).transpose(2, 0, 1)
+
+
+def _checked_times(given: Sequence[float] | np.ndarray) -> np.ndarray:
+    times = np.asarray(given, np.float64)
+    if times.ndim != 1 or not len(times) or not np.isfinite(times).all():
+        raise ValueError(f"times are {times}; needed: one or more finite numbers")
+    return times
 
 
 def _rate_of(times: Sequence[int], tick: float) -> float:

@@ -6,6 +6,8 @@ pixels.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,6 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from data.bad_samples import Absent, BadSample
 from data.decoding.films import FilmReader, even_times
 from data.keys import content_hash, keys_of
 from data.modalities.modality import Loaded, Modality, read_values
@@ -72,6 +75,10 @@ class VideoModality(Modality):
 
     All frames of a clip are augmented alike. `cache` changes no value. A clip that cannot be read
     shows frames of another one of the micro-batch.
+
+    `share`, for evaluation without a cache: a frame of a film that several clips of a micro-batch
+    show is decoded and loaded once. video_frames then has U <= F frames, and video_frame_row int64
+    [F] says which of them each is.
     """
 
     name = "video"
@@ -83,9 +90,10 @@ class VideoModality(Modality):
         transform_eval: ImageTransform,
         times: FrameTimes,
         cache: SampleCache | None = None,
+        share: bool = False,
     ) -> None:
         self.transform_train, self.transform_eval = transform_train, transform_eval
-        self.times, self.cache = times, cache
+        self.times, self.cache, self.share = times, cache, share
 
     def load(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
         transform = self.transform_train if request.training else self.transform_eval
@@ -93,19 +101,25 @@ class VideoModality(Modality):
         index = request.index.tolist()
         number_of = dict(zip(index, numbers.tolist()))
         span_of = {i: (begin, end) for i, (begin, end) in zip(index, spans.tolist())}
+        hashes = [source.content_hash("video", i) for i in index]
+        sharing = self.share and not request.training
+        ready = (
+            self._shared(source, dict(zip(index, hashes)), number_of, span_of) if sharing else {}
+        )
 
         def read(i: int, generator: np.random.Generator) -> View:
             number, span, training = number_of[i], span_of[i], request.training
             if span[1] <= span[0]:
                 source.value("video", i)  # the source says what is missing
+            if i in ready:
+                return ready[i]
             times = self.times.candidates(span, number, training)
             first = np.arange(number) * (CANDIDATES if training else 1)
             chosen = first + generator.integers(CANDIDATES, size=number) if training else first
             images = self._stored(transform, source, i, span, times, chosen)
             drawn = int(generator.integers(1 << 62))
             frames = [transform(image, np.random.default_rng(drawn)) for image in images]
-            since_first = times[chosen] - times[chosen[0]]
-            return View(frames, np.rint(1000 * since_first).astype(np.int64))
+            return View(frames, _since_first(times[chosen]))
 
         def blank() -> View:
             return View([np.full((*transform.size, 3), GREY, np.uint8)], np.zeros(1, np.int64))
@@ -117,17 +131,15 @@ class VideoModality(Modality):
             for view, number in zip(views, numbers.tolist())
         ]
         times = [np.resize(view.times, number) for view, number in zip(views, numbers.tolist())]
+        frames = [frame for frames in shown for frame in frames]
         return replace(
             loaded,
             tensors={
-                "video_frames": stacked([frame for frames in shown for frame in frames]),
+                **(_once(frames) if sharing else {"video_frames": stacked(frames)}),
                 **_rows(numbers),
                 "video_time": torch.from_numpy(np.concatenate(times)),
             },
-            key=keys_of(
-                content_hash(source.content_hash("video", i) + span.tobytes())
-                for i, span in zip(request.index.tolist(), spans)
-            ),
+            key=keys_of(content_hash(film + span.tobytes()) for film, span in zip(hashes, spans)),
             counts={"unreadable_films": len(loaded.bad)},
         )
 
@@ -141,6 +153,41 @@ class VideoModality(Modality):
             "video_time": torch.empty(count, dtype=torch.int64, device="meta"),
         }
         return Loaded.of(request, tensors)
+
+    def _shared(
+        self,
+        source: Source,
+        film_of: Mapping[int, bytes],
+        number_of: Mapping[int, int],
+        span_of: Mapping[int, Span],
+    ) -> dict[int, View]:
+        """The clips of samples, by sample. A frame is one array in all clips that show it: each film
+        is decoded once, in its order. Clips of a film that cannot be read throughout are left out,
+        to be read one by one, which says what is wrong with them."""
+        clips_of: dict[bytes, dict[int, np.ndarray]] = {}
+        for i, span in span_of.items():
+            if span[1] > span[0]:
+                times = self.times.candidates(span, number_of[i], training=False)
+                clips_of.setdefault(film_of[i], {})[i] = times
+        found: dict[int, View] = {}
+        for clips in clips_of.values():
+            with contextlib.suppress(Absent, BadSample):
+                film = source.value("video", next(iter(clips))).film
+                frames = self._decoded(film, np.concatenate([*clips.values()]))
+                ends = np.cumsum([*map(len, clips.values())]).tolist()
+                for (i, times), end in zip(clips.items(), ends):
+                    found[i] = View(frames[end - len(times) : end], _since_first(times))
+        return found
+
+    def _decoded(self, film: str | bytes, times: np.ndarray) -> list[np.ndarray]:
+        """Of each time the frame that is shown then, one array wherever it is the same frame."""
+        every = [np.empty(0)] * len(times)
+        for image, rows in self._reader.shown(film, times):
+            stored = self.transform_eval.stored.of(Image.fromarray(image.transpose(1, 2, 0)))
+            frame = self.transform_eval(stored)
+            for row in rows.tolist():
+                every[row] = frame
+        return every
 
     def _stored(
         self,
@@ -178,6 +225,22 @@ def _spans(source: Source, index: np.ndarray) -> np.ndarray:
     """float64 [n, 2]: where each clip begins and ends; of one that is missing or bad 0 and 0."""
     names = ("video_start_s", "video_end_s")
     return np.stack([source.numbers(name, index) for name in names], 1).astype(np.float64)
+
+
+def _since_first(times: np.ndarray) -> np.ndarray:
+    """Milliseconds, int64, of seconds."""
+    return np.rint(1000 * (times - times[0])).astype(np.int64)
+
+
+def _once(frames: list[np.ndarray]) -> dict[str, Tensor]:
+    """`video_frames` with each array once, and `video_frame_row`."""
+    distinct = {id(frame): frame for frame in frames}
+    number = {key: row for row, key in enumerate(distinct)}
+    rows = np.array([number[id(frame)] for frame in frames])
+    return {
+        "video_frames": stacked([*distinct.values()]),
+        "video_frame_row": torch.from_numpy(rows),
+    }
 
 
 def _rows(numbers: np.ndarray) -> dict[str, Tensor]:

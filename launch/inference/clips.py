@@ -72,18 +72,20 @@ def _film_windows(
     for i in samples.tolist():
         of_film.setdefault(source.content_hash("video", i), []).append(i)
     seconds = dict(zip(samples.tolist(), films_s.tolist()))
-    return {
-        key: (own, windows(film_s, usual or [part * film_s for part in PARTS]))
-        for key, own in of_film.items()
-        for film_s in (seconds[own[0]],)
-    }
+    found = {}
+    for key, own in of_film.items():
+        film_s = seconds[own[0]]
+        every = windows(film_s, usual or [part * film_s for part in PARTS])
+        # those that share frames are loaded together
+        found[key] = own, every[np.argsort(every[:, 0], kind="stable")]
+    return found
 
 
 def embedded_windows(
     embedder: Embedder, source: KnownSource, samples: np.ndarray
 ) -> Iterator[tuple[list[int], np.ndarray, Tensor]]:
-    """Of each film of which some of `samples` [n] are clips: these, its windows [w, 2], seconds, and
-    their embeddings [w, D]. What cannot be read is left out, with a message."""
+    """Of each film of which some of `samples` [n] are clips: these, its windows [w, 2], seconds, as
+    they begin, and their embeddings [w, D]. What cannot be read is left out, with a message."""
     films: list[tuple[list[int], np.ndarray]] = []
     clips: list[Clip] = []
     for own, every in _film_windows(source, samples).values():

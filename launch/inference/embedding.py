@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -133,7 +134,7 @@ class Values:
 
     def content_hash(self, modality: str, i: int) -> bytes:
         value = self.values[i]
-        return content_hash(value.identity if isinstance(value, Clip) else value)
+        return content_hash(os.fsencode(value.film) if isinstance(value, Clip) else value)
 
     def numbers(self, name: str, index: np.ndarray) -> np.ndarray:
         """Where clips begin and end, as an index has it."""
@@ -177,6 +178,7 @@ class Embedder:
             trained.tokenizer,
             length_multiple(self.device.type),
             languages=languages_of(trained.towers),
+            share_frames=any("video_frame_row" in tower.inputs for tower in trained.towers),
         )
 
         image = trained.by_branch.get("image")

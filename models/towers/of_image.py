@@ -37,8 +37,8 @@ class OfImage(Layer):
         """`pixel_values` [B, 3, H, W], or what else the layer inside reads."""
         raise NotImplementedError
 
-    def compute(self, *tensors: Any, **_: Any) -> Tensor | tuple[Tensor, ...]:
-        return self.inner.compute(*((self.pixels(*tensors),) if self.given else tensors))
+    def compute(self, *tensors: Any, **given: Any) -> Tensor | tuple[Tensor, ...]:
+        return self.inner.compute(*((self.pixels(*tensors, **given),) if self.given else tensors))
 
 
 def renamed_specs(

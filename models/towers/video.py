@@ -14,6 +14,10 @@ C clips of a micro-batch, F frames of all of them, clip after clip; `video_row` 
 is of; `video_time` [F], seconds since the clip's first frame, or as integers milliseconds, which a
 run in bf16 does not round; W width. Clips may have unequal numbers of frames.
 
+Clips that overlap show some frames several times. With `video_frame_row` [F], the row in
+`video_frames` of each of the F, `video_frames` [U, 3, H, W] has each of them once: the image tower
+sees U frames, and the layers behind it F. Networks of clips take it too.
+
 | `time=` | how frames become a clip |
 |---|---|
 | `mean` | the mean of their features |
@@ -44,6 +48,7 @@ OWN: dict[str, Callable[[str, int, int], Tower]] = {}
 """Towers of one's own: how names begin -> from a whole name, the image size and the number of
 frames to a tower without a head."""
 
+FRAME_ROW = "video_frame_row"
 KEYS = {"time": str, "time_layers": int, "time_heads": int}  # beside those of the image tower
 TIMES = ("mean", "transformer")
 TIME_LAYERS = 4  # as CLIP4Clip's sequential transformer (Luo et al. 2022)
@@ -165,6 +170,7 @@ class Clips(OfImage):
     many frames T, or with `channels_first` [C, 3, T, H, W]."""
 
     given = ("video_frames", "video_row", "video_time")
+    reads_if_given = (FRAME_ROW,)
 
     def __init__(
         self,
@@ -175,10 +181,12 @@ class Clips(OfImage):
     ) -> None:
         super().__init__(inner, renamed)
         self.num_frames, self.channels_first = num_frames, channels_first
-        self.drops = (*self.given, "video_clips")
+        self.drops = (*self.given, *self.reads_if_given, "video_clips")
 
-    def pixels(self, frames: Tensor, row: Tensor, time: Tensor) -> Tensor:
-        number = self.num_frames
+    def pixels(
+        self, frames: Tensor, row: Tensor, time: Tensor, video_frame_row: Tensor | None = None
+    ) -> Tensor:
+        frames, number = of_clips(frames, video_frame_row), self.num_frames
         refusal = (
             f"this video tower takes clips of {number} frames and no others; give all clips that "
             "number of frames, or take an image tower, which is shown frame after frame"
@@ -193,6 +201,12 @@ class Clips(OfImage):
 
 
 # -- time
+
+
+def of_clips(frames: Tensor, video_frame_row: Tensor | None) -> Tensor:
+    """What is known of each frame [U, ...] -> of the frames of all clips [F, ...]; as it is where
+    each clip has frames of its own."""
+    return frames if video_frame_row is None else frames[video_frame_row]
 
 
 def _time(name: str, width: int, values: dict[str, Any]) -> tuple[dict[str, Any], list[Layer]]:
@@ -239,6 +253,8 @@ class TimeBlock(Layer):
     """
 
     reads = ("video_hidden", "video_row", "video_ms")
+    reads_if_given = (FRAME_ROW,)
+    drops = reads_if_given
     makes = ("video_hidden",)
 
     def __init__(self, name: str, width: int, heads: int) -> None:
@@ -249,7 +265,10 @@ class TimeBlock(Layer):
         self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.canonical_names = {local: f"video.{name}.{local}" for local in self.state_dict()}
 
-    def compute(self, hidden: Tensor, row: Tensor, ms: Tensor) -> Tensor:
+    def compute(
+        self, hidden: Tensor, row: Tensor, ms: Tensor, video_frame_row: Tensor | None = None
+    ) -> Tensor:
+        hidden = of_clips(hidden, video_frame_row)
         given = self.norm_1(hidden)
         given = given + positions(ms, given.shape[1]).to(given.dtype)
         # three [1, heads, F, W / heads]
@@ -280,7 +299,7 @@ class FramesMean(Layer):
     """
 
     reads = ("video_hidden", "video_row")
-    reads_if_given = ("video_clips",)
+    reads_if_given = ("video_clips", FRAME_ROW)
     drops = (*reads, "video_ms", *reads_if_given)
     makes = ("video_features",)
 
@@ -288,7 +307,14 @@ class FramesMean(Layer):
         super().__init__()
         self.num_frames = num_frames
 
-    def compute(self, hidden: Tensor, row: Tensor, video_clips: Tensor | None = None) -> Tensor:
+    def compute(
+        self,
+        hidden: Tensor,
+        row: Tensor,
+        video_clips: Tensor | None = None,
+        video_frame_row: Tensor | None = None,
+    ) -> Tensor:
+        hidden = of_clips(hidden, video_frame_row)
         if video_clips is not None:
             number = len(video_clips)
         else:

@@ -109,6 +109,11 @@ def test_a_time_is_when_a_frame_is_shown_and_not_its_number(decoder):
         assert numbers_in(reader.frames(content, (0, 0.19, 0.2, 0.6, 9.1, 9.2))) == [
             *(0, 0, 1, 3, 3, 4)
         ]
+        shown = [
+            (*numbers_in(image[None]), rows.tolist())
+            for image, rows in reader.shown(content, (9.2, 0, 0.6, 0.19, 9.1, 0.2))
+        ]
+        assert shown == [(0, [1, 3]), (1, [5]), (3, [2, 4]), (4, [0])]
         assert describe_film(content).seconds == pytest.approx(9.3)
         for kind in ("mp4", "matroska"):  # i / 30 s is the i-th frame, though mkv rounds it
             content = film(kind=kind)

@@ -15,11 +15,19 @@ from PIL import Image
 from plain_requests import request_of
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bad_films import HEIGHT, WIDTH, bad_films, film, numbers_in  # noqa: E402
+from bad_films import (  # noqa: E402
+    HEIGHT,
+    WIDTH,
+    bad_films,
+    film,
+    numbers_in,
+    with_bad_frame,
+)
 
 from data.bad_samples import BadSample
 from data.cache import SampleCache
 from data.clips import checked_span, is_cut, placed_span
+from data.decoding import films as films_of_files
 from data.index.leaks import find_leaks
 from data.index.sources import open_source
 from data.index.splits import split_source
@@ -236,9 +244,9 @@ def test_where_a_clip_begins_and_ends():
             placed_span(checked_span(*span), 4.0, first_s)
 
 
-def modality(num_frames, rate=None, cache=None):
+def modality(num_frames, rate=None, cache=None, share=False):
     transform = EvalTransform((HEIGHT, WIDTH))
-    return VideoModality(transform, transform, FrameTimes(num_frames, rate), cache)
+    return VideoModality(transform, transform, FrameTimes(num_frames, rate), cache, share)
 
 
 @pytest.fixture
@@ -272,6 +280,49 @@ def test_a_micro_batch_has_the_frames_of_its_clips_one_after_another(source):
     for name, tensor in tensors.items():
         assert meta.tensors[name].shape == tensor.shape, name
         assert meta.tensors[name].dtype == tensor.dtype, name
+
+
+def test_clips_that_overlap_may_share_their_frames(source, tmp_path, monkeypatch):
+    """In evaluation: of each film, of any rate, a frame that is shown at several times is there
+    once and decoded once; what cannot be read shows another clip, and costs no clip beside it."""
+    pts = [*range(10), 20, 21, 22, 60, 61]
+    (tmp_path / "varied.mp4").write_bytes(film(len(pts), pts=pts))
+    (tmp_path / "broken.mp4").write_bytes(with_bad_frame(film(40), 22))
+    rows = [json.dumps({"video_path": "short.mp4", "text": "whole"})]
+    for name in ("varied", "broken", "gone"):
+        for start_s, end_s in ((0.0, 0.6), (0.1, 0.5), (0.3, 2.0)):
+            row = {"video_path": f"{name}.mp4", "start_s": start_s, "end_s": end_s, "text": name}
+            rows.append(json.dumps(row))
+    (tmp_path / "gone.mp4").write_bytes(film(21))
+    (tmp_path / "b.jsonl").write_text("\n".join(rows))
+    source = open_source(f"jsonl:{tmp_path}/b.jsonl", PAIRS)
+    (tmp_path / "gone.mp4").unlink()
+    request = request_of([7, 4, 1, 2, 3, 0, 5, 6], training=False)
+    alone, together = (
+        modality(8, 24, share=share).load(source, request, 0) for share in (False, True)
+    )
+    assert {i for i, *_ in alone.bad} == {6, 7} and together.bad == alone.bad
+    assert together.key.tolist() == alone.key.tolist()
+    row = together.tensors.pop("video_frame_row")
+    frames = together.tensors["video_frames"]
+    assert frames.is_contiguous(memory_format=torch.channels_last)
+    together.tensors["video_frames"] = frames[row]
+    assert together.tensors.keys() == alone.tensors.keys()
+    for name, tensor in alone.tensors.items():
+        assert torch.equal(together.tensors[name], tensor), name
+    # of a good film as many as are shown
+    decoded, convert = [], films_of_files._OpenFilm._converted
+    monkeypatch.setattr(
+        films_of_files._OpenFilm, "_converted", lambda *a: decoded.append(1) or convert(*a)
+    )
+    request = request_of([2, 0, 3, 1], training=False)
+    tensors = modality(8, share=True).load(source, request, 0).tensors
+    frames, row = tensors["video_frames"].numpy(), tensors["video_frame_row"]
+    of_varied = [n for n, clip in zip(row.tolist(), tensors["video_row"].tolist()) if clip != 1]
+    assert len(decoded) == len(frames) and len(row) == 4 * 8
+    assert len({*of_varied}) == len({*numbers_in(frames[of_varied])}) < len(of_varied) / 2
+    # in training each clip is augmented by itself
+    assert "video_frame_row" not in modality(8, share=True).load(source, request_of([1]), 0).tensors
 
 
 def test_training_draws_each_frame_from_places_of_its_part(source, tmp_path):

@@ -141,6 +141,28 @@ def test_unequal_numbers_of_frames_equal_each_clip_by_itself():
         assert torch.equal(features(layers, counted), together)
 
 
+@pytest.mark.parametrize("name", [RESNET, TIMED, "r3d_18", VIDEOMAE])
+def test_frames_that_clips_share_are_seen_once(name):
+    """The image tower sees no frame twice, each clip has times of its own, and the features are
+    those of the whole clips."""
+    layers, seen = awakened(built(with_head(video_tower(name, SIZE, 4), 24))), []
+    rows = torch.tensor([0, 0, 1, 3, 1, 1, 2, 0, 3, 2, 2, 2])  # also twice in a clip
+    inputs = clips((4, 4, 4))
+    inputs["video_time"] = torch.tensor([0, 40, 90, 500, 0, 10, 700, 800, 0, 300, 310, 320])
+    distinct = inputs["video_frames"][:4]
+    whole = {**inputs, "video_frames": distinct[rows]}
+    shared = {**inputs, "video_frames": distinct, "video_frame_row": rows}
+    layers[1].register_forward_pre_hook(lambda _, given: seen.append(given[0]["video_hidden"]))
+    with torch.no_grad():
+        for layer in layers:
+            whole, shared = layer(whole), layer(shared)
+    assert set(shared) == set(whole) == {"video_embeds"}
+    assert_equal_rows(shared["video_embeds"], whole["video_embeds"])
+    assert (whole["video_embeds"][0] - whole["video_embeds"][1]).norm() > 1e-3
+    by_frame = name in (RESNET, TIMED)
+    assert [len(hidden) for hidden in seen] == ([12, 4] if by_frame else [3, 3])
+
+
 def test_meta_tensors_say_the_shapes_of_real_ones():
     """Between any two layers, which is what a stage tells the next one ahead."""
     tower, inputs = with_head(video_tower(TIMED, SIZE, 4), 24), clips()
@@ -208,7 +230,7 @@ def test_examples_have_the_frames_of_each_sample():
     tower = with_head(video_tower(TIMED, SIZE, 5), 24)
     example = meta_inputs(tower, 3)
     assert set(example) == {"video_frames", "video_row", "video_time"}
-    assert set(tower.inputs) == {*example, "video_clips"}
+    assert set(tower.inputs) == {*example, "video_clips", "video_frame_row"}
     assert example["video_frames"].shape == (15, 3, SIZE, SIZE)
     assert example["video_row"].dtype == torch.int64
     flops = count_flops(tower, example)
