@@ -2,6 +2,7 @@
 says so."""
 
 import argparse
+import ast
 import inspect
 import json
 import sys
@@ -9,6 +10,7 @@ import sys
 import pytest
 import timm
 import torchvision
+from forked_script import ROOT
 from transformers import BertConfig, ViTConfig
 
 from data import modules
@@ -307,3 +309,27 @@ def test_the_lists_of_the_loader_are_those_of_the_libraries():
     ]
     own = {name for each in functions for name in inspect.signature(each).parameters} - {"kwargs"}
     assert own <= set(modeling_export.LOADING)
+
+
+# what a call has to say -> how the names of such calls end
+SAYS = {
+    ("trust_remote_code", False): (
+        *("AutoConfig.from_pretrained", "AutoTokenizer.from_pretrained"),
+        *("AutoModel.from_pretrained", "AutoFeatureExtractor.from_pretrained"),
+    ),
+    ("weights_only", True): ("torch.load",),
+}
+
+
+def test_every_call_that_could_run_code_of_a_file_says_that_it_does_not():
+    found = set()
+    for folder in ("common", "data", "models", "engine", "launch"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for call in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                name = ast.unparse(call.func) if isinstance(call, ast.Call) else ""
+                for (key, value), ends in SAYS.items():
+                    if name.endswith(ends):
+                        given = {k.arg: getattr(k.value, "value", None) for k in call.keywords}
+                        assert given.get(key, None) is value, f"{file}:{call.lineno}: {name}"
+                        found.add(key)
+    assert found == {key for key, _ in SAYS}

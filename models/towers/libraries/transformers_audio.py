@@ -315,7 +315,7 @@ def extractor_values(where: str) -> dict[str, Any] | None:
     """The arguments of the feature extractor in a folder of transformers or on the hub; None where
     it has none."""
     try:
-        made = AutoFeatureExtractor.from_pretrained(where)
+        made = AutoFeatureExtractor.from_pretrained(where, trust_remote_code=False)
     except (OSError, ValueError, KeyError):
         return None
     derived = ("feature_extractor_type", "processor_class", "nb_max_samples", "nb_max_frames")
