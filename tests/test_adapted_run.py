@@ -91,6 +91,8 @@ def test_trained_resumed_elsewhere_evaluated_and_exported(tmp_path):
         assert status == 0, output[-5000:]
         figures.append(json.loads(file.read_text()))
     assert figures[0].keys() == figures[1].keys() and figures[0]
+    learned, unknown = (each.pop("trained_on") for each in figures)
+    assert learned["samples"] == 72 and "does not say what it was trained on" in unknown["why"]
     for key, value in figures[0].items():
         same = pytest.approx(value, rel=1e-5, abs=1e-6) if isinstance(value, float) else value
         assert figures[1][key] == same, key

@@ -154,7 +154,8 @@ def test_images_that_break_after_the_index_was_made_are_left_out_and_listed_once
     spec, options, broken, reason = late(tmp_path, emoji)
     source = open_source(spec, check="header" if options else "decode")
     run_dir = tmp_path / "run"
-    how = ["--data", spec, "--val-fraction", 0.25, "--seed", 1, "--steps", 6, "--run-dir", run_dir]
+    how = ["--data", spec, "--val-fraction", 0.25, "--seed", 1, "--steps", 6, "--eval-every", 3]
+    how += ["--run-dir", run_dir]
     status, output = finish(train(fork, *options, *how))
     assert status == 0, output[-3000:]
     steps, evaluations = metrics(run_dir), metrics(run_dir, "held_out")
