@@ -15,7 +15,7 @@ from pathlib import Path
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch
-from networkx import DiGraph, topological_generations
+from networkx import DiGraph, condensation, topological_generations
 
 ROOT = Path(__file__).resolve().parents[1]
 # from left to right: left edge, width, rooms beside each other
@@ -76,7 +76,11 @@ def rows_of(
     graph = DiGraph()
     graph.add_nodes_from(own)
     graph.add_edges_from((a, b) for a in own for b in imports[a] if b in own)
-    levels = [sorted(level) for level in topological_generations(graph)]
+    parts = condensation(graph)  # rooms that import each other stand in one row
+    levels = [
+        sorted(room for part in level for room in parts.nodes[part]["members"])
+        for level in topological_generations(parts)
+    ]
     return [level[i : i + number] for level in levels for i in range(0, len(level), number)]
 
 

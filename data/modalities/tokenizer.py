@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from common.files import replacing_folder
+from common.model_sizes import read_model_config
 from common.output import brief
 from data.modalities.tokenizer_open_clip import PREFIX, open_clip_tokenizer
 from data.processes import ending_after
@@ -53,6 +54,10 @@ def load_tokenizer(where: str) -> PreTrainedTokenizerBase:
             "Face id"
         )
     refuse_no_vocabulary(where)
+    if (folder / "config.json").is_file():
+        read_model_config(
+            folder / "config.json"
+        )  # which transformers reads for the kind of tokenizer
     try:
         if where.startswith(PREFIX):
             tokenizer = open_clip_tokenizer(where)

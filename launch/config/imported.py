@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common.files import read_json
+from common.model_sizes import refuse_sizes
 from data.options import IMAGE_TEXT, branches_of
 from launch.config.groups import FLAGS, PIXELS
 from launch.records import RECORD, RUN_RECORD, read_export
@@ -137,11 +138,13 @@ def _options_said(folder: Path, key: str, allowed: Collection[str]) -> dict[str,
         raise ValueError(f"{file}: {key} is {written!r}, and no object; export again")
     if others := tuple(name for name in written if name not in allowed):
         _note_others(file, key, others)
-    return {
+    said = {
         name: _option_said(folder, f"{key}.{name}", name, value)
         for name, value in written.items()
         if name in allowed
     }
+    refuse_sizes(str(file), said)
+    return said
 
 
 @cache  # a folder is read several times

@@ -24,6 +24,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 HALF_TICK_S = 0.0005  # Matroska rounds times to milliseconds
+FRAMES_LIMIT = 2_000_000  # of a film, whose times are all kept: 18 hours at 30 frames/s
+CLIP_LIMIT = 4096  # frames of a clip, all in memory
+PIXEL_LIMIT = 100_000_000  # of a frame
+# films alone: a playlist would open other files, or ask a server
+FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpegts,mpeg,flv,ogg,asf,mxf,nut"
+OPTIONS = {"format_whitelist": FORMATS, "protocol_whitelist": "file", "max_streams": "100"}
 
 
 class Clips:
@@ -42,20 +48,20 @@ class Clips:
 
     def frames(self, file: str | Path, start_s: float = 0.0, end_s: float | None = None) -> Tensor:
         """[T, 3, H, W] of a film, or of a segment of it in seconds, decoded by PyAV."""
-        import av
-
-        with av.open(str(file)) as film:
-            stream = film.streams.video[0]
-            begins, end = _times(film, stream)
+        with _opened(file) as film:
+            begins, end = _times(film, film.streams.video[0])
         end_s = end if end_s is None else min(end_s, end)
         number, rate = self.record["frames"], self.record["rate"]
         if rate is not None:
             number = min(max(round((end_s - start_s) * rate), 1), number)
+        if number > CLIP_LIMIT:
+            raise ValueError(f"{file}: {number} frames in a clip; give a segment of {CLIP_LIMIT}")
         middles = start_s + (np.arange(number) + 0.5) * ((end_s - start_s) / number)
         times = sorted(begins)  # of each middle the picture that is shown then
         wanted = [times[max(bisect_right(times, t + HALF_TICK_S) - 1, 0)] for t in middles]
         stamps = [begins[time] for time in wanted]
-        with av.open(str(file)) as film:
+        with _opened(file) as film:
+            film.streams.video[0].codec_context.options = {"max_pixels": str(PIXEL_LIMIT)}
             shown = {
                 frame.pts: self.model.prepared(_as_shown(frame, film.streams.video[0]))
                 for frame in film.decode(film.streams.video[0])
@@ -64,15 +70,27 @@ class Clips:
         return torch.stack([shown[stamp] for stamp in stamps])
 
 
+def _opened(file: str | Path) -> Any:
+    """PyAV's container of a film. Raises what PyAV raises for what is none."""
+    import av
+
+    return av.open(f"file:{file}", options=OPTIONS)
+
+
 def _times(film: Any, stream: Any) -> tuple[dict[float, int], float]:
     """(when each picture begins, in seconds from the film's beginning -> its time stamp; when the
-    last one ends)."""
+    last one ends). Errors: ValueError for a film of over `FRAMES_LIMIT` frames."""
     zero, tick = max(film.start_time or 0, 0) / 1e6, float(stream.time_base)
-    packets = [packet for packet in film.demux(stream) if packet.pts is not None]
-    begins = {packet.pts * tick - zero: packet.pts for packet in packets}
     usual = 1 / float(stream.average_rate or 25)
-    ends = (p.pts * tick - zero + (p.duration * tick if p.duration else usual) for p in packets)
-    return begins, max(ends)
+    begins, end = {}, 0.0
+    for number, packet in enumerate(film.demux(stream)):
+        if number > FRAMES_LIMIT:
+            raise ValueError(f"{film.name}: has over {FRAMES_LIMIT:,} frames; cut the film")
+        if packet.pts is not None:
+            begin = packet.pts * tick - zero
+            begins[begin] = packet.pts
+            end = max(end, begin + (packet.duration * tick if packet.duration else usual))
+    return begins, end
 
 
 def _as_shown(frame: Any, stream: Any) -> Image.Image:

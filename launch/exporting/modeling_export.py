@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -63,6 +65,18 @@ LOADING = (
     *("weights", "weights_backbone", "pretrained_backbone", "progress"),
 )
 
+# how names of numbers of layers end, of what is squared in a layer, and of other sizes
+LAYERS = re.compile(r"(layers|depths?|stages)$")
+WIDTHS = re.compile(r"(hidden_sizes?|width|d_model|dims?|embedding_size)$")
+SIZES = re.compile(
+    r"(sizes?|heads|d_ff|d_kv|embeddings|positions|labels|classes|patches|resize|^length)$"
+)
+MOST_LAYERS, MOST_SIZE = 1000, 1 << 16  # and as many as the weights have tensors, or rows
+# less of what becomes a square, or a factor
+MOST = {"context_length": 1 << 13, "mlp_ratio": 64, "image_size": 1 << 14, "image_resize": 1 << 14}
+SPARE = 1 << 24  # values that a library makes and weights may lack: a classifier
+VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
+
 
 def load(folder: str | Path = ".") -> ExportedModel:
     """The model of an exported folder, ready to embed."""
@@ -81,6 +95,7 @@ class ExportedModel(nn.Module):
     def __init__(self, folder: Path, record: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         super().__init__()
         self.folder, self.record, self.options = folder, record, options
+        _check_sizes("wye.json", {"loading": record, "options": options}, _shapes(folder))
         self.whole, self.tokenizer = _whole_model(folder, record["model"])
         file = folder / _one_of("file", record["file"], FILES)
         tensors = load_file(file) if record["towers"] else {}
@@ -321,6 +336,7 @@ def _whole_model(folder: Path, name: str | None) -> tuple[Any, Any]:
         where, config = f"local-dir:{folder}", (folder / "open_clip_config.json").read_text("utf-8")
         sizes = json.loads(config)["model_cfg"]
         _check_open_clip(sizes)
+        _check_sizes("open_clip_config.json", sizes, _shapes(folder))
         texts, given = sizes["text_cfg"], {}
         if "hf_model_name" in texts:  # which OpenCLIP looks for in the current folder
             _config(folder / "text")
@@ -333,6 +349,9 @@ def _whole_model(folder: Path, name: str | None) -> tuple[Any, Any]:
     import transformers
 
     kind = name and getattr(transformers, _one_of("model", name, MODELS))
+    _check_config(folder)
+    if not any(file for pattern in VOCABULARIES for file in folder.glob(pattern)):
+        raise ValueError(f"{folder}: holds no tokenizer, none of {', '.join(VOCABULARIES)}")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if kind is None:
         return None, tokenizer
@@ -343,6 +362,7 @@ def _config(folder: Path) -> Any:
     """transformers' configuration in a folder. Errors: ValueError where it asks for code."""
     from transformers import AutoConfig
 
+    _check_config(folder)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     for each in (config, *(getattr(config, part) for part in config.sub_configs)):
         attention = getattr(each, "_attn_implementation", None)
@@ -352,6 +372,62 @@ def _config(folder: Path) -> Any:
                 "downloaded and run; take that key out"
             )
     return config
+
+
+def _check_config(folder: Path) -> None:
+    """Raise ValueError as `_check_sizes`, before transformers reads the file: some configurations
+    list their layers."""
+    if (folder / "config.json").is_file():
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        _check_sizes(str(folder / "config.json"), config, _shapes(folder) or _shapes(folder.parent))
+
+
+def _shapes(folder: Path) -> list[list[int]]:
+    """Of all tensors in a folder, as the headers of its files say."""
+    shapes = []
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            shapes += [opened.get_slice(name).get_shape() for name in opened.keys()]
+    return shapes
+
+
+def _check_sizes(what: str, said: Mapping[str, Any], shapes: Sequence[Sequence[int]]) -> None:
+    """Raise ValueError for sizes that no model has, or none with weights of these `shapes`: libraries
+    make a model before they compare it with its weights."""
+    longest = max((side for shape in shapes for side in shape), default=0)
+    layers: list[float] = [0]
+    widths: list[float] = []
+    for key, value in said.items():
+        if isinstance(value, Mapping) and not key.endswith("2id"):
+            _check_sizes(f"{what}: {key}", value, shapes)
+        several = value if isinstance(value, list) else [value]
+        numbers = [n for n in several if isinstance(n, (int, float)) and not isinstance(n, bool)]
+        if numbers and LAYERS.search(key):
+            layers.append(sum(max(n, 1) for n in numbers))
+            _in_bounds(what, key, [layers[-1]], 0, min(MOST_LAYERS, len(shapes) or MOST_LAYERS))
+        elif numbers and (key in MOST or WIDTHS.search(key) or SIZES.search(key)):
+            least = 1 if key.endswith(("heads", "hidden_size", "width")) else -1
+            _in_bounds(what, key, numbers, least, MOST.get(key) or max(longest, MOST_SIZE))
+            widths += numbers if WIDTHS.search(key) else []
+        elif key == "blocks":  # of torchvision's ConvNeXt: width, the next one's, depth
+            _check_sizes(f"{what}: blocks", {"depths": [each[2] for each in value]}, shapes)
+    if isinstance(said.get("image_size"), int) and isinstance(said.get("patch_size"), int):
+        rows = (said["image_size"] // max(said["patch_size"], 1)) ** 2
+        _in_bounds(what, "image_size by patch_size", [rows], 0, max(longest, MOST_SIZE))
+    values = max(layers) * min(widths, default=0) ** 2
+    if shapes and values > sum(math.prod(shape) for shape in shapes):
+        raise ValueError(
+            f"{what}: {max(layers)} layers as wide as {min(widths)} are not in its weights"
+        )
+
+
+def _in_bounds(what: str, key: str, numbers: Sequence[float], least: int, most: int) -> None:
+    for number in numbers:
+        if not least <= number <= most:
+            raise ValueError(
+                f"{what}: {key} is {str(number)[:30]}, and can be from {least} to {most} with these "
+                "weights; copy the folder again"
+            )
 
 
 def _module(folder: Path, record: Mapping[str, Any], tensors: dict[str, Tensor]) -> Any:
@@ -370,6 +446,14 @@ def _module(folder: Path, record: Mapping[str, Any], tensors: dict[str, Tensor])
     given = {
         key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()
     }
+    try:
+        with torch.device("meta"):
+            made = _made(record["library"], name, dict(given))
+    except NotImplementedError:  # torch's, of a library that computes with what it makes
+        made = nn.Identity()
+    wanted = sum(parameter.numel() for parameter in made.parameters())
+    if wanted > SPARE + 2 * sum(tensor.numel() for tensor in tensors.values()):
+        raise ValueError(f"wye.json: {name} has {wanted} values, which its weights are not")
     module = _made(record["library"], name, given)
     for path, replacement in record.get("replaced", {}).items():
         parent, _, last = path.rpartition(".")

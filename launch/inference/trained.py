@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from common.model_sizes import refuse_sizes
 from data.modalities.preprocessing import Preprocessing
 from data.modalities.tokenizer import load_tokenizer, num_ids, refuse_no_vocabulary
 from data.modules import import_recorded, modules_of_specs
@@ -35,6 +36,7 @@ from engine.objective import scalars_of, without_loss
 from launch.config.blocks import train_block
 from launch.config.groups import AudioOptions
 from launch.config.imported import (
+    MODEL_OPTIONS,
     branches_held,
     fusion_of_export,
     is_published,
@@ -289,6 +291,7 @@ def towers_of(
     layer is built yet. Errors: ValueError, FileNotFoundError."""
     where = options.get("run_dir") or options.get("imported") or "this model"
     import_recorded(options.get("import_module"), where, _modules_of(options))
+    refuse_sizes(str(where), {name: options[name] for name in MODEL_OPTIONS if name in options})
     asked = options.get("pairs", IMAGE_TEXT)
     pairs = pairs_of(asked, losses_of(asked, options["loss"]))
     vocabulary = Vocabulary.of(tokenizer)

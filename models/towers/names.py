@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from common.model_sizes import refuse_sizes
+
 HF = "hf:"  # how image towers of transformers are called; those of texts need not be
 TWO_LAYERS = "mlp_proj"  # key of a text tower of transformers: OpenCLIP's hf_proj_type=mlp
 
@@ -79,12 +81,13 @@ def parse_overrides(
     name: str, overrides: Mapping[str, str], kinds: Mapping[str, type]
 ) -> dict[str, Any]:
     """Read each value as the kind that its key asks for. `kinds`: key -> int, float, bool, str or
-    tuple (of integers)."""
+    tuple (of integers). Errors: ValueError, also for sizes that no model has."""
     values: dict[str, Any] = {}
     for key, text in overrides.items():
         if key not in kinds:
             raise refuse(f"tower {name!r}: key", key, kinds)
         values[key] = _parse(name, key, text, kinds[key])
+    refuse_sizes(f"tower {name!r}", values)
     return values
 
 

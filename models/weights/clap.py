@@ -25,7 +25,7 @@ from transformers import ClapConfig, PreTrainedConfig
 from common.files import read_json
 from models.towers.head import HIDDEN_ACT, HIDDEN_ACT_KEY, read_projection
 from models.towers.layers import Tower
-from models.towers.libraries.transformers_audio import refuse_fusion
+from models.towers.libraries.transformers_audio import EXTRACTORS, refuse_fusion
 from models.towers.names import TWO_LAYERS
 from models.weights.dual_encoder import OF_TRANSFORMERS, library_config, same_pairs
 from models.weights.translation import Pair, Source, pairs_of
@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 
 MODEL_TYPE, PAIRS = "clap", "audio:text"
 SCALES = ("logit_scale_a", "logit_scale_t")
-EXTRACTORS = ("preprocessor_config.json", "processor_config.json")
 TOWERS = ("clap_audio_model", "avg"), ("clap_text_model", "pooler")  # type and pooling
 
 

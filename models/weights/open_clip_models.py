@@ -13,6 +13,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 
 from models.towers.libraries.open_clip import CONFIG, PREFIX, model_config
+from models.towers.libraries.transformers_text import CATALOGUE
 from models.towers.names import TWO_LAYERS, split_name
 from models.weights.names import TEXT_FOLDER
 
@@ -154,12 +155,9 @@ def _text_tower(name: str, config: dict[str, Any], embed_dim: int) -> str:
     inside = Path(split_name(name)[0].removeprefix(PREFIX)).expanduser() / TEXT_FOLDER
     if (inside / "config.json").is_file():  # an export of ours, which may have been moved
         model = str(inside)
-    from transformers import AutoConfig
-
     pooler = config.get("hf_pooler_type", "mean_pooler")
     if pooler is None:
-        kind = AutoConfig.from_pretrained(model, trust_remote_code=False).model_type
-        pooler = POOL_OF.get(kind, "mean_pooler")
+        pooler = POOL_OF.get(CATALOGUE.find(model)[0].model_type, "mean_pooler")
     if pooler not in POOLS:
         raise ValueError(
             NOT_BUILT.format(

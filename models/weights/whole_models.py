@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from common.files import read_json
+from common.model_sizes import read_model_config
 from models.towers.layers import Tower
 from models.towers.libraries.transformers_text import first_position
 from models.towers.names import TWO_LAYERS
@@ -85,7 +86,9 @@ def is_whole_model(folder: Path) -> bool:
 
 def options_of_model(folder: Path) -> dict[str, Any]:
     """train.py's options that go on with the model in `folder`: towers, sizes, tokenizer, loss; the
-    pairs, where it is not of images and texts. Errors: as `options_of_clap`."""
+    pairs, where it is not of images and texts. Errors: as `options_of_clap`; ValueError for sizes
+    that the weights beside it do not have."""
+    read_model_config(folder / CONFIG)  # some configurations make long lists as they are read
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if config.model_type == clap.MODEL_TYPE:
         tokens = {"max_text_tokens": _text_tokens(folder, config.text_config)}

@@ -204,6 +204,7 @@ def custom(tmp_path, trap):
     folder.mkdir()
     kinds = {"AutoConfig": "Config", "AutoModel": "Model", "AutoFeatureExtractor": "Extractor"}
     map_of = {name: f"trap.{kind}" for name, kind in kinds.items()}
+    (folder / "vocab.txt").write_text("a\nb\n")
     (folder / "trap.py").write_text((tmp_path / "trap_module.py").read_text())
     config = {"model_type": "trap", "auto_map": map_of, "feature_extractor_type": "Trap"}
     for name in ("config.json", "preprocessor_config.json"):

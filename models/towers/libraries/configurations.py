@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 
+from common.model_sizes import read_model_config, refuse_sizes
 from models.towers.layers import Layer
 from models.towers.names import HF, nearest, refuse, split_name
 from models.towers.pooling import AttentionPool
@@ -132,7 +133,7 @@ class Catalogue:
                 raise FileNotFoundError(
                     f"{what} is a folder without config.json; give a Hugging Face model folder"
                 )
-            return self._auto_config(str(folder)), None
+            return self._auto_config(folder), None
         if "/" not in where:
             spellings = self._spellings()
             meant = spellings[nearest(where.lower().replace("_", "-"), spellings)]
@@ -148,15 +149,18 @@ class Catalogue:
         try:
             # asks once; transformers would ask for several files, and wait a minute for a network
             folder = Path(snapshot_download(where, allow_patterns=["config.json"]))
-            return self._auto_config(str(folder)), where
+            (folder / "config.json").stat()  # there may be none on the hub
         except (OSError, HfHubHTTPError, ValueError) as error:
             raise FileNotFoundError(
                 f"{what}: its configuration could not be had from the Hugging Face hub; check the "
                 "id and the network, or download the model and give its folder"
             ) from error
+        return self._auto_config(folder), where
 
-    def _auto_config(self, where: str) -> PreTrainedConfig:
-        config = AutoConfig.from_pretrained(where, trust_remote_code=False)
+    def _auto_config(self, folder: Path) -> PreTrainedConfig:
+        """Errors: ValueError for sizes that no model has, or none with the weights beside it."""
+        read_model_config(folder / "config.json")  # some make long lists as they are read
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         config = getattr(config, self.part, config)
         # the library's own: a file may name a kernel of the hub, whose code would be run
         config._attn_implementation = None
@@ -203,6 +207,7 @@ def remade(
     of the others when it is made. Errors: ValueError for values that the library refuses."""
     given = {key: value for key, value in config.to_dict().items() if key not in derived}
     given |= {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
+    refuse_sizes(f"tower {name!r}", given)
     try:
         return type(config).from_dict(given)
     except StrictDataclassError as error:

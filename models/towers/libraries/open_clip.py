@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from common.files import read_json
+from common.model_sizes import read_model_config, refuse_sizes
 from models.towers.layers import Tower
 from models.towers.names import TWO_LAYERS, nearest, split_name
 from models.towers.tracing.keys import of_annotations, read_keys
@@ -36,6 +36,7 @@ from models.towers.tracing.trace import SAMPLES
 PREFIX = "open_clip:"
 VOCABULARY = 49408  # of CLIP's tokenizer, where a configuration does not say another number
 CONFIG = "open_clip_config.json"
+PARTS = ("embed_dim", "vision_cfg", "text_cfg")  # of a configuration
 # The other side of a model while one side is made.
 SMALL_IMAGE = {"layers": 1, "width": 64, "patch_size": 32, "image_size": 32}
 SMALL_TEXT = {"layers": 1, "width": 64, "heads": 1, "vocab_size": 2, "context_length": 2}
@@ -71,14 +72,19 @@ def names() -> tuple[str, ...]:
 
 def model_config(name: str) -> dict[str, Any]:
     """OpenCLIP's configuration of the model in a tower's name. Errors: ImportError, ValueError for
-    a name that it has not, FileNotFoundError."""
+    a name that it has not and for sizes that no model has, FileNotFoundError."""
     model = split_name(name)[0].removeprefix(PREFIX)
     folder = Path(model).expanduser()
     if folder.is_dir():
         if not (folder / CONFIG).is_file():
             raise FileNotFoundError(f"tower {name!r}: folder {folder} has no {CONFIG}")
-        config = read_json(folder / CONFIG)
-        return config.get("model_cfg", config)
+        config = read_model_config(folder / CONFIG)
+        model_cfg = config.get("model_cfg", config) if isinstance(config, dict) else {}
+        if lacking := [key for key in PARTS if key not in model_cfg]:
+            raise ValueError(
+                f"{folder / CONFIG}: has no {', '.join(lacking)}; give a folder that OpenCLIP wrote"
+            )
+        return model_cfg
     config = library().get_model_config(model)
     if config is None:
         known = library().list_models()
@@ -109,6 +115,7 @@ def image_tower(name: str, image_size: int) -> Tower:
         values[key] = {"cls": "tok"}.get(values["pool"], values.pop("pool"))
     vision = {**config["vision_cfg"], **values, "image_size": image_size}
     vision |= {"output_tokens": False, "timm_model_pretrained": False}
+    refuse_sizes(f"tower {name!r}", vision)
     make = partial(_image_side, name, config["embed_dim"], vision, quick_gelu)
     record = {
         **_record(name, config, make),

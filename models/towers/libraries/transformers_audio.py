@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from transformers import (
 from transformers.models.clap.modeling_clap import ClapAudioEncoder
 from transformers.models.whisper.modeling_whisper import WhisperEncoder, sinusoids
 
+from common.model_sizes import read_model_config
 from models.towers.layers import Layer, Tower, cut
 from models.towers.libraries.configurations import (
     Catalogue,
@@ -130,6 +132,9 @@ class AudioFamily(Family):
 
     def made(self, config: PreTrainedConfig) -> Any:
         return WhisperEncoder(config) if self.model == "WhisperEncoder" else super().made(config)
+
+
+EXTRACTORS = ("preprocessor_config.json", "processor_config.json")  # files of a folder
 
 
 def _ast(model: Any, pool: str) -> Named:
@@ -313,7 +318,10 @@ def _published(where: str) -> dict[str, Any] | None:
 
 def extractor_values(where: str) -> dict[str, Any] | None:
     """The arguments of the feature extractor in a folder of transformers or on the hub; None where
-    it has none."""
+    it has none. Errors: ValueError for sizes that no extractor has."""
+    for file in (Path(where) / name for name in EXTRACTORS):
+        if file.is_file():
+            read_model_config(file)
     try:
         made = AutoFeatureExtractor.from_pretrained(where, trust_remote_code=False)
     except (OSError, ValueError, KeyError):
