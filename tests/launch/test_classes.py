@@ -114,7 +114,7 @@ def test_classes_of_tar_shards_are_those_of_folders(imagenet, embedder, tmp_path
     )
     assert values == pytest.approx(expected, abs=1e-6) and values["num_classes"] == 6
     assert made_of(own) == {"class_names": f"{root}/classnames.txt", "prompts": f"2 of {templates}"}
-    arguments = argparse.Namespace(classify=own.spec, classify_train=None)
+    arguments = argparse.Namespace(classify=own.spec, classify_train=None, imported="a model")
     found, _ = evaluate.of_classes(arguments, embedder, "model")
     assert found["metrics"]["acc1"] == values["zero_shot_top_1"]
     assert found["class_names"] == f"{root}/classnames.txt"

@@ -205,6 +205,8 @@ def test_a_published_model_is_evaluated_without_a_run(models, tmp_path):
         status, output = run_to_end("evaluate.py", *how)
         assert status == 0, output[-5000:]
         figures.append(json.loads(file.read_text()))
+        unknown = figures[-1].pop("trained_on")
+        assert f"{where} does not say what it was trained on" in unknown["why"]
     assert figures[0] == figures[1] and figures[0]
 
 
