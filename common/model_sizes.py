@@ -4,9 +4,10 @@ weights beside it, before anything is built of it.
 A model is built from numbers in a file that may come from somebody else: 10^8 layers take memory
 and hours, also on the meta device, and some configurations of transformers make a list of as many
 entries as soon as they are read. So each number is bounded (`RULES`), and where weights lie beside
-the configuration, their headers bound the model: it has a tensor for each layer, no more features
-than the longest side of a tensor, and no more values than the files have bytes. That every shape is
-the same is checked when the weights are opened (`models/weights/reading.py`).
+the configuration, their headers bound the model: it has a tensor for each layer, and no more
+features than the longest side of a tensor. Ordinary numbers are not compared: a configuration may
+say more than the weights beside it have, as that of a whole model does beside its encoder. That every
+shape is the same is checked when the weights are opened (`models/weights/reading.py`).
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ RULES = (
     ),
 )
 PARTS = re.compile(r"(config|cfg)(_dict)?$")  # keys of a model's towers
-MOST_SQUARES = 1 << 36  # layers times squared width; a twelfth of the parameters of a transformer
+ORDINARY_LAYERS, ORDINARY_WIDTH = 100, 8192  # what a configuration may say beside smaller weights
+MOST_VALUES = 1 << 36  # layers by squared width, and tokens by width; some billions are published
 # how many heads there are -> what they share
 DIVIDED = {
     "num_attention_heads": ("hidden_size",),
@@ -63,20 +65,19 @@ DIVIDED = {
     "heads": ("width",),
 }
 ELSEWHERE = ("head_dim", "hf_model_name", "timm_model_name")  # keys with which heads share nothing
-WEIGHTS = re.compile(r"((open_clip_)?(pytorch_)?model|audio)(-\d+-of-\d+)?\.(safetensors|bin|pth)")
+WEIGHTS = re.compile(r"((open_clip_)?(pytorch_)?model|audio)(-\d+-of-\d+)?\.safetensors")
 MOST_HEADER = 32 << 20  # bytes of what a safetensors file says of its tensors, some 100 of each
 OF_EXPORT = "wye.json"  # in the folder above those of an export's towers, where their weights are
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What the headers of some files say. `num_tensors`, `longest` (side of a tensor): None where
-    the format has no header (torch)."""
+    """What the headers of some files say: how many tensors they have, and the longest side of
+    one."""
 
     files: tuple[Path, ...]
-    num_bytes: int
-    num_tensors: int | None
-    longest: int | None
+    num_tensors: int
+    longest: int
 
     def __str__(self) -> str:
         more = f" and {len(self.files) - 1} more" if len(self.files) > 1 else ""
@@ -118,23 +119,22 @@ def _refuse_part(what: str, part: Mapping[str, Any], weights: Weights | None) ->
             raise _refusal(what, key, number, f"must be at most {LAYERS.most} in all")
     _refuse_unfit(what, part)
     width = min((n for each in found[WIDTHS].values() for n in each), default=0)
-    squares = max(layers.values(), default=0) * width**2
-    if squares > MOST_SQUARES:
-        raise _refusal(
-            *(what, f"{max(layers, key=layers.__getitem__)} by width²", squares),
-            f"must be at most {MOST_SQUARES}",
-        )
+    values = {f"{key} by width²": number * width**2 for key, number in layers.items()}
+    values |= {f"{key} by width": max(each) * width for key, each in found[ROWS].items()}
+    for key, number in values.items():
+        if number > MOST_VALUES:
+            raise _refusal(what, key, number, f"must be at most {MOST_VALUES}")
     if weights is None:
         return
-    _refuse_unlike(what, layers, weights.num_tensors, f"{weights} has {{}} tensors, one a layer")
     widths = {key: max(each) for key, each in found[WIDTHS].items()}
-    longest = f"the longest side of a tensor in {weights} is {{}}"
-    _refuse_unlike(what, widths, weights.longest, longest)
-    values = {f"{key} by {width}": max(each) * width for key, each in found[ROWS].items()}
-    values |= {f"{key} by {width}²": number * width**2 for key, number in layers.items()}
-    _refuse_unlike(
-        what, values, weights.num_bytes, f"{weights} has {{}} bytes, one a value or more"
-    )
+    for said, ordinary, most, why in (
+        (layers, ORDINARY_LAYERS, weights.num_tensors, "has {} tensors, one a layer"),
+        (widths, ORDINARY_WIDTH, weights.longest, "has no side of a tensor above {}"),
+    ):
+        for key, number in said.items():
+            if number > max(ordinary, most):
+                beside = f"{weights} {why.format(most)}"
+                raise _refusal(what, key, number, f"is more than its weights have: {beside}")
 
 
 def _refuse_unfit(what: str, part: Mapping[str, Any]) -> None:
@@ -152,14 +152,9 @@ def _refuse_unfit(what: str, part: Mapping[str, Any]) -> None:
                 raise _refusal(what, key, heads, f"must divide {other} {width}")
 
 
-def _refuse_unlike(what: str, said: Mapping[str, float], most: int | None, why: str) -> None:
-    for key, number in said.items():
-        if most is not None and number > most:
-            raise _refusal(what, key, number, f"is more than its weights have: {why.format(most)}")
-
-
 def _refusal(what: str, key: str, number: Any, rule: str) -> ValueError:
-    return ValueError(f"{what}: {key} {brief(number, 30)} {rule}; take the model's own files")
+    shown = f"{what}: {key} {brief(number, 30)} {rule}"
+    return ValueError(f"{shown}; give another number, or the model's own files")
 
 
 def rule_of(key: str) -> Rule | None:
@@ -185,18 +180,14 @@ def weights_beside(folder: Path) -> Weights | None:
         files = _weight_files(folder.parent)
     if not files or _lacks_shards(files):
         return None
-    size = sum(file.stat().st_size for file in files)
-    if files[0].suffix != ".safetensors":
-        return Weights(files, size, None, None)
     shapes = [shape for file in files for shape in _shapes(file)]
     longest = max((side for shape in shapes for side in shape), default=0)
-    return Weights(files, size, len(shapes), longest)
+    return Weights(files, len(shapes), longest)
 
 
 def _weight_files(folder: Path) -> tuple[Path, ...]:
-    """Of the folder, by name: those that have headers, else the others."""
-    found = sorted(f for f in folder.iterdir() if WEIGHTS.fullmatch(f.name) and f.is_file())
-    return tuple(file for file in found if file.suffix == ".safetensors") or tuple(found)
+    """Of the folder, by name, those that have headers."""
+    return tuple(sorted(f for f in folder.iterdir() if WEIGHTS.fullmatch(f.name) and f.is_file()))
 
 
 def _lacks_shards(files: tuple[Path, ...]) -> bool:

@@ -40,7 +40,7 @@ def test_text_names_refused(subtests):
         ("bert-bse", r"'bert-bse' is not known; did you mean 'bert-base-uncased'\?"),
         ("bert-mini:hidden=4", "key 'hidden' is not known; did you mean 'hidden_"),
         ("bert-mini:vocab_size=4", "key 'vocab_size' is not known"),  # the tokenizer's business
-        ("bert-mini:hidden_size=30", "hidden size.*30.*multiple"),
+        ("bert-mini:hidden_size=30", "num_attention_heads 4 must divide hidden_size 30"),
     ):
         with subtests.test(name), pytest.raises(ValueError, match=message):
             text_tower(name, 100, 8)
