@@ -63,6 +63,16 @@ def receive_json(peer: int, group: dist.ProcessGroup) -> Any:
     return _decoded(message)
 
 
+def wait_for_all() -> None:
+    """Return when every rank has come here. A barrier of torch's on a group that is bound to no
+    device takes the GPU whose number is the rank's, modulo those that are visible: another one than
+    this rank's wherever hosts have unequal numbers of GPUs or of ranks, and it then waits for ever
+    (pytorch#124714)."""
+    arrived = torch.zeros(1, device=_wire(None))
+    dist.all_reduce(arrived)
+    arrived.item()  # which waits for the GPU, too
+
+
 def _padded(value: Json, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int]]:
     """This rank's message, as long as the longest, and the lengths of all."""
     message = _encoded(value).to(_wire(group))

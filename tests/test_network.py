@@ -77,11 +77,26 @@ def own_addresses():
 def test_nothing_that_ranks_tell_each_other_is_unpickled():
     """Files of weights are read by torch with `weights_only`, of which models/ handles the error.
     RefCOCO's references are published as a pickle, which is read without any class."""
-    for folder in ("engine", "launch", "data"):
-        for file in (ROOT / folder).rglob("*.py"):
-            names = {
-                node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
-                for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
-            }
-            allowed = {"pickle"} if file == ROOT / "data/formats/boxes.py" else set()
-            assert not names & (UNPICKLE | {"pickle"}) - allowed, file
+    for file, names in names_in("engine", "launch", "data"):
+        allowed = {"pickle"} if file == ROOT / "data/formats/boxes.py" else set()
+        assert not names & (UNPICKLE | {"pickle"}) - allowed, file
+
+
+def test_nothing_that_ranks_do_together_lets_torch_guess_a_gpu():
+    """A barrier without a tensor does, by the rank's number: where hosts have unequal numbers of
+    GPUs or ranks it is another one's, and all wait."""
+    for file, names in names_in("engine", "launch", "train.py"):
+        assert not names & {"barrier", "monitored_barrier"}, f"{file}: take wait_for_all"
+
+
+def names_in(*places):
+    """The names that the code of each file uses."""
+    for place in map(ROOT.joinpath, places):
+        for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
+            yield (
+                file,
+                {
+                    node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
+                    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+                },
+            )

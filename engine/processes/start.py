@@ -27,7 +27,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from engine.checks import AUTO
-from engine.json_messages import from_first_rank
+from engine.json_messages import from_first_rank, wait_for_all
 from engine.processes.communication import DEVICE, HOST, communication_of
 from engine.processes.launchers import PORTS, adopt_launcher
 from engine.processes.ops import compile_shared_memory_op
@@ -126,7 +126,8 @@ def start_processes(
     # DeepSpeed prints that its op is built, on every rank
     with contextlib.redirect_stdout(io.StringIO()):
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
-    _unlink_shared_memory()
+    if kind == "cpu":
+        _unlink_shared_memory()
     return Processes(
         rank=rank,
         world_size=world_size,
@@ -250,7 +251,7 @@ def has_bf16(device: torch.device) -> bool:
 def stop_processes() -> None:
     """Leave together: the first rank holds the store that the others still use."""
     if dist.is_initialized():
-        dist.barrier()
+        wait_for_all()
         deepspeed.comm.destroy_process_group()
 
 
@@ -271,7 +272,7 @@ def _unlink_shared_memory() -> None:
     Once every rank has mapped every buffer, names are not needed any more; the memory goes with the
     last process, however it ends.
     """
-    dist.barrier()
+    wait_for_all()
     name = "deepspeed_allreduce_buffer_{}_{MASTER_ADDR}_{MASTER_PORT}_{RANK}".format(
         os.getuid(), **os.environ
     )

@@ -24,8 +24,6 @@ def quiet_libraries() -> None:
     extensions.addFilter(lambda record: not str(record.msg).startswith(UNNEEDED))
     # what DeepSpeed calls, and no user can change
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    # each rank has chosen its device, and must not bind it (engine/processes/start.py)
-    warnings.filterwarnings("ignore", r"barrier\(\): using the device under", UserWarning)
 
 
 def quiet_ranks(rank: int) -> None:

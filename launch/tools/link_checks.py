@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from common.output import outlive_output
-from engine.json_messages import from_all_ranks
+from engine.json_messages import from_all_ranks, wait_for_all
 from launch.tools.machine_checks import Finding, judged
 
 MESSAGE = {"nccl": 64 << 20, "gloo": 4 << 20}  # bytes
@@ -41,7 +41,7 @@ def measure(local: int, host: str, first: int, here: int, world: int, meeting: s
     for turn in range(world):
         other, seconds = (turn - rank) % world, float("inf")
         for _ in range(TRIES):
-            dist.barrier()
+            wait_for_all()
             start = time.perf_counter()
             if other != rank:
                 both = [dist.P2POp(dist.isend, mine, other), dist.P2POp(dist.irecv, theirs, other)]
@@ -56,7 +56,7 @@ def measure(local: int, host: str, first: int, here: int, world: int, meeting: s
     if rank == 0:
         finding = compare([host for host, _ in of_all], [link for _, own in of_all for link in own])
         print(json.dumps({"findings": [finding]}), flush=True)
-    dist.barrier()
+    wait_for_all()
     dist.destroy_process_group()
 
 
