@@ -105,14 +105,14 @@ class Channel:
                 f"{_in_words(signature)}; a layer must make tensors of the same shapes and dtypes "
                 "as its template does on the meta device, and so must an outline of a micro-batch"
             )
+        # all of them before the first one leaves: memory for a copy may have to be freed first, which
+        # waits for the whole device, and a send waits there until the other end receives
+        parts = [tensor.detach().contiguous() for tensor in tensors.values() if tensor.numel()]
+        parts = [_on_host(part) for part in parts] if self._staged else parts
         message = []
-        for tensor in tensors.values():
-            if tensor.numel():
-                tensor = tensor.detach().contiguous()
-                tensor = _on_host(tensor) if self._staged else tensor
-                work = _started(dist.isend(tensor, self.peer, group=self.group))
-                message.append((work, tensor))
-                self.sent_bytes += _bytes(tensor)
+        for part in parts:
+            message.append((_started(dist.isend(part, self.peer, group=self.group)), part))
+            self.sent_bytes += _bytes(part)
         self._in_flight.append(message)
         while len(self._in_flight) > self.SENDS_IN_FLIGHT:
             self._wait_for_oldest()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from cost_models import BRANCHES
 from deepspeed.runtime.pipe.module import PipelineModule
 from split_training import Case, make_engine, micro_batches_of_rank
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import communication
 from engine.communication import DTYPES, Channel, Communicator, signature_of, warm_up
@@ -123,6 +124,34 @@ def refused_message() -> str:
         comm.drain()
         return str(error)
     return "nothing"
+
+
+class Names(TorchDispatchMode):
+    """Of the operations, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.found.append(operation.overloadpacket.__name__)
+        return operation(*args, **(kwargs or {}))
+
+
+def copies_before_sends() -> list[str]:
+    """What the sender of a message of three tensors does, of which two lie as they cannot be
+    sent."""
+    comm = communicator(chain({branch: [range(0, 1)] for branch in BRANCHES}, 1))
+    turned = torch.arange(6.0).view(2, 3).T
+    tensors = {"a": turned, "b": torch.ones(2), "c": turned + 1}
+    if comm.activations_in is not None:
+        comm.activations_in.expect(signature_of(tensors))
+        assert equal(comm.activations_in.receive(), tensors)
+        return []
+    with Names() as names:
+        comm.activations_out.send(tensors, signature_of(tensors))
+    comm.drain()
+    return [name for name in names.found if name in ("clone", "send")]
 
 
 def posted_receives_overlap() -> bool:

@@ -23,6 +23,7 @@ def of_two():
     functions = (
         communication_cases.announced_messages,
         communication_cases.refused_message,
+        communication_cases.copies_before_sends,
         communication_cases.posted_receives_overlap,
         communication_cases.warmed_up,
     )
@@ -38,6 +39,11 @@ def test_a_message_that_is_not_what_the_receiver_expects_is_refused_before_it_le
     said, arrived = of_two["refused_message"]
     assert "expects a message of a float32 [2, 3], b int64 [2]" in said
     assert "this stage made a float32 [2, 4], b int64 [2]" in said and arrived == "True"
+
+
+def test_all_of_a_message_is_ready_before_any_of_it_is_sent(of_two):
+    """On a device memory for a copy may wait for all that is under way, sends included."""
+    assert of_two["copies_before_sends"][0] == ["clone", "clone", "send", "send", "send"]
 
 
 def test_small_values_arrive_exactly_on_the_ranks_that_they_are_for():
