@@ -80,6 +80,7 @@ SLURM_HEADER = """\
 #SBATCH --job-name={name}
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node={gpus}
+#SBATCH --cpus-per-task={cpus}
 {of_gpus}#SBATCH --signal=B:USR1@{before}
 #SBATCH --requeue
 #SBATCH --open-mode=append
@@ -170,10 +171,13 @@ LIMITS = """\
 """
 
 
+CPUS = 8  # cores of a rank with a GPU: loader processes, threads of the step, NCCL's proxy
+
 # name, its kind, default, help
 FLAGS: tuple[tuple[str, Callable[[str], Any], Any, str], ...] = (
     ("nodes", at_least(1), 1, "(default: 1)"),
     ("gpus", at_least(1), None, "ranks of each node; each has a GPU, without --cpu"),
+    ("cpus", at_least(1), None, "slurm: cores of each rank (default: 8, with --cpu 1)"),
     ("hostfile", Path, None, "mpi: a line such as `node1 slots=8` for each host"),
     ("seeds", at_least(1), None, "slurm: an array of so many runs, RUN_DIR/seed-0 and so on"),
     ("image", str, None, "kubernetes: with the packages of requirements.txt"),
@@ -240,7 +244,8 @@ def main(arguments: argparse.Namespace) -> None:
 def _read(arguments: argparse.Namespace) -> tuple[argparse.Namespace, list[str]]:
     """What of train.py's options this tool deals with, and the other ones. Errors: ValueError."""
     cluster = arguments.cluster
-    for name, of in (("hostfile", "mpi"), ("seeds", "slurm"), ("sbatch", "slurm")):
+    of_slurm = ((name, "slurm") for name in ("seeds", "sbatch", "cpus"))
+    for name, of in (("hostfile", "mpi"), *of_slurm):
         if getattr(arguments, name) and cluster != of:
             raise ValueError(f"--{name} is for --cluster {of}; leave it out")
     if arguments.gpus is None and not arguments.hostfile:
@@ -378,6 +383,8 @@ def job_text(arguments: argparse.Namespace, run_dir: Path, options: list[str]) -
         array = f"--array=0-{arguments.seeds - 1} " if arguments.seeds else ""
         more = [array, *(arguments.sbatch or ())]
         values["more"] = "".join(f"#SBATCH {each.strip()}\n" for each in more if each.strip())
+        # Slurm gives a task one core where nothing is said: for the step, its loader and NCCL's proxy
+        values["cpus"] = arguments.cpus or (1 if on_cpu else CPUS)
         values["of_gpus"] = "" if on_cpu else f"#SBATCH --gpus-per-node={arguments.gpus}\n"
         values["header"], start = SLURM_HEADER.format(**values), SLURM.format(**values)
         if arguments.seeds:

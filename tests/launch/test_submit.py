@@ -102,8 +102,12 @@ def test_a_job_of_slurm(write):
     text, job = write("slurm", "--nodes", "4", "--seeds", "3", *SBATCH)
     asked = {line.split(" ", 1)[1] for line in text.splitlines() if line.startswith("#SBATCH")}
     assert asked >= {"--nodes=4", "--ntasks-per-node=2", "--gpus-per-node=2", "--requeue"}
+    assert "--cpus-per-task=8" in asked
     assert asked >= {"--signal=B:USR1@300", "--array=0-2"}
     assert asked >= {"--time=8:00:00", "-p gpu --mem=0"}
+    assert "--cpus-per-task=1" in write("slurm", "--cpu")[0]
+    assert "--cpus-per-task=12\n" in write("slurm", "--cpus", "12")[0]
+    text, job = write("slurm", "--nodes", "4", "--seeds", "3", *SBATCH)
     found = words_of([job], SLURM_ARRAY_TASK_ID="2")  # without Slurm
     assert found[found.index("--seed") + 1] == "2" and found[-2].endswith("a run/seed-2")
 
