@@ -10,14 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-SSH_LIMIT_S = 20
+SSH_LIMIT_S = 90
 # A name that ssh would take for an option, or that a shell would not leave alone, is none.
 NAME = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.:@-]*")
 LINE = re.compile(r"(\S+)\s+slots=([0-9]+)\s*(?:#.*)?")
+# Without its persistence mode the driver starts every GPU anew when it is asked, for many seconds.
 # A GPU that fails is listed by nvidia-smi in a line of its own form, which does not count.
 COUNT = (
     "command -v nvidia-smi >/dev/null || { echo all; exit; }; "
-    'timeout 10 nvidia-smi -L 2>/dev/null | grep -c "^GPU "'
+    'timeout 60 nvidia-smi -L 2>/dev/null | grep -c "^GPU "'
 )
 
 
