@@ -6,8 +6,8 @@ and hours, also on the meta device, and some configurations of transformers make
 entries as soon as they are read. So each number is bounded (`RULES`), and where weights lie beside
 the configuration, their headers bound the model: it has a tensor for each layer, and no more
 features than the longest side of a tensor. Ordinary numbers are not compared: a configuration may
-say more than the weights beside it have, as that of a whole model does beside its encoder. That every
-shape is the same is checked when the weights are opened (`models/weights/reading.py`).
+say more than the weights beside it have, as that of a whole model does beside its encoder. That
+every shape is the same is checked when the weights are opened (`models/weights/reading.py`).
 """
 
 from __future__ import annotations

@@ -105,8 +105,8 @@ class Channel:
                 f"{_in_words(signature)}; a layer must make tensors of the same shapes and dtypes "
                 "as its template does on the meta device, and so must an outline of a micro-batch"
             )
-        # all of them before the first one leaves: memory for a copy may have to be freed first, which
-        # waits for the whole device, and a send waits there until the other end receives
+        # all of them before the first one leaves: memory for a copy may have to be freed first,
+        # which waits for the whole device, and a send waits there until the other end receives
         parts = [tensor.detach().contiguous() for tensor in tensors.values() if tensor.numel()]
         parts = [_on_host(part) for part in parts] if self._staged else parts
         message = []

@@ -85,7 +85,8 @@ def open_unseen(file: Path, by: str = CAPTION) -> Unseen:
 
 
 def write_unseen(file: Path, by: str, keys: Sequence[bytes], rate: float) -> None:
-    """`keys`: `content_hash` of each. `rate`: of others that are found. Errors: ValueError, OSError."""
+    """`keys`: `content_hash` of each. `rate`: of others that are found. Errors: ValueError,
+    OSError."""
     bloom = _rbloom()(max(1, len(keys)), rate, _number)
     bloom.update(keys)
     content = bloom.save_bytes()

@@ -208,8 +208,8 @@ def _kept(
     limit_s: float,
 ) -> tuple[np.ndarray, int, int, int]:
     """Rows, as `Kept` has them, and the shard's numbers there."""
-    masks, names, total = [np.empty(0, bool)], list[str](), 0
-    has_keys = False
+    masks, total = [np.empty(0, bool)], 0
+    names: list[str] | None = None
     for found in metadata_of(name, where, by, text, limit_s):
         kept = _condition(name, where, found)
         if by is not None:
@@ -219,9 +219,11 @@ def _kept(
             kept[places] = ~np.array(seen, bool)
         masks.append(kept)
         total += found.total
-        has_keys, names = found.keys is not None, names + (found.keys or [])
+        if found.keys is not None:
+            names = names or []
+            names += found.keys
     every = np.concatenate(masks)
-    if has_keys:
+    if names is not None:
         hashes, seed = _unequal(name, names)
         rows = np.sort(hashes[every])
     else:

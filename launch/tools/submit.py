@@ -383,7 +383,7 @@ def job_text(arguments: argparse.Namespace, run_dir: Path, options: list[str]) -
         array = f"--array=0-{arguments.seeds - 1} " if arguments.seeds else ""
         more = [array, *(arguments.sbatch or ())]
         values["more"] = "".join(f"#SBATCH {each.strip()}\n" for each in more if each.strip())
-        # Slurm gives a task one core where nothing is said: for the step, its loader and NCCL's proxy
+        # Slurm gives a task one core where nothing is said
         values["cpus"] = arguments.cpus or (1 if on_cpu else CPUS)
         values["of_gpus"] = "" if on_cpu else f"#SBATCH --gpus-per-node={arguments.gpus}\n"
         values["header"], start = SLURM_HEADER.format(**values), SLURM.format(**values)

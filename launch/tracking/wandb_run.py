@@ -120,9 +120,10 @@ class WandbRun(Backend):
 def log_export(
     trained: Trained, run_dir: Path, export: Path, averaged: bool, place: Mapping[str, str | None]
 ) -> None:
-    """`place`: of the run, as `WandbRun` has `where`. Adds all files of the export to the run, as a new version with the aliases `latest`,
-    `step-N` and, for the moving average of the weights, `ema`. A run that was not tracked gets its
-    W&B run now. Without a login or a network it is recorded offline; a failure is one warning."""
+    """Adds all files of the export to the run, as a new version with the aliases `latest`, `step-N`
+    and, for the moving average of the weights, `ema`. `place`: of the run, as `WandbRun` has `where`.
+    A run that was not tracked gets its W&B run now. Without a login or a network it is recorded
+    offline; a failure is one warning."""
     from deepspeed.monitor.config import WandbConfig  # which a W&B run does without
 
     # asked for by name, so online unless W&B's own settings say otherwise
