@@ -199,8 +199,9 @@ def test_what_comes_with_epochs_comes_at_most_once_in_fifty_steps(data, tmp_path
             ]
         assert due == [*expected]
         assert [step for step in range(last) if batching.is_due(step, 7)] == [*range(0, last, 7)]
-    for size in (20, 30):  # whole epochs, however the sizes change
-        batching = make_batching(data, tmp_path, COSTS, size, earlier=((7, 24),))
+    for steps in (17, 30):  # of an epoch; whole epochs, however the sizes change
+        size = len(data.train) // steps
+        batching = make_batching(data, tmp_path, COSTS, size, earlier=((7, size + 4),))
         due = [step for step in range(1000) if batching.is_due(step, None)]
         assert len(due) > 2 and all(batching.order.ends_epoch(step) for step in due)
         assert min(np.diff(due)) >= 50
