@@ -61,7 +61,7 @@ from launch.run.resuming import earlier_sizes
 from launch.run.step_line import step_line
 
 MOST_EXAMPLES = 4096
-LEAST_STEPS = 50  # between the checkpoints and evaluations that come at the end of an epoch
+LEAST_STEPS = 20  # between the checkpoints and evaluations that come at the end of an epoch
 OBSERVED = 3  # steps of every interval whose micro-batches are measured one by one, the last ones
 
 Decision = Mapping[str, Any]  # JSON-like: "setting", "observations", "mix", "record"

@@ -663,7 +663,7 @@ class LengthOptions(OptionGroup):
         "steps between checkpoints; one is always made at the end",
         "N",
         at_least(1),
-        shown="whole epochs of at least 50 steps",
+        shown="whole epochs of at least 20 steps",
     )
     keep_checkpoints: int = option(3, "the newest ones that stay", "K", at_least(1))
     keep_every: int | None = option(
@@ -677,7 +677,7 @@ class LengthOptions(OptionGroup):
         "steps between held-out evaluations; one is always made at the end",
         "N",
         at_least(1),
-        shown="whole epochs of at least 50 steps",
+        shown="whole epochs of at least 20 steps",
     )
     eval_ema: bool = option(
         False,

@@ -186,25 +186,20 @@ def test_costs_are_those_of_the_slowest_stage(data, tmp_path):
     assert text.at(batch, 32) == pytest.approx(2 * text.at(batch, 16) - text.fixed_s)
 
 
-def test_what_comes_with_epochs_comes_at_most_once_in_fifty_steps(data, tmp_path):
-    """The demo's samples, in batches of which an epoch has few or many."""
-    for batch_size, expected in ((len(data.train), range(50, 201, 50)), (3, None)):
-        batching = make_batching(data, tmp_path, COSTS, batch_size)
-        order, last = batching.order, 4 * 50 + 3
-        due = [step for step in range(last) if batching.is_due(step, None)]
-        if expected is None:  # an epoch has so many steps
-            assert order.steps_per_epoch > 50
-            expected = [
-                order.first_step(epoch) for epoch in (1, 2) if order.first_step(epoch) < last
-            ]
-        assert due == [*expected]
-        assert [step for step in range(last) if batching.is_due(step, 7)] == [*range(0, last, 7)]
-    for steps in (17, 30):  # of an epoch; whole epochs, however the sizes change
+def test_what_comes_with_epochs_comes_at_most_once_in_twenty_steps(data, tmp_path):
+    """Of epochs with one step, with 25, and with numbers that do not divide 20."""
+    for steps, every in ((1, 20), (25, 25)):
+        batching = make_batching(data, tmp_path, COSTS, len(data.train) // steps)
+        assert batching.order.steps_per_epoch == steps
+        due = [step for step in range(103) if batching.is_due(step, None)]
+        assert due == [*range(every, 103, every)]
+        assert [step for step in range(103) if batching.is_due(step, 7)] == [*range(0, 103, 7)]
+    for steps in (7, 15):  # whole epochs, however the sizes change
         size = len(data.train) // steps
         batching = make_batching(data, tmp_path, COSTS, size, earlier=((7, size + 4),))
         due = [step for step in range(1000) if batching.is_due(step, None)]
         assert len(due) > 2 and all(batching.order.ends_epoch(step) for step in due)
-        assert min(np.diff(due)) >= 50
+        assert min(np.diff(due)) >= 20
 
 
 def test_the_explanation_is_of_the_packings_that_are_made(data, tmp_path):

@@ -77,7 +77,7 @@ def test_a_run_goes_on_with_another_batch_in_the_middle_of_an_epoch(tmp_path):
     epochs = [number / 90 for number in samples]
     assert [line["epoch"] for line in steps] == pytest.approx(epochs, abs=1e-4)
     saved = sorted(path.name for path in (run_dir / "checkpoints").glob("step-*"))
-    # when it was stopped, and at the end: its epochs have fewer than 50 steps
+    # when it was stopped, and at the end: its epochs have fewer than 20 steps
     assert saved == ["step-00000001", "step-00000013"]
     rates = [RATE * (14 - step) / (14 - 2) for step in range(4, 14)]
     assert [line["lr"] for line in steps[3:]] == pytest.approx(rates)
