@@ -230,7 +230,13 @@ def all_of(case: ThreeBranches):
     towers, image_size = towers_of(Case("fork", 1, 1))
     entering = {**INPUTS} if case.audio == "toy" else {**INPUTS, "audio": ("input_features",)}
     if case.pairs == "four":
-        entering["video"] = ("video_frames", "video_time", "video_row", "video_clips")
+        entering["video"] = (
+            "video_frames",
+            "video_time",
+            "video_row",
+            "video_frame_row",
+            "video_clips",
+        )
     objective = Objective(tuple(Branch(name, inputs) for name, inputs in entering.items()), pairs)
     image = towers["image"]
     towers["image"] = replace(
