@@ -23,7 +23,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from engine.groups import ALONE, channel_options, warm_up
 from engine.json_messages import Json, from_all_ranks, receive_json, send_json
 from engine.objective import Objective, Pair
 from engine.streams import SideStream
@@ -54,13 +55,6 @@ DTYPES = {
         torch.uint8,
     )
 }
-
-
-# Of what groups move: a number, statistics, embeddings, a bucket of gradients.
-WARM_UP_BYTES = (8, 32 << 10, 2 << 20, 25 << 20)
-# of a kernel that waits for the other end of a channel; NCCL would give it 16 and more of the
-# device's multiprocessors, which the passes need
-CHANNEL_CTAS = 4
 
 
 class Channel:
@@ -263,8 +257,7 @@ class Communicator:
     def _group(
         self, ranks: Sequence[int], *operations: str, backend: str | None = None
     ) -> dist.ProcessGroup:
-        """A group for these collectives, which has had its first ones. Where it is one rank alone
-        nobody is to be connected, and a communicator would take half a GiB (NCCL#2363)."""
+        """A group for these collectives, which has had its first ones."""
         group = self._new_group(ranks, backend)
         if self.rank in ranks and len(ranks) > 1:
             warm_up(group, self._wire(group), operations)
@@ -273,6 +266,7 @@ class Communicator:
     def _new_group(
         self, ranks: Sequence[int], backend: str | None = None, options: Any = None
     ) -> dist.ProcessGroup:
+        backend = ALONE if len(ranks) == 1 else backend
         # on a rank outside the group: torch's GroupMember.NON_GROUP_MEMBER, which is never used
         group: Any = dist.new_group(
             list(ranks), timeout=self._timeout, backend=backend, pg_options=options
@@ -286,7 +280,7 @@ class Communicator:
         self.gradients_in: Channel | None = None
         self.gradients_out: Channel | None = None
         for source, target in self.graph.edges():
-            options = _channel_options()
+            options = channel_options()
             down, up = (self._new_group((source, target), options=options) for _ in range(2))
             # announcements are read on the host: no device synchronisation for them
             announcing = self._group((source, target), "all_reduce", backend="gloo")
@@ -443,6 +437,8 @@ class Communicator:
 
     def sum_over(self, tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
         """Sum over a group (default: all ranks)."""
+        if dist.get_world_size(group) == 1:
+            return tensor
         wired = tensor.to(self._wire(group))
         with self.recorder.span(WAIT):
             dist.all_reduce(wired, group=group)
@@ -487,37 +483,6 @@ class Communicator:
         flat = self.sum_over(flat, self.stage_group) / self.stage.replicas
         for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors])):
             tensor.copy_(piece.view_as(tensor))
-
-
-def warm_up(group: dist.ProcessGroup, device: torch.device, operations: Iterable[str]) -> None:
-    """Run these collectives once, for NCCL small and large. All members call it together.
-
-    gloo connects two ranks, and NCCL makes a communicator, with the first operation; NCCL connects
-    it for an algorithm when it first chooses that, which it does by size. They do so here, and not
-    in the middle of a step.
-    """
-    size, root = dist.get_world_size(group), dist.get_process_group_ranks(group)[0]
-    sizes = WARM_UP_BYTES[:1] if dist.get_backend(group) == "gloo" else WARM_UP_BYTES
-    for num_bytes, operation in itertools.product(sizes, operations):
-        values = torch.zeros(num_bytes // 4, device=device)
-        if operation == "all_reduce":
-            dist.all_reduce(values, group=group)
-        elif operation == "all_gather":
-            part = values[: -(-len(values) // size)]
-            dist.all_gather([torch.empty_like(part) for _ in range(size)], part, group=group)
-        elif operation == "broadcast":
-            dist.broadcast(values, root, group=group)
-        elif operation == "reduce":
-            dist.reduce(values, root, group=group)
-
-
-def _channel_options() -> Any:
-    """Of a group that only sends and receives; None where the backend is not NCCL."""
-    if dist.get_backend() != "nccl":
-        return None
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = CHANNEL_CTAS
-    return options
 
 
 def _bytes(tensor: Tensor) -> int:

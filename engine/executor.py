@@ -225,6 +225,14 @@ class ForkEngine(PipelineEngine):
         # the batch
         return grad
 
+    def _reduce_non_expert_gradients(
+        self, grads: Sequence[Tensor], elements_per_buffer: int
+    ) -> None:
+        """Average gradients over the replicas. One has its averages already, and the base class
+        would copy all of them twice."""
+        if self.stage.replicas > 1:
+            super()._reduce_non_expert_gradients(grads, elements_per_buffer)
+
     @property
     def instructions_done(self) -> int:
         """Of training and evaluation: while it grows, this rank is not stuck."""

@@ -3,6 +3,7 @@ name."""
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,8 +16,9 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from split_training import Case, make_engine, micro_batches_of_rank
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine import communication
-from engine.communication import DTYPES, Channel, Communicator, signature_of, warm_up
+from engine import groups
+from engine.communication import DTYPES, Channel, Communicator, signature_of
+from engine.groups import ALONE, warm_up
 from engine.json_messages import (
     from_all_ranks,
     from_first_rank,
@@ -285,7 +287,7 @@ def warmed_up() -> list[tuple[str, int]]:
                 return lambda group: "nccl"
             return collective if name in COLLECTIVES else call
 
-    with mock.patch.object(communication, "dist", Noting()):
+    with mock.patch.object(groups, "dist", Noting()):
         warm_up(dist.group.WORLD, torch.device("cpu"), COLLECTIVES)
     return ran
 
@@ -308,6 +310,34 @@ def groups_made(case: Case) -> tuple[list[tuple[int, ...]], list[str], list[str]
         sorted(set(vars(theirs)) - set(vars(engine.module))),
         sorted(set(vars(theirs._grid)) - set(vars(engine.module._grid))),
     )
+
+
+def groups_used(case: Case) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+    """Of every collective in a group of one rank, beside that of the run, (its name, how many
+    numbers it moves): those of an engine and a step in groups that make a communicator, and those
+    of the step in others."""
+    alone, averaged = [], []
+
+    def noting(name: str) -> object:
+        call = getattr(dist, name)
+
+        def collective(*args: object, **kwargs: object) -> object:
+            tensors = [each for each in (*args, *kwargs.values()) if torch.is_tensor(each)]
+            group = kwargs.get("group") or dist.group.WORLD
+            if dist.get_world_size(group) == 1 and group is not dist.group.WORLD:
+                found = (name, tensors[0].numel())
+                (averaged if dist.get_backend(group) == ALONE else alone).append(found)
+            return call(*args, **kwargs)
+
+        return mock.patch.object(dist, name, collective)
+
+    with contextlib.ExitStack() as stack:
+        for name in COLLECTIVES:
+            stack.enter_context(noting(name))
+        engine, _, image_size = make_engine(case)
+        averaged.clear()
+        engine.train_batch(micro_batches_of_rank(case, engine, 0, image_size))
+    return alone, averaged
 
 
 def outputs_alive(case: Case) -> tuple[int, int]:

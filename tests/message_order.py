@@ -175,8 +175,8 @@ class _Walk:
                 yield from self.crossed(*pair.branches, "scalars")
             if len(mine) == 1 or self.stage.replicas > 1:
                 yield from self.of_statistics(pair, mine)
-                for name in pair.loss.parameters if pair.first in mine else ():
-                    yield Operation("together", self.own, f"gradient of {name}")
+                if pair.loss.parameters and pair.first in mine:
+                    yield from self.gathered("gradients of what the loss learns")
             if pair.matching:
                 yield from self.matching(pair, mine)
 

@@ -97,15 +97,20 @@ def exchange_loss(
         shares[branch] = part.shares[branch]
         embeds[branch] = batch.restored(branch, part.embeds[branch])
         if branch == pair.rows[0]:
-            whole = {
-                name: comm.sum_over(gradient, comm.stage_group)
-                for name, gradient in part.parameters.items()
-            }
+            whole = _summed(comm, part.parameters)
             parameter_gradients = {
                 name: g / comm.stage.replicas
                 for name, g in loss.constrained(whole, parameters).items()
             }
     return LossResult(shares, embeds, parameter_gradients)
+
+
+def _summed(comm: Communicator, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of the learned scalars, [1] each, over the replicas of this stage: one message for all."""
+    if not gradients:
+        return {}
+    sums = comm.sum_over(torch.cat(list(gradients.values())), comm.stage_group)
+    return dict(zip(gradients, sums.split(1)))
 
 
 def _nothing(pair: Pair, batch: PairBatch, parameters: Mapping[str, Tensor]) -> LossResult:

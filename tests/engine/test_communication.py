@@ -182,6 +182,25 @@ def test_groups_are_made_that_are_used():
             assert of_grid == []
 
 
+ALONE = [
+    Case("fork", {"image": 1, "text": 1}, {"image": 1, "text": 1}, 12),
+    Case("fork", {"image": 1, "text": 1}, {"image": 1, "text": 1}, 12, precision="bf16"),
+    Case("fork", {"image": 1, "text": 1}, {"image": 2, "text": 1}, 12),
+    Case("merged", {"merged": 1}, 1, 12),
+    Case("merged", {"merged": 1}, 1, 12, zero_stage=0),
+]
+
+
+def test_a_rank_by_itself_connects_nothing_and_copies_no_gradients():
+    """NCCL makes a communicator of one rank, too, with its first operation."""
+    for case, of_ranks in run_all(communication_cases.groups_used, ALONE):
+        for alone, averaged in of_ranks:
+            assert alone == [], case
+            # DeepSpeed's ZeRO-1 of fp32 takes them out of their tensors whatever the replicas
+            if case.zero_stage == 0 or case.precision == "bf16" or case.replicas == 1:
+                assert [name for name, numbers in averaged if numbers > 1] == [], case
+
+
 def test_what_was_handed_on_is_freed_before_its_backward():
     case = Case("merged", {"merged": 2}, 1, 4)
     (num_sent, num_alive), _ = run_ranks(case.world_size, communication_cases.outputs_alive, case)

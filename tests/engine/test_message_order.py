@@ -264,6 +264,8 @@ def test_the_executor_does_what_the_model_says(posts_ahead):
         Case("merged", {"merged": 2}, 1, 6, schedule="per_micro_batch", zero_stage=0),
         Case("chain", {"image": 2, "text": 1}, 1, 6, loss="sigmoid"),
         Case("fork", {"image": 2, "text": 1}, {"image": 1, "text": 2}, {"image": 6, "text": 4}),
+        # two scalars, one message for both
+        Case("merged", {"merged": 1}, 2, 4, loss="sigmoid"),
         Case("fork", {"image": 1, "text": 2}, {"image": 2, "text": 1}, 6, fusion=1),
         Case("fork", one, {"image": 1, "text": 2}, 6, **plain),
     ]
