@@ -39,10 +39,11 @@ from engine.topology import StageGraph, balanced_cuts, chain, fork, merged
 # of stages: so many on at most FEW_RANKS, one on more, and only where the costliest branch has at
 # most UNEVEN_PAYS of what it has in the best even one
 MOST_UNEVEN, FEW_RANKS, UNEVEN_PAYS = 3, 64, 0.98
-ALIKE = 1.02  # of one graph: numbers of micro-batches this near the fastest are not told apart
-# predictions this near the best are taken as equal: steps take up to 10 % less or more than
-# predicted (bench/README.md)
+ALIKE = 1.02  # times this near the fastest are not told apart
+# times this near the fastest may be given for memory, where that is nearly full: steps take up to
+# 10 % less or more than predicted (bench/README.md)
 AS_GOOD = 1.10
+NEARLY_FULL = 0.9  # of the memory: predictions miss it by up to a tenth
 CUT_BY = 8  # samples of the micro-batch by whose seconds layers are cut into stages
 GIB = 2**30
 
@@ -79,10 +80,11 @@ class Search:
 
     @property
     def best(self) -> Candidate:
-        """Of the graphs and schedules that are as fast as the fastest the one that needs the least
-        memory per rank; of equal ones a fork, then the one with the fewest stages, then the
-        fastest. Each has the fewest micro-batches with which it is at its fastest: small ones save
-        little memory, and batch normalisation wants large ones."""
+        """The fastest graph and schedule whose memory is not near its limit; of those that are as
+        fast a fork, then the one with the fewest stages, then the one that needs the least memory.
+        Where all that are about as fast are near the limit, the one that is farthest from it. Each
+        has the fewest micro-batches with which it is at its fastest: small ones save little memory,
+        and batch normalisation wants large ones."""
         fastest_s = self.ranked[0].simulation.step_s
         groups: dict[tuple[str, str], list[Candidate]] = {}
         for candidate in self.ranked:
@@ -90,18 +92,20 @@ class Search:
                 candidate
             )
         near = [
-            group for group in groups.values() if group[0].simulation.step_s <= fastest_s * AS_GOOD
+            _fewest_micro_batches(group)
+            for group in groups.values()
+            if group[0].simulation.step_s <= fastest_s * AS_GOOD
         ]
-        return min(map(_fewest_micro_batches, near), key=self._preference)
+        roomy = [candidate for candidate in near if self._full(candidate) <= NEARLY_FULL]
+        if not roomy:
+            return min(near, key=lambda each: (round(self._full(each), 2), *_preference(each)))
+        least_s = min(candidate.simulation.step_s for candidate in roomy)
+        alike = [each for each in roomy if each.simulation.step_s <= ALIKE * least_s]
+        return min(alike, key=_preference)
 
-    def _preference(self, candidate: Candidate) -> tuple[float, bool, int, float]:
-        return (
-            # to a percent: it is predicted no better than that
-            round(candidate.peak_bytes / self.ranked[0].peak_bytes, 2),
-            candidate.graph.layout != "fork",
-            len(candidate.graph.stages),
-            candidate.simulation.step_s,
-        )
+    def _full(self, candidate: Candidate) -> float:
+        """The part of a rank's memory that it takes."""
+        return candidate.peak_bytes / room_bytes(candidate.graph, self.costs)
 
     def why(self) -> str:
         """A few lines that a person can read: what was chosen, and what the best of each other kind
@@ -124,6 +128,16 @@ class Search:
                     f"memory: {other.describe()}"
                 )
         return "\n".join(lines)
+
+
+def _preference(candidate: Candidate) -> tuple[bool, int, float, float]:
+    """Of candidates that are as fast: the least first."""
+    return (
+        candidate.graph.layout != "fork",
+        len(candidate.graph.stages),
+        candidate.peak_bytes,
+        candidate.simulation.step_s,
+    )
 
 
 def _fewest_micro_batches(group: Sequence[Candidate]) -> Candidate:

@@ -372,7 +372,7 @@ def test_the_best_is_as_good_as_trying_everything(world_size):
     assert found.ranked[0].simulation.step_s <= best * (1 + 1e-9)
 
 
-def test_among_equals_the_least_memory_wins():
+def test_among_equals_a_fork_wins():
     """Images and texts cost the same: a fork is as fast as data parallel training, and each rank
     holds one tower."""
     costs = {"image": [1.0, 1.0], "text": [1.0, 1.0]}
@@ -392,19 +392,23 @@ def predicted(world_size, branches, step_s, peak_bytes, sizes="auto"):
     return replace(found, simulation=replace(found.simulation, step_s=step_s, stages=stages))
 
 
-def test_memory_decides_among_what_is_predicted_within_ten_percent():
+def test_the_fastest_wins_unless_its_memory_is_nearly_full():
+    limit = proportional(COSTS, memory_bytes=1000.0)
     for fork, merged, expected in (
         ((1.00, 100), (1.00, 100), "fork"),  # equal in all
-        ((1.09, 100), (1.00, 100), "fork"),  # as fast as can be distinguished
-        ((1.09, 100), (1.00, 90), "merged"),  # as fast, less memory
-        ((1.00, 110), (1.09, 100), "merged"),
-        ((1.11, 50), (1.00, 100), "merged"),  # slower
-        ((1.00, 100), (1.11, 50), "fork"),
-        ((1.05, 100.3), (1.00, 100), "fork"),  # memory is not known to a percent
+        ((1.02, 100), (1.00, 50), "fork"),  # as fast as can be distinguished
+        ((1.03, 100), (1.00, 800), "merged"),  # memory that fits is worth no time
+        ((1.00, 800), (1.03, 100), "fork"),
+        ((1.00, 910), (1.09, 100), "merged"),  # nearly full, and what is not is about as fast
+        ((1.09, 100), (1.00, 910), "fork"),
+        ((1.00, 910), (1.11, 100), "fork"),  # slower
+        ((1.11, 50), (1.00, 990), "merged"),
+        ((1.00, 950), (1.09, 920), "merged"),  # both nearly full
+        ((1.05, 920), (1.00, 921), "fork"),  # memory is not known to a percent
     ):
         ways = [predicted(2, FORK, *fork), predicted(2, MERGED, *merged)]
         ranked = tuple(sorted(ways, key=lambda way: way.simulation.step_s))
-        found = Search(ranked, len(ranked), 0, COSTS).best.graph.layout
+        found = Search(ranked, len(ranked), 0, limit).best.graph.layout
         assert found == expected, (fork, merged)
 
 
@@ -415,7 +419,7 @@ def test_micro_batches_are_not_cut_small_for_their_memory():
         predicted(2, FORK, *figures)
         for figures in ((1.00, 100, 8), (1.01, 105, 24), (1.03, 110, 48), (1.05, 80, 2))
     ]
-    best = Search(tuple(ways), len(ways), 0, COSTS).best
+    best = Search(tuple(ways), len(ways), 0, proportional(COSTS)).best
     assert {batch.micro_batch_size for batch in best.batches.values()} == {24}
 
 
