@@ -104,9 +104,10 @@ def similarity_blocks(
 
 
 def belonging(sides: Sides, branch: str, rows: Tensor) -> Tensor:
-    """Which rows of the other side are of the same sample as these rows of `branch`: bool [t,
-    B]."""
-    return sides[branch].label[rows, None] == sides[other_of(sides, branch)].label
+    """Which rows of the other side are of the same sample as these rows of `branch`: bool [t, B].
+    Of what is nobody's none, not even what is nobody's there."""
+    label = sides[branch].label[rows]
+    return label.masked_fill(label < 0, -2)[:, None] == sides[other_of(sides, branch)].label
 
 
 def duplicates(sides: Sides, branch: str, rows: Tensor) -> Tensor | None:
@@ -166,19 +167,22 @@ class Targets:
 
 
 def mean_weights(side: Side) -> Tensor:
-    """Of each row in a weighted mean over all of its side: [B], the sum is 1."""
+    """Of each row in a weighted mean over all of its side: [B], the sum is 1; 0 where all are 0."""
     if side.weight is None:
         return side.embeds.new_full((len(side.label),), 1 / max(1, len(side.label)))
-    weight = side.weight.to(side.embeds.dtype)
-    return weight / weight.sum()
+    return _shares(side.weight.to(side.embeds.dtype))
 
 
 def asking_weights(side: Side) -> Tensor:
-    """Of each row in a weighted mean over those of its side that are somebody's: [B], the sum is
-    1."""
+    """Of each row in a weighted mean over those of its side that are somebody's: [B], the sum is 1;
+    0 where nobody asks."""
     weight = side.label.new_ones(len(side.label)) if side.weight is None else side.weight
-    weight = (weight * (side.label >= 0)).to(side.embeds.dtype)
-    return weight / weight.sum()
+    return _shares((weight * (side.label >= 0)).to(side.embeds.dtype))
+
+
+def _shares(weight: Tensor) -> Tensor:
+    total = weight.sum()
+    return weight / total.masked_fill(total == 0, 1)
 
 
 def logit_scale_exp(logit_scale: Tensor) -> Tensor:

@@ -153,11 +153,11 @@ class InfoNCE:
             del positive, matched, d_logits  # before the next block's are made
         d_own = scale * (d_own - _toward_all(along, across, other.embeds))
         gradients = {branch: d_own}
-        shares = {branch: self._shares(along, matched_own, scale * (embeds @ other.embeds.mean(0)))}
+        shares = {branch: self._shares(along, matched_own, scale * (embeds @ _mean(other.embeds)))}
         if both:
             gradients[other_branch] = d_other.sub_(scale * _toward_all(across, along, embeds))
             shares[other_branch] = self._shares(
-                across, matched_other, scale * (other.embeds @ embeds.mean(0))
+                across, matched_other, scale * (other.embeds @ _mean(embeds))
             )
         # ∂/∂log scale = Σᵢⱼ ∂L/∂sᵢⱼ · sᵢⱼ
         return Part(shares, gradients, {"logit_scale": (embeds * d_own).sum().reshape(1)})
@@ -179,13 +179,18 @@ class InfoNCE:
             log_sum_exp,
             half,
             half * (1 - self.label_smoothing) / positives,
-            half * self.label_smoothing / len(other.label),
+            half * self.label_smoothing / max(1, len(other.label)),
         )
 
     def _shares(self, terms: _Terms, matched: Tensor, mean_similarity: Tensor) -> Tensor:
         """[b], what each row adds to half of the weighted mean of log-sum-exp − Σⱼ tᵢⱼ sᵢⱼ."""
         target = terms.positive * matched + terms.half * self.label_smoothing * mean_similarity
         return terms.half * terms.log_sum_exp - target
+
+
+def _mean(embeds: Tensor) -> Tensor:
+    """[B, D] -> [D]; of no rows 0."""
+    return embeds.mean(0) if len(embeds) else embeds.sum(0)
 
 
 def _settled(sides: Sides, part: Part) -> Part:

@@ -24,6 +24,7 @@ from models.losses.blocks import (
     first_of,
     logit_scale_exp,
     mean_weights,
+    other_of,
     similarity_blocks,
 )
 
@@ -44,7 +45,9 @@ class Matching:
     ) -> Tensor:
         """[b] int64, a place of the other side for each of the rows `mine` [b]; −1 where no other
         row is a negative."""
-        drawn, scale = torch.empty_like(mine), logit_scale_exp(parameters["logit_scale"])
+        drawn, scale = torch.full_like(mine, -1), logit_scale_exp(parameters["logit_scale"])
+        if not len(sides[other_of(sides, branch)].label):
+            return drawn
         for rows, _, logits in similarity_blocks(
             sides, branch, mine, scale, self.work_bytes // BYTES_OF_DRAWING
         ):

@@ -63,7 +63,7 @@ class MILNCE(InfoNCE):
         for rows, scaled, logits in similarity_blocks(sides, branch, mine, scale, self.work_bytes):
             self._mask(logits, sides, branch, mine[rows])
             label = own_label[rows]
-            belongs = belonging(sides, branch, mine[rows]) & (label >= 0)[:, None]
+            belongs = belonging(sides, branch, mine[rows])
             d_logits = weight[label, None] * (logits - every[label, None]).exp()
             d_logits += weight[other_label] * (logits - every[other_label]).exp()
             positive = weight[label, None] * (logits - matched[label, None]).exp()
@@ -91,6 +91,8 @@ class MILNCE(InfoNCE):
         """Nᵢ [labels + 1], see `_by_label`."""
         clips = sides[_clips(sides)]
         captions = sides[other_of(sides, _clips(sides))]
+        if not len(clips.label):  # then all captions are nobody's
+            return _by_label(captions.embeds.new_zeros(len(captions.label)), captions.label)
         order = clips.label.argsort()
         at = torch.searchsorted(clips.label[order], captions.label).clamp(max=len(order) - 1)
         # of what is nobody's any

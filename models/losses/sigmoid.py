@@ -123,5 +123,5 @@ def _half_weights(sides: Sides, branch: str) -> Tensor:
     return (
         mean_weights(sides[branch])
         * len(sides[branch].label)
-        / (2 * len(sides[first_of(sides)].label))
+        / (2 * max(1, len(sides[first_of(sides)].label)))
     )
