@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from models.towers.derived import with_kinds
+
 
 class SelfAttention(nn.MultiheadAttention):
     """The same function of the same parameters, without torch's way through [L, N, D]: that copies
@@ -55,8 +57,7 @@ class SelfAttention(nn.MultiheadAttention):
 
 
 def with_self_attention(model: nn.Module) -> nn.Module:
-    """The model, whose modules of exactly that class are `SelfAttention` from now on."""
-    for module in model.modules():
-        if type(module) is nn.MultiheadAttention:
-            module.__class__ = SelfAttention
-    return model
+    """The model, with a `SelfAttention` in the place of each module of exactly that class."""
+    return with_kinds(
+        model, lambda module: SelfAttention if type(module) is nn.MultiheadAttention else None
+    )

@@ -49,3 +49,20 @@ def test_the_picture_is_that_of_the_code():
         for room in box
     ]
     assert sorted(drawn) == sorted([*names, *own]), "python docs/rooms.py draws it anew"
+
+
+def test_no_object_gets_another_class():
+    """Invariant 7: neither by assignment nor by `setattr`."""
+    found = []
+    for folder in ("common", "data", "models", "engine", "launch", "bench", "examples"):
+        for file in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                is_attribute = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+                if is_attribute and node.attr in ("__class__", "__bases__", "__dict__"):
+                    found.append(f"{file.relative_to(ROOT)}:{node.lineno}")
+                if isinstance(node, ast.Call) and any(
+                    isinstance(given, ast.Constant) and given.value == "__class__"
+                    for given in node.args
+                ):
+                    found.append(f"{file.relative_to(ROOT)}:{node.lineno}")
+    assert not found

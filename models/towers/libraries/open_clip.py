@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.model_sizes import read_model_config, refuse_sizes
+from models.towers.derived import as_kind
 from models.towers.layers import Tower
 from models.towers.names import TWO_LAYERS, nearest, split_name
 from models.towers.tracing.keys import of_annotations, read_keys
@@ -276,9 +277,10 @@ def _text_side(
     with _refusals(name):
         side = library().CustomTextCLIP(embed_dim, SMALL_IMAGE, text, quick_gelu).text
     causal = not text["no_causal_mask"] and not text["embed_cls"]
-    for block in side.transformer.resblocks:
+    blocks = side.transformer.resblocks
+    for i, block in enumerate(blocks):
         # typeshed wants a hashable argument, and mypy does not see that a class is
-        block.__class__ = _of_any_length(type(block), causal)  # type: ignore[arg-type]
+        blocks[i] = as_kind(block, _of_any_length(type(block), causal))  # type: ignore[arg-type]
     if isinstance(side.text_projection, nn.Parameter):
         side.text_projection = None
         return side, "text_projection"

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from models.towers.derived import with_kinds
+
 
 def with_exact_statistics(model: nn.Module) -> nn.Module:
     """The model, whose batch norms compute in fp32 where the engine keeps parameters in bf16 or
@@ -20,11 +22,14 @@ def with_exact_statistics(model: nn.Module) -> nn.Module:
     so that a library's variants (with an activation, split, synchronised) keep what they add. In
     fp32 it is the library's own forward.
     """
-    for module in model.modules():
-        if isinstance(module, _BatchNorm):
-            # typeshed wants a hashable argument, and mypy takes the class for an instance
-            module.__class__ = _exact(type(module))  # type: ignore[arg-type]
-    return model
+
+    def kind_of(module: nn.Module) -> type[nn.Module] | None:
+        if not isinstance(module, _BatchNorm):
+            return None
+        # typeshed wants a hashable argument, and mypy does not see that a class is
+        return _exact(type(module))  # type: ignore[arg-type]
+
+    return with_kinds(model, kind_of)
 
 
 @functools.cache
