@@ -1,11 +1,14 @@
 """ARCHITECTURE.md names files and functions that exist, and its picture is that of the code."""
 
 import ast
+import inspect
 import re
 from pathlib import Path
 
 import pytest
 from neighbours import neighbour
+
+from engine.module import layer_seed
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
@@ -49,6 +52,15 @@ def test_the_picture_is_that_of_the_code():
         for room in box
     ]
     assert sorted(drawn) == sorted([*names, *own]), "python docs/rooms.py draws it anew"
+
+
+def test_what_dropout_is_a_function_of():
+    """Invariant 4 names all that `layer_seed` is given."""
+    sentence = " ".join(
+        PAGE.split("are functions of seed, step and sample.")[1].split("),")[0].split()
+    )
+    for given in inspect.signature(layer_seed).parameters:
+        assert given.replace("_", "-") in sentence
 
 
 def test_no_object_gets_another_class():
