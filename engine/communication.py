@@ -266,7 +266,7 @@ class Communicator:
     def _new_group(
         self, ranks: Sequence[int], backend: str | None = None, options: Any = None
     ) -> dist.ProcessGroup:
-        backend = ALONE if len(ranks) == 1 else backend
+        backend = ALONE if backend is None and len(ranks) == 1 else backend
         # on a rank outside the group: torch's GroupMember.NON_GROUP_MEMBER, which is never used
         group: Any = dist.new_group(
             list(ranks), timeout=self._timeout, backend=backend, pg_options=options
@@ -385,6 +385,8 @@ class Communicator:
     def told_by_tails(self, value: Json) -> dict[int, Any]:
         """What every rank where a branch ends tells the others, by rank. It goes through host
         memory, so that no rank waits for its device."""
+        if len(self._tail_ranks) == 1:
+            return {self.rank: value}
         with self.recorder.span(WAIT):
             return dict(zip(self._tail_ranks, from_all_ranks(value, self._tails_group)))
 

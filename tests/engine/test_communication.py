@@ -188,6 +188,8 @@ ALONE = [
     Case("fork", {"image": 1, "text": 1}, {"image": 2, "text": 1}, 12),
     Case("merged", {"merged": 1}, 1, 12),
     Case("merged", {"merged": 1}, 1, 12, zero_stage=0),
+    # which tells itself numbers through a group of the host
+    Case("merged", {"merged": 1}, 1, 12, fusion=1),
 ]
 
 
