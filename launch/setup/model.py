@@ -23,7 +23,7 @@ from launch.objective import losses_of, objective_of, pairs_of
 from models.losses import Matching, Targets
 from models.towers.adapters.layers import adapted_tower, describe_adapters, num_learned
 from models.towers.adapters.lora import LoRA
-from models.towers.building import takes_other_sizes
+from models.towers.building import changing_buffers, takes_other_sizes
 from models.towers.fusion import FusionSizes, fusion_sizes
 from models.towers.layers import LayerSpec, Tower, Weights
 from models.weights.of_image import open_model_weights
@@ -139,6 +139,17 @@ class RunModel:
                 f"{', as every ViT with regions does' * self.objective.has_further_rows}; leave it "
                 "out, or use another tower (timm's ViTs: dynamic_img_size=true)"
             )
+
+    def refuse_changing_buffers(self) -> None:
+        """Raise ValueError where training changes a buffer that no rule says how to average."""
+        for tower in self.towers:
+            if changing := changing_buffers(tower):
+                raise ValueError(
+                    f"{tower.branch} tower {tower.name}: its forward in training changes the buffer "
+                    f"{changing[0]!r}. Of such buffers only those of batch normalisation are averaged "
+                    "over the replicas, kept as they were in a second forward, and put back after a "
+                    "skipped step; use another tower, or one that normalises otherwise"
+                )
 
     def refuse_regions(self, block: BranchesBlock) -> None:
         """Raise ValueError where regions are compared and cannot be, as the JSON file has it."""

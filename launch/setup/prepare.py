@@ -171,6 +171,7 @@ def prepare_run(options: Options, ranks: Ranks) -> PreparedRun:
     model = RunModel.of(options, data.tokenizer, adapting(block))
     model.refuse_sizes(options.image_buckets, balancing(block))
     model.refuse_regions(block)
+    model.refuse_changing_buffers()
     loss_weights = LossWeights.of(options, model.objective, data.held_out)
 
     # Which rank runs which layers: the fastest plan by what the layers cost, measured or estimated.

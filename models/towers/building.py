@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -28,6 +29,7 @@ __all__ = [
     "LayerCounts",
     "Tower",
     "build_towers",
+    "changing_buffers",
     "count_flops",
     "describe_layers",
     "meta_inputs",
@@ -143,6 +145,29 @@ def takes_other_sizes(tower: Tower) -> bool:
     except Exception:  # whatever code of a library raises
         return False
     return True
+
+
+def changing_buffers(tower: Tower) -> list[str]:
+    """The canonical names of buffers of the state that a training forward changes, beside those of
+    batch normalisation; on the meta device."""
+    held = [
+        (layer, local, buffer, buffer._version)
+        for layer in (spec.template for spec in tower.specs)
+        for local, buffer in layer.named_buffers()
+        if local in layer.canonical_names
+        and not isinstance(layer.get_submodule(local.rpartition(".")[0]), _BatchNorm)
+    ]
+    if not held:
+        return []
+    tensors = meta_inputs(tower, 2)
+    with torch.no_grad():
+        for spec in tower.specs:
+            tensors = spec.template(tensors)
+    return [
+        layer.canonical_names[local]
+        for layer, local, buffer, version in held
+        if dict(layer.named_buffers())[local] is not buffer or buffer._version != version
+    ]
 
 
 def count_flops(tower: Tower, inputs: dict[str, Tensor]) -> list[float]:

@@ -63,6 +63,14 @@ def test_what_regions_cannot_be_compared_under_is_refused():
     model_of().refuse_regions(BranchesBlock(schedule="per_micro_batch", balance=kept))
 
 
+def test_a_tower_whose_buffers_no_rule_averages_is_refused(monkeypatch):
+    model = model_of()
+    model.refuse_changing_buffers()
+    monkeypatch.setattr("launch.setup.model.changing_buffers", lambda tower: ["image.norm.mean"])
+    with pytest.raises(ValueError, match="image tower .*changes the buffer 'image.norm.mean'"):
+        model.refuse_changing_buffers()
+
+
 def test_options_of_regions_decide_what_is_trained_where_there_are_any():
     """Runs of versions without them go on."""
     for pairs, decides in (("image:text", False), (PAIRS, True)):

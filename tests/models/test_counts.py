@@ -1,12 +1,22 @@
 """Counts of layers on the meta device, against formulas and the library's published figures."""
 
+import copy
 from functools import cache
 
 import pytest
 import torch
+from torch import nn
 
-from models.towers.building import build_towers, count_flops, meta_inputs, with_head
+from models.towers.building import (
+    build_towers,
+    changing_buffers,
+    count_flops,
+    meta_inputs,
+    with_head,
+)
 from models.towers.building import describe_layers as describe
+from models.towers.tracing.towers import Traceable, traced_tower
+from models.towers.tracing.trace import SAMPLES
 
 IMAGE, TEXT = build_towers("vit_b_16", "bert-base-uncased", 512, 224, None, 64)
 describe_layers = cache(describe)
@@ -75,3 +85,45 @@ def test_every_family_is_counted_without_memory(cases, subtests):
             flops = count_flops(tower, meta_inputs(tower, 2))
             assert 2 * sum(c.flops for c in counts) == sum(flops)
             assert all(p.is_meta for spec in tower.specs for p in spec.template.parameters())
+
+
+class Stem(nn.Module):
+    """What a model of one's own may normalise with, and keep between forwards."""
+
+    def __init__(self, norm: nn.Module, replaces: bool = False):
+        super().__init__()
+        self.conv, self.norm, self.replaces = nn.Conv2d(3, 8, 8, 8), norm, replaces
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("table", torch.zeros(8))
+        self.register_buffer("cache", torch.zeros(()), persistent=False)
+
+    def forward(self, pixels):
+        found = self.norm(self.conv(pixels)).mean((2, 3))
+        self.cache = found.detach().sum()
+        if self.replaces and self.training:
+            self.mean = 0.9 * self.mean + 0.1 * found.detach().mean(0)
+        return found + self.mean + self.table
+
+
+def test_buffers_that_training_changes_are_found():
+    """Whether they are written to or replaced; not those of batch normalisation, tables, or what is
+    no part of the state."""
+    for norm, replaces, expected in (
+        (nn.BatchNorm2d(8), False, []),
+        (nn.InstanceNorm2d(8), False, []),
+        (nn.InstanceNorm2d(8, track_running_stats=True), False, ["running_mean", "running_var"]),
+        (nn.utils.parametrizations.spectral_norm(nn.Conv2d(8, 8, 1)), False, ["_u", "_v"]),
+        (nn.Identity(), True, ["image.mean"]),
+    ):
+        given = Traceable(
+            "image",
+            lambda norm=norm, replaces=replaces: Stem(copy.deepcopy(norm), replaces).to("meta"),
+            ("pixel_values", (SAMPLES, 3, 16, 16), torch.float32),
+            not_taken="",
+            remedy="",
+        )
+        found = changing_buffers(traced_tower(given, "own", {"image_size": 16}))
+        assert len(found) == len(expected) and all(
+            part in name for part, name in zip(expected, found)
+        ), (norm, found)
+    assert not changing_buffers(IMAGE) and not changing_buffers(TEXT)
