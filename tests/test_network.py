@@ -2,6 +2,7 @@
 store does."""
 
 import ast
+import contextlib
 import socket
 import time
 from datetime import timedelta
@@ -14,8 +15,8 @@ from launched import (
     finish,
     fork_flags,
     metrics,
-    ranks_of,
     reached,
+    run_to_end,
     start,
     wait_for,
     write_pairs,
@@ -38,13 +39,7 @@ def test_a_stranger_reaches_nothing_and_ends_no_run(tmp_path, monkeypatch):
     run = start("tests/held_training.py", *arguments, *length, "--run-dir", tmp_path, ranks=2)
     wait_for(reached(tmp_path, 2), run)
 
-    open_to = [
-        connection.laddr
-        for rank in ranks_of(run)
-        for process in (rank, *rank.children(recursive=True))
-        for connection in process.net_connections("inet")
-        if connection.status == psutil.CONN_LISTEN
-    ]
+    open_to = listening(run)
     assert int(run.port) in {place.port for place in open_to}
     assert {place.ip for place in open_to} <= {"127.0.0.1", "::1"}
     for address in own_addresses():
@@ -62,6 +57,44 @@ def test_a_stranger_reaches_nothing_and_ends_no_run(tmp_path, monkeypatch):
     status, output = finish(run)
     assert status == 0 and "written from outside" not in output, output[-5000:]
     assert sorted(metrics(tmp_path)) == [1, 2, 3, 4]
+
+
+def test_programs_that_look_at_data_or_a_run_listen_nowhere(tmp_path):
+    """The other rows of the table in SECURITY.md that need no cluster."""
+    data, folder = write_pairs(tmp_path / "data", 48), tmp_path / "run"
+    status, output = run_to_end(
+        "train.py",
+        *SMALL,
+        *["--data", data, "--max-text-tokens", 16],
+        *["--steps", 1, "--set", "train_batch_size=24", "--run-dir", folder],
+    )
+    assert status == 0, output[-5000:]
+    for words in (
+        ("data/inspect.py", data),
+        ("evaluate.py", folder),
+        ("export.py", folder, tmp_path / "export"),
+        ("launch/tools/report.py", folder, "--out", tmp_path / "report.html"),
+    ):
+        run = start(*words)
+        while run.poll() is None:
+            assert not listening(run), words
+        status, output = finish(run)
+        assert status == 0, output[-5000:]
+
+
+def listening(run):
+    """Where the processes of a run listen now."""
+    found = set()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        leader = psutil.Process(run.pid)
+        for process in (leader, *leader.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                found |= {
+                    connection.laddr
+                    for connection in process.net_connections("inet")
+                    if connection.status == psutil.CONN_LISTEN
+                }
+    return found
 
 
 def own_addresses():
