@@ -241,6 +241,7 @@ class Communicator:
         self._sent_bytes = 0.0
         self._timeout = timeout
         self.stage, self.replica = graph.stage_of(rank), graph.replica_of(rank)
+        self._groups: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup] = {}
         self._stage_groups = {
             stage.stage_id: self._group(stage.ranks, "all_reduce", "all_gather", "broadcast")
             for stage in graph.stages
@@ -249,7 +250,7 @@ class Communicator:
         self._make_channels()
         self._crossings = self._make_crossings()
         self._joins = {
-            pair.branches: self._make_joins(*pair.branches)
+            pair.branches: self._make_join(*pair.branches)
             for pair in objective.pairs
             if pair.matching
         }
@@ -257,8 +258,12 @@ class Communicator:
     def _group(
         self, ranks: Sequence[int], *operations: str, backend: str | None = None
     ) -> dist.ProcessGroup:
-        """A group for these collectives, which has had its first ones."""
-        group = self._new_group(ranks, backend)
+        """A group for these collectives, which has had its first ones: that of the same ranks
+        where there is one already. Each takes memory of the device, of its own."""
+        key = tuple(sorted(ranks)), backend
+        if key not in self._groups:
+            self._groups[key] = self._new_group(ranks, backend)
+        group = self._groups[key]
         if self.rank in ranks and len(ranks) > 1:
             warm_up(group, self._wire(group), operations)
         return group
@@ -313,17 +318,11 @@ class Communicator:
                         crossings[link] = (source, group)
         return crossings
 
-    def _make_joins(self, first: str, second: str) -> list[dist.ProcessGroup]:
-        """Of each replica where the first branch ends, with all of the second; none where one rank
-        is all of them."""
-        sources, receivers = self.graph.tail(first).ranks, self.graph.tail(second).ranks
-        return (
-            []
-            if sources == receivers and len(sources) == 1
-            else [
-                self._group(sorted({rank, *receivers}), "broadcast", "reduce") for rank in sources
-            ]
-        )
+    def _make_join(self, first: str, second: str) -> dist.ProcessGroup:
+        """All ranks where one of the two branches ends. One group for all sources: in a group for
+        each, ranks would have more of them, the more replicas there are."""
+        ends = {*self.graph.tail(first).ranks, *self.graph.tail(second).ranks}
+        return self._group(sorted(ends), "broadcast", "reduce")
 
     def announce(self, signatures: Sequence[Signature]) -> None:
         """Tell the next stage what all messages of a step will be, micro-batch by micro-batch."""
@@ -396,7 +395,10 @@ class Communicator:
         # more sources than receivers: this source has no audience
         if (source_branch, target_branch) not in self._crossings or not tensor.numel():
             return tensor
-        source, group = self._crossings[source_branch, target_branch]
+        return self._broadcast(tensor, *self._crossings[source_branch, target_branch])
+
+    def _broadcast(self, tensor: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
+        """From `source`; others pass an empty one of its shape and dtype and get the content."""
         wired = tensor.to(self._wire(group)).contiguous()
         with self.recorder.span(WAIT):
             dist.broadcast(wired, source, group=group)
@@ -406,31 +408,19 @@ class Communicator:
         return wired.to(self.device)
 
     def from_first(self, pair: Pair, replica: int, tensor: Tensor) -> Tensor:
-        """That replica where the first branch ends gives `tensor`; those of the second pass an
-        empty one of its shape and dtype and get the content."""
-        if not self._joins[pair.branches] or not tensor.numel():
+        """That replica where the first branch ends gives `tensor`; the others, and those of the
+        second, pass an empty one of its shape and dtype and get the content."""
+        group = self._joins[pair.branches]
+        if dist.get_world_size(group) == 1 or not tensor.numel():
             return tensor
-        group, source = (
-            self._joins[pair.branches][replica],
-            self.graph.tail(pair.first).ranks[replica],
-        )
-        wired = tensor.to(self._wire(group)).contiguous()
-        with self.recorder.span(WAIT):
-            dist.broadcast(wired, source, group=group)
-        self._sent_bytes += (
-            _bytes(wired) * (dist.get_world_size(group) - 1) if source == self.rank else 0
-        )
-        return wired.to(self.device)
+        return self._broadcast(tensor, self.graph.tail(pair.first).ranks[replica], group)
 
     def sum_to_first(self, pair: Pair, replica: int, tensor: Tensor) -> Tensor:
-        """Sum over where the second branch ends, for that replica of the first, whose own `tensor`
-        counts too; what others get back is of no use."""
-        if not self._joins[pair.branches] or not tensor.numel():
+        """Sum over where the two branches end, for that replica of the first; what others get back
+        is of no use."""
+        group, target = self._joins[pair.branches], self.graph.tail(pair.first).ranks[replica]
+        if dist.get_world_size(group) == 1 or not tensor.numel():
             return tensor
-        group, target = (
-            self._joins[pair.branches][replica],
-            self.graph.tail(pair.first).ranks[replica],
-        )
         wired = tensor.to(self._wire(group)).contiguous()
         with self.recorder.span(WAIT):
             dist.reduce(wired, target, group=group)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from cost_models import BRANCHES
 from deepspeed.runtime.pipe.module import PipelineModule
 from split_training import Case, make_engine, micro_batches_of_rank
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import groups
@@ -310,6 +311,31 @@ def groups_made(case: Case) -> tuple[list[tuple[int, ...]], list[str], list[str]
         sorted(set(vars(theirs)) - set(vars(engine.module))),
         sorted(set(vars(theirs._grid)) - set(vars(engine.module._grid))),
     )
+
+
+def communicators_made(graph: StageGraph, objective: Objective) -> list[int]:
+    """Of the first and last rank of each stage, with torch's fake groups in this process: those
+    that NCCL would make; the world counts, and the channels of edges as one."""
+    found = []
+    for rank in sorted(
+        {rank for stage in graph.stages for rank in stage.ranks[:: len(stage.ranks) - 1 or 1]}
+    ):
+        dist.init_process_group("fake", rank=rank, world_size=graph.world_size, store=FakeStore())
+        made = []
+
+        class Noted(Communicator):
+            def _new_group(self, ranks, backend=None, options=None):
+                if self.rank in ranks and len(ranks) > 1 and backend is None:
+                    made.append(tuple(ranks))
+                return dist.new_group(list(ranks), backend="fake")
+
+        try:
+            Noted(graph, objective, rank, torch.device("cpu"), TIMEOUT)
+        finally:
+            dist.destroy_process_group()
+        edges = sum(ranks in graph.edges() for ranks in made)
+        found.append(1 + len(made) - edges + (edges > 0))
+    return found
 
 
 def groups_used(case: Case) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:

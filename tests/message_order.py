@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -137,6 +137,12 @@ class _Walk:
             return Group("gradients", (self.below, self.rank))
         return Group("gradients", (self.rank, self.above))
 
+    def collective(self, ranks: Collection[int]) -> Group:
+        """There is one for each set of ranks."""
+        stages = {stage.ranks for stage in self.graph.stages}
+        members = tuple(sorted(ranks))
+        return Group("stage" if members in stages else "last stages", members)
+
     # -- the loss, as `engine/loss` has it
 
     def gathered(self, what: str) -> Iterator[Operation]:
@@ -148,8 +154,8 @@ class _Walk:
         for n, rank in enumerate(sources if sources != receivers else ()):
             audience = [r for i, r in enumerate(receivers) if i % len(sources) == n]
             if audience and self.rank in (rank, *audience):
-                name = f"{source} to {target}"
-                yield Operation("together", Group(name, (rank, *audience)), what)
+                group = self.collective({rank, *audience})
+                yield Operation("together", group, f"{what} from {source}")
 
     def exchanged(self, compared: Sequence[Comparison]) -> Iterator[Operation]:
         for branch in self.stage.tail_of:
@@ -191,22 +197,18 @@ class _Walk:
 
     def matching(self, pair: Pair, mine: list[str]) -> Iterator[Operation]:
         first, second = (self.graph.tail(branch) for branch in pair.branches)
-        groups = {
-            rank: Group(f"tokens of rank {rank}", tuple(sorted({rank, *second.ranks})))
-            for rank in first.ranks
-            if (rank == self.rank or pair.second in mine) and {rank} != {*second.ranks}
-        }
-        for group in groups.values():
-            yield Operation("together", group, "places")
+        group = self.collective({*first.ranks, *second.ranks})
+        if len(group.ranks) > 1:
+            for rank in first.ranks:
+                yield Operation("together", group, f"places of rank {rank}")
         if pair.second in mine:
             yield from self.gathered("drawn")
-        for rank, group in groups.items():
+        for rank in first.ranks if len(group.ranks) > 1 else ():
             loss = next(n for n, i in enumerate(self.work.programs[rank]) if type(i) is ComputeLoss)
             before = {getattr(i, "buffer_id", None) for i in self.work.programs[rank][:loss]}
-            blocks = range(len(before - {None}))
-            for block in blocks:
+            for block in range(len(before - {None})):
                 for what in ("tokens", *(["gradient"] if first.has_backward else [])):
-                    yield Operation("together", group, f"{what} {block}")
+                    yield Operation("together", group, f"{what} {rank} {block}")
 
     def evaluation(self) -> Iterator[Operation]:
         if self.stage.is_tail:
@@ -404,14 +406,10 @@ def _noting(comm: Communicator) -> Iterator[list[tuple[str, Group | None]]]:
     names: dict[int, Group] = {id(None): Group("world", tuple(range(comm.graph.world_size)))}
     for stage in comm.graph.stages:
         names[id(comm._stage_groups[stage.stage_id])] = Group("stage", stage.ranks)
-    for (first, second), (source, group) in comm._crossings.items():
-        others = [rank for rank in dist.get_process_group_ranks(group) if rank != source]
-        names[id(group)] = Group(f"{first} to {second}", (source, *others))
-    for (first, _), groups in comm._joins.items():
-        for rank, group in zip(comm.graph.tail(first).ranks, groups):
-            if group != dist.GroupMember.NON_GROUP_MEMBER:
-                ranks = tuple(dist.get_process_group_ranks(group))
-                names[id(group)] = Group(f"tokens of rank {rank}", ranks)
+    known = set(names)
+    for (ranks, _), group in comm._groups.items():
+        if comm.rank in ranks and id(group) not in known:
+            names[id(group)] = Group("last stages", ranks)
     channels = ("activations_in", "activations_out", "gradients_in", "gradients_out")
     for name, _, way in (each.partition("_") for each in channels):
         channel = getattr(comm, f"{name}_{way}")

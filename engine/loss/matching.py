@@ -4,6 +4,9 @@ second branch of the pair ends.
     images end, replica r   ── tokens of a micro-batch ──>   texts end, each replica: the pairs of these images with its own texts,
                             <── their gradient, summed ──    scored and differentiated at once
 
+The other replicas of images take part, and do nothing with it: they wait anyway, and one group of
+all last stages is enough, however many replicas there are. A group takes memory of every member.
+
 Images and texts stand for the first and the second branch of any pair with a `matching` loss. Each
 text tail (a replica where the texts end) draws a negative image for each of its texts and, for its
 share of all images, a negative text; the latter they tell each other. A pair is scored by the tail
@@ -111,10 +114,7 @@ def match(
     image, text = (comm.graph.tail(branch) for branch in pair.branches)
     own = outputs if pair.first in batch.own else []
     blocks = [
-        _Block(replica, *size)
-        for replica, of_replica in enumerate(sizes)
-        for size in of_replica
-        if pair.second in batch.own or image.ranks[replica] == comm.rank
+        _Block(replica, *size) for replica, of_replica in enumerate(sizes) for size in of_replica
     ]
     places = _places(comm, pair, batch, blocks)
     texts, pairs_of = None, [list[_Pairs]() for _ in blocks]

@@ -287,6 +287,11 @@ class CostModel:
         }
 
     @property
+    def matched(self) -> tuple[str, ...]:
+        """The two branches of the pair that is matched, where one is."""
+        return tuple(self.token_bytes) or self.all_compared[0]
+
+    @property
     def all_compared(self) -> tuple[tuple[str, str], ...]:
         if self.compared:
             return self.compared

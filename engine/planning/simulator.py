@@ -162,15 +162,28 @@ def bounds(
 
 
 def room_bytes(graph: StageGraph, costs: CostModel) -> float:
-    """What a rank may use of its memory beside the buffers of NCCL's communicators: those of the
-    world, of its stage and, in a fork, of what its last stages have with each other. The four
-    channels of an edge count as one, since they have few blocks each."""
+    """What a rank may use of its memory beside the buffers of NCCL's communicators."""
     if graph.world_size == 1:
         return costs.machine.memory_bytes
-    partners = len(graph.tails) - 1
-    has_edges = len(graph.stages) > len(graph.tails)
-    number = 2 + has_edges + (1 + 2 * partners if partners else 0)
+    number = max(_num_communicators(graph, stage, costs) for stage in graph.stages)
     return costs.machine.memory_bytes - number * costs.machine.communicator_bytes
+
+
+def _num_communicators(graph: StageGraph, stage: Stage, costs: CostModel) -> int:
+    """Of the first rank of a stage, which has the most: those of the world, of its replicas, and of
+    what last stages have with each other, as `Communicator` makes them. The four channels of an edge
+    count as one, since they have few blocks each."""
+    has_edges = stage.previous is not None or stage.next is not None
+    number = 1 + (stage.replicas > 1) + has_edges
+    for other in graph.tails if stage.is_tail else ():
+        if other is not stage:
+            number += 1 if other.replicas == stage.replicas else 2  # each way, in the same group
+    if costs.pairs is not None:
+        ends = {graph.tail(branch).stage_id: graph.tail(branch) for branch in costs.matched}
+        # else the group is that of the replicas, or that in which one rank gives to all others
+        if stage.stage_id in ends and len(ends) > 1:
+            number += min(end.replicas for end in ends.values()) > 1
+    return number
 
 
 def most_kept(graph: StageGraph, batches: Batches, costs: CostModel) -> dict[str, int]:

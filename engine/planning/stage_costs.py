@@ -336,14 +336,16 @@ def _matching(stage: Stage, batch: BranchBatch, own: int, costs: CostModel) -> M
     pairs = costs.pairs
     if pairs is None:
         return Matching()
-    first, second = tuple(costs.token_bytes) or costs.all_compared[0]
+    first, second = costs.matched
     size = batch.micro_batch_size
     alone = {first, second} <= set(stage.tail_of) and batch.replicas == 1
     with_sums = 1 + FLOAT_BYTES / costs.state.weight  # gradients are added up in fp32
     tokens = {first: 0.0, second: 0.0, **costs.token_bytes}
     held_bytes = 2 * own * tokens[first] if first in stage.tail_of else 0.0
     if second not in stage.tail_of:
-        return Matching(held_bytes=held_bytes)
+        # a micro-batch of another replica passes through
+        passing_bytes = with_sums * size * tokens[first] if batch.replicas > 1 else 0.0
+        return Matching(held_bytes=held_bytes + passing_bytes)
     held_bytes += (2 + with_sums) * own * tokens[second]  # a second time, padded to the longest
     held_bytes += with_sums * size * tokens[first] + pairs.activation_bytes.at(size)
     moved_bytes = 0.0 if alone else with_sums * own * batch.replicas * tokens[first]

@@ -1,16 +1,23 @@
 """What ranks say to each other, over gloo: named tensors along an edge, rows among unequal numbers
 of replicas."""
 
+import itertools
 import math
+from dataclasses import replace
 
 import communication_cases
 import pytest
 import torch
 from communication_cases import OBJECTIVE
+from cost_models import BRANCHES, proportional
 from ranks import run_all, run_cases, run_ranks
 from split_training import Case
 
 from engine.communication import gradients_of, signature_of
+from engine.objective import Branch, Objective, Pair
+from engine.planning.simulator import room_bytes
+from engine.topology import StageGraph, chain, fork, merged
+from models.losses import InfoNCE, Matching
 
 
 def test_every_dtype_and_changing_shapes_in_both_directions_at_once():
@@ -169,8 +176,8 @@ def test_groups_are_warmed_up_with_every_kind_of_collective_in_four_sizes(of_two
 
 def test_groups_are_made_that_are_used():
     """And nothing is missing that DeepSpeed's constructors, which make more of them, set."""
-    # three stages; an edge, both ways and for announcements; embeddings both ways
-    of_fork = [(0,), (1,), (2,), *[(0, 1)] * 3, (1, 2), (2, 1)]
+    # three stages; an edge, both ways and for announcements; embeddings, both ways in one
+    of_fork = [(0,), (1,), (2,), *[(0, 1)] * 3, (1, 2)]
     for case, groups in (
         (Case("merged", {"merged": 1}, 4, 6), [(0, 1, 2, 3)]),
         (Case("fork", {"image": 2, "text": 1}, {"image": 1, "text": 1}, 4), of_fork),
@@ -180,6 +187,32 @@ def test_groups_are_made_that_are_used():
             assert sorted(made, key=lambda ranks: (len(ranks), ranks)) == groups, case
             assert of_module == ["parts"]  # of `_partition_layers`, in whose place ours is
             assert of_grid == []
+
+
+def layouts(replicas: tuple[int, int]) -> list[StageGraph]:
+    cuts, longer = ({b: [range(1)] * n for b in BRANCHES} for n in (1, 2))
+    of = dict(zip(BRANCHES, replicas))
+    return [
+        *(merged(each, replicas[0]) for each in (cuts, longer)),
+        chain(cuts, replicas[0]),
+        *(fork(each, of) for each in (cuts, longer)),
+    ]
+
+
+@pytest.mark.parametrize("matching", [None, Matching()])
+def test_the_planner_counts_the_communicators_that_are_made(matching):
+    """The world's counts; channels of an edge, which have few blocks, count as one."""
+    objective = Objective(
+        tuple(map(Branch, BRANCHES)), (Pair(*BRANCHES, InfoNCE(), matching=matching),)
+    )
+    costs = proportional({b: [1.0] for b in BRANCHES}, memory_bytes=0.0, communicator_bytes=-1.0)
+    if matching:
+        costs = replace(costs, pairs=costs.layers["text"][0])
+    for graph in itertools.chain(*map(layouts, itertools.product((1, 2, 3), repeat=2))):
+        if graph.world_size > 1:
+            made = communication_cases.communicators_made(graph, objective)
+            assert max(made) == room_bytes(graph, costs), graph.describe()
+            assert max(made) <= 6, graph.describe()  # however many replicas there are
 
 
 ALONE = [

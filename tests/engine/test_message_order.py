@@ -267,6 +267,8 @@ def test_the_executor_does_what_the_model_says(posts_ahead):
         # two scalars, one message for both
         Case("merged", {"merged": 1}, 2, 4, loss="sigmoid"),
         Case("fork", {"image": 1, "text": 2}, {"image": 2, "text": 1}, 6, fusion=1),
+        Case("fork", one, {"image": 2, "text": 2}, 6, fusion=1),
+        Case("merged", {"merged": 1}, 2, 6, fusion=1),
         Case("fork", one, {"image": 1, "text": 2}, 6, **plain),
     ]
     for case, of_ranks in run_all(recorded, cases, posts_ahead):

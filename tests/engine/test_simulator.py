@@ -876,11 +876,17 @@ def test_pairs_are_scored_at_the_text_tail_and_image_tails_wait():
     assert steps[1].step_s - steps[0].step_s == pytest.approx((8 * 100 + 8 * 200) / 10)
     # held: own tokens and their gradients; texts also padded, and their sums in fp32; the two
     # images of a micro-batch with theirs
-    held = {
-        name: by_name(steps[1])[name].peak_bytes - by_name(steps[0])[name].peak_bytes
-        for name in ("image 0", "text 0")
-    }
-    assert held == {"image 0": 8 * 2 * 100, "text 0": 8 * (3 + 2) * 10 + 2 * (1 + 2) * 100}
+    two = fork(ONE_STAGE, dict.fromkeys(BRANCHES, 2))
+    passing = 2 * (1 + 2) * 100  # of two replicas each takes part in the messages of the other
+    for graph, batches, others in ((one, both(1, 2, 4), 0), (two, both(2, 2, 4), passing)):
+        less, more = (
+            by_name(simulate(graph, batches, "batch_sync", costs)) for costs in (sides, moved)
+        )
+        held = {name: own.peak_bytes - less[name].peak_bytes for name, own in more.items()}
+        assert held == {
+            "image 0": 8 * 2 * 100 + others,
+            "text 0": 8 * (3 + 2) * 10 + 2 * (1 + 2) * 100,
+        }
 
 
 def test_a_rank_that_loads_by_itself_takes_longer_for_the_forwards_of_what_enters():
