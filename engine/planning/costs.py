@@ -23,6 +23,9 @@ from engine.optimizer.locking import LockedBlock
 Unlimited = Annotated[float, BeforeValidator(lambda value: inf if value is None else value)]
 
 
+BLOCK_BYTES, BLOCK_SHARE = 64 * 2.0**20, 64  # as `models/losses/blocks.py` has them
+
+
 @dataclass(frozen=True)
 class Curve:
     """A cost as a function of the micro-batch size: straight lines between the points known,
@@ -147,6 +150,8 @@ class Machine:
     # of a tensor that goes round a ring, besides its messages: copies and sums
     collective_s_per_byte: float = 0.0
     communicator_bytes: float = 0.0  # of device memory, for one communicator of NCCL
+    # a block of logits, with what is made of it: the loss makes larger ones in blocks of rows
+    block_bytes: float = BLOCK_BYTES
     measured: bool = False  # these numbers and the layers' costs; else they are counted
 
     def link(self, ranks: Sequence[int]) -> Link:
@@ -169,6 +174,11 @@ class Machine:
                 len(ranks) - 1 - (last - first)
             ) * self.link_latency_s
         return Ring(len(ranks), speed, latency_s, self.collective_s_per_byte)
+
+
+def block_bytes(gpu_bytes: float) -> float:
+    """What the losses take for a block on a GPU of so much memory, at most."""
+    return max(BLOCK_BYTES, gpu_bytes / BLOCK_SHARE)
 
 
 @dataclass(frozen=True)

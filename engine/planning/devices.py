@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.spelling import near
-from engine.planning.costs import Curve, LayerCost, Machine
+from engine.planning.costs import Curve, LayerCost, Machine, block_bytes
 
 # Assumptions, not data: what training in eager torch reaches of the peaks. Large transformers in
 # half precision are reported at 0.4 to 0.55
@@ -238,6 +238,7 @@ def estimated_machine(device: Device, precision: str, efficiency: float = EFFICI
         name=device.name,
         memory_bytes=device.memory_bytes,
         communicator_bytes=device.communicator_bytes,
+        block_bytes=block_bytes(device.memory_bytes),
         link_bytes_per_s=device.link_bytes_per_s,
         link_latency_s=_LINK_LATENCY_S,
         flops_per_s=device.flops_per_s["tf32" if precision == "tf32" else "fp32"] * efficiency,

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
-from engine.planning.costs import Machine
+from engine.planning.costs import Machine, block_bytes
 from engine.planning.devices import COMMUNICATOR_BYTES
 from engine.planning.measured import device_identity
 from engine.planning.profile_layers import CacheFlusher, Clock, Ranks
@@ -63,6 +63,7 @@ def profile_machine(
         ]
     )
     on_nccl = dist.is_initialized() and dist.get_backend() == "nccl"
+    gpu_bytes = get_accelerator().total_memory() if runs_behind(device) else 0
     bandwidth, latency = NOMINAL_LINK.get(device.type, NOMINAL_LINK["cpu"])
     return Machine(
         name=device_identity(device)["device"],
@@ -74,6 +75,7 @@ def profile_machine(
         gradient_s_per_parameter=reduce_s / sum(sample),
         instruction_s=host_s,
         communicator_bytes=COMMUNICATOR_BYTES if on_nccl else 0.0,
+        block_bytes=block_bytes(gpu_bytes),
         measured=True,
     )
 

@@ -26,7 +26,6 @@ ELEMENTWISE_FLOPS = 10  # of the loss per logit: two exponentials, their sums an
 LABEL_BYTES = 16  # place in the batch and index in the data, int64 each
 # of a block of logits that exist at once: itself, which are positives, what is made of them
 LOGITS_COPIES = 4
-LOGITS_BYTES = 64 * 2**20  # what they take at most: the loss makes larger ones in blocks of rows
 
 
 class LayersCost(NamedTuple):
@@ -79,6 +78,7 @@ class Loss(NamedTuple):
     everyone: int  # B
     width: int  # D
     matching: Matching
+    block_bytes: float  # of logits that exist at once, at most
 
     @property
     def flops(self) -> float:
@@ -99,7 +99,7 @@ class Loss(NamedTuple):
         """What is gone before the first backward: a block of logits; the embeddings once more, as
         they came and not yet in order; own rows, and their gradients, a few times; where one rank
         has all of them, those of the other branch, too; tokens and pairs."""
-        logits_bytes = min(LOGITS_BYTES, LOGITS_COPIES * FLOAT_BYTES * self.own * self.everyone)
+        logits_bytes = min(self.block_bytes, LOGITS_COPIES * FLOAT_BYTES * self.own * self.everyone)
         copies = (1 if self.replicas > 1 else 2) * self.known * self.everyone + 4 * self.own
         return logits_bytes + copies * FLOAT_BYTES * self.width + self.matching.held_bytes
 
@@ -329,6 +329,7 @@ def _loss(
         everyone=own * batch.replicas,
         width=costs.embed_dim,
         matching=_matching(stage, batch, own, costs),
+        block_bytes=costs.machine.block_bytes,
     )
 
 

@@ -20,7 +20,8 @@ from torch import Tensor
 
 LOGIT_SCALE_LIMIT = math.log(100.0)
 DUPLICATES = ("masked", "positives", "negatives")
-WORK_BYTES = 64 * 2**20
+WORK_BYTES = 64 * 2**20  # of a block, at least
+WORK_SHARE = 64  # of a GPU's memory: one part in so many
 COPIES = (
     4  # of a block that exist at once: the similarities, which are positives, what is made of them
 )
@@ -79,19 +80,28 @@ class Part(NamedTuple):
     parameters: dict[str, Tensor]
 
 
+def block_bytes(device: torch.device) -> int:
+    """What a block of similarities takes at most, with all that is made of it: more on a device
+    with more memory. Each block reads the whole other side: of half a million rows 1 GB, for which
+    the eight rows that 64 MiB hold are too few."""
+    if device.type not in ("cuda", "xpu"):
+        return WORK_BYTES
+    memory = torch.get_device_module(device).get_device_properties(device).total_memory
+    return max(WORK_BYTES, memory // WORK_SHARE)
+
+
 def similarity_blocks(
-    sides: Sides, branch: str, mine: Tensor, scale: Tensor, work_bytes: int
+    sides: Sides, branch: str, mine: Tensor, scale: Tensor, work_bytes: int | None, share: int = 1
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Rows `mine` [b] of a side against the whole other one, as many at a time as `work_bytes`
-    hold, at least one.
+    hold, at least one; None: as the device's memory allows. `share`: one part of these in so many.
 
     Yields (which of `mine`, their embeddings times `scale` [t, D], scaled similarities [t, B]). The
     similarities are the caller's to change, and gone when the next are asked for.
     """
     own, other = sides[branch].embeds, sides[other_of(sides, branch)].embeds
-    at_once = min(
-        len(mine), max(1, work_bytes // (COPIES * max(1, len(other)) * other.element_size()))
-    )
+    room = (work_bytes or block_bytes(own.device)) // share
+    at_once = min(len(mine), max(1, room // (COPIES * max(1, len(other)) * other.element_size())))
     memory = own.new_empty(at_once, len(other))
     for start in range(0, len(mine), max(1, at_once)):
         where = mine[start : start + at_once]

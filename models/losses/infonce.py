@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from models.losses.blocks import (
-    WORK_BYTES,
     Part,
     Sides,
     Targets,
@@ -46,11 +45,11 @@ class InfoNCE:
 
     `logit_scale` [1] is in log space; the scale used is its exponential, at most 100 as in CLIP, at
     first 1 / 0.07 (section 2.5). `work_bytes`: what a block of similarities takes at most, with all
-    that is made of it.
+    that is made of it; None: `block_bytes` of the device.
     """
 
     label_smoothing: float = 0.0
-    work_bytes: int = WORK_BYTES
+    work_bytes: int | None = None
     targets: Targets = Targets()
     has_positives: ClassVar[bool] = True
     """Whether duplicates can be each other's positives."""

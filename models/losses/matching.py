@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models.losses.blocks import (
-    WORK_BYTES,
     Sides,
     Targets,
     first_of,
@@ -37,7 +36,7 @@ class Matching:
     image i)), ℓ the binary cross entropy of a pair's score, p and q the weights of images and
     texts, which add up to 1. A row of which nothing could be drawn asks nothing there."""
 
-    work_bytes: int = WORK_BYTES
+    work_bytes: int | None = None
     targets: Targets = Targets()
 
     def negatives(
@@ -49,7 +48,7 @@ class Matching:
         if not len(sides[other_of(sides, branch)].label):
             return drawn
         for rows, _, logits in similarity_blocks(
-            sides, branch, mine, scale, self.work_bytes // BYTES_OF_DRAWING
+            sides, branch, mine, scale, self.work_bytes, BYTES_OF_DRAWING
         ):
             logits += gumbel_noise(
                 seed if branch == first_of(sides) else ~seed, mine[rows], logits.shape[1]

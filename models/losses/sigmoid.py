@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from models.losses.blocks import (
-    WORK_BYTES,
     Part,
     Sides,
     Targets,
@@ -43,7 +42,7 @@ class Sigmoid:
     InfoNCE.
     """
 
-    work_bytes: int = WORK_BYTES
+    work_bytes: int | None = None
     targets: Targets = Targets()
     parameters: ClassVar[Mapping[str, float]] = {"logit_scale": math.log(10.0), "logit_bias": -10.0}
     constrained = staticmethod(stop_outward)

@@ -5,6 +5,7 @@ import itertools
 from collections import Counter
 from contextlib import contextmanager
 from datetime import timedelta
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -153,9 +154,11 @@ class FakeRanks(Communicator):
 def rank_of(graph, rank):
     dist.init_process_group("fake", rank=rank, world_size=graph.world_size, store=FakeStore())
     try:
-        # which torch asks for before it broadcasts
-        made_up = mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0))
-        with FakeTensorMode(), made_up:
+        # which torch asks for before it broadcasts, and a loss before it cuts blocks
+        capability = mock.patch.object(torch.cuda, "get_device_capability", return_value=(9, 0))
+        memory = SimpleNamespace(total_memory=80 << 30)
+        properties = mock.patch.object(torch.cuda, "get_device_properties", return_value=memory)
+        with FakeTensorMode(), capability, properties:
             yield
     finally:
         dist.destroy_process_group()

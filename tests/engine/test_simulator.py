@@ -519,6 +519,9 @@ def test_logits_of_a_large_batch_come_in_blocks():
     assert run(line(1), 4096, "replay", costs)[0].peak_bytes == pytest.approx(
         2 * 4096 * 8 * 4 + work_bytes(4096, 0, 8) + 4 * 4096 * 8 * 4 + 64 * 2**20
     )
+    larger = replace(costs, machine=replace(costs.machine, block_bytes=100 * 2**20))
+    more = run(line(1), 4096, "replay", larger)[0].peak_bytes
+    assert more == run(line(1), 4096, "replay", costs)[0].peak_bytes + 36 * 2**20
 
 
 def test_logits_and_activations_need_not_be_there_together():

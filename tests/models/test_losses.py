@@ -7,16 +7,20 @@ of up to 100 loses a few.
 import math
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bench.memory_probe import TensorBytes
+from engine.planning.costs import block_bytes
 from models.losses import (
     DUPLICATES,
     LOGIT_SCALE_LIMIT,
@@ -28,7 +32,7 @@ from models.losses import (
     logit_scale_exp,
     phrase_duplicates,
 )
-from models.losses.blocks import COPIES
+from models.losses.blocks import COPIES, similarity_blocks
 
 B, D = 13, 6  # samples in the global batch, width of the embeddings
 REPLICAS = ((13,), (1, 12), (5, 1, 7), (2, 3, 7, 1))  # rows of each
@@ -566,3 +570,20 @@ def test_a_negative_that_equals_every_phrase_leaves_loss_and_gradients_finite(na
     torch.testing.assert_close(shares, sum(share.sum() for share in whole.shares.values()))
     if how == "masked" and name != "sigmoid":  # a softmax over the own phrase alone
         assert max(float(each.abs().max()) for each in whole.embeds.values()) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("device", "gib", "rows"), [("cpu", 80, 8), ("cuda", 80, 160), ("cuda", 2, 8)]
+)
+def test_blocks_are_as_large_as_the_memory_of_the_device_allows(device, gib, rows):
+    """Each block reads the whole other side, 1 GB of half a million rows. The planner counts as
+    many bytes."""
+    columns, memory = 2**19, SimpleNamespace(total_memory=gib << 30)
+    made_up = mock.patch.object(torch.cuda, "get_device_properties", return_value=memory)
+    with FakeTensorMode(), made_up, torch.device(device):
+        sides = pairs(torch.zeros(2 * rows, 4), torch.zeros(columns, 4))
+        mine, scale = torch.arange(2 * rows), torch.ones(())
+        sizes = [len(own) for _, own, _ in similarity_blocks(sides, "image", mine, scale, None)]
+    assert sizes == [rows, rows]
+    counted = block_bytes((gib << 30) * (device == "cuda"))
+    assert rows == counted // (COPIES * 4 * columns)
