@@ -252,13 +252,22 @@ def averages_early(config: Mapping[str, Any]) -> bool:
     return plain and zero.get("stage", 0) == 0
 
 
+class FurtherRows(NamedTuple):
+    """A pair of branches that compares rows beside those of samples, and how many of each side a
+    sample has on average."""
+
+    first: str
+    second: str
+    rows: tuple[float, float]
+
+
 @with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True)
 class CostModel:
     """Everything the simulator asks. `layers[branch]` are all layers of a tower in order.
 
-    `compared`: the pairs of branches that a loss compares; where nothing is said, the two that
-    there are. `pairs`: where a pair is matched, what that takes for so many rows of its second
+    `compared`: the pairs of branches whose samples a loss compares; where nothing is said, the two
+    that there are. `further`: those that compare other rows. `pairs`: where a pair is matched, what that takes for so many rows of its second
     branch, parameters not counted; `token_bytes`, by branch, of the tokens of one sample, the first
     branch of that pair before the second. `compiled_share`: as in `profile_together`. `loading`:
     None where it is not known, and then free.
@@ -276,6 +285,7 @@ class CostModel:
     compared: tuple[tuple[str, str], ...] = ()
     compiled_share: Mapping[str, float] = field(default_factory=dict)
     loading: Loading | None = None
+    further: tuple[FurtherRows, ...] = ()
 
     def __post_init__(self):
         if not self.compared and len(self.layers) != 2:

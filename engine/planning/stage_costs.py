@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from engine.optimizer.gradient_averages import BUCKET_BYTES
 from engine.planning.batch import Batches, BranchBatch
-from engine.planning.costs import CostModel, Loading, Machine, Ring
+from engine.planning.costs import CostModel, FurtherRows, Loading, Machine, Ring
 from engine.planning.instructions import Counts
 from engine.topology import Stage, StageGraph
 
@@ -58,69 +58,108 @@ class Matching(NamedTuple):
     moved_bytes: float = 0.0
 
 
-class Loss(NamedTuple):
-    """One ComputeLoss of one tail: b own rows and the B rows of its batch, width D. The cases are
-    those of `engine/loss/exchange.py`.
+class Rows(NamedTuple):
+    """Of one name, in one ComputeLoss: those of a replica, if they are made where the tail is, and
+    all of the batch."""
 
-    Priced as InfoNCE with one row per sample; the sigmoid loss makes each matrix once and exchanges
-    no statistics.
+    own: float
+    everyone: float
+    here: bool
+
+
+class Compared(NamedTuple):
+    """A pair that the tail takes part in; `receivers`: replicas of the other tail, where the other
+    side is there."""
+
+    sides: tuple[Rows, Rows]
+    receivers: int
+
+
+class Loss(NamedTuple):
+    """One ComputeLoss of one tail. The cases are those of `engine/loss/exchange.py`.
+
+    Priced as InfoNCE with one row per sample, beside which there may be further rows; the sigmoid
+    loss makes each matrix once and exchanges no statistics.
     """
 
-    branches: int  # that end in this tail
-    known: int  # branches whose rows it knows: these and their partners
-    pairs: int  # that it takes part in
-    sides: int  # of these pairs, that end here
-    # replicas of each tail that it sends its rows to, a number for each pair with the other side
-    # there
-    receivers: tuple[int, ...]
+    known: tuple[Rows, ...]  # its own, and those that they are compared with
+    pairs: tuple[Compared, ...]
     replicas: int
-    own: int  # b
-    everyone: int  # B
     width: int  # D
     matching: Matching
     block_bytes: float  # of logits that exist at once, at most
 
     @property
+    def here(self) -> list[Rows]:
+        return [rows for rows in self.known if rows.here]
+
+    def _matrices(self) -> list[tuple[int, float]]:
+        """(how many sides it serves, its elements) of each matrix of logits [own, everyone]. Where
+        one rank has everything, one serves both sides."""
+        found = []
+        for (first, second), _ in self.pairs:
+            if first.here and second.here and self.replicas == 1:
+                found.append((2, first.own * second.everyone))
+            else:
+                ways = ((first, second), (second, first))
+                found += [(1, side.own * other.everyone) for side, other in ways if side.here]
+        return found
+
+    @property
     def flops(self) -> float:
-        """Of each matrix of logits [b, B], which is made twice, for the log-sum-exps and for the
-        gradient; and of the gradient of the own rows of each side. Where one rank has everything,
-        one matrix serves both sides."""
-        matrices = self.pairs if self.replicas == 1 else self.sides
-        products = 2 * self.width * (2 * matrices + self.sides)
-        return (products + ELEMENTWISE_FLOPS * matrices) * self.own * self.everyone
+        """Of each matrix, which is made twice, for the log-sum-exps and for the gradient; and of
+        the gradient of the own rows of each side."""
+        return sum(
+            (2 * self.width * (2 + sides) + ELEMENTWISE_FLOPS) * size
+            for sides, size in self._matrices()
+        )
 
     @property
     def rows_bytes(self) -> float:
-        """The embeddings of all branches that it knows."""
-        return self.known * FLOAT_BYTES * self.everyone * self.width
+        """All embeddings that it knows."""
+        return FLOAT_BYTES * self.width * sum(rows.everyone for rows in self.known)
 
     @property
     def work_bytes(self) -> float:
         """What is gone before the first backward: a block of logits; the embeddings once more, as
         they came and not yet in order; own rows, and their gradients, a few times; where one rank
         has all of them, those of the other branch, too; tokens and pairs."""
-        logits_bytes = min(self.block_bytes, LOGITS_COPIES * FLOAT_BYTES * self.own * self.everyone)
-        copies = (1 if self.replicas > 1 else 2) * self.known * self.everyone + 4 * self.own
+        largest = max(size for _, size in self._matrices())
+        logits_bytes = min(self.block_bytes, LOGITS_COPIES * FLOAT_BYTES * largest)
+        copies = (1 if self.replicas > 1 else 2) * sum(rows.everyone for rows in self.known)
+        copies += 4 * max(
+            sum(side.own for side in sides if side.here) / sum(side.here for side in sides)
+            for sides, _ in self.pairs
+        )
         return logits_bytes + copies * FLOAT_BYTES * self.width + self.matching.held_bytes
 
-    @property
-    def messages(self) -> tuple[float, float]:
-        """Bytes that a branch's replicas gather and that cross over: rows with their labels; one
-        log-sum-exp per row, for each pair."""
-        return self.everyone * (FLOAT_BYTES * self.width + LABEL_BYTES), self.everyone * FLOAT_BYTES
+    def _row_bytes(self, rows: Rows) -> float:
+        """Of all rows with their labels, as they are gathered and cross over."""
+        return rows.everyone * (FLOAT_BYTES * self.width + LABEL_BYTES)
 
-    def gather_s(self, ring: Ring) -> float:
-        rows, statistics = map(ring.seconds, self.messages)
-        return self.branches * rows + self.sides * statistics
+    def gathered(self) -> list[float]:
+        """Bytes of each message that goes round the replicas: rows, and a log-sum-exp per row for
+        each pair."""
+        statistics = [s.everyone * FLOAT_BYTES for sides, _ in self.pairs for s in sides if s.here]
+        return [*map(self._row_bytes, self.here), *statistics]
+
+    def crossing(self) -> list[tuple[int, float]]:
+        """(replicas of the other tail, bytes) of each whole that crosses over."""
+        return [
+            (receivers, num_bytes)
+            for sides, receivers in self.pairs
+            for side in sides
+            if side.here and receivers
+            for num_bytes in (self._row_bytes(side), side.everyone * FLOAT_BYTES)
+        ]
 
     @property
     def sent_bytes(self) -> float:
         """By one replica: its part of the ring; in a fork of the wholes, one to every tail of a
         partner."""
-        rows, statistics = self.messages
-        around = (self.replicas - 1) * (self.branches * rows + self.sides * statistics)
-        crossing = sum(self.receivers) * (rows + statistics)
-        return (self.matching.moved_bytes + around + crossing) / self.replicas
+        around = (self.replicas - 1) * sum(self.gathered())
+        across = sum(receivers * num_bytes for receivers, num_bytes in self.crossing())
+        return (self.matching.moved_bytes + around + across) / self.replicas
 
 
 class Message(NamedTuple):
@@ -313,20 +352,29 @@ def _sum_of_layers(pieces: Sequence[tuple[str, range, int]], costs: CostModel) -
 def _loss(
     graph: StageGraph, stage: Stage, batches: Batches, costs: CostModel, per_micro_batch: bool
 ) -> Loss:
-    here = set(stage.tail_of)
-    pairs = [set(pair) for pair in costs.all_compared if here & set(pair)]
-    elsewhere = [branch for pair in pairs for branch in pair - here]
     batch = batches[stage.tail_of[0]]
     own = batch.micro_batch_size * (1 if per_micro_batch else batch.num_micro_batches)
+
+    def of(branch: str, each: float = 1.0) -> Rows:
+        return Rows(own * each, own * batch.replicas * each, branch in stage.tail_of)
+
+    known, pairs = [of(branch) for branch in stage.tail_of], []
+    partners: set[str] = set()
+    of_samples = [FurtherRows(*pair, rows=(1.0, 1.0)) for pair in costs.all_compared]
+    for pair in (*of_samples, *costs.further):
+        elsewhere = {pair.first, pair.second} - set(stage.tail_of)
+        if len(elsewhere) == 2:
+            continue
+        sides = of(pair.first, pair.rows[0]), of(pair.second, pair.rows[1])
+        pairs.append(Compared(sides, sum(graph.tail(branch).replicas for branch in elsewhere)))
+        if pair in costs.further:
+            known += sides
+        else:
+            partners |= elsewhere
     return Loss(
-        branches=len(here),
-        known=len(here | set(elsewhere)),
-        pairs=len(pairs),
-        sides=sum(len(pair & here) for pair in pairs),
-        receivers=tuple(graph.tail(branch).replicas for branch in elsewhere),
+        known=(*known, *map(of, sorted(partners))),
+        pairs=tuple(pairs),
         replicas=batch.replicas,
-        own=own,
-        everyone=own * batch.replicas,
         width=costs.embed_dim,
         matching=_matching(stage, batch, own, costs),
         block_bytes=costs.machine.block_bytes,
@@ -386,11 +434,14 @@ def _exchange_s(
     The log-sum-exps go the same ways, `logit_scale` crosses once.
     """
     tails = [loss for loss in losses if loss is not None]
-    seconds = max(loss.gather_s(rings[stage.stage_id]) for stage, loss in zip(graph.tails, tails))
+    seconds = max(
+        sum(map(rings[stage.stage_id].seconds, loss.gathered()))
+        for stage, loss in zip(graph.tails, tails)
+    )
     crossing = machine.link([rank for stage in graph.tails for rank in stage.ranks])
     seconds += max(loss.matching.moved_bytes for loss in tails) / crossing.bytes_per_s
     if len(tails) > 1:
         seconds += crossing.latency_s
         for loss in tails:
-            seconds += len(loss.receivers) * sum(map(crossing.message_s, loss.messages))
+            seconds += sum(crossing.message_s(num_bytes) for _, num_bytes in loss.crossing())
     return seconds

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from common.cpus import usable_cpus
 from data.batching.requests import MicroBatchRequest
+from data.batching.shown import ShownRegions
 from data.modalities.tokenizer import token_lengths
 from data.options import LoadingOptions, has_regions
 from data.prepare import PreparedData
@@ -24,6 +25,7 @@ from engine.json_messages import from_first_rank
 from engine.planning.costs import (
     CostModel,
     Curve,
+    FurtherRows,
     LayerCost,
     Loading,
     StateBytes,
@@ -40,7 +42,7 @@ from engine.planning.profile import Profile, profile_together
 from engine.planning.profile_layers import Ranks
 from engine.processes.start import Processes
 from engine.profile_stage import fit_together
-from launch.batching.planned import phrase_tokens, shown_regions_of
+from launch.batching.planned import TRIED_PHRASES, phrase_tokens, shown_regions_of
 from launch.config.blocks import balancing
 from launch.config.groups import InputOptions
 from launch.feeding import sample_cache
@@ -100,7 +102,7 @@ def run_costs(
                 embed_dim=model.embed_dim,
                 pairs=profile.pairs,
                 token_bytes=token_bytes(model.towers, DTYPES[precision_of(config)].itemsize),
-                compared=_compared(model),
+                compared=compared(model),
                 compiled_share=profile.compiled_share,
                 loading=_loading(data, inputs, loading, processes),
                 **configured(config),
@@ -116,9 +118,10 @@ def run_costs(
                 device=find_device(NOMINAL.get(processes.device.type, "A100")),
                 memory_bytes=float("inf"),
                 num_tokens=None if lengths is None else round(lengths.mean()),
-                compared=_compared(model),
+                compared=compared(model),
             )
             costs = _with_phrases(costs, data, inputs, lengths)
+    costs = replace(costs, further=further_rows(model, data, inputs))
     costs = cost_model_from_json(from_first_rank(cost_model_to_json(costs)))
     return with_learned(costs, model.num_learned)
 
@@ -174,8 +177,22 @@ def run_plan(
         )
 
 
-def _compared(model: RunModel) -> tuple[tuple[str, str], ...]:
-    return tuple(pair.branches for pair in model.objective.pairs)
+def compared(model: RunModel) -> tuple[tuple[str, str], ...]:
+    """Of branches whose samples are compared."""
+    return tuple(pair.branches for pair in model.objective.pairs if not pair.made)
+
+
+def further_rows(
+    model: RunModel, data: PreparedData, inputs: InputOptions
+) -> tuple[FurtherRows, ...]:
+    """Of the pairs that compare others than those of samples, in the first training samples."""
+    if not has_regions(inputs.pairs):
+        return ()
+    regions = ShownRegions(data.source, inputs.max_regions, inputs.max_negatives)
+    places = regions.places(data.examples(TRIED_PHRASES))
+    number, more = float(places.regions.mean()), float(places.negatives.mean())
+    made = [pair for pair in model.objective.pairs if pair.made]
+    return tuple(FurtherRows(*pair.branches, (number, number + more)) for pair in made)
 
 
 def _kept(
@@ -189,7 +206,7 @@ def _kept(
     known = from_first_rank(known if usable else None)
     if known is None:
         return None
-    here = {"compared": _compared(model), **configured(config)}
+    here = {"compared": compared(model), **configured(config)}
     return replace(cost_model_from_json(known), **here)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from engine.planning.costs import CostModel, configured, precision_of
+from engine.planning.costs import CostModel, FurtherRows, configured, precision_of
 from engine.planning.devices import BYTES, Device, estimated_layers, estimated_machine
 from models.towers.building import describe_layers, describe_pairs, token_bytes
 from models.towers.layers import Tower
@@ -20,10 +20,11 @@ def estimated_costs(
     memory_bytes: float | None = None,
     num_tokens: int | None = None,
     compared: Sequence[tuple[str, str]] = (),
+    further: Sequence[FurtherRows] = (),
 ) -> CostModel:
     """Counted operations of all towers against the device's data sheet; `memory_bytes` instead of
     the device's own. `num_tokens` of a text: default the most that the tower takes. `compared`: the
-    pairs of branches; where there are two, they are one."""
+    pairs of branches; where there are two, they are one; `further`: as in `CostModel`."""
     precision = precision_of(config)
     layers = {
         tower.branch: estimated_layers(
@@ -46,5 +47,6 @@ def estimated_costs(
         pairs=pairs,
         token_bytes=token_bytes(towers, BYTES[precision]),
         compared=tuple(compared),
+        further=tuple(further),
         **configured(config),
     )

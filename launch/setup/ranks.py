@@ -38,7 +38,7 @@ from launch.run.failures import Run
 from launch.run.folder import RunFolder, choose_folder
 from launch.run.resuming import find_checkpoint
 from launch.run.stopping import StopRequest
-from launch.setup.costing import NOMINAL, run_costs, run_plan
+from launch.setup.costing import NOMINAL, compared, further_rows, run_costs, run_plan
 from launch.setup.estimates import estimated_costs
 from launch.setup.first_screen import (
     describe_device,
@@ -178,14 +178,15 @@ class PlannedRanks:
         return f"{folder.path} (of the run; not written)"
 
     def costs(self, model: RunModel, config: Mapping[str, Any], **measured: Any) -> CostModel:
-        """Counted, so what a run measures them with is not needed."""
+        """Counted, so of what a run measures them with only rows are needed."""
         return estimated_costs(
             model.towers,
             config,
             model.embed_dim,
             find_device(self.costed),
             self.memory_bytes,
-            compared=[pair.branches for pair in model.objective.pairs],
+            compared=compared(model),
+            further=further_rows(model, measured["data"], measured["inputs"]),
         )
 
     def plan(

@@ -35,7 +35,7 @@ from data.modules import import_modules
 from data.options import branches_of
 from engine.config.reading import AUTO, BranchesBlock, changed, read_config
 from engine.objective import scalars_of
-from engine.planning.costs import CostModel, with_learned
+from engine.planning.costs import CostModel, FurtherRows, with_learned
 from engine.planning.devices import DEVICES, find_device
 from engine.planning.planner import GIB, Candidate, Search, search_plans
 from engine.schedule import SCHEDULES
@@ -144,6 +144,7 @@ class TowerOptions(OptionGroup):
     image_size: int = _as_in_train("image_size")
     max_text_tokens: int = _as_in_train("max_text_tokens")
     audio_size: int = _as_in_train("audio_size")
+    max_regions: int = _as_in_train("max_regions")
     fusion: int = _as_in_train("fusion")
     vocab_size: int | None = option(
         None, "entries of the tokenizer", shown="the text tower's own", **N
@@ -256,7 +257,13 @@ def cost_model(
         options.embed_dim,
         find_device(options.device),
         None if options.memory is None else options.memory * GIB,
-        compared=[pair.branches for pair in pairs],
+        compared=[pair.branches for pair in pairs if not pair.made],
+        # how many samples have is for the data to say
+        further=[
+            FurtherRows(*pair.branches, (options.max_regions, options.max_regions))
+            for pair in pairs
+            if pair.made
+        ],
     )
     costs = with_learned(costs, {tower.branch: num_learned(tower.specs) for tower in towers})
     ranks_per_node = options.gpus_per_node or costs.machine.ranks_per_node

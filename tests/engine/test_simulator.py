@@ -20,8 +20,17 @@ from deepspeed.runtime.pipe.schedule import (
 )
 
 from engine.planning.batch import BranchBatch
-from engine.planning.costs import CostModel, Curve, LayerCost, Loading, Machine, StateBytes
+from engine.planning.costs import (
+    CostModel,
+    Curve,
+    FurtherRows,
+    LayerCost,
+    Loading,
+    Machine,
+    StateBytes,
+)
 from engine.planning.simulator import Simulation, Span, StageResult, bounds, most_kept, simulate
+from engine.planning.stage_costs import ELEMENTWISE_FLOPS, stage_costs
 from engine.schedule import SCHEDULES, BatchSync, ComputeLoss
 from engine.topology import StageGraph, chain, fork, merged
 
@@ -522,6 +531,26 @@ def test_logits_of_a_large_batch_come_in_blocks():
     larger = replace(costs, machine=replace(costs.machine, block_bytes=100 * 2**20))
     more = run(line(1), 4096, "replay", larger)[0].peak_bytes
     assert more == run(line(1), 4096, "replay", costs)[0].peak_bytes + 36 * 2**20
+
+
+def test_rows_beside_those_of_samples_count_as_what_they_are():
+    """Two replicas of four samples; three rows of images and five of texts for each sample."""
+    plain = model([layer()], [layer()], FREE, StateBytes(0, 0, 0), 8)
+    more = replace(plain, further=(FurtherRows(*BRANCHES, (3.0, 5.0)),))
+    graph, deal = merged({b: [range(1)] for b in BRANCHES}, 2), both(2, 4, 1)
+    costs = [
+        stage_costs(graph, deal, each, per_micro_batch=False)[0].loss for each in (plain, more)
+    ]
+    before, with_rows = costs
+    assert with_rows.rows_bytes == before.rows_bytes + 8 * (3 + 5) * 8 * 4
+    # the rows once more, as they came; own ones of either side four times; a block of logits
+    own = 4 * (4 * (3 + 5) / 2 - 4) * 8 * 4
+    logits = 4 * 4 * ((4 * 5) * (8 * 3) - 4 * 8)
+    assert with_rows.work_bytes == before.work_bytes + 8 * (3 + 5) * 8 * 4 + own + logits
+    matrices = (4 * 3) * (8 * 5) + (4 * 5) * (8 * 3)
+    assert with_rows.flops == before.flops + (2 * 8 * 3 + ELEMENTWISE_FLOPS) * matrices
+    # to the other replica, rows with their labels and a log-sum-exp
+    assert with_rows.sent_bytes == before.sent_bytes + 8 * (3 + 5) * (8 * 4 + 16 + 4) / 2
 
 
 def test_logits_and_activations_need_not_be_there_together():

@@ -1,15 +1,20 @@
 """What a run is planned by: its own towers' costs, and no others."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import torch
 from ranks import run_ranks
 from unlike_cases import costs_of_run
 
+from engine.objective import Pair
+from engine.planning.costs import FurtherRows
 from engine.planning.devices import find_device
 from engine.planning.measured import device_identity
-from launch.setup.costing import are_of
+from launch.setup.costing import are_of, compared, further_rows
 from launch.setup.estimates import estimated_costs
+from models.losses import InfoNCE
 from models.towers.building import build_towers
 
 
@@ -36,3 +41,22 @@ def test_ranks_of_unlike_nodes_plan_by_the_costs_of_the_first(tmp_path):
     estimated, kept = first
     assert first == second and estimated["machine"]["name"].startswith("flops=50e9")
     assert kept["machine"]["flops_per_s"] == 123.0 and kept["machine"]["measured"]
+
+
+def test_rows_beside_those_of_samples_are_counted_in_the_data():
+    """Of four samples: 2, 0, 20 and 3 regions, of which 16 are shown at most, and negatives."""
+    have = {"num_regions": np.array([2, 0, 20, 3]), "num_negatives": np.array([4, 0, 0, 0])}
+    source = SimpleNamespace(numbers=lambda name, indices: have[name][indices])
+    data = SimpleNamespace(source=source, examples=lambda most: np.arange(4))
+    pairs = (
+        Pair("image", "text", InfoNCE()),
+        Pair("image", "text", InfoNCE(), made=("region", "phrase"), prefix="region_phrase_"),
+    )
+    model = SimpleNamespace(objective=SimpleNamespace(pairs=pairs))
+    for given, expected in (
+        ("image:text,region:text", (FurtherRows("image", "text", (21 / 4, 25 / 4)),)),
+        ("image:text", ()),
+    ):
+        inputs = SimpleNamespace(pairs=given, max_regions=16, max_negatives=16)
+        assert further_rows(model, data, inputs) == expected
+    assert compared(model) == (("image", "text"),)

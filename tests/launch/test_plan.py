@@ -8,6 +8,7 @@ import pytest
 from cost_models import proportional
 
 from engine.config.reading import BranchesBlock
+from engine.planning.costs import FurtherRows
 from engine.planning.planner import GIB, search_plans
 from launch.tools.plan import (
     cells,
@@ -129,6 +130,20 @@ def test_clips_take_as_much_memory_as_images_times_their_frames():
         }
         ratio[frames] = of["video"] / of["image"]
     assert ratio == pytest.approx({4: 4, 8: 8}, rel=0.05)
+
+
+def test_regions_take_memory():
+    peaks = {}
+    for pairs in ("image:text", "image:text,region:text --max-regions 50"):
+        options = planned(f"2 --pairs {pairs} --layout merged", *TOWERS)
+        config, block = configuration(options)
+        costs = cost_model(options, config)
+        best = search_plans(config, block, 2, costs).best
+        peaks[pairs] = best.peak_bytes, costs.further
+    (without, none), (regions, further) = peaks.values()
+    assert none == () and further == (FurtherRows("image", "text", (50, 50)),)
+    rows = options.train_batch_size or config["train_batch_size"]
+    assert regions - without > 2 * 50 * rows * options.embed_dim * 4
 
 
 def test_a_mistake_is_one_line(capsys):
