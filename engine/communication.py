@@ -369,6 +369,17 @@ class Communicator:
         self._sent_bytes += _bytes(padded) * (self.stage.replicas - 1)
         return torch.cat([block[:count] for block, count in zip(gathered, rows)]).to(self.device)
 
+    def from_replica(self, replica: int, tensor: Tensor) -> None:
+        """All replicas of this stage get that one's `tensor`, in place and to the last bit."""
+        if self.stage.replicas == 1 or not tensor.numel():
+            return
+        wired = tensor.detach().to(self._wire(self.stage_group)).contiguous()
+        with self.recorder.span(WAIT):
+            # as bytes: what dtypes a backend moves does not matter
+            moved = wired.view(-1).view(torch.uint8)
+            dist.broadcast(moved, self.stage.ranks[replica], group=self.stage_group)
+        tensor.copy_(wired)
+
     def gather_counts(self, count: int) -> list[int]:
         """How many rows each replica of this stage has."""
         return self.gather_replicas(

@@ -9,6 +9,7 @@ hold is dealt to them evenly.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from engine.checkpoint.layout import AVERAGE, BUFFER, OPTIMIZER, PARAMETER, Fragment
 from engine.checkpoint.reading import CheckpointReader
+from engine.checkpoint.sharing import SharedReader
 from engine.executor import ForkEngine
 from engine.schedule import SCHEDULES
 
@@ -31,7 +33,8 @@ SCALAR_DTYPES = {
 @dataclass(frozen=True, eq=False)
 class Run:
     """Elements offset..offset+numel of the parameter `name` are elements start..start+numel of the
-    flattened `held`, which the optimizer steps: the parameter itself, or a flat slice of many."""
+    flattened `held`, which the optimizer steps: the parameter itself, or a flat slice of many.
+    `everywhere`: all replicas of the stage hold it whole."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,6 +42,7 @@ class Run:
     numel: int
     held: Tensor
     start: int
+    everywhere: bool = False
 
     def of(self, like_held: Tensor) -> Tensor:
         """This run's elements of a tensor of the shape of `held`: a view, [numel]."""
@@ -55,9 +59,7 @@ def runs_of(engine: ForkEngine) -> list[Run]:
     for name, parameter in engine.module.canonical_parameters.items():
         shape = tuple(parameter.shape)
         if not (engine.clipping.partitioned and parameter.requires_grad):
-            runs.append(
-                Run(name, shape, offset=0, numel=parameter.numel(), held=parameter, start=0)
-            )
+            runs.append(Run(name, shape, 0, parameter.numel(), parameter, 0, everywhere=True))
             continue
         # DeepSpeed's: where the parameter lies in this rank's flat slice
         if (mapping := parameter._hp_mapping) is not None:
@@ -113,14 +115,13 @@ def snapshot(engine: ForkEngine) -> Snapshot:
     """What this rank is to save. Raises ValueError for an optimizer whose state cannot be
     divided by parameter."""
     optimizer = get_torch_optimizer(engine.optimizer)
-    parameters = engine.module.canonical_parameters
     runs, stateless = runs_of(engine), []
     tensors: dict[Fragment, Tensor] = {}
     scalars: dict[str, dict[str, Any]] = {}
     options: dict[str, dict[str, Any]] = {}
     averages = averages_of(engine)
-    on_every_replica = [run for run in runs if run.held is parameters[run.name]]
-    own = [run for run in runs if run.held is not parameters[run.name]]
+    on_every_replica = [run for run in runs if run.everywhere]
+    own = [run for run in runs if not run.everywhere]
     group_of = {id(tensor): group for group in optimizer.param_groups for tensor in group["params"]}
     for run in [*own, *dealt(on_every_replica, engine.comm.replica, engine.stage.replicas)]:
         if id(run.held) in group_of:
@@ -193,34 +194,50 @@ def _scalar_from_json(value: Any) -> Any:
 
 @torch.no_grad()
 def restore(engine: ForkEngine, reader: CheckpointReader) -> None:
-    """Fill this rank's stage, optimizer and counters. For an engine that has not trained yet.
+    """Fill this rank's stage, optimizer and counters. For an engine that has not trained yet; all
+    replicas of a stage call it together.
 
     Raises ValueError when something is missing or of another shape, or when another kind of
     optimizer was trained with.
     """
     runs = runs_of(engine)
     by_name = {run.name: run for run in runs}
-    for name, parameter in engine.module.canonical_parameters.items():
-        values = reader.read(PARAMETER, name, parameter.shape)
-        parameter.copy_(values.view(parameter.shape))
-        if (run := by_name.get(name)) is not None and run.held is not parameter:
-            run.of(run.held).copy_(values[run.offset : run.offset + run.numel])
-    for name, buffer in engine.module.canonical_buffers.items():
-        buffer.copy_(reader.read(BUFFER, name, buffer.shape).view(buffer.shape))
-    _restore_optimizer(engine, reader, runs)
+    parameters, buffers = engine.module.canonical_parameters, engine.module.canonical_buffers
+    shared = SharedReader(
+        reader,
+        {*parameters, *buffers},
+        engine.comm.replica,
+        engine.stage.replicas,
+        engine.comm.from_replica,
+    )
+    for name, parameter in parameters.items():
+        shared.fill(parameter, PARAMETER, name, parameter.shape)
+        if (run := by_name.get(name)) is not None and not run.everywhere:
+            _fill(run.held, run, PARAMETER, shared)
+    for name, buffer in buffers.items():
+        shared.fill(buffer, BUFFER, name, buffer.shape)
+    _restore_optimizer(engine, shared, runs)
     averages = averages_of(engine)
     for run in runs:
         if id(run.held) in averages:
-            run.of(averages[id(run.held)]).copy_(
-                reader.read(AVERAGE, run.name, run.shape, run.offset, run.offset + run.numel)
-            )
+            _fill(averages[id(run.held)], run, AVERAGE, shared)
     engine.load_progress(reader.manifest.progress)
 
 
-def _restore_optimizer(engine: ForkEngine, reader: CheckpointReader, runs: list[Run]) -> None:
+def _fill(like_held: Tensor, run: Run, kind: str, shared: SharedReader) -> None:
+    """Copy what was saved of a run to where it lies in a tensor of the shape of `run.held`."""
+    if run.everywhere:
+        shared.fill(run.of(like_held), kind, run.name, run.shape)
+    else:
+        values = shared.reader.read(kind, run.name, run.shape, run.offset, run.offset + run.numel)
+        run.of(like_held).copy_(values)
+
+
+def _restore_optimizer(engine: ForkEngine, shared: SharedReader, runs: list[Run]) -> None:
     """Through the optimizer's own `load_state_dict`, which puts tensors where the optimizer wants
     them."""
-    optimizer, saved = get_torch_optimizer(engine.optimizer), reader.manifest.progress["optimizer"]
+    reader, optimizer = shared.reader, get_torch_optimizer(engine.optimizer)
+    saved = reader.manifest.progress["optimizer"]
     if saved["type"] != type(optimizer).__name__:
         raise ValueError(
             f"checkpoint {reader.checkpoint}: was trained with the optimizer {saved['type']}, and "
@@ -239,14 +256,15 @@ def _restore_optimizer(engine: ForkEngine, reader: CheckpointReader, runs: list[
         for key, value in saved["options"][known[0]].items() if known else ():
             filled[key] = tuple(value) if isinstance(value, list) else value
         for index, tensor in zip(filled["params"], group["params"]):
-            if state := _state_of(tensor, by_held.get(id(tensor), []), reader):
+            if state := _state_of(tensor, by_held.get(id(tensor), []), shared):
                 whole["state"][index] = state
     optimizer.load_state_dict(whole)
 
 
-def _state_of(held: Tensor, runs: list[Run], reader: CheckpointReader) -> dict[str, Any]:
+def _state_of(held: Tensor, runs: list[Run], shared: SharedReader) -> dict[str, Any]:
     """What the optimizer keeps for `held`; where parameters had nothing, zeros, which is what
     optimizers begin with. A slice that is all padding has the numbers of the other parameters."""
+    reader = shared.reader
     with_state = [run for run in runs if run.name not in reader.stateless]
     if runs and not with_state:
         return {}
@@ -259,11 +277,11 @@ def _state_of(held: Tensor, runs: list[Run], reader: CheckpointReader) -> dict[s
         state[key] = whole = torch.zeros_like(held)
         for run, shape in saved.items():
             if shape != run.shape:  # of its own, as the whole parameter's that `held` is
-                state[key] = reader.read(kind, run.name, shape).view(shape)
+                state[key] = held.new_empty(shape)
+                of_state = replace(run, shape=shape, offset=0, numel=math.prod(shape), start=0)
+                _fill(state[key], of_state, kind, shared)
                 break
-            run.of(whole).copy_(
-                reader.read(kind, run.name, run.shape, run.offset, run.offset + run.numel)
-            )
+            _fill(whole, run, kind, shared)
     scalars = [reader.scalars(run.name) for run in with_state] if runs else reader.all_scalars()
     for key in {key for found in scalars for key in found}:
         # one number for all of a slice: the largest

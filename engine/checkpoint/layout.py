@@ -256,12 +256,21 @@ def flush(path: Path, forget: bool = False) -> None:
 # -- is it whole?
 
 
-def read_manifest(checkpoint: Path) -> Manifest:
+def read_manifest(checkpoint: Path, part: int = 0, parts: int = 1) -> Manifest:
     """The manifest of a checkpoint whose files are all there and have their sizes; what is in them
     is not checked.
 
-    Raises BrokenCheckpoint.
+    Of the files every `parts`-th from `part` on, so that ranks can share the looking. Raises
+    BrokenCheckpoint.
     """
+    manifest = manifest_of(checkpoint)
+    for rank in range(part, len(manifest.ranks), parts):
+        _check_size(checkpoint / tensors_file(rank), manifest.ranks[rank].num_bytes)
+    return manifest
+
+
+def manifest_of(checkpoint: Path) -> Manifest:
+    """The manifest; no other file is looked at. Raises BrokenCheckpoint."""
     try:
         if not (checkpoint / MANIFEST).is_file():
             what = f"has no {MANIFEST}: it was not written to the end, or is of another format"
@@ -277,8 +286,6 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise BrokenCheckpoint(f"{checkpoint}: {MANIFEST} lacks {error}") from error
     except (ValueError, TypeError, AttributeError, RecursionError, OSError) as error:
         raise _passing(error) or BrokenCheckpoint(f"{checkpoint}: {MANIFEST} {error}") from error
-    for rank, record in enumerate(manifest.ranks):
-        _check_size(checkpoint / tensors_file(rank), record.num_bytes)
     return manifest
 
 
@@ -316,10 +323,9 @@ def verify(checkpoint: Path, part: int = 0, parts: int = 1) -> Manifest:
     """The manifest of a checkpoint that is as it was written. Raises BrokenCheckpoint with what is
     wrong.
 
-    Sizes are always checked; of the contents every `parts`-th file from `part` on, so that ranks
-    can share the reading.
+    Of the files every `parts`-th from `part` on, so that ranks can share the reading.
     """
-    manifest = read_manifest(checkpoint)
+    manifest = read_manifest(checkpoint, part, parts)
     for rank in range(part, len(manifest.ranks), parts):
         check_content(checkpoint / tensors_file(rank), manifest.ranks[rank].checksum)
     return manifest

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from engine.checkpoint.layout import (
     PARAMETER,
     BrokenCheckpoint,
     Fragment,
+    Manifest,
     read_manifest,
     tensors_file,
 )
@@ -34,12 +35,12 @@ class CheckpointReader:
     """Reads what is asked for and no more. A context manager: files are opened when they are
     needed, and stay open until its end.
 
-    Raises BrokenCheckpoint for a folder that is not a whole checkpoint; `layout.verify` also looks
-    at what is in its files.
+    `manifest`: of a checkpoint that was looked at already. Raises BrokenCheckpoint for a folder that
+    is not a whole checkpoint; `layout.verify` also looks at what is in its files.
     """
 
-    def __init__(self, checkpoint: Path):
-        self.checkpoint, self.manifest = checkpoint, read_manifest(checkpoint)
+    def __init__(self, checkpoint: Path, manifest: Manifest | None = None):
+        self.checkpoint, self.manifest = checkpoint, manifest or read_manifest(checkpoint)
         self._fragments = self.manifest.fragments()
         self._files: dict[int, Any] = {}
         self._open = contextlib.ExitStack()
@@ -62,11 +63,14 @@ class CheckpointReader:
         """None: there is no such tensor."""
         return self._fragments[kind, name][0][1].shape if (kind, name) in self._fragments else None
 
-    def read(
-        self, kind: str, name: str, shape: Sequence[int], start: int = 0, stop: int | None = None
-    ) -> Tensor:
-        """Elements start..stop of the flattened tensor, in host memory and in the dtype in which
-        they were saved: [stop - start].
+    def holders(self, names: Collection[str]) -> list[int]:
+        """Which ranks' files hold something of these names, ascending."""
+        return sorted(
+            {r for (_, name), parts in self._fragments.items() if name in names for r, _ in parts}
+        )
+
+    def fragments(self, kind: str, name: str, shape: Sequence[int]) -> list[tuple[int, Fragment]]:
+        """The parts of a tensor, each with the rank in whose file it is. No file is opened.
 
         Raises ValueError when the checkpoint has no such tensor, or one of another shape than
         `shape`.
@@ -86,6 +90,15 @@ class CheckpointReader:
                 f"{list(parts[0][1].shape)}, and {list(shape)} is needed. It was made with towers "
                 "of other sizes; choose another checkpoint, or those sizes"
             )
+        return parts
+
+    def read(
+        self, kind: str, name: str, shape: Sequence[int], start: int = 0, stop: int | None = None
+    ) -> Tensor:
+        """Elements start..stop of the flattened tensor, in host memory and in the dtype in which
+        they were saved: [stop - start]. Errors as `fragments`.
+        """
+        parts = self.fragments(kind, name, shape)
         stop = sum(fragment.numel for _, fragment in parts) if stop is None else stop
         found = [self._part(rank, fragment, start, stop) for rank, fragment in parts]
         return torch.cat([part for part in found if part.numel()] or found[:1])

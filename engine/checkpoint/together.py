@@ -33,6 +33,7 @@ from engine.checkpoint.engine_state import changes, restore, snapshot, topology_
 from engine.checkpoint.layout import (
     BrokenCheckpoint,
     Fragment,
+    Manifest,
     checkpoints_in,
     newest_of,
     read_manifest,
@@ -131,7 +132,7 @@ class CheckpointWriter:
         """The newest whole one, when what is in flight has landed."""
         if reason := self._landed():
             self._warn(reason)
-        newest = newest_of(checkpoints_in(self.folder), read_manifest)[0]
+        newest = newest_of(checkpoints_in(self.folder), read_manifest)[0] if self._first else None
         name = from_first_rank(newest.name if newest else None)
         return self.folder / name if name else None
 
@@ -240,16 +241,20 @@ def _in_words(error: BaseException) -> str:
 # -- going on
 
 
-def verify_together(checkpoint: Path) -> None:
-    """Raise BrokenCheckpoint on all ranks when one of them finds something wrong; each reads its
-    part of the files."""
-    found = None
+def verify_together(
+    checkpoint: Path, check: Callable[[Path, int, int], Manifest] = verify
+) -> Manifest:
+    """The manifest. Raises BrokenCheckpoint on all ranks when one of them finds something wrong;
+    each looks at its part of the files."""
+    manifest, found = None, None
     try:
-        verify(checkpoint, dist.get_rank(), dist.get_world_size())
+        manifest = check(checkpoint, dist.get_rank(), dist.get_world_size())
     except BrokenCheckpoint as error:
         found = str(error)
-    if wrong := next((reason for reason in from_all_ranks(found) if reason), None):
+    wrong = next((reason for reason in from_all_ranks(found) if reason), None)
+    if wrong or manifest is None:
         raise BrokenCheckpoint(wrong)
+    return manifest
 
 
 def load_checkpoint(engine: ForkEngine, checkpoint: Path) -> tuple[dict[str, Any], list[str]]:
@@ -259,7 +264,8 @@ def load_checkpoint(engine: ForkEngine, checkpoint: Path) -> tuple[dict[str, Any
     All ranks call it, with an engine that has not trained yet. Raises ValueError when the
     checkpoint is of other towers or of another optimizer, BrokenCheckpoint when it is not whole.
     """
-    with CheckpointReader(checkpoint) as reader:
+    manifest = verify_together(checkpoint, read_manifest)
+    with CheckpointReader(checkpoint, manifest) as reader:
         with engine.memory_explained(RESUMING):
             restore(engine, reader)
         return dict(reader.manifest.state), changes(reader.manifest.topology, topology_of(engine))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from data.batching.order import BatchSizes, GlobalOrder
-from engine.checkpoint.layout import BrokenCheckpoint, checkpoints_in, newest_of, read_manifest
+from engine.checkpoint.layout import BrokenCheckpoint, checkpoints_in, manifest_of, newest_of
 from engine.checkpoint.together import load_checkpoint, verify_together
 from engine.executor import ForkEngine
 from engine.json_messages import from_first_rank
@@ -59,7 +59,7 @@ def state_of(checkpoint: Path | None) -> Mapping[str, Any]:
     train.py as it is now."""
     if checkpoint is None:
         return {"step": 0, "batch_sizes": ()}
-    state = read_manifest(checkpoint).state
+    state = manifest_of(checkpoint).state
     if not state.keys() >= STATE:
         raise ValueError(
             f"--resume {checkpoint}: its state has {', '.join(state)}, and "

@@ -10,7 +10,11 @@ import random
 import shutil
 import signal
 import subprocess
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,8 +22,10 @@ import torch.distributed as dist
 from checkpoint_cases import TENSORS, largest_file, write_for_ever, write_small, write_until
 from ranks import PRELOAD
 from refusals import not_refused, refused
+from safetensors import safe_open
 
 from engine.checkpoint import layout, writing
+from engine.checkpoint.engine_state import Run, dealt, restore
 from engine.checkpoint.layout import (
     BrokenCheckpoint,
     Fragment,
@@ -252,6 +258,86 @@ def test_ranks_share_the_reading(folder):
     verify(folder / "step-00000002", 0, 2)
     with pytest.raises(BrokenCheckpoint, match=SECOND):
         verify(folder / "step-00000002", 1, 2)
+
+
+class _Replicas:
+    """In-memory exchange among the replicas of a stage, a thread each."""
+
+    def __init__(self, number: int):
+        self._barrier, self._given = threading.Barrier(number, timeout=60), None
+
+    def from_replica(self, own: int, replica: int, tensor: torch.Tensor) -> None:
+        if own == replica:
+            self._given = tensor.clone()
+        self._barrier.wait()
+        tensor.copy_(self._given)
+        self._barrier.wait()
+
+
+def _dealt_to(checkpoints, num_ranks, held, step):
+    """A checkpoint as replicas write what all of them hold, with one kind of optimizer state."""
+    make_folder(checkpoints, step)
+    runs = [Run(name, tuple(t.shape), 0, t.numel(), t, 0) for name, t in held.items()]
+    for rank in range(num_ranks):
+        own = list(dealt(runs, rank, num_ranks))
+        kinds = {"parameter": 1, "optimizer.exp_avg": -1}
+        tensors = {
+            run.fragment(k): run.of(sign * run.held) for run in own for k, sign in kinds.items()
+        }
+        scalars = {run.name: {"step": {"dtype": "float32", "value": float(step)}} for run in own}
+        progress = {"optimizer": {"type": "AdamW", "options": {}}}
+        write_rank(writing_folder(checkpoints, step), rank, tensors, scalars, (), progress)
+    about = {"topology": {"precision": "float32"}, "state": {}, "configuration": {}}
+    writing.commit(checkpoints, step, num_ranks, about, Keep(2), 10.0, threading.Event(), "")
+    return checkpoints / f"step-{step:08d}"
+
+
+def _resumed(checkpoint, replica, replicas, shapes, exchange):
+    """Parameters and moments of a stage: all that `restore` asks of an engine."""
+    held = {name: torch.nn.Parameter(torch.full(shape, 9.0)) for name, shape in shapes.items()}
+    comm = SimpleNamespace(replica=replica, from_replica=partial(exchange.from_replica, replica))
+    engine = SimpleNamespace(
+        module=SimpleNamespace(canonical_parameters=held, canonical_buffers={}),
+        optimizer=torch.optim.AdamW(held.values()),
+        clipping=SimpleNamespace(partitioned=False),
+        stage=SimpleNamespace(replicas=replicas),
+        average=None,
+        load_progress=lambda progress: None,
+        comm=comm,
+    )
+    with CheckpointReader(checkpoint) as reader:
+        restore(engine, reader)
+    return held, {name: engine.optimizer.state[p]["exp_avg"] for name, p in held.items()}
+
+
+def test_replicas_open_each_file_once_and_hand_on_what_they_read(tmp_path, monkeypatch):
+    """Each by itself would open all files: 24 × 24. One that reads a tensor that goes on in further
+    files opens these too."""
+    number, draw = 24, random.Random(3)
+    shapes = {f"image.p{i}": (draw.choice((1, 7, 300, 2000)),) for i in range(40)}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    checkpoint = _dealt_to(tmp_path, number, tensors, 7)
+    opened = []
+
+    def counted(file, framework):
+        opened.append(file)
+        return safe_open(file, framework)
+
+    monkeypatch.setattr("engine.checkpoint.reading.safe_open", counted)
+    for replicas in (number, 5, 1):
+        opened.clear()
+        resumed = partial(_resumed, checkpoint)
+        given = [
+            (r, replicas, shapes, exchange)
+            for exchange in [_Replicas(replicas)]
+            for r in range(replicas)
+        ]
+        with ThreadPoolExecutor(replicas) as threads:
+            found = list(threads.map(lambda one, resumed=resumed: resumed(*one), given))
+        for held, moments in found:
+            for name, tensor in tensors.items():
+                assert torch.equal(held[name], tensor) and torch.equal(moments[name], -tensor)
+        assert len(set(opened)) == number and len(opened) < 2 * number, (replicas, len(opened))
 
 
 def test_any_changed_character_of_a_manifest_is_seen(folder):
