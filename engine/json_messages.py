@@ -7,6 +7,7 @@ ranks have the same. Floats arrive bit for bit, infinity and not-a-number includ
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 
 Json: TypeAlias = "None | bool | int | float | str | Sequence[Json] | Mapping[str, Json]"
 
@@ -39,14 +41,24 @@ def from_all_ranks(value: Json, group: dist.ProcessGroup | None = None) -> list[
 
 
 def to_first_rank(value: Json) -> list[Any] | None:
-    """The values of all ranks, in order, on rank 0; None elsewhere."""
-    message, sizes = _padded(value, None)
+    """The values of all ranks, in order, on rank 0; None elsewhere, where nobody waits. All ranks
+    call it together.
+
+    Through the store: a gather of NCCL's would connect rank 0 with each other rank, in the middle
+    of the run.
+    """
+    store, turn = _get_default_store(), next(_turns)
+    keys = [f"told/{turn}/{rank}" for rank in range(dist.get_world_size())]
+    store.set(keys[dist.get_rank()], json.dumps(value))
     if dist.get_rank() > 0:
-        dist.gather(message, dst=0)
         return None
-    parts = [torch.empty_like(message) for _ in sizes]
-    dist.gather(message, parts, dst=0)
-    return [_decoded(part[:size]) for part, size in zip(parts, sizes)]
+    told = [json.loads(one) for one in store.multi_get(keys)]
+    for key in keys:
+        store.delete_key(key)
+    return told
+
+
+_turns = itertools.count()  # of `to_first_rank`, the same on every rank
 
 
 def send_json(value: Json, peer: int, group: dist.ProcessGroup) -> None:
@@ -63,13 +75,15 @@ def receive_json(peer: int, group: dist.ProcessGroup) -> Any:
     return _decoded(message)
 
 
-def wait_for_all() -> None:
-    """Return when every rank has come here. A barrier of torch's on a group that is bound to no
-    device takes the GPU whose number is the rank's, modulo those that are visible: another one than
-    this rank's wherever hosts have unequal numbers of GPUs or of ranks, and it then waits for ever
-    (pytorch#124714)."""
-    arrived = torch.zeros(1, device=_wire(None))
-    dist.all_reduce(arrived)
+def wait_for_all(group: dist.ProcessGroup | None = None) -> None:
+    """Return when every rank of a group (default: of the run) has come here.
+
+    A barrier of torch's on a group that is bound to no device takes the GPU whose number is the
+    rank's, modulo those that are visible: another one than this rank's wherever hosts have unequal
+    numbers of GPUs or of ranks, and it then waits for ever (pytorch#124714).
+    """
+    arrived = torch.zeros(1, device=_wire(group))
+    dist.all_reduce(arrived, group=group)
     arrived.item()  # which waits for the GPU, too
 
 

@@ -7,6 +7,7 @@ import contextlib
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 from unittest import mock
 
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from cost_models import BRANCHES
 from deepspeed.runtime.pipe.module import PipelineModule
 from split_training import Case, make_engine, micro_batches_of_rank
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -258,12 +260,26 @@ def tell(values: object) -> dict[str, object]:
     told = {
         "first": from_first_rank(values if rank == 0 else "of no use"),
         "all": from_all_ranks([rank, "x" * 1000 * rank]),
-        "to first": to_first_rank({"rank": (rank, None)}),
+        "to first": [_without_collectives({"rank": (rank, None)}) for _ in range(2)][1],
     }
     if rank == 0:
         send_json(values, 1, dist.group.WORLD)
     elif rank == 1:
         told["sent"] = receive_json(0, dist.group.WORLD)
+    return told
+
+
+def _without_collectives(value: Any) -> list[Any] | None:
+    """To the first rank, in the middle of a run: over no connection that NCCL would have to make,
+    and what was read does not stay in the store."""
+    names = ("gather", "all_gather", "send", "recv")
+    with contextlib.ExitStack() as patched:
+        for name in names:
+            patched.enter_context(mock.patch.object(dist, name, side_effect=AssertionError(name)))
+        told = to_first_rank(value)
+    dist.barrier()
+    store = _get_default_store()
+    assert not any(store.check([f"told/{turn}/{dist.get_rank()}"]) for turn in range(9))
     return told
 
 
