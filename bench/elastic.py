@@ -207,7 +207,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the hosts are removed
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir(parents=True)
-    passed_on = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
+    passed_on = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     (OUT / "env").write_text("".join(f"{k}={v}\n" for k, v in passed_on.items()))
     os.environ |= {"DS_ACCELERATOR": "cpu", "DS_ENV_FILE": str(OUT / "env")}
     given = settings(BASE, {"steps": arguments.steps, "save_every": arguments.save_every})

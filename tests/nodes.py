@@ -26,12 +26,12 @@ HOST = """
 set -e
 mount -t proc proc /proc
 mount -t tmpfs shm /dev/shm
-mount --bind "$1" /etc/hosts
+mount --bind "$1/hosts-$0" /etc/hosts
 hostname "$0"
-for own in "${@:3}"; do
-    mkdir -p "$2$own" "$own"
-    cp -a "$own/." "$2$own" || : # others may write there
-    mount --bind "$2$own" "$own"
+for own in "${@:2}"; do
+    mkdir -p "$1/$0$own" "$own"
+    cp -a "$own/." "$1/$0$own" || : # others may write there
+    mount --bind "$1/$0$own" "$own"
 done
 echo up
 sleep infinity
@@ -78,9 +78,11 @@ def nodes(count: int, megabits: int | None = None, own: Sequence[str] = ()) -> I
         undo.callback(_ip, "link", "del", mark)
         _ip("link", "set", mark, "up")
         named = [(f"{mark}-{node}", f"10.213.0.{node + 1}") for node in range(count)]
-        hosts = [("localhost", "127.0.0.1"), *named]
-        (folder / "hosts").write_text("".join(f"{to}\t{name}\n" for name, to in hosts))
         for name, address in named:
+            # its own name stays inside, as Debian's installer has it
+            hosts = [("localhost", "127.0.0.1"), *({**dict(named), name: "127.0.1.1"}).items()]
+            lines = "".join(f"{to}\t{known}\n" for known, to in hosts)
+            (folder / f"hosts-{name}").write_text(lines)
             _ip("netns", "add", name)
             undo.callback(_ip, "netns", "del", name)
             outside = _outside(name)
@@ -103,7 +105,7 @@ def nodes(count: int, megabits: int | None = None, own: Sequence[str] = ()) -> I
 
 @contextmanager
 def _started(name: str, folder: Path, own: Sequence[str]) -> Iterator[int]:
-    setup = ["bash", "-c", HOST, name, str(folder / "hosts"), str(folder / name), *own]
+    setup = ["bash", "-c", HOST, name, str(folder), *own]
     words = ["ip", "netns", "exec", name, "unshare", "--fork", "--kill-child", *OWN, *setup]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -85,7 +85,7 @@ def test_a_run_over_two_hosts_whose_cable_is_pulled(small, of_one_host, tmp_path
     keys.mkdir()
     run_dir.mkdir()
     (run_dir / "hold").touch()
-    passed_on = {"GLOO_SOCKET_IFNAME": "eth0", "HOLD_AFTER": "4"}
+    passed_on = {"HOLD_AFTER": "4"}
     passed_on |= {
         name: value
         for name, value in os.environ.items()
@@ -150,7 +150,6 @@ def test_the_command_of_pods_runs_torchrun_on_two_hosts(job, of_one_host, tmp_pa
             "PET_RDZV_BACKEND": elastic["rdzvBackend"],
             "PET_RDZV_ENDPOINT": f"{made[0].name}:23456",
             "PET_RDZV_ID": "run",
-            "GLOO_SOCKET_IFNAME": "eth0",
         }
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
@@ -168,7 +167,6 @@ def test_mpirun_on_three_hosts_then_two_then_one(job, of_one_host, tmp_path, mon
     keys.mkdir()
     monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "1")
     monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     # the image's rank sees the whole batch, which batch normalisation needs for the same numbers
     layouts = {
         3: ['branches.stages={"image": 1, "text": 2}'],
@@ -217,7 +215,6 @@ def test_slurm_on_two_hosts_then_one(job, of_one_host, tmp_path, monkeypatch):
     host goes on."""
     run_dir, state = tmp_path / "run", tmp_path / "slurm"
     state.mkdir()
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     with nodes(2, own=OWN) as made, slurm(made, state) as variables:
 
         def ask(*words):

@@ -22,8 +22,8 @@ def communication_of(asked: str, kind: str, told: Sequence[Place]) -> str:
 
     With "auto" through host memory on a CPU, and where the only node has fewer GPUs than ranks,
     since NCCL refuses ranks that share one. Over several nodes it must be asked for. Errors:
-    ValueError for ranks that are not alike, for no GPU, and for a GPU that would be shared by ranks
-    which communicate from device to device.
+    ValueError for ranks that are not alike, for no GPU, and, where several ranks communicate from
+    device to device, for a GPU that they would share and for a host that waits for each kernel.
     """
     refuse_different([place.alike for place in told])
     if kind == "cpu":
@@ -42,6 +42,7 @@ def communication_of(asked: str, kind: str, told: Sequence[Place]) -> str:
         of_devices.setdefault(device, []).append(rank)
     sharing = next((ranks for ranks in of_devices.values() if len(ranks) > 1), None)
     if sharing is None:
+        _refuse_launch_blocking(told)
         return DEVICE
     first = told[sharing[0]]
     number, devices = len(places.beside(sharing[0])), first.num_devices
@@ -58,3 +59,15 @@ def communication_of(asked: str, kind: str, told: Sequence[Place]) -> str:
         f"GPU{'s' * (devices > 1)}. NCCL needs a GPU for each process: {what_to_do}, or let them "
         'share GPUs with "communication": "host" in the "branches" block, which is slow'
     )
+
+
+def _refuse_launch_blocking(told: Sequence[Place]) -> None:
+    """For any layout: the plan is found by trying some."""
+    blocking = [rank for rank, place in enumerate(told) if place.launch_blocking]
+    if blocking and len(told) > 1:
+        raise ValueError(
+            f"CUDA_LAUNCH_BLOCKING is set for rank {blocking[0]} of {len(told)}: its process waits "
+            "for the end of each kernel, also of one that waits for another rank, which may wait "
+            "for what this rank would do next. Unset it; to look for a fault with it, use one rank, "
+            'or "communication": "host" in the "branches" block'
+        )

@@ -9,6 +9,7 @@ of the store.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import platform
@@ -19,6 +20,7 @@ from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -36,7 +38,8 @@ class RefusedByFirstRank(ValueError):
 class Place:
     """Where a rank is. Ranks with an equal `node` see each other's processes, those with equal
     `cores` or an equal `device` share them. `device`: empty where none is visible. `alike`: what
-    must be the same on all ranks."""
+    must be the same on all ranks. `address`: its own, see `own_address`. `launch_blocking`: does
+    its host wait for the end of each kernel?"""
 
     node: str
     cores: str
@@ -44,6 +47,8 @@ class Place:
     num_devices: int
     pid: int
     alike: Mapping[str, str]
+    address: str = ""
+    launch_blocking: bool = False
 
     @classmethod
     def here(cls, kind: str, number: int, num_devices: int) -> Place:
@@ -67,6 +72,8 @@ class Place:
             num_devices=num_devices,
             pid=os.getpid(),
             alike=alike,
+            address=own_address(os.environ.get("MASTER_ADDR", "")),
+            launch_blocking=os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"),
         )
 
 
@@ -80,16 +87,34 @@ def _device(kind: str, number: int, machine: str) -> str:
     return f"{machine} {kind} {number}" if uuid is None else str(uuid)
 
 
+def own_address(other: str) -> str:
+    """Of this machine, as packets to `other` (a name or an address) leave with it; empty where
+    nothing leads there, or `other` is this machine by a name that stays inside, as Debian's
+    installer gives it (127.0.1.1)."""
+    with contextlib.suppress(OSError):
+        for family, kind, protocol, _, place in socket.getaddrinfo(
+            other, 9, type=socket.SOCK_DGRAM
+        ):
+            with socket.socket(family, kind, protocol) as probe, contextlib.suppress(OSError):
+                probe.connect(place)  # sends nothing
+                address = probe.getsockname()[0]
+                return (
+                    "" if ipaddress.ip_address(address.partition("%")[0]).is_loopback else address
+                )
+    return ""
+
+
 @dataclass(frozen=True)
 class Places:
     """Of every rank, in order: numbers of its node, of its cores and of its device, which are equal
-    where ranks share them, its process, and the name of its host."""
+    where ranks share them, its process, the name of its host, and its address there."""
 
     nodes: tuple[int, ...]
     cores: tuple[int, ...]
     devices: tuple[int, ...]
     pids: tuple[int, ...]
     hosts: tuple[str, ...] = ()
+    addresses: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, told: Sequence[Place]) -> Places:
@@ -99,6 +124,7 @@ class Places:
             devices=_numbered(place.device for place in told),
             pids=tuple(place.pid for place in told),
             hosts=tuple(map(name_of_host, told)),
+            addresses=tuple(place.address for place in told),
         )
 
     @classmethod
@@ -114,6 +140,17 @@ class Places:
     def where(self, rank: int) -> str:
         """Such as ` on node7`; empty where all ranks are on one node."""
         return f" on {self.hosts[rank]}" if self.num_nodes > 1 and self.hosts else ""
+
+    def interface(self, rank: int) -> str | None:
+        """The network interface of its machine, which is this one, that leads to other nodes: to
+        the first host, or from there to the first that found a way to it. None: none is known."""
+        own, node = self.addresses[rank] if self.addresses else "", self.nodes[rank]
+        others = (a for a, other in zip(self.addresses, self.nodes) if a and other != node)
+        own = own or own_address(next(others, ""))
+        named = psutil.net_if_addrs().items() if own else ()
+        return next(
+            (name for name, known in named if own in {each.address for each in known}), None
+        )
 
     def beside(self, rank: int) -> list[int]:
         """The ranks of its node, itself among them, in order."""

@@ -40,6 +40,7 @@ PREPARATION_LIMIT = timedelta(days=1)
 # time (torch's flight recorder). Newer versions do so by themselves, under other names.
 FLIGHT_RECORDER = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 RECORDS_BY_ITSELF = (2, 9)  # version of torch
+QUEUES, CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS", 32  # as many as CUDA has
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def start_processes(
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     rank, world_size, local_rank = _launched()
     _raise_file_limit()
-    _prepare_devices()
+    few = _prepare_devices(world_size)
     # What was imported stays until the end. A full collection would look through all of it, half a
     # second each time, and DeepSpeed asks for six of them before the first step. At the end, though,
     # it is looked through: libraries made with nanobind, triton among them, print a screen of
@@ -94,6 +95,11 @@ def start_processes(
     atexit.register(gc.unfreeze)
     accelerator = get_accelerator()
     kind, num_devices = accelerator.device_name(), accelerator.device_count()
+    if few and kind == "cuda" and notice is not None and local_rank == 0:
+        notice(
+            f"CUDA_DEVICE_MAX_CONNECTIONS is {few}, with which a kernel that waits for another rank "
+            f"holds up others behind it: set to {CONNECTIONS} for this run"
+        )
     number, timeout = local_rank, timedelta(seconds=timeout_s)
     if kind == "cpu":
         compile_shared_memory_op(notice if local_rank == 0 else None)
@@ -105,7 +111,7 @@ def start_processes(
         store = open_store(rank, world_size, timeout)
         decide = partial(communication_of, communication, kind)
         places, chosen = meet(store, rank, world_size, place, decide)
-    _prepare_for(places, rank, chosen)
+    prepare_for(places, rank, chosen)
     if kind != "cpu":
         accelerator.set_device(number)
         # cuDNN tries its algorithms and keeps the fastest for each shape, as OpenCLIP's trainer lets
@@ -172,22 +178,30 @@ def _raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _prepare_devices() -> None:
-    """Set what CUDA and torch's allocator read when they begin, where nothing is set."""
+def _prepare_devices(world_size: int) -> str:
+    """Set what CUDA and torch's allocator read when they begin, where nothing is set. Returns the
+    number of queues that was set and is too small for several ranks; empty: none."""
     # Streams share the queues of a device, 8 by default: a kernel that waits for another rank
-    # would hold up those behind it.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    # would hold up those behind it. Whoever trains with Megatron has 1 in the environment.
+    given, few = os.environ.get(QUEUES, ""), ""
+    if not given or (world_size > 1 and given.isdecimal() and int(given) < CONNECTIONS):
+        os.environ[QUEUES], few = str(CONNECTIONS), given
     # what was freed in pieces of one size serves other sizes, too
     if "PYTORCH_ALLOC_CONF" not in os.environ:  # the newer name
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    return few
 
 
-def _prepare_for(places: Places, rank: int, communication: str) -> None:
-    """Set what gloo, NCCL and DeepSpeed read from the environment."""
+def prepare_for(places: Places, rank: int, communication: str) -> None:
+    """Set what gloo, NCCL and DeepSpeed read from the environment, where nothing is set."""
     os.environ["LOCAL_SIZE"] = str(len(places.beside(rank)))  # some launchers do not say it
     if places.num_nodes == 1:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")
+    elif interface := places.interface(rank):
+        # gloo takes the address that the host's own name has there, which Debian's installer makes
+        # 127.0.1.1; NCCL takes no loopback interface by itself
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     # gloo connects two ranks when they first speak, not each with all others
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if communication == DEVICE and torch_version() < RECORDS_BY_ITSELF:

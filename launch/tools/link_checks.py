@@ -9,12 +9,16 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from common.output import outlive_output
 from engine.json_messages import from_all_ranks, wait_for_all
+from engine.processes.communication import HOST
+from engine.processes.places import Place, meet
+from engine.processes.start import prepare_for
 from launch.tools.machine_checks import Finding, judged
 
 MESSAGE = {"nccl": 64 << 20, "gloo": 4 << 20}  # bytes
@@ -30,12 +34,18 @@ def measure(local: int, host: str, first: int, here: int, world: int, meeting: s
     device = torch.device("cuda", local) if on_gpus else torch.device("cpu")
     if on_gpus:
         torch.cuda.set_device(device)
-    elif here == world:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # as in a run on one node
     backend, rank = "nccl" if on_gpus else "gloo", first + local
+    os.environ["MASTER_ADDR"] = meeting.rpartition(":")[0]
     dist.init_process_group(
-        backend, init_method=f"tcp://{meeting}", rank=rank, world_size=world, timeout=LIMIT
+        backend,
+        store=_met(meeting, rank, world, Place.here(device.type, local, here)),
+        rank=rank,
+        world_size=world,
+        timeout=LIMIT,
     )
+    if on_gpus:  # a run has groups of gloo beside those of NCCL
+        by_gloo: Any = dist.new_group(backend="gloo", timeout=LIMIT)
+        wait_for_all(by_gloo)
     mine, theirs = torch.zeros(2, MESSAGE[backend], dtype=torch.uint8, device=device)
     found = []
     for turn in range(world):
@@ -58,6 +68,16 @@ def measure(local: int, host: str, first: int, here: int, world: int, meeting: s
         print(json.dumps({"findings": [finding]}), flush=True)
     wait_for_all()
     dist.destroy_process_group()
+
+
+def _met(meeting: str, rank: int, world: int, place: Place) -> dist.Store:
+    """The store in which the ranks have met, and chosen their interface as those of a run do.
+    `meeting`: host of the first rank and port."""
+    host, _, port = meeting.rpartition(":")
+    store = dist.TCPStore(host, int(port), world, is_master=rank == 0, timeout=LIMIT)
+    places, _ = meet(store, rank, world, place, lambda told: HOST)
+    prepare_for(places, rank, HOST)
+    return store
 
 
 def compare(hosts: Sequence[str], links: Sequence[tuple[int, int, float]]) -> Finding:

@@ -87,15 +87,15 @@ def check_gpus(gpus: list[list[str]], slots: int) -> Iterator[Finding]:
 
 
 def check_names(hosts: Sequence[str]) -> Finding:
-    """Those of the hostfile, and the host's own, which gloo looks up where it is given no
-    interface. One host alone uses the loopback interface."""
+    """Those of the hostfile, and the host's own, which some launchers look up. Ranks do not: they
+    listen where a way leads to the other hosts."""
     names = [*hosts, *([] if "GLOO_SOCKET_IFNAME" in os.environ else [socket.gethostname()])]
-    advice = "add it to DNS or /etc/hosts, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+    advice = "add it to DNS or /etc/hosts"
     for name in names:
         try:
             socket.getaddrinfo(name, None)
         except OSError:
-            status = FAIL if len(hosts) > 1 else WARN
+            status = FAIL if name in hosts else WARN
             return Finding("names", status, f"{name} does not resolve", advice)
     return Finding("names", OK, f"known: {', '.join(names[:4])}{' …' * (len(names) > 4)}")
 

@@ -4,6 +4,7 @@ touched."""
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 
@@ -14,11 +15,12 @@ from ranks import run_ranks
 from refusals import refused
 from unlike_cases import compare_records, start_unlike
 
+from engine.processes import places as places_module
 from engine.processes.communication import communication_of
 from engine.processes.launchers import adopt_launcher
 from engine.processes.ops import _check_path
-from engine.processes.places import Place, Places, RefusedByFirstRank, meet
-from engine.processes.start import free_port
+from engine.processes.places import Place, Places, RefusedByFirstRank, meet, own_address
+from engine.processes.start import QUEUES, _prepare_devices, free_port, prepare_for
 from engine.processes.store import meeting, open_store
 
 
@@ -74,10 +76,43 @@ def test_ranks_that_may_not_share_gpus_or_are_unlike_hear_it_from_the_first(
         raise said[0]
 
 
+def test_a_host_that_waits_for_each_kernel_is_refused_where_kernels_wait_for_ranks(met):
+    told = on("ab", "01")
+    told[1] = replace(told[1], launch_blocking=True)
+    first, second = met(told, partial(communication_of, "auto", "cuda"))
+    with refused(
+        'CUDA_LAUNCH_BLOCKING is set for rank 1 of 2 … Unset it … "communication": "host"'
+    ):
+        raise first
+    assert isinstance(second, RefusedByFirstRank)
+    assert communication_of("host", "cuda", told) == "host"
+    assert communication_of("auto", "cuda", told[1:]) == "device"
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "taken", "said"),
+    [("", 8, "32", ""), ("1", 8, "32", "1"), ("8", 2, "32", "8"), ("32", 2, "32", "")]
+    + [("1", 1, "1", ""), ("many", 2, "many", "")],
+)
+def test_ranks_have_queues_enough(given, ranks, taken, said, monkeypatch):
+    """Megatron's environments have CUDA_DEVICE_MAX_CONNECTIONS=1."""
+    monkeypatch.setattr(os, "environ", {QUEUES: given} if given else {})
+    assert _prepare_devices(ranks) == said and os.environ[QUEUES] == taken
+
+
+def test_what_a_process_finds_is_said(monkeypatch):
+    for value, blocking in ((None, False), ("0", False), ("1", True)):
+        monkeypatch.delenv("CUDA_LAUNCH_BLOCKING", raising=False)
+        if value:
+            monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", value)
+        assert Place.here("cpu", 0, 1).launch_blocking == blocking
+
+
 def test_all_know_where_all_are(met):
     told = on("abab", "0123")
     numbers = (0, 1, 0, 1)
     places = Places(numbers, numbers, (0, 1, 2, 3), pids=(0,) * 4, hosts=tuple("abab"))
+    places = replace(places, addresses=("",) * 4)
     assert met(told, lambda told: "device") == [(places, "device")] * 4
     assert places.beside(2) == [0, 2] and places.across(2) == [2, 3]
     assert places.where(2) == " on a" and Places.together(4).where(2) == ""
@@ -305,3 +340,39 @@ def adopted(environment, *also):
         for name, value in after.items()
         if name not in environment and (name != "MASTER_PORT" or name in also)
     }
+
+
+def test_ranks_of_several_nodes_listen_where_a_way_leads_to_the_others(monkeypatch):
+    """Not at what a host's own name means there: 127.0.1.1 on Debian's."""
+    inside, outside = (NamedAddress(address) for address in ("127.0.0.1", "10.1.0.7"))
+    known = {"lo": [inside], "ib0": [NamedAddress("10.9.0.7")], "eth1": [outside]}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: known)
+    ways = {"10.1.0.8": "10.1.0.7"}
+    monkeypatch.setattr(places_module, "own_address", lambda other: ways.get(other, ""))
+    two = replace(Places.together(3), nodes=(0, 0, 1))
+    # rank 2 is here and leads to the first host; or here is the first, whose name stays inside
+    assert replace(two, addresses=("", "", "10.1.0.7")).interface(2) == "eth1"
+    assert replace(two, addresses=("", "", "10.1.0.8")).interface(1) == "eth1"
+    assert replace(two, addresses=("", "", "10.1.0.99")).interface(0) is None
+    assert replace(two, addresses=("", "", "")).interface(2) is None and two.interface(0) is None
+    for given, chosen in (({}, "eth1"), ({"GLOO_SOCKET_IFNAME": "ib0"}, "ib0")):
+        monkeypatch.setattr(os, "environ", given)
+        prepare_for(replace(two, addresses=("", "", "10.1.0.7")), 2, "host")
+        assert os.environ["GLOO_SOCKET_IFNAME"] == chosen
+
+
+@dataclass
+class NamedAddress:
+    address: str
+
+
+def test_a_way_to_this_machine_by_a_name_that_stays_inside_is_none():
+    assert own_address("127.0.1.1") == own_address("localhost") == own_address("") == ""
+    assert own_address("no such name") == ""
+    machine = {
+        one.address
+        for found in psutil.net_if_addrs().values()
+        for one in found
+        if one.family == socket.AF_INET and not one.address.startswith("127.")
+    }
+    assert all(own_address(address) == address for address in machine)

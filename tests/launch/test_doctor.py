@@ -167,15 +167,15 @@ def on_hosts(hosts, tmp_path, monkeypatch):
 
 def test_two_healthy_hosts(on_hosts, tmp_path, monkeypatch):
     hostfile, addresses, here = on_hosts
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     status, faults, said = examined(tmp_path, *hostfile(*addresses[:2], slots=2), within=here)
+    # gloo by itself looks up the host's name, which is not known
     assert (status, faults) == (0, {}), said
     assert "within a host" in said and "between hosts" in said and "seen after" in said
 
 
 def test_every_fault_of_a_host_is_named(on_hosts, tmp_path, monkeypatch):
-    """One that is not there, another version of torch, a clock that is a minute off, names that
-    nobody knows."""
+    """One that is not there, another version of torch, a clock that is a minute off."""
     hostfile, (first, _, wrong), here = on_hosts
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     dead = "10.213.0.99"
@@ -185,8 +185,6 @@ def test_every_fault_of_a_host_is_named(on_hosts, tmp_path, monkeypatch):
         (dead, "machine"),
         (wrong, "versions"),
         (wrong, "clock"),
-        (first, "names"),
-        (wrong, "names"),
     }, said
     assert "torch 1.0" in faults[wrong, "versions"]
 
@@ -228,6 +226,29 @@ def test_several_hosts_need_pdsh(tmp_path, monkeypatch):
             status != OK
         )
     assert not [*check_launcher({"node1": 8})]  # DeepSpeed starts one host itself
+
+
+@pytest.mark.skipif(ISOLATED is not None, reason=str(ISOLATED))
+def test_ranks_meet_where_a_hosts_own_name_stays_inside(monkeypatch):
+    """As in Debian's /etc/hosts. The first host is given by its name."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    with nodes(2) as made:
+        checks = [
+            subprocess.Popen(
+                node.command(
+                    *[sys.executable, "-m", "launch.tools.link_checks", node.name],
+                    *[str(number), "1", "2", made[0].name, "29731"],
+                ),
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for number, node in enumerate(made)
+        ]
+        said = [check.communicate(timeout=100)[0] for check in checks]
+    assert [check.returncode for check in checks] == [0, 0], said
+    assert "between hosts" in said[0]
 
 
 def test_slow_links_are_compared_with_those_of_their_kind():
