@@ -243,7 +243,9 @@ class Communicator:
         self.stage, self.replica = graph.stage_of(rank), graph.replica_of(rank)
         self._groups: dict[tuple[tuple[int, ...], str | None], dist.ProcessGroup] = {}
         self._stage_groups = {
-            stage.stage_id: self._group(stage.ranks, "all_reduce", "all_gather", "broadcast")
+            stage.stage_id: self._group(
+                stage.ranks, "all_reduce", "all_gather_into_tensor", "broadcast"
+            )
             for stage in graph.stages
         }
         self.stage_group = self._stage_groups[self.stage.stage_id]
@@ -357,17 +359,29 @@ class Communicator:
     def gather_replicas(self, tensor: Tensor, rows: Sequence[int]) -> Tensor:
         """The rows of all replicas of this stage, replica by replica. Shapes [rows[r], ...] ->
         [sum(rows), ...]. No gradient."""
+        return self.without_padding(self.gather_padded(tensor, rows), rows)
+
+    def gather_padded(self, tensor: Tensor, rows: Sequence[int], fill: int = 0) -> Tensor:
+        """As `gather_replicas`, in the one tensor that they arrive in: behind the rows of each
+        replica stands `fill`, so that each has as many as the one with most."""
         if self.stage.replicas == 1 or not max(rows):
             return tensor
-        padded = tensor.new_zeros(
-            (max(rows), *tensor.shape[1:]), device=self._wire(self.stage_group)
-        )
-        padded[: tensor.shape[0]] = tensor
-        gathered = [torch.empty_like(padded) for _ in rows]
+        wire, shape = self._wire(self.stage_group), (max(rows), *tensor.shape[1:])
+        part = tensor.to(wire).contiguous()
+        if len(part) < max(rows):
+            part = part.new_full(shape, fill)
+            part[: len(tensor)] = tensor
+        gathered = part.new_empty(len(rows) * max(rows), *shape[1:])
         with self.recorder.span(WAIT):
-            dist.all_gather(gathered, padded, group=self.stage_group)
-        self._sent_bytes += _bytes(padded) * (self.stage.replicas - 1)
-        return torch.cat([block[:count] for block, count in zip(gathered, rows)]).to(self.device)
+            dist.all_gather_into_tensor(gathered, part, group=self.stage_group)
+        self._sent_bytes += _bytes(part) * (self.stage.replicas - 1)
+        return gathered.to(self.device)
+
+    def without_padding(self, gathered: Tensor, rows: Sequence[int]) -> Tensor:
+        """[replicas · max(rows), ...] of `gather_padded` -> [sum(rows), ...]."""
+        if len(gathered) == sum(rows):
+            return gathered
+        return torch.cat([own[:count] for own, count in zip(gathered.split(max(rows)), rows)])
 
     def from_replica(self, replica: int, tensor: Tensor) -> None:
         """All replicas of this stage get that one's `tensor`, in place and to the last bit."""
@@ -390,7 +404,7 @@ class Communicator:
         """Make the group of `told_by_tails`. All ranks of the run call it together."""
         tails = {rank for stage in self.graph.tails for rank in stage.ranks}
         self._tail_ranks = sorted(tails)
-        self._tails_group = self._group(self._tail_ranks, "all_gather", backend="gloo")
+        self._tails_group = self._group(self._tail_ranks, "all_gather_into_tensor", backend="gloo")
 
     def told_by_tails(self, value: Json) -> dict[int, Any]:
         """What every rank where a branch ends tells the others, by rank. It goes through host

@@ -67,9 +67,9 @@ def warm_up(group: dist.ProcessGroup, device: torch.device, operations: Iterable
         values = torch.zeros(num_bytes // 4, device=device)
         if operation == "all_reduce":
             dist.all_reduce(values, group=group)
-        elif operation == "all_gather":
+        elif operation == "all_gather_into_tensor":
             part = values[: -(-len(values) // size)]
-            dist.all_gather([torch.empty_like(part) for _ in range(size)], part, group=group)
+            dist.all_gather_into_tensor(part.new_empty(size * len(part)), part, group=group)
         elif operation == "broadcast":
             dist.broadcast(values, root, group=group)
         elif operation == "reduce":

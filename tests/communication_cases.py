@@ -34,7 +34,7 @@ from engine.topology import StageGraph, chain, fork
 from models.losses import InfoNCE
 
 TIMEOUT = timedelta(seconds=120)
-COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "reduce")
+COLLECTIVES = ("all_reduce", "all_gather_into_tensor", "broadcast", "reduce")
 OBJECTIVE = Objective(tuple(map(Branch, BRANCHES)), (Pair(*BRANCHES, InfoNCE()),))
 
 

@@ -427,7 +427,7 @@ def _noting(comm: Communicator) -> Iterator[list[tuple[str, Group | None]]]:
                 noted.append(("together", names[id(group)]))
                 return call(*args, group=group, **kwargs)
 
-            together = ("all_gather", "all_reduce", "broadcast", "reduce")
+            together = ("all_gather_into_tensor", "all_reduce", "broadcast", "reduce")
             return collective if name in together else call
 
     def send_json(value: Any, peer: int, group: Any) -> None:

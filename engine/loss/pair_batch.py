@@ -174,10 +174,7 @@ def gather(
     """
     everyone, places = {}, {}
     for name, rows in own.items():
-        embeds = comm.gather_replicas(rows.embeds, counts[name])
-        tags = comm.gather_replicas(rows.tags(), counts[name])
-        everyone[name] = _in_order(embeds, tags, numbers[name].places)
-        places[name] = tags[:, 0]
+        everyone[name], places[name] = _gathered(comm, rows, counts[name], numbers[name].places)
     for pair in compared:
         if not {*pair.rows} & own.keys() or {*pair.rows} <= own.keys():
             continue
@@ -199,17 +196,26 @@ def gather(
     return GatheredRows(own, everyone, places, counts, numbers, {**num_places, **num_rows})
 
 
-def _in_order(embeds: Tensor, tags: Tensor, number: int) -> Rows:
-    """Rows [r, D] with their tags [r, 4], as the replicas hold them -> all `number` places of the
-    branch."""
+def _gathered(
+    comm: Communicator, own: Rows, counts: Sequence[int], number: int
+) -> tuple[Rows, Tensor]:
+    """All `number` places of a branch, and those of all rows that came, as the replicas hold them.
+
+    Of the embeddings there are two copies for a moment: as they come, and in order.
+    """
+    # where replicas have fewer rows than others, what stands behind them goes to one place more
+    room = number + (min(counts) < max(counts))
+    embeds = comm.gather_padded(own.embeds, counts)
+    tags = comm.gather_padded(own.tags(), counts, fill=number)
     place, index, weight, key = tags.unbind(1)
-    return Rows(
-        embeds.new_zeros(number, embeds.shape[1]).index_copy_(0, place, embeds),
+    rows = Rows(
+        embeds.new_zeros(room, embeds.shape[1]).index_copy_(0, place, embeds)[:number],
         torch.arange(number, device=place.device),
-        place.new_full((number,), NOBODY).index_copy_(0, place, index),
-        place.new_full((number,), NO_WEIGHT).index_copy_(0, place, weight),
-        place.new_zeros(number).index_copy_(0, place, key),
+        place.new_full((room,), NOBODY).index_copy_(0, place, index)[:number],
+        place.new_full((room,), NO_WEIGHT).index_copy_(0, place, weight)[:number],
+        place.new_zeros(room).index_copy_(0, place, key)[:number],
     )
+    return rows, comm.without_padding(place, counts)
 
 
 class _Halves(NamedTuple):

@@ -1,14 +1,33 @@
 """What of a global batch meets in a pair, decided from rows that have arrived."""
 
+from datetime import timedelta
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
+from cost_models import BRANCHES
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from engine.loss.pair_batch import NOBODY, GatheredRows, Numbers, Rows, _repeated, align_pair
-from engine.objective import Pair
+from bench.memory_probe import TensorBytes
+from engine.communication import Communicator
+from engine.loss.pair_batch import (
+    NO_WEIGHT,
+    NOBODY,
+    GatheredRows,
+    Numbers,
+    Rows,
+    _repeated,
+    align_pair,
+    gather,
+)
+from engine.objective import Branch, Objective, Pair
 from engine.optimizer.bad_steps import bad_step
+from engine.topology import merged
 from models.losses import InfoNCE
 
 WHOLE = torch.arange(3)
+PAIR_OF_TWO = Pair(*BRANCHES, InfoNCE())
 PAIR = Pair("sound", "text", InfoNCE(), prefix="sound_text_")
 
 
@@ -109,3 +128,41 @@ def test_rows_of_items_that_are_no_samples_and_rows_that_are_nobodys():
     assert batch.everyone["phrase"].keys.tolist() == [[7, 100], [9, 102], [9, 9], [11, 11]]
     gradient = batch.restored("phrase", torch.ones(4, 1))
     assert gradient.flatten().tolist() == [1, 0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("counts", [(1000, 1000, 1000), (1000, 1000, 10), (1000, 0, 990)])
+def test_of_gathered_rows_one_copy_is_made_beside_those_in_order(counts):
+    """The first of three replicas, each of whose others brings what it brings, as far as it goes."""
+    number, width, own = sum(counts), 512, counts[0]
+
+    def gathers(into, part, group):
+        for copy in into.view(len(counts), *part.shape):
+            copy.copy_(part)
+        if part.dim() == 2 and part.dtype == torch.int64:  # tags: each its own places
+            for replica, copy in enumerate(into.view(len(counts), *part.shape)):
+                copy[: counts[replica], 0] += sum(counts[:replica])
+                copy[counts[replica] :, 0] = number
+
+    position = torch.arange(own)
+    tags = torch.full_like(position, NO_WEIGHT), position
+    rows = {"image": Rows(torch.rand(own, width), position, position, *tags)}
+    objective = Objective(tuple(map(Branch, BRANCHES)), (PAIR_OF_TWO,))
+    dist.init_process_group("fake", rank=0, world_size=3, store=FakeStore())
+    try:
+        graph = merged({branch: [range(1)] for branch in BRANCHES}, 3)
+        comm = Communicator(graph, objective, 0, torch.device("cpu"), timedelta(seconds=9))
+        with mock.patch.object(dist, "all_gather_into_tensor", gathers), TensorBytes() as held:
+            held.mark()
+            given = {"image": counts}, {"image": Numbers(number)}, {}
+            found = gather(comm, (), rows, *given)
+    finally:
+        dist.destroy_process_group()
+    embeds = found.everyone["image"].embeds
+    start = 0
+    for count in counts:
+        assert embeds[start : start + count].equal(rows["image"].embeds[:count])
+        start += count
+    assert found.places["image"].equal(torch.arange(number))
+    padded = max(counts) * len(counts)
+    # labels are an 128th of this width, in a few copies
+    assert held.peak_bytes - held.marked_bytes < 4 * width * (number + padded) * 1.1
