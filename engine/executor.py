@@ -94,6 +94,10 @@ class StepSpec:
     row comes for the others, and they are left out of the pairs with that branch. The replicas of a
     stage then hold different numbers of rows, so the engine must have been built without
     `equal_shares`.
+
+    `shares`: how many rows each replica brings, of every name of rows that is made where this
+    rank's line ends; `num_made`: how many all of them bring, of each name of rows that are not those
+    of samples. All ranks know both beforehand, or none, and then last stages tell each other.
     """
 
     num_micro_batches: int | None = None
@@ -101,6 +105,8 @@ class StepSpec:
     rows_per_sample: Mapping[str, int] = field(default_factory=dict)
     num_rows: Mapping[str, int] = field(default_factory=dict)
     loss_weights: Mapping[str, float] = field(default_factory=dict)
+    shares: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    num_made: Mapping[str, int] = field(default_factory=dict)
 
 
 class ForkEngine(PipelineEngine):
@@ -274,7 +280,13 @@ class ForkEngine(PipelineEngine):
         """
         self._refuse_missing_rows(spec)
         self.module.train()
-        self.tail_loss.start_step(spec.rows_per_sample, spec.num_rows, spec.loss_weights)
+        self.tail_loss.start_step(
+            spec.rows_per_sample,
+            spec.num_rows,
+            spec.loss_weights,
+            shares=spec.shares,
+            num_made=spec.num_made,
+        )
         lr = dict(self.lr_scheduler.rates)
         self.standing_still.start_step(self.tail_loss.sums.learning)
         before = [(buffer, buffer.clone()) for buffer in self.module.changing_buffers()]

@@ -32,10 +32,17 @@ from deepspeed.runtime.pipe.schedule import (
     SendActivation,
     SendGrad,
 )
-from split_training import global_batch, make_engine, micro_batch, micro_batches_of_rank
+from split_training import (
+    global_batch,
+    make_engine,
+    micro_batch,
+    micro_batches_of_rank,
+    shares_of_step,
+)
 
 from engine import communication, json_messages
 from engine.communication import Channel, Communicator
+from engine.executor import StepSpec
 from engine.objective import Comparison, Objective, Pair
 from engine.schedule import PASSES, ComputeLoss, ForwardOnly, receives_to_post
 from engine.topology import StageGraph
@@ -357,11 +364,13 @@ def recorded(case: Any, posts_ahead: bool) -> list[tuple[list[tuple], list[tuple
         engine.objective,
         programs(engine.schedule_type, given),
         engine._gradient_averages is not None,
-        not case.deals,
+        True,  # or known beforehand
         bool(engine.module.running_statistics()),
     )
     with _noting(engine.comm) as in_step:
-        engine.train_batch(micro_batches_of_rank(case, engine, 0, image_size))
+        shares = shares_of_step(case, engine, 0) if case.deals else {}
+        batches = micro_batches_of_rank(case, engine, 0, image_size)
+        engine.train_batch(batches, StepSpec(shares=shares))
     whole = global_batch(case, 1, image_size)
     shares = [
         torch.arange(case.global_batch_size).split(plan.batches[b].micro_batch_size)

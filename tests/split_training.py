@@ -496,6 +496,26 @@ def num_micro_batches(case: Case, engine) -> int:
     )
 
 
+def shares_of_step(case: Case, engine, step: int) -> dict[str, list[int]]:
+    """Rows of each replica, of the branches that end here. In odd steps, and where a micro-batch is
+    a batch, last stages tell each other."""
+    found = {}
+    if step % 2 or case.schedule == "per_micro_batch":
+        return found
+    for branch in engine.stage.tail_of:
+        replicas = engine.stage.replicas
+        parts = dealt(case, branch, engine.batches[branch].micro_batch_size)
+        number = len(parts) // replicas
+        found[branch] = [
+            sum(
+                len(case.rows_of_share(branch, own, step))
+                for own in parts[r * number : (r + 1) * number]
+            )
+            for r in range(replicas)
+        ]
+    return found
+
+
 def dealt(case: Case, branch: str, micro_batch_size: int) -> list[Tensor]:
     """The samples of each micro-batch, replica by replica."""
     if branch in case.deals:
@@ -529,6 +549,7 @@ def train_split(case: Case) -> dict[str, Any]:
                 num_kept=case.kept_of_deals.get(next(iter(engine.stage.layers))),
                 rows_per_sample={"text": case.texts_of(step)},
                 loss_weights=case.loss_weights,
+                shares=shares_of_step(case, engine, step),
             ),
         )
         for step in range(case.steps)

@@ -12,9 +12,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -42,6 +42,14 @@ class GlobalBatch:
     indices: np.ndarray
     setting: Setting
     places: Places | None = None  # where a pair has regions
+
+
+class Shares(NamedTuple):
+    """How many rows come of a step, by their names: of each replica, where what makes them enters;
+    and of all, of those that are not those of samples."""
+
+    of_replicas: dict[str, list[int]]
+    made: dict[str, int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +126,7 @@ class Batches:
     clips; None: all have equally many. `regions`: which are shown, where a pair has them.
     `weights_of`: a global batch -> what its samples count in its loss, [G] int64 millionths; None:
     all the same. `examples`: numbers of training samples that stand for others that are not known
-    yet; None: all are known.
+    yet; None: all are known. `keeps_shares`: whether `shares` is asked for every step.
 
     `order` and `settings` change in the course of a run, for steps that no loader has begun with.
     """
@@ -132,6 +140,9 @@ class Batches:
     regions: ShownRegions | None = None
     weights_of: Callable[[GlobalBatch], np.ndarray] | None = None
     examples: np.ndarray | None = None
+    keeps_shares: bool = False
+    # of steps that were packed, and not asked for yet
+    _shares: dict[int, Shares] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.train) != self.order.num_samples:
@@ -184,6 +195,17 @@ class Batches:
         requests_of = partial(self._requests_of, branch, loads or (branch,), replica, replicas)
         return _one_ahead(requests_of, range(start_step, stop_step), meta_first)
 
+    def shares(self, branch: str, loads: Sequence[str], replicas: int, step: int) -> Shares:
+        """Of a step, whose requests are those of `requests`. To be asked for once a step, in their
+        order: what was packed for the requests is not packed again."""
+        if step not in self._shares:
+            self._requests_of(branch, loads, 0, replicas, step)
+        found = self._shares[step]
+        for known in list(self._shares):  # another thread packs
+            if known <= step:
+                self._shares.pop(known)
+        return found
+
     def _requests_of(
         self, branch: str, loads: Sequence[str], replica: int, replicas: int, step: int
     ) -> list[MicroBatchRequest]:
@@ -193,14 +215,20 @@ class Batches:
         feed_rates = batch.setting.feed_rates
         live = self.order.live(step) if isinstance(self.order, StreamOrder) else None
         nothing = np.zeros(0, dtype=np.int64)
-        samples: list[tuple[np.ndarray, Size | None]] = [(nothing, None)] * number
-        if self.texts is None or any(branch != "text" for branch in loads):
-            own = slice(replica * number, (replica + 1) * number)
-            samples = self._samples(branch, loads, batch, replicas, number)[own]
-        texts: list[TextRows | None] = [None] * number
+        samples: list[tuple[np.ndarray, Size | None]]
+        samples = [(nothing, None) for _ in range(replicas * number)]
+        if self.texts is None or any(name != "text" for name in loads):
+            samples = self._samples(branch, loads, batch, replicas, number)
+        packed: Packing | None = None
         if self.texts is not None and "text" in loads:
-            positions = self.texts.pack(batch, replicas, (number,))[replica]
-            texts = [_text_rows(batch, position, weights) for position in positions]
+            packed = self.texts.pack(batch, replicas, (number,))
+        if self.keeps_shares:
+            parts = [part for part, _ in samples]
+            self._shares[step] = _shares_of(batch, loads, _joined(parts, replicas), packed)
+        own = slice(replica * number, (replica + 1) * number)
+        texts: list[TextRows | None] = [None] * number
+        if packed is not None:
+            texts = [_text_rows(batch, position, weights) for position in packed[replica]]
         return [
             MicroBatchRequest(
                 step=step,
@@ -215,7 +243,7 @@ class Batches:
                 places=None if batch.places is None else batch.places.of(position),
                 shards=live,
             )
-            for (position, size), rows in zip(samples, texts)
+            for (position, size), rows in zip(samples[own], texts)
         ]
 
     def _samples(
@@ -236,6 +264,41 @@ class Batches:
         by_bucket = np.argsort(bucket, kind="stable")
         parts = [by_bucket[part] for part in parts]
         return [(part, sizes[int(np.bincount(bucket[part]).argmax())]) for part in parts]
+
+
+def _joined(parts: Sequence[np.ndarray], replicas: int) -> list[np.ndarray]:
+    """Of each micro-batch, replica by replica -> of each replica."""
+    number = len(parts) // replicas
+    return [np.concatenate(parts[r * number : (r + 1) * number]) for r in range(replicas)]
+
+
+def _shares_of(
+    batch: GlobalBatch,
+    loads: Sequence[str],
+    samples: Sequence[np.ndarray],
+    packed: Packing | None,
+) -> Shares:
+    """`samples`: positions of each replica's; `packed`: of its texts, where these are by
+    themselves."""
+    places, captions = batch.places, batch.setting.feed_rates.captions_per_image
+    found = {
+        name: [len(own) * (captions if name == "text" else 1) for own in samples] for name in loads
+    }
+    made = {}
+    if places is not None:
+        phrases = places.regions + places.negatives
+        made = {"region": int(places.regions.sum()), "phrase": int(phrases.sum())}
+        if "image" in loads:
+            found["region"] = [int(places.regions[own].sum()) for own in samples]
+        if "text" in loads:
+            found["phrase"] = [int(phrases[own].sum()) for own in samples]
+    if packed is not None:
+        texts, every = captions * len(batch.indices), map(np.concatenate, packed)
+        numbers = [(int((own < texts).sum()), len(own)) for own in every]
+        found["text"] = [number for number, _ in numbers]
+        if places is not None:
+            found["phrase"] = [both - number for number, both in numbers]
+    return Shares(found, made)
 
 
 def in_parts(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -132,7 +133,8 @@ class TailLoss:
     `by_source`.
 
     `equal_shares`: each replica of a stage has equally many samples of every global batch; else
-    they tell each other, as where samples have further rows.
+    they must be told how many the others have, or tell each other, as where samples have further
+    rows.
     """
 
     def __init__(
@@ -150,11 +152,8 @@ class TailLoss:
         )
         self.objective: Objective = comm.objective
         # whether the host of a rank needs to know what the others have before it can exchange it
-        self._tells = (
-            not equal_shares
-            or comm.objective.has_further_rows
-            or any(pair.matching for pair in comm.objective.pairs)
-        )
+        self._matches = any(pair.matching for pair in comm.objective.pairs)
+        self._tells = not equal_shares or comm.objective.has_further_rows or self._matches
         self._made_here = comm.objective.made_by(comm.stage.tail_of)
         if self._tells:
             comm.make_tails_group()
@@ -169,10 +168,13 @@ class TailLoss:
         rows_per_sample: Mapping[str, int] | None = None,
         num_rows: Mapping[str, int] | None = None,
         weights: Mapping[str, float] | None = None,
+        shares: Mapping[str, Sequence[int]] = MappingProxyType({}),
+        num_made: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """`rows_per_sample`: of each branch, where it is not 1; `num_rows`: how many rows a branch
         has in this batch, where samples lack its modality; `weights`: by loss, where they are not
-        those of the objective. Raises ValueError for a loss that is not in the objective."""
+        those of the objective; `shares` and `num_made`: as in `StepSpec`. Raises ValueError for a
+        loss that is not in the objective."""
         losses = self.objective.losses
         unknown = [name for name in weights or {} if name not in losses]
         if unknown:
@@ -181,6 +183,7 @@ class TailLoss:
                 f"weights of {', '.join(losses)}"
             )
         self.rows_per_sample, self.num_rows = dict(rows_per_sample or {}), dict(num_rows or {})
+        self.shares, self.num_made = shares, num_made
         self.weights = {**losses, **(weights or {})}
         num_scalars = sum(len(pair.scalars) for pair in self.objective.pairs)
         self.sums = Sums.zero(
@@ -211,7 +214,7 @@ class TailLoss:
             rows: [len(output[f"{rows}_embeds"]) for output in outputs] for rows in self._made_here
         }
         told = self._told(outputs)
-        numbers = self._numbers(told, num_samples)
+        numbers = numbers_of(self.objective, self._came(told), num_samples, self.rows_per_sample)
         counts = self._counts(told, numbers)
         own = self.own_rows(outputs)
         self.sums.given.append(own)
@@ -344,17 +347,36 @@ class TailLoss:
 
     def _told(self, outputs: Sequence[Mapping[str, Tensor]]) -> Mapping[int, Any]:
         """Rank -> branch that ends there -> of each micro-batch its rows, and the tokens of a row
-        (0: none). Of all last stages; of this one alone, as if its replicas were all alike, where
-        that is enough."""
+        (0: none). Of all last stages; of this one alone, as if its replicas were all alike or as
+        `shares` says, where that is enough."""
         own = {rows: [_size(output, rows) for output in outputs] for rows in self._made_here}
+        if self.shares and not self._matches:
+            return self._told_beforehand(own)
         return self.comm.told_by_tails(own) if self._tells else dict.fromkeys(self.stage.ranks, own)
 
-    def _numbers(self, told: Mapping[int, Any], num_samples: int) -> dict[str, Numbers]:
-        """Of all rows in a batch of so many samples."""
+    def _told_beforehand(self, own: Mapping[str, Sequence[tuple[int, int]]]) -> Mapping[int, Any]:
+        """As `_told`, all rows of a replica as one micro-batch. Raises RuntimeError where this one
+        brings others, in which the others would wait for ever."""
+        for name, sizes in own.items():
+            brought, expected = sum(n for n, _ in sizes), self.shares[name][self.comm.replica]
+            if brought != expected:
+                raise RuntimeError(
+                    f"{self.stage.name}: {brought} rows of {name} came on this rank, whose share is "
+                    f"{expected}; load what the shares say, or give none"
+                )
+        return {
+            rank: {name: [(self.shares[name][replica], 0)] for name in self._made_here}
+            for replica, rank in enumerate(self.stage.ranks)
+        }
+
+    def _came(self, told: Mapping[int, Any]) -> Mapping[str, int]:
+        """All rows of the batch, by name, where some are not those of samples."""
+        if not self.objective.has_further_rows or (self.shares and not self._matches):
+            return self.num_made
         came = Counter[str]()
-        for of_rank in told.values() if self.objective.has_further_rows else ():
+        for of_rank in told.values():
             came.update({name: sum(rows for rows, _ in each) for name, each in of_rank.items()})
-        return numbers_of(self.objective, came, num_samples, self.rows_per_sample)
+        return came
 
     def _counts(
         self, told: Mapping[int, Any], numbers: Mapping[str, Numbers]

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from data.batching.batches import Batches
+from data.batching.batches import Batches, Shares
 from data.batching.load_control import LoadControl, Observations, typical
 from data.batching.mixing import Trends
 from data.batching.mixture import source_names
@@ -153,6 +153,14 @@ class Batching:
         # Two micro-batches per worker are made ahead, at worst each of another step, and the step
         # after them is being packed.
         self._ahead = 2 * workers + 2
+        # Where every stage is the first and the last of its line it packs all that ends in it, and
+        # so knows how many rows the other replicas bring.
+        graph, uneven = self.plan.graph, not self.equal_shares or self.batches.regions is not None
+        self.batches.keeps_shares = (
+            uneven
+            and len(graph.tails) == len(graph.stages)
+            and not self.plan.schedule_type.loss_per_micro_batch
+        )
 
     def requests(
         self, start_step: int, stop_step: int, meta_first: bool
@@ -170,14 +178,20 @@ class Batching:
         )
 
     def step_spec(self, step: int, loss_weights: Mapping[str, float]) -> StepSpec:
-        """Numbers of micro-batches and rows per sample of a step."""
+        """Numbers of micro-batches and rows of a step."""
         setting = setting_at(self.batches.settings, step)
         captions = {"text": setting.feed_rates.captions_per_image}
+        shares = Shares({}, {})
+        if self.batches.keeps_shares:
+            replicas = self.plan.batches[self._branch].replicas
+            shares = self.batches.shares(self._branch, self._stage.loads, replicas, step)
         return StepSpec(
             num_micro_batches=setting.num_micro_batches[self._branch],
             num_kept=num_kept(self.plan, self._branch, setting),
             rows_per_sample=captions if "text" in self.plan.batches else {},
             loss_weights=loss_weights,
+            shares=shares.of_replicas,
+            num_made=shares.made,
         )
 
     def line(self, metrics: StepMetrics, step: int, step_s: float) -> dict[str, float]:

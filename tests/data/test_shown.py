@@ -2,6 +2,8 @@
 place."""
 
 import json
+from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -120,6 +122,29 @@ def test_every_region_and_phrase_is_in_one_micro_batch_and_in_its_place(source, 
     assert {key for _, key in epochs[0]["phrase"].values()} != {
         key for _, key in epochs[1]["phrase"].values()
     }
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("loads", [("image",), ("text",), ("image", "text")])
+def test_what_each_replica_brings_is_known_without_loading_it(source, modalities, packed, loads):
+    of = {"image": modalities[0], "text": modalities[1]}
+    made = {"image": ("image", "region"), "text": ("text", "phrase")}
+    dataset = MicroBatchDataset(source, [of[branch] for branch in loads])
+    for replicas in (1, 2, 3):
+        batches = replace(batches_of(source, packed), keeps_shares=True)
+        for step in range(2):
+            brought = {name: [] for branch in loads for name in made[branch]}
+            for replica in range(replicas):
+                given = replica, replicas, step, step + 1, loads
+                loaded = [dataset[request] for request in batches.requests(loads[0], *given)]
+                for name, own in brought.items():
+                    own.append(sum(len(each[f"{name}_position"]) for each in loaded))
+            with mock.patch.object(TextPacker, "pack") as packs:
+                shares = batches.shares(loads[0], loads, replicas, step)
+            assert shares.of_replicas == brought and not packs.called
+            assert all(sum(brought[name]) == shares.made.get(name, G) for name in brought)
+            other = replace(batches_of(source, packed), keeps_shares=True)
+            assert other.shares(loads[0], loads, replicas, step) == shares
 
 
 def test_an_evaluation_shows_the_first_regions_and_phrases_and_no_negatives(source, modalities):

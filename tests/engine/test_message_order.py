@@ -48,6 +48,11 @@ THREE = Objective(
 WITHOUT_A_LOSS = replace(THREE, pairs=THREE.pairs[:2])  # image and sound are evaluated only
 
 
+UNEQUAL = tuple(
+    tuple(tuple(range(a, b)) for a, b in zip(ends, ends[1:])) for ends in ((0, 5, 10), (10, 17, 24))
+)  # of two replicas
+
+
 def check(work: Work, case: str) -> None:
     through_host = {rank: operations(work, rank) for rank in work.programs}
     on_device = {rank: operations(work, rank, posts_ahead=False) for rank in work.programs}
@@ -270,6 +275,10 @@ def test_the_executor_does_what_the_model_says(posts_ahead):
         Case("fork", one, {"image": 2, "text": 2}, 6, fusion=1),
         Case("merged", {"merged": 1}, 2, 6, fusion=1),
         Case("fork", one, {"image": 1, "text": 2}, 6, **plain),
+        # unequal shares, of which all know beforehand
+        Case(
+            "fork", one, {"image": 1, "text": 2}, {"image": 4, "text": 6}, deals={"text": UNEQUAL}
+        ),
     ]
     for case, of_ranks in run_all(recorded, cases, posts_ahead):
         for called, expected in (each for of_rank in of_ranks for each in of_rank):

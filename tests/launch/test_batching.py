@@ -68,6 +68,24 @@ def test_texts_are_packed_and_images_stay_in_order(data, tmp_path):
         assert sorted(np.concatenate(images(batching)).tolist()) == list(range(48))
 
 
+def test_last_stages_know_what_the_others_bring_where_it_is_not_equal(data, tmp_path):
+    """And none has to ask in a step. In a line of several stages the last does not pack all."""
+    for layout, keys, known in (
+        ("fork", {}, True),
+        ("fork", {"balance": {"strategy": "off"}}, False),
+        ("merged", {"balance": {"strategy": "deal"}, "stages": {"merged": 1}}, True),
+        ("merged", {"balance": {"strategy": "deal"}}, False),
+    ):
+        batching = made(data, tmp_path, layout, **{"balance": None} | keys)
+        for stage in batching.plan.graph.stages:
+            batching.follow(stage, 0, workers=1)
+            for step in range(2):
+                spec = batching.step_spec(step, {})
+                assert list(spec.shares) == (list(stage.tail_of) if known else [])
+                assert all(sum(own) == 48 for own in spec.shares.values())
+                assert all(len(own) == stage.replicas for own in spec.shares.values())
+
+
 @pytest.mark.parametrize("layout", ["fork", "merged"])
 def test_packed_texts_of_the_demo_have_little_padding_and_keep_the_bounds(data, tmp_path, layout):
     batching = made(data, tmp_path, layout, {"strategy": "deal", "min_size": 5, "max_size": 30})
