@@ -60,7 +60,8 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     journal.begin(first_screen(prepared, ranks))
 
     # DeepSpeed around this rank's stage, with the state of the run that goes on.
-    engine = prepared.build_engine(ranks.processes, clock)
+    with ranks.connecting():
+        engine = prepared.build_engine(ranks.processes, clock)
     batching.follow(engine.stage, engine.comm.replica, ranks.loading.num_workers)
     notices = resume_run(prepared, engine)
     record = write_record(prepared)

@@ -152,7 +152,7 @@ def start_together(world_size: int) -> dict[str, float]:
         gpu = f"GPU {rank}"
         place = Place(f"node {rank // PER_NODE}", f"{rank}", gpu, PER_NODE, os.getpid(), {})
         decide = partial(communication_of, AUTO, "cuda")
-        return meet(store, rank, world_size, place, decide)[0], client
+        return meet(store, rank, world_size, place, decide).places, client
 
     def waits_for_first(rank: int, turn: int) -> None:
         """As `first_rank_first`."""

@@ -43,9 +43,10 @@ def start_unlike(folder: Path) -> dict[str, Any]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     if rank == 1:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
-    place = Place.here("cpu", rank, 1)
+    place, watched = Place.here("cpu", rank, 1), []
     processes = start_processes(
-        place=replace(place, node="another", cores="others") if rank == 2 else place
+        place=replace(place, node="another", cores="others") if rank == 2 else place,
+        watch=lambda rank, _, secret: watched.append((rank, dist.is_initialized(), secret)),
     )
     together = Ranks(processes.device, processes.places)
     return {
@@ -54,6 +55,7 @@ def start_unlike(folder: Path) -> dict[str, Any]:
         "LOCAL_SIZE": os.environ["LOCAL_SIZE"],
         "threads": _threads(processes),
         "secret": processes.secret,
+        "watched": watched[0],
         "machine": with_links(
             proportional(dict.fromkeys(BRANCHES, [1.0])).machine, processes.device, together
         ),

@@ -2,7 +2,7 @@
 
 Launchers say it in different words, and some not at all. So the ranks tell each other in the store
 in which they meet, before there is a process group: each says where it is, the first reads all of
-it in one call, decides how they communicate, and tells the others. That takes each rank two calls
+it in one call, decides how they communicate, and tells the others. That takes each rank three calls
 of the store.
 """
 
@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
+from secrets import token_hex
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -175,15 +177,24 @@ def _numbered(names: Iterable[str]) -> tuple[int, ...]:
     return tuple(numbers.setdefault(name, len(numbers)) for name in names)
 
 
+class Met(NamedTuple):
+    """What ranks know once they have met: where all are, what the first has decided, and a random
+    text that only they know."""
+
+    places: Places
+    decided: str
+    secret: str
+
+
 def meet(
     store: dist.Store,
     rank: int,
     world_size: int,
     place: Place,
     decide: Callable[[Sequence[Place]], str],
-) -> tuple[Places, str]:
-    """Tell the other ranks where this one is. Returns where all are, and what `decide` says of that
-    on the first. All ranks call it together.
+) -> Met:
+    """Tell the other ranks where this one is. `decide` says on the first what follows from where
+    all are. All ranks call it together.
 
     Errors: the ValueError of `decide` on the first rank, RefusedByFirstRank on the others.
     TimeoutError where a rank does not come before the store's time limit.
@@ -195,7 +206,11 @@ def meet(
     if "refused" in answer:
         store.set(f"heard/{rank}", "")
         raise RefusedByFirstRank(answer["refused"])
-    return Places(**{name: tuple(of) for name, of in answer["places"].items()}), answer["decided"]
+    # whoever reaches the store later does not find the secret there
+    if store.add("met", 1) == world_size:
+        store.delete_key("places")
+    places = Places(**{name: tuple(of) for name, of in answer["places"].items()})
+    return Met(places, answer["decided"], answer["secret"])
 
 
 def _decide(store: dist.Store, world_size: int, decide: Callable[[Sequence[Place]], str]) -> None:
@@ -217,4 +232,5 @@ def _decide(store: dist.Store, world_size: int, decide: Callable[[Sequence[Place
         with contextlib.suppress(dist.DistError):
             store.wait([f"heard/{rank}" for rank in range(1, world_size)], HEARING_LIMIT)
         raise
-    store.set("places", json.dumps({"decided": decided, "places": asdict(Places.of(told))}))
+    answer = {"decided": decided, "places": asdict(Places.of(told)), "secret": token_hex(16)}
+    store.set("places", json.dumps(answer))

@@ -13,7 +13,6 @@ import logging
 import os
 import random
 import resource
-import secrets
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from engine.checks import AUTO
-from engine.json_messages import from_first_rank, wait_for_all
+from engine.json_messages import wait_for_all
 from engine.processes.communication import DEVICE, HOST, communication_of
 from engine.processes.launchers import PORTS, adopt_launcher
 from engine.processes.ops import compile_shared_memory_op
@@ -72,15 +71,17 @@ def start_processes(
     notice: Callable[[str], object] | None = None,
     communication: str = AUTO,
     place: Place | None = None,
+    watch: Callable[[int, Places, str], object] | None = None,
 ) -> Processes:
     """Join the process group that the launcher describes in the environment; without a launcher, a
     group of one.
 
     `timeout_s` limits every wait for other ranks. `notice` is told, on the first process of a node,
     of what takes long. `communication`: see `communication_of`. `place`: where this rank is,
-    found out unless given. Raises ValueError where ranks are not started alike, or share GPUs and
-    may not, before any of them is touched; OSError where ranks do not meet; TimeoutError when the
-    C++ op is not compiled within ten minutes.
+    found out unless given. `watch` gets this rank, where all are and their secret, before the first
+    of them waits for another one in anything but the store. Raises ValueError where ranks are not
+    started alike, or share GPUs and may not, before any of them is touched; OSError where ranks do
+    not meet; TimeoutError when the C++ op is not compiled within ten minutes.
     """
     if not os.environ.get("WYE_VERBOSE"):
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -110,8 +111,10 @@ def start_processes(
     with meeting(rank, world_size, timeout):
         store = open_store(rank, world_size, timeout)
         decide = partial(communication_of, communication, kind)
-        places, chosen = meet(store, rank, world_size, place, decide)
+        places, chosen, secret = meet(store, rank, world_size, place, decide)
     prepare_for(places, rank, chosen)
+    if watch is not None:
+        watch(rank, places, secret)
     if kind != "cpu":
         accelerator.set_device(number)
         # cuDNN tries its algorithms and keeps the fastest for each shape, as OpenCLIP's trainer lets
@@ -132,6 +135,8 @@ def start_processes(
     # DeepSpeed prints that its op is built, on every rank
     with contextlib.redirect_stdout(io.StringIO()):
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
+    # all are ready, and NCCL makes the communicator of the group with this first operation
+    wait_for_all()
     if kind == "cpu":
         _unlink_shared_memory()
     return Processes(
@@ -142,7 +147,7 @@ def start_processes(
         device=torch.device(accelerator.device_name(number)),
         timeout=timeout,
         communication=chosen,
-        secret=from_first_rank(secrets.token_hex(16)),
+        secret=secret,
     )
 
 
@@ -286,7 +291,6 @@ def _unlink_shared_memory() -> None:
     Once every rank has mapped every buffer, names are not needed any more; the memory goes with the
     last process, however it ends.
     """
-    wait_for_all()
     name = "deepspeed_allreduce_buffer_{}_{MASTER_ADDR}_{MASTER_PORT}_{RANK}".format(
         os.getuid(), **os.environ
     )

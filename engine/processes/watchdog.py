@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 
@@ -58,6 +58,7 @@ class Watchdog:
         self._progress: Callable[[], int] | None = None
         self._doing: Callable[[], str] = str
         self._stall_limit_s = 0.0
+        self._passed = 0  # ends of what is `limited`
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._claims: set[str] = set()  # what this rank has reported itself
@@ -77,6 +78,18 @@ class Watchdog:
         waits for others that get on is not. `doing()` says, in another thread, where this rank
         stands."""
         self._stall_limit_s, self._progress, self._doing = limit_s, progress, doing
+
+    @contextlib.contextmanager
+    def limited(self, limit_s: float, doing: str) -> Iterator[None]:
+        """In here all ranks are stuck where none has come in, or gone out, for `limit_s` seconds.
+        `doing` says what a rank does in here."""
+        self._passed += 1
+        self.follow(lambda: self._passed, limit_s, lambda: doing)
+        try:
+            yield
+        finally:
+            self._passed += 1
+            self._progress = None
 
     def stop(self) -> None:
         self._stop.set()
@@ -195,8 +208,9 @@ class Watchdog:
                 dead = self._dead_on_this_node()
                 reported = self._reported()  # after that: who spoke before it died is heard
                 beats = {rank: self._value(f"beat/{rank}") for rank in self.watched}
-                if self._progress is not None:
-                    progress = self._progress()
+                follows = self._progress  # which the main thread may take away
+                if follows is not None:
+                    progress = follows()
                     everyone = self._store.add("progress", progress - reported_progress)
                     reported_progress = progress
                 if self._store.check(["stall"]):
@@ -223,7 +237,7 @@ class Watchdog:
                         "it has ended or hangs, or its node cannot be reached"
                     )
                     self._leave(message, EXIT_STATUS, first=self.claim_failure(message))
-            if self._progress is not None and getting_on.for_s(everyone) > self._stall_limit_s:
+            if follows is not None and getting_on.for_s(everyone) > self._stall_limit_s:
                 self._end_stall()
         faulthandler.cancel_dump_traceback_later()
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,6 +24,7 @@ from engine.planning.planner import RunPlan, plan_run
 from engine.processes.agreement import refuse_differences
 from engine.processes.communication import HOST
 from engine.processes.determinism import compute_deterministically
+from engine.processes.places import Places
 from engine.processes.start import (
     COLLECTIVE_LIMIT_S,
     first_rank_first,
@@ -49,6 +50,8 @@ from launch.setup.model import RunModel
 from launch.terminal.last_words import say_last
 from launch.terminal.quiet import quiet_ranks
 
+# communicators of NCCL take seconds to make, a C++ op that is compiled before them minutes
+CONNECTING_LIMIT_S = 600.0
 KEPT = (
     "samples",
     "shards",
@@ -68,11 +71,17 @@ class LiveRanks:
     def __init__(self, options: Options, run: Run, stop: StopRequest):
         # the watchdog speaks before
         limit_s = max(COLLECTIVE_LIMIT_S, 2 * 60 * options.stall_limit)
-        self.processes = start_processes(limit_s, print, asked_communication(options))
         self.run, self.stop = run, stop
-        self.watchdog = run.watchdog = Watchdog(
-            self.processes.rank, self.processes.places, self.processes.secret, tell=say_last
-        ).start()
+        self._connecting_s = max(CONNECTING_LIMIT_S, 60 * options.stall_limit)
+        with ExitStack() as connecting:
+
+            def watch(rank: int, places: Places, secret: str) -> None:
+                self.watchdog = run.watchdog = Watchdog(rank, places, secret, tell=say_last).start()
+                connecting.enter_context(self.connecting())
+
+            self.processes = start_processes(
+                limit_s, print, asked_communication(options), watch=watch
+            )
         quiet_ranks(self.processes.rank)
         if options.deterministic:
             compute_deterministically()
@@ -89,6 +98,10 @@ class LiveRanks:
             describe_device(device),
             len(set(places.devices)) if through_host else 0,
         )
+
+    def connecting(self) -> AbstractContextManager[None]:
+        """In here ranks connect with each other, and all end where that stands still."""
+        return self.watchdog.limited(self._connecting_s, "connects with other ranks")
 
     def describe(self, graph: StageGraph, rank: int) -> str:
         """What a rank is, and where."""

@@ -75,7 +75,7 @@ def _met(meeting: str, rank: int, world: int, place: Place) -> dist.Store:
     `meeting`: host of the first rank and port."""
     host, _, port = meeting.rpartition(":")
     store = dist.TCPStore(host, int(port), world, is_master=rank == 0, timeout=LIMIT)
-    places, _ = meet(store, rank, world, place, lambda told: HOST)
+    places = meet(store, rank, world, place, lambda told: HOST).places
     prepare_for(places, rank, HOST)
     return store
 

@@ -113,7 +113,11 @@ def test_all_know_where_all_are(met):
     numbers = (0, 1, 0, 1)
     places = Places(numbers, numbers, (0, 1, 2, 3), pids=(0,) * 4, hosts=tuple("abab"))
     places = replace(places, addresses=("",) * 4)
-    assert met(told, lambda told: "device") == [(places, "device")] * 4
+    found = met(told, lambda told: "device")
+    assert {(each.places, each.decided) for each in found} == {(places, "device")}
+    # drawn for these, and nowhere to be read later
+    assert len({each.secret for each in found}) == 1 and len(found[0].secret) == 32
+    assert met.stores and not any(store.check(["places"]) for store in met.stores)
     assert places.beside(2) == [0, 2] and places.across(2) == [2, 3]
     assert places.where(2) == " on a" and Places.together(4).where(2) == ""
 
@@ -147,6 +151,7 @@ def met(monkeypatch):
 
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    all_meet.stores = stores
     return all_meet
 
 
@@ -253,6 +258,9 @@ def test_ranks_of_unlike_environments_start_together(tmp_path):
     assert {one["devices"] for one in started} == {(0, 0, 0)}  # on a CPU, whose memory they share
     assert [one["threads"] for one in started] == [cores, 1, cores]
     assert len({one["secret"] for one in started}) == 1
+    # the watchdog begins before anything but the store connects ranks
+    watched = [(rank, False, one["secret"]) for rank, one in enumerate(started)]
+    assert [one["watched"] for one in started] == watched
     first, *others = (one["machine"] for one in started)
     assert others == [first] * 2 and first.ranks_per_node == 1
     assert min(first.link_bytes_per_s, first.node_bytes_per_s, first.link_latency_s) > 0
