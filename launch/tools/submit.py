@@ -120,7 +120,9 @@ FIRST = """\
 MASTER_ADDR=$(awk '!/^#/ && NF {{ print $1; exit }}' {hostfile})
 export MASTER_ADDR
 """
+# agents that share their store keep it when another pod takes the place of one (torch 2.14)
 POD = """\
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 exec bash {code}/launch/supervise.sh --restarts {restarts} -- \
 {python} -m torch.distributed.run {code}/train.py {options} --run-dir {run_dir}"""
 KUBERNETES = """\
