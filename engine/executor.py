@@ -36,6 +36,7 @@ from engine.optimizer.clipping import GroupedClipping
 from engine.optimizer.clipping_rules import ClippingRule
 from engine.optimizer.gradient_averages import GradientAverages
 from engine.optimizer.parameter_groups import GroupSchedule, OptimizerGroups, Setting
+from engine.optimizer.scalars import LearnedScalars
 from engine.optimizer.standing_still import StandingStill
 from engine.planning.batch import BranchBatch
 from engine.planning.costs import averages_early
@@ -134,6 +135,7 @@ class ForkEngine(PipelineEngine):
     ):
         grid = module.mpu()
         self.optimizer_groups = optimizer_groups
+        first = {name: scalar.detach().clone() for name, scalar in module.scalars.items()}
         with contextlib.redirect_stdout(io.StringIO()):
             super().__init__(
                 args=None,
@@ -148,6 +150,7 @@ class ForkEngine(PipelineEngine):
         self.batches, self.schedule_type = dict(batches), SCHEDULES[schedule]
         self.clipping = GroupedClipping(module.canonical_parameters, clipping, comm, self.optimizer)
         self.basic_optimizer.register_step_pre_hook(lambda *_: self.clipping.clip())
+        self.learned_scalars = LearnedScalars(module.scalars, first, self.clipping, comm)
         self.standing_still = StandingStill(
             self.clipping,
             self.basic_optimizer,
@@ -287,6 +290,7 @@ class ForkEngine(PipelineEngine):
             shares=spec.shares,
             num_made=spec.num_made,
         )
+        self.module.exact_scalars = self.learned_scalars.values()
         lr = dict(self.lr_scheduler.rates)
         self.standing_still.start_step(self.tail_loss.sums.learning)
         before = [(buffer, buffer.clone()) for buffer in self.module.changing_buffers()]

@@ -123,6 +123,8 @@ class StageModule(PipelineModule):
         )
         self._stage: Stage = graph.stage_of(rank)
         self._micro_batch = 0, 0
+        # name -> [1] fp32: in the place of what layers make of rounded parameters
+        self.exact_scalars: Mapping[str, Tensor] = {}
         self._set_up([spec for branch in graph.branches for spec in layers[branch]], stage_group)
         self._choose_layers()
         self._build()
@@ -186,6 +188,7 @@ class StageModule(PipelineModule):
                 self.canonical_parameters[names[name]] = parameter
                 setattr(parameter, IN_ALL_STAGES, False)
         self._draws = [bool(getattr(layer, "draws", True)) for layer in self.forward_funcs]
+        self._scalars = [frozenset(getattr(layer, "scalars", ())) for layer in self.forward_funcs]
 
     def _group_parameters(self, settings: Mapping[str, Setting]) -> None:
         """Make `parameter_groups`: the settings of each, and its parameters; as many on every
@@ -223,6 +226,16 @@ class StageModule(PipelineModule):
     def templates(self) -> list[nn.Module]:
         """Of its layers, in the order in which they run."""
         return [self._layer_specs[index].template for index in self._own_indices]
+
+    @property
+    def scalars(self) -> dict[str, nn.Parameter]:
+        """What the losses learn, of the layers that hold it, by the names of the tensors that they
+        make of it."""
+        return {
+            name: layer.get_parameter(name)
+            for layer, names in zip(self.forward_funcs, self._scalars)
+            for name in names
+        }
 
     @property
     def fusion(self) -> nn.Module | None:
@@ -314,6 +327,9 @@ class StageModule(PipelineModule):
                 if self._draws[i] and self.training:
                     torch.manual_seed(layer_seed(self._seed, *micro_batch, self._own_indices[i]))
                 tensors = self.forward_funcs[i](tensors)
+                for name in self.exact_scalars.keys() & self._scalars[i]:
+                    made = tensors[name]  # whose gradient stays, beside a difference of 0
+                    tensors[name] = self.exact_scalars[name] + (made - made.detach())
         return tensors
 
     @contextlib.contextmanager

@@ -585,6 +585,21 @@ def train_split(case: Case) -> dict[str, Any]:
     }
 
 
+def train_scalars(case: Case) -> dict[str, Any]:
+    """On each rank, of each step: the logarithm of the scale as this rank's optimizer holds it
+    before, if it does, and the scale that the loss used, as the metrics have it; the dtype of the
+    parameter."""
+    engine, _, image_size = make_engine(case)
+    parameter, steps = engine.module.scalars.get("logit_scale"), []
+    for step in range(case.steps):
+        stepped = None if parameter is None else engine.clipping.stepped(parameter)
+        held = None if stepped is None or not len(stepped) else float(stepped)
+        batches = micro_batches_of_rank(case, engine, step, image_size)
+        steps.append((held, engine.train_batch(batches).scalars["logit_scale_exp"]))
+    dtype = None if parameter is None else str(parameter.dtype)
+    return {"steps": steps, "dtype": dtype}
+
+
 def disagreement(case: Case) -> str:
     """What each rank says when the texts of a batch are those of other samples than its images."""
     engine, _, image_size = make_engine(case)
@@ -770,7 +785,7 @@ def train_whole(case: Case, plan_batches: dict[str, tuple[int, int]]) -> dict[st
     optimizer = torch.optim.AdamW(by_hand(case, named, layers), lr=LR)
     losses, of_samples, norms, first_gradients, drawn = [], [], [], {}, []
     for step in range(case.steps):
-        batch, embeds, scalars = global_batch(case, step, image_size), {}, {}
+        batch, embeds = global_batch(case, step, image_size), {}
         tokens = {"image": {}, "text": {}}  # by place: [T, F], [L, F] without padding
         for branch in ("image", "text"):
             rows = torch.zeros(
@@ -794,10 +809,11 @@ def train_whole(case: Case, plan_batches: dict[str, tuple[int, int]]) -> dict[st
                 for row, place in enumerate(position.tolist() if case.fusion else ()):
                     kept = slice(None) if branch == "image" else tensors["text_mask"][row] == 1
                     tokens[branch][place] = tensors[f"{branch}_tokens"][row][kept]
-                scalars |= {
-                    name: tensors[name] for name in ("logit_scale", "logit_bias") if name in tensors
-                }
             embeds[branch] = rows
+        # never rounded
+        scalars = {
+            n: named[f"head.{n}"] for n in ("logit_scale", "logit_bias") if f"head.{n}" in named
+        }
         groups = compared(case, plan_batches["image"][0])
         of_groups = [contrastive(case, embeds, scalars, group, step) for group in groups]
         of_samples.append(dict(zip(torch.cat(groups).tolist(), torch.cat(of_groups).tolist())))

@@ -140,7 +140,8 @@ def load_layer(
     device: torch.device | str = "cpu",
     averaged: bool = False,
 ) -> Layer:
-    """Fill one built layer, in the precision it was trained in; buffers stay in theirs.
+    """Fill one built layer, in the precision it was trained in; buffers stay in theirs, and what the
+    losses learn (`layer.scalars`) in fp32.
     `layer.canonical_names`: local name -> name in the run. Raises ValueError where the checkpoint
     was made with other towers."""
     dtype = PRECISIONS[reader.manifest.topology["precision"]]
@@ -149,7 +150,8 @@ def load_layer(
         name = names[local]
         has_average = averaged and reader.shape(AVERAGE, name) is not None  # a locked one has none
         value = reader.read(AVERAGE if has_average else PARAMETER, name, parameter.shape)
-        parameter.data = value.view(parameter.shape).to(dtype)
+        scalar = local in getattr(layer, "scalars", ())
+        parameter.data = value.view(parameter.shape).to(torch.float32 if scalar else dtype)
     for local, buffer in layer.named_buffers():
         if local in names:
             buffer.copy_(reader.read(BUFFER, names[local], buffer.shape).view(buffer.shape))

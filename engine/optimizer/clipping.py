@@ -182,6 +182,14 @@ class GroupedClipping:
             return None
         return flat.grad.narrow(0, *where[1:])
 
+    def stepped(self, parameter: nn.Parameter) -> Tensor | None:
+        """What the optimizer steps of a parameter, flat: itself, or what of it lies in this rank's
+        slice; None: nothing does."""
+        if not self.partitioned:
+            return parameter.view(-1)
+        where = self._place(parameter)
+        return None if where is None else self._slices[where[0]].detach().narrow(0, *where[1:])
+
     def _measurable(self, parameter: nn.Parameter) -> tuple[Tensor, float] | None:
         """The same, also before its turn, and what it is still scaled by: there it is, but for an
         offloaded optimizer, in a list of pieces."""

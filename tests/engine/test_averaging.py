@@ -83,6 +83,9 @@ def test_averaged_weights_are_the_mean_of_what_was_trained(tmp_path):
                 torch.testing.assert_close(
                     averaged, expected, rtol=rounding, atol=rounding * 1e-2, msg=f"{case} {name}"
                 )
+                if case.precision == "bf16" and name == "head.logit_scale":  # is read in fp32
+                    assert saved != averaged
+                    saved = saved.bfloat16().double()
                 assert torch.equal(saved, averaged), (case, name)
             later = result["later"]
             assert all(torch.equal(*two) for two in zip(later["averages"], after["averages"]))

@@ -192,7 +192,7 @@ DAMAGES = {
     "manifest missing": (lambda c: (c / MANIFEST).unlink(), f"has no {MANIFEST}: it was not written to the end, or is of another format"),
     "manifest of another step": (lambda c: shutil.copy(c.parent / "step-00000001" / MANIFEST, c), f"{MANIFEST} is that of step 1"),
     "manifest of something else": (lambda c: change(c, lambda r: r.update(format="x")), f"{MANIFEST} is not that of a checkpoint"),
-    "manifest of another version": (lambda c: change(c, lambda r: r.update(version=2)), f"{MANIFEST} has format version 2, and this program"),
+    "manifest of another version": (lambda c: change(c, lambda r: r.update(version=3)), f"{MANIFEST} has format version 3, and this program"),
     "manifest without ranks": (lambda c: change(c, lambda r: r.update(ranks=[])), f"{MANIFEST} lists no ranks"),
     "manifest without a rank": (lambda c: change(c, lambda r: r["ranks"].pop()), f"{MANIFEST} does not have the elements of "),
     "manifest without a key": (lambda c: change(c, lambda r: r["ranks"][0].pop("fragments")), f"{MANIFEST} lacks 'fragments'"),

@@ -21,6 +21,7 @@ from split_training import (
     compared,
     disagreement,
     refusal,
+    train_scalars,
     train_split,
     train_whole,
 )
@@ -497,6 +498,7 @@ def test_replicas_hold_equal_parameters_and_running_statistics_after_training():
                 assert torch.equal(tensor, second[kind][name]), name
 
 
+LONG = {"bf16": "bfloat16", "fp32": "float32"}
 # of a branch's gradient: factors that are no powers of two move each rounding
 HALF = {"bf16": 1e-2, "fp16": 1.5e-3}
 
@@ -528,6 +530,25 @@ def test_half_precision_equals_the_unsplit_model_in_half_precision(precision):
             assert (own - whole).norm() / whole.norm() < HALF[precision], (case, group)
             norm = pytest.approx(float(whole.norm()), rel=HALF[precision])
             assert metrics.grad_norm[group] == norm, (case, group)
+
+
+def test_losses_read_what_they_learn_in_fp32():
+    """In bf16 too, where a parameter near 2.66 moves in steps of 0.016: the scale of every step is
+    that of the optimizer's fp32 number, on whichever replica that lies, from the first value on."""
+    cases = [
+        fork((1, 3), (1, 1), 8, precision=precision, steps=4) for precision in ("bf16", "fp32")
+    ]
+    for case, results in run_all(train_scalars, cases):
+        assert {each["dtype"] for each in results[:3]} == {f"torch.{LONG[case.precision]}"}
+        scales = []
+        for step in range(case.steps):
+            held = [each["steps"][step][0] for each in results[:3]]
+            used = {each["steps"][step][1] for each in results}  # metrics are equal everywhere
+            known = [value for value in held if value is not None]
+            assert len(known) == (1 if case.precision == "bf16" else len(known)) >= 1
+            assert [*used] == pytest.approx([math.exp(known[0])], rel=1e-6), (case, step)
+            scales += used
+        assert scales[0] == pytest.approx(1 / 0.07, rel=1e-6) and len(set(scales)) == 4
 
 
 def test_dropout_does_not_depend_on_the_split():
