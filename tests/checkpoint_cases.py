@@ -65,7 +65,8 @@ def state_of(engine) -> dict[str, Any]:
     from engine.checkpoint.engine_state import snapshot
 
     taken = snapshot(engine)
-    tensors = {fragment: tensor.clone() for fragment, tensor in taken.tensors.items()}
+    whole = {**taken.tensors, **taken.frozen}
+    tensors = {fragment: tensor.clone() for fragment, tensor in whole.items()}
     return {"tensors": tensors, "scalars": taken.scalars, "progress": taken.progress}
 
 

@@ -99,16 +99,17 @@ def dealt(runs: Iterable[Run], part: int, parts: int) -> Iterator[Run]:
 @dataclass(frozen=True)
 class Snapshot:
     """This rank's part of a checkpoint. The tensors are views of what training changes: copy them
-    before it goes on."""
+    before it goes on. `frozen`: of parameters that do not learn, the same in every checkpoint."""
 
     tensors: Mapping[Fragment, Tensor]
+    frozen: Mapping[Fragment, Tensor]
     scalars: Mapping[str, Mapping[str, Any]]
     stateless: tuple[str, ...]
     progress: Mapping[str, Any]
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+def num_bytes(tensors: Mapping[Fragment, Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
 
 
 def snapshot(engine: ForkEngine) -> Snapshot:
@@ -120,10 +121,15 @@ def snapshot(engine: ForkEngine) -> Snapshot:
     scalars: dict[str, dict[str, Any]] = {}
     options: dict[str, dict[str, Any]] = {}
     averages = averages_of(engine)
-    on_every_replica = [run for run in runs if run.everywhere]
-    own = [run for run in runs if not run.everywhere]
+    parameters = engine.module.canonical_parameters
+    learn = [run for run in runs if parameters[run.name].requires_grad]
+    own = [run for run in learn if not run.everywhere]
+    replica, replicas = engine.comm.replica, engine.stage.replicas
+    still = list(
+        dealt([r for r in runs if not parameters[r.name].requires_grad], replica, replicas)
+    )
     group_of = {id(tensor): group for group in optimizer.param_groups for tensor in group["params"]}
-    for run in [*own, *dealt(on_every_replica, engine.comm.replica, engine.stage.replicas)]:
+    for run in [*own, *dealt([r for r in learn if r.everywhere], replica, replicas)]:
         if id(run.held) in group_of:
             options[run.name] = _options(group_of[id(run.held)])
         tensors[run.fragment(PARAMETER)] = run.of(run.held)
@@ -144,7 +150,7 @@ def snapshot(engine: ForkEngine) -> Snapshot:
                     tensors[whole] = value.detach().reshape(-1)
             else:
                 scalars.setdefault(run.name, {})[key] = _scalar_to_json(key, value)
-    if engine.comm.replica == 0:  # the replicas' buffers are equal after every step
+    if replica == 0:  # the replicas' buffers are equal after every step
         for name, buffer in engine.module.canonical_buffers.items():
             tensors[Fragment(BUFFER, name, tuple(buffer.shape), 0, buffer.numel())] = (
                 buffer.detach().reshape(-1)
@@ -153,7 +159,9 @@ def snapshot(engine: ForkEngine) -> Snapshot:
         **engine.progress(),
         "optimizer": {"type": type(optimizer).__name__, "options": options},
     }
-    return Snapshot(tensors, scalars, tuple(stateless), progress)
+    frozen = {run.fragment(PARAMETER): run.of(run.held) for run in still}
+    stateless += [run.name for run in still]
+    return Snapshot(tensors, frozen, scalars, tuple(stateless), progress)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 process group, and nothing is unpickled.
 
     checkpoints/step-00000100/rank-00000.safetensors    what this rank had of the state: flat fragments of named tensors
+                              rank-00000.frozen.safetensors   what does not learn: a file of several checkpoints
                               rank-00001.safetensors
                               manifest.json             which fragments are where, sizes and checksums, counters, topology, the caller's state
     checkpoints/latest                                  the name of the one written last; for people and scripts, reading does not need it
@@ -32,7 +33,8 @@ import xxhash
 
 from common.files import replacing
 
-FORMAT, VERSION = "wye-checkpoint", 1
+FORMAT = "wye-checkpoint"
+VERSIONS = 1, 2  # the second has files of parameters that do not learn
 MANIFEST, LATEST, OWNER, SEAL = "manifest.json", "latest", "owner", "seal"
 WRITING, DELETING, SET_ASIDE = ".writing", ".deleting", ".set-aside"
 # kinds; the last is followed by the state's own name, and 0.1.0 also wrote "random"
@@ -74,25 +76,50 @@ class Fragment:
 
 
 @dataclass(frozen=True)
-class RankRecord:
-    """What one rank wrote. `scalars[name][key]`: numbers that the optimizer keeps for a parameter;
-    `stateless`: parameters for which it keeps nothing (yet); `progress`: see
-    `ForkEngine.progress`."""
+class FileRecord:
+    """A file of tensors."""
 
     num_bytes: int
     checksum: str  # xxh3_128 of the file
     fragments: tuple[Fragment, ...]
-    scalars: Mapping[str, Mapping[str, Any]]
-    stateless: tuple[str, ...]
-    progress: Mapping[str, Any]
 
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> RankRecord:
-        fragments = tuple(
+    @staticmethod
+    def fragments_of(record: Mapping[str, Any]) -> tuple[Fragment, ...]:
+        """As they stand in JSON."""
+        return tuple(
             Fragment(**{**fragment, "shape": tuple(fragment["shape"])})
             for fragment in record["fragments"]
         )
-        return cls(**{**record, "fragments": fragments, "stateless": tuple(record["stateless"])})
+
+
+@dataclass(frozen=True)
+class RankRecord(FileRecord):
+    """What one rank wrote. `scalars[name][key]`: numbers that the optimizer keeps for a parameter;
+    `stateless`: parameters for which it keeps nothing (yet); `progress`: see
+    `ForkEngine.progress`; `frozen`: its second file, of parameters that do not learn."""
+
+    scalars: Mapping[str, Mapping[str, Any]]
+    stateless: tuple[str, ...]
+    progress: Mapping[str, Any]
+    frozen: FileRecord | None = None
+
+    def files(self, rank: int) -> dict[str, FileRecord]:
+        """By name."""
+        frozen = {} if self.frozen is None else {frozen_file(rank): self.frozen}
+        return {tensors_file(rank): self, **frozen}
+
+    def to_json(self) -> dict[str, Any]:
+        """Without what is not there, so that 0.1 reads what it could have written."""
+        record = asdict(self)
+        return record if self.frozen else {k: v for k, v in record.items() if k != "frozen"}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> RankRecord:
+        values = {**record, "fragments": cls.fragments_of(record)}
+        if frozen := record.get("frozen"):
+            fragments = cls.fragments_of(frozen)
+            values["frozen"] = FileRecord(frozen["num_bytes"], frozen["checksum"], fragments)
+        return cls(**{**values, "stateless": tuple(record["stateless"])})
 
 
 @dataclass(frozen=True)
@@ -122,12 +149,20 @@ class Manifest:
             if end != math.prod(shape):
                 raise ValueError(f"does not have the elements of {kind} {name!r} from {end} on")
 
-    def fragments(self) -> dict[tuple[str, str], list[tuple[int, Fragment]]]:
-        """(kind, name) -> (rank, fragment), by offset."""
-        found: dict[tuple[str, str], list[tuple[int, Fragment]]] = {}
-        for rank, record in enumerate(self.ranks):
+    def files(self, part: int = 0, parts: int = 1) -> dict[str, FileRecord]:
+        """By name; of every `parts`-th rank from `part` on."""
+        return {
+            name: file
+            for rank in range(part, len(self.ranks), parts)
+            for name, file in self.ranks[rank].files(rank).items()
+        }
+
+    def fragments(self) -> dict[tuple[str, str], list[tuple[str, Fragment]]]:
+        """(kind, name) -> (file, fragment), by offset."""
+        found: dict[tuple[str, str], list[tuple[str, Fragment]]] = {}
+        for file, record in self.files().items():
             for fragment in record.fragments:
-                found.setdefault((fragment.kind, fragment.name), []).append((rank, fragment))
+                found.setdefault((fragment.kind, fragment.name), []).append((file, fragment))
         return {
             key: sorted(parts, key=lambda part: (part[1].offset, part[1].numel))
             for key, parts in found.items()
@@ -143,17 +178,19 @@ class Manifest:
         return united
 
     def to_text(self) -> str:
-        return sealed({"format": FORMAT, "version": VERSION, **asdict(self)})
+        ranks = [record.to_json() for record in self.ranks]
+        version = VERSIONS[any(record.frozen for record in self.ranks)]
+        return sealed({"format": FORMAT, "version": version, **vars(self), "ranks": ranks})
 
     @classmethod
     def from_text(cls, text: str) -> Manifest:
         record = unsealed(text)
         if record.pop("format", None) != FORMAT:
             raise ValueError("is not that of a checkpoint")
-        if (version := record.pop("version", None)) != VERSION:
+        if (version := record.pop("version", None)) not in VERSIONS:
             raise ValueError(
-                f"has format version {version}, and this program reads version {VERSION}; use the "
-                "program that wrote it"
+                f"has format version {version}, and this program reads versions "
+                f"{' and '.join(map(str, VERSIONS))}; use the program that wrote it"
             )
         return cls(**{**record, "ranks": tuple(map(RankRecord.from_json, record["ranks"]))})
 
@@ -213,6 +250,10 @@ def tensors_file(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
+def frozen_file(rank: int) -> str:
+    return f"rank-{rank:05d}.frozen.safetensors"
+
+
 def marker_file(rank: int) -> str:
     """A rank's record while the checkpoint is written: that it is there means that the rank is
     done. The manifest takes it up."""
@@ -264,8 +305,8 @@ def read_manifest(checkpoint: Path, part: int = 0, parts: int = 1) -> Manifest:
     BrokenCheckpoint.
     """
     manifest = manifest_of(checkpoint)
-    for rank in range(part, len(manifest.ranks), parts):
-        _check_size(checkpoint / tensors_file(rank), manifest.ranks[rank].num_bytes)
+    for name, file in manifest.files(part, parts).items():
+        _check_size(checkpoint / name, file.num_bytes)
     return manifest
 
 
@@ -326,8 +367,8 @@ def verify(checkpoint: Path, part: int = 0, parts: int = 1) -> Manifest:
     Of the files every `parts`-th from `part` on, so that ranks can share the reading.
     """
     manifest = read_manifest(checkpoint, part, parts)
-    for rank in range(part, len(manifest.ranks), parts):
-        check_content(checkpoint / tensors_file(rank), manifest.ranks[rank].checksum)
+    for name, file in manifest.files(part, parts).items():
+        check_content(checkpoint / name, file.checksum)
     return manifest
 
 

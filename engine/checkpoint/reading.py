@@ -22,7 +22,6 @@ from engine.checkpoint.layout import (
     Fragment,
     Manifest,
     read_manifest,
-    tensors_file,
 )
 
 PRECISIONS = {
@@ -42,7 +41,7 @@ class CheckpointReader:
     def __init__(self, checkpoint: Path, manifest: Manifest | None = None):
         self.checkpoint, self.manifest = checkpoint, manifest or read_manifest(checkpoint)
         self._fragments = self.manifest.fragments()
-        self._files: dict[int, Any] = {}
+        self._files: dict[str, Any] = {}
         self._open = contextlib.ExitStack()
         kinds = {kind for kind, _ in self._fragments}
         self.optimizer_kinds = sorted(kind for kind in kinds if kind.startswith(OPTIMIZER))
@@ -63,14 +62,14 @@ class CheckpointReader:
         """None: there is no such tensor."""
         return self._fragments[kind, name][0][1].shape if (kind, name) in self._fragments else None
 
-    def holders(self, names: Collection[str]) -> list[int]:
-        """Which ranks' files hold something of these names, ascending."""
+    def holders(self, names: Collection[str]) -> list[str]:
+        """The files that hold something of these names, ascending."""
         return sorted(
-            {r for (_, name), parts in self._fragments.items() if name in names for r, _ in parts}
+            {f for (_, name), parts in self._fragments.items() if name in names for f, _ in parts}
         )
 
-    def fragments(self, kind: str, name: str, shape: Sequence[int]) -> list[tuple[int, Fragment]]:
-        """The parts of a tensor, each with the rank in whose file it is. No file is opened.
+    def fragments(self, kind: str, name: str, shape: Sequence[int]) -> list[tuple[str, Fragment]]:
+        """The parts of a tensor, each with the file that it is in. No file is opened.
 
         Raises ValueError when the checkpoint has no such tensor, or one of another shape than
         `shape`.
@@ -100,22 +99,22 @@ class CheckpointReader:
         """
         parts = self.fragments(kind, name, shape)
         stop = sum(fragment.numel for _, fragment in parts) if stop is None else stop
-        found = [self._part(rank, fragment, start, stop) for rank, fragment in parts]
+        found = [self._part(file, fragment, start, stop) for file, fragment in parts]
         return torch.cat([part for part in found if part.numel()] or found[:1])
 
-    def _part(self, rank: int, fragment: Fragment, start: int, stop: int) -> Tensor:
+    def _part(self, file: str, fragment: Fragment, start: int, stop: int) -> Tensor:
         first, last = max(start, fragment.offset), min(stop, fragment.offset + fragment.numel)
         if first >= last:
             return torch.empty(0)
-        if rank not in self._files:
-            self._files[rank] = self._open.enter_context(
-                safe_open(self.checkpoint / tensors_file(rank), framework="pt")
+        if file not in self._files:
+            self._files[file] = self._open.enter_context(
+                safe_open(self.checkpoint / file, framework="pt")
             )
-        whole = self._files[rank].get_slice(fragment.key)
+        whole = self._files[file].get_slice(fragment.key)
         part = whole[first - fragment.offset : last - fragment.offset]
         if part.shape != (last - first,):
             raise BrokenCheckpoint(
-                f"{self.checkpoint}: {tensors_file(rank)} has other elements of {fragment.key} "
+                f"{self.checkpoint}: {file} has other elements of {fragment.key} "
                 "than its manifest says"
             )
         return part

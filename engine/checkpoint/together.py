@@ -29,9 +29,10 @@ from torch import Tensor
 
 from common.files import remove_folder
 from engine.checkpoint import writing
-from engine.checkpoint.engine_state import changes, restore, snapshot, topology_of
+from engine.checkpoint.engine_state import changes, num_bytes, restore, snapshot, topology_of
 from engine.checkpoint.layout import (
     BrokenCheckpoint,
+    FileRecord,
     Fragment,
     Manifest,
     checkpoints_in,
@@ -70,6 +71,8 @@ class CheckpointWriter:
         self._files: Future | None = None  # what this rank has in flight,
         self._commit: Future | None = None  # and the first rank's part
         self._cancelled = threading.Event()
+        # the newest checkpoint that this process wrote, and its file of frozen parameters there
+        self._frozen: tuple[Path, FileRecord] | None = None
         self._begun_s, self._signs = 0.0, 0
         self._owner = ""
         if self._first:
@@ -91,17 +94,20 @@ class CheckpointWriter:
             self._warn(reason)
         taken = snapshot(engine)
         copied_state = json.loads(json.dumps(state))  # the caller goes on changing its own
-        num_bytes = sum(from_all_ranks(taken.num_bytes))
+        once = {} if self._frozen else taken.frozen  # else a second name of what is there
+        room = sum(from_all_ranks(num_bytes(taken.tensors) + num_bytes(once)))
         self._step, self._warned = engine.global_steps, False
-        self._refused = from_first_rank(self._prepare(num_bytes) if self._first else None)
+        self._refused = from_first_rank(self._prepare(room) if self._first else None)
         if self._refused:
             self._warn(self._refused)
             return
         self._begun_s = time.monotonic()
         folder, rank = writing.writing_folder(self.folder, self._step), engine.comm.rank
+        linked = self._linked(folder, rank)
         with engine.memory_explained(SAVING):
             tensors = _copied_to_host(taken.tensors, self._host)
-        parts = (taken.scalars, taken.stateless, taken.progress)
+            frozen = linked or _copied_to_host(taken.frozen, {})
+        parts = (taken.scalars, taken.stateless, taken.progress, frozen)
         write = partial(writing.write_rank, folder, rank, tensors, *parts)
         self._files = self._in_background("checkpoint files", write)
         if self._first:
@@ -142,14 +148,22 @@ class CheckpointWriter:
         if reason := self._landed() or self._refused:
             raise OSError(self._message(reason))
 
-    def _prepare(self, num_bytes: int) -> str | None:
+    def _linked(self, folder: Path, rank: int) -> FileRecord | None:
+        """The file of frozen parameters, with a second name in `folder`; None: there is none yet,
+        or it cannot have one."""
+        if self._frozen is None:
+            return None
+        checkpoint, record = self._frozen
+        return record if writing.link_frozen(checkpoint, folder, rank, record) else None
+
+    def _prepare(self, room: int) -> str | None:
         """An empty folder to write to; why there is none, in words. Raises ValueError when another
         run writes here."""
         try:
             self._owner = self._owner or writing.claim(self.folder)
             writing.refuse_other_owner(self.folder, self._owner)
             writing.make_folder(self.folder, self._step)
-            reason = too_little_room(self.folder, num_bytes)
+            reason = too_little_room(self.folder, room)
             if reason:
                 writing.writing_folder(self.folder, self._step).rmdir()
             return reason
@@ -168,8 +182,12 @@ class CheckpointWriter:
             reasons += [committed] if committed else []
             if reasons:
                 remove_folder(writing.writing_folder(self.folder, self._step), self.folder)
+        written = None if _reason(self._files) else self._files.result()
         self._files = self._commit = None
-        return from_first_rank(reasons[0] if reasons else None)
+        reason = from_first_rank(reasons[0] if reasons else None)
+        if reason is None and written is not None and written.frozen is not None:
+            self._frozen = self.folder / step_folder(self._step), written.frozen
+        return reason
 
     def _in_background(self, name: str, work: Callable[[], Any]) -> Future:
         """In a thread that dies with the process: what it was writing does not count yet."""

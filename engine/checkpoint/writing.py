@@ -16,7 +16,6 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -34,11 +33,13 @@ from engine.checkpoint.layout import (
     OWNER,
     WRITING,
     BrokenCheckpoint,
+    FileRecord,
     Fragment,
     Manifest,
     RankRecord,
     checksum_of_file,
     flush,
+    frozen_file,
     marker_file,
     replace_text,
     sealed,
@@ -91,9 +92,11 @@ def write_rank(
     scalars: Mapping[str, Mapping[str, Any]],
     stateless: tuple[str, ...],
     progress: Mapping[str, Any],
-) -> None:
+    frozen: Mapping[Fragment, Tensor] | FileRecord | None = None,
+) -> RankRecord:
     """This rank's part of the checkpoint that is written in `folder`. `tensors`: flat, in host
-    memory, unchanged until this returns.
+    memory, unchanged until this returns; `frozen`: those that never change, or the record of the
+    file with them that is there already (`link_frozen`).
 
     Raises OSError or safetensors' error when it cannot be written, BrokenCheckpoint when it reads
     back differently.
@@ -101,24 +104,42 @@ def write_rank(
     # The first rank has made it, but on a network's disk another host may go on not seeing what it
     # has looked for in vain, half a minute with NFS: until it is told to make it.
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / tensors_file(rank)
     try:
-        save_file({fragment.key: tensor for fragment, tensor in tensors.items()}, file)
-        file.chmod(folder.stat().st_mode & 0o666)  # safetensors makes it for its owner alone
-        flush(file, forget=True)
-        _refuse_other_content(file, tensors)  # a checksum of the file alone would not see it
+        own = _write_file(folder / tensors_file(rank), tensors)
+        if frozen is not None and not isinstance(frozen, FileRecord):
+            frozen = _write_file(folder / frozen_file(rank), frozen) if frozen else None
         record = RankRecord(
-            num_bytes=file.stat().st_size,
-            checksum=checksum_of_file(file),
-            fragments=tuple(tensors),
-            scalars=scalars,
-            stateless=stateless,
-            progress=progress,
+            **vars(own), scalars=scalars, stateless=stateless, progress=progress, frozen=frozen
         )
-        replace_text(folder / marker_file(rank), sealed(asdict(record)))
+        replace_text(folder / marker_file(rank), sealed(record.to_json()))
+        return record
     except Exception:
-        files.remove(file, folder)  # the disk may be full, and others write to it too
+        for name in (tensors_file(rank), frozen_file(rank)):
+            files.remove(folder / name, folder)  # the disk may be full, and others write to it too
         raise
+
+
+def _write_file(file: Path, tensors: Mapping[Fragment, Tensor]) -> FileRecord:
+    save_file({fragment.key: tensor for fragment, tensor in tensors.items()}, file)
+    file.chmod(file.parent.stat().st_mode & 0o666)  # safetensors makes it for its owner alone
+    flush(file, forget=True)
+    _refuse_other_content(file, tensors)  # a checksum of the file alone would not see it
+    return FileRecord(file.stat().st_size, checksum_of_file(file), tuple(tensors))
+
+
+def link_frozen(checkpoint: Path, folder: Path, rank: int, record: FileRecord) -> bool:
+    """Give the file of frozen parameters of an earlier checkpoint a second name in `folder`, where
+    one is written: each folder is whole, and the disk holds the file once. Whether that worked; not
+    all file systems know second names."""
+    file = checkpoint / frozen_file(rank)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if file.lstat().st_size != record.num_bytes:
+            return False
+        os.link(file, folder / file.name, follow_symlinks=False)
+        return True
+    except (OSError, NotImplementedError):
+        return False
 
 
 def _refuse_other_content(file: Path, tensors: Mapping[Fragment, Tensor]) -> None:
@@ -163,11 +184,11 @@ def commit(
     records = tuple(
         RankRecord.from_json(unsealed(marker.read_text(encoding="utf-8"))) for marker in markers
     )
-    for rank, record in enumerate(records):
-        if (found := (writing / tensors_file(rank)).stat().st_size) != record.num_bytes:
+    written = [each for rank, record in enumerate(records) for each in record.files(rank).items()]
+    for name, file in written:
+        if (found := (writing / name).stat().st_size) != file.num_bytes:
             raise BrokenCheckpoint(
-                f"{writing}: {tensors_file(rank)} has {found:,} bytes, and rank {rank} wrote "
-                f"{record.num_bytes:,}"
+                f"{writing}: {name} has {found:,} bytes, and its rank wrote {file.num_bytes:,}"
             )
     manifest = Manifest(
         step, datetime.now(timezone.utc).isoformat(timespec="seconds"), ranks=records, **about

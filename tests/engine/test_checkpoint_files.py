@@ -1,6 +1,7 @@
 """Files of checkpoints, without an engine: whatever happens to them, a whole one is used or it is
 said what is wrong."""
 
+import contextlib
 import errno
 import itertools
 import json
@@ -41,6 +42,7 @@ from engine.checkpoint.layout import (
 )
 from engine.checkpoint.reading import CheckpointReader, load_layer
 from engine.checkpoint.retention import Keep, too_little_room
+from engine.checkpoint.together import CheckpointWriter
 from engine.checkpoint.writing import (
     claim,
     make_folder,
@@ -338,6 +340,79 @@ def test_replicas_open_each_file_once_and_hand_on_what_they_read(tmp_path, monke
             for name, tensor in tensors.items():
                 assert torch.equal(held[name], tensor) and torch.equal(moments[name], -tensor)
         assert len(set(opened)) == number and len(opened) < 2 * number, (replicas, len(opened))
+
+
+# -- parameters that do not learn
+
+
+def _partly_frozen():
+    """A run of one rank as `CheckpointWriter` sees it; the second parameter does not learn."""
+    held = {name: torch.nn.Parameter(torch.ones(5) * i) for i, name in enumerate("ab")}
+    held["b"].requires_grad_(False)
+    return SimpleNamespace(
+        module=SimpleNamespace(canonical_parameters=held, canonical_buffers={}),
+        optimizer=torch.optim.AdamW([held["a"]]),
+        clipping=SimpleNamespace(partitioned=False),
+        stage=SimpleNamespace(replicas=1),
+        comm=SimpleNamespace(rank=0, replica=0),
+        graph=SimpleNamespace(world_size=1),
+        average=None,
+        global_steps=0,
+        progress=lambda: {"counters": {}},
+        memory_explained=lambda activity: contextlib.nullcontext(),
+    )
+
+
+def test_what_does_not_learn_is_on_the_disk_once_and_every_folder_is_whole(
+    tmp_path, alone, monkeypatch
+):
+    """Of the checkpoints of a process; where the disk knows no second names it is written again."""
+    monkeypatch.setattr("engine.checkpoint.together.topology_of", lambda engine: {})
+    engine, folder = _partly_frozen(), tmp_path / "checkpoints"
+    saver, frozen, kept = CheckpointWriter(folder, {}, Keep(2)), "rank-00000.frozen.safetensors", []
+
+    def save():
+        engine.global_steps += 1
+        with torch.no_grad():
+            engine.module.canonical_parameters["a"] += 1
+        saver.save(engine, {})
+        saver.finish()
+        kept.append(folder / f"step-{engine.global_steps:08d}")
+        return (kept[-1] / frozen).stat()
+
+    first, second, third = save(), save(), save()
+    assert first.st_ino == second.st_ino == third.st_ino and third.st_nlink == 2
+    assert checkpoints_in(folder) == kept[:0:-1]
+    copied = shutil.copytree(kept[2], tmp_path / "elsewhere" / kept[2].name)
+    shutil.rmtree(kept[1])
+    for checkpoint in (kept[2], copied):
+        assert verify(checkpoint).ranks[0].stateless == ("a", "b")
+        with CheckpointReader(checkpoint) as reader:
+            assert reader.read("parameter", "a", (5,)).tolist() == [3.0] * 5
+            assert reader.read("parameter", "b", (5,)).tolist() == [1.0] * 5
+    assert json.loads((copied / MANIFEST).read_text())["version"] == 2
+
+    def no_second_names(*_, **__):
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "link", no_second_names)
+        assert save().st_ino != third.st_ino
+    shutil.rmtree(kept[3])  # by hand
+    assert save().st_nlink == 1 and verify(kept[4])
+    for damage, words in (
+        (lambda: flip(kept[4], frozen, 0.9), f"{frozen} does not have the checksum"),
+        (lambda: cut(kept[4], frozen, 0.5), f"{frozen} has .* bytes"),
+        (lambda: (kept[4] / frozen).unlink(), f"{frozen} is missing"),
+    ):
+        damage()
+        with pytest.raises(BrokenCheckpoint, match=words):
+            verify(kept[4])
+
+
+def test_where_all_learns_0_1_reads_what_is_written(folder):
+    record = json.loads((folder / "step-00000002" / MANIFEST).read_text())
+    assert record["version"] == 1 and all("frozen" not in rank for rank in record["ranks"])
 
 
 def test_any_changed_character_of_a_manifest_is_seen(folder):
