@@ -1,6 +1,7 @@
 """Starting on hundreds of GPUs, on one machine without any: what a rank makes and asks for.
 
 python bench/scale.py engines                     512 and 1,024 ranks; bench/out/scale-engines.md
+python bench/scale.py groups                      8, 64 and 1,024 ranks, with matching, regions, sound
 python bench/scale.py store --world-sizes 64      fewer
 """
 
@@ -10,13 +11,15 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -25,7 +28,9 @@ from bench.compare import Column, Figures, Study, Way, main, on_ranks
 from bench.steps import fork, merged
 
 LIMIT_S = 600.0
-PER_NODE = 8
+OPERATIONS = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce")
+OPERATIONS += ("send", "recv")
+PER_NODE, GIB = 8, 2**30
 
 
 def layouts(world_size: int) -> dict[str, dict[str, Any]]:
@@ -38,6 +43,37 @@ def layouts(world_size: int) -> dict[str, dict[str, Any]]:
     }
 
 
+def faked(backend: str | None) -> str:
+    """torch's fake backend in place of what connects ranks."""
+    from engine.groups import ALONE
+
+    return backend if backend == ALONE else "fake"
+
+
+@contextmanager
+def operations(used: set[Any]) -> Iterator[None]:
+    """Notes each group with an operation in here, but for those that connect nobody."""
+    import torch.distributed as dist
+
+    from engine.groups import ALONE
+
+    def noting(name: str) -> Any:
+        original = getattr(dist, name)
+
+        def operation(*args: Any, **options: Any) -> Any:
+            group = options.get("group") or dist.group.WORLD
+            if dist.get_backend(group) != ALONE:
+                used.add(group)
+            return original(*args, **options)
+
+        return mock.patch.object(dist, name, operation)
+
+    with ExitStack() as stack:
+        for name in OPERATIONS:
+            stack.enter_context(noting(name))
+        yield
+
+
 # -- one rank's engine
 
 
@@ -45,8 +81,6 @@ def build(world_size: int, layout: str, rank: int) -> dict[str, float]:
     """The engine of a rank, with torch's fake process group, whose operations do nothing."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
     os.environ |= {"LOCAL_SIZE": "1"}
-    from unittest import mock
-
     import deepspeed
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -67,10 +101,10 @@ def build(world_size: int, layout: str, rank: int) -> dict[str, float]:
 
     def new_group(ranks: Sequence[int] | None = None, **options: Any) -> Any:
         made.append(range(world_size) if ranks is None else ranks)
-        return original(ranks=ranks, backend="fake")
+        return original(ranks=ranks, backend=faked(options.get("backend")))
 
-    original = dist.new_group
-    with mock.patch.object(dist, "new_group", new_group):
+    original, used = dist.new_group, set[Any]()
+    with mock.patch.object(dist, "new_group", new_group), operations(used):
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
         start = time.perf_counter()
         engine = make_engine(setup, layouts(world_size)[layout])
@@ -78,6 +112,7 @@ def build(world_size: int, layout: str, rank: int) -> dict[str, float]:
     return {
         "groups": len(made),
         "member": sum(rank in ranks for ranks in made),
+        "used": len(used),
         "of_world": sum(len(ranks) == world_size for ranks in made),
         "stages": len(engine.graph.stages),
         "seconds": seconds,
@@ -107,9 +142,119 @@ def engines(world_sizes: Sequence[int] = (512, 1024)) -> Study:
             Column("stages", "stages", "{:.0f}"),
             Column("groups", "groups made by all", "{:,.0f}"),
             Column("member", "of these, of a rank", "{:.0f}"),
+            Column("used", "with an operation", "{:.0f}"),
             Column("of_world", "of the world", "{:.0f}"),
             Column("seconds", "s", "{:.1f}"),
         ),
+        rounds=1,
+    )
+
+
+# -- groups and memory of what last stages exchange
+
+SAMPLES = 32  # of a rank in a step
+WITH = {
+    "pair": "image:text",
+    "matching": "image:text --fusion 2",
+    "regions": "image:text,region:text",
+    "sound": "image:text,audio:text",
+    "regions and sound": "image:text,region:text,audio:text",
+}
+
+
+def made_on(graph: Any, objective: Any, rank: int) -> dict[str, int]:
+    """Groups for what a rank's stage exchanges, with torch's fake ones."""
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from engine.communication import Communicator
+    from engine.loss.tail_loss import TailLoss
+
+    dist.init_process_group("fake", rank=rank, world_size=graph.world_size, store=FakeStore())
+    original, made, used = dist.new_group, list[Sequence[int]](), set[Any]()
+
+    def new_group(ranks: Sequence[int], backend: str | None = None, **_: Any) -> Any:
+        made.append(ranks)
+        return original(list(ranks), backend=faked(backend))
+
+    with mock.patch.object(dist, "new_group", new_group), operations(used):
+        limit = timedelta(seconds=LIMIT_S)
+        comm = Communicator(graph, objective, rank, torch.device("cpu"), limit)
+        TailLoss(comm, embed_dim=1, equal_shares=True, source_starts=None)
+    dist.destroy_process_group()
+    return {
+        "groups": len(made),
+        "member": sum(rank in ranks for ranks in made),
+        "used": len(used),
+    }
+
+
+def exchanged(world_size: int, layout: str, what: str) -> dict[str, float]:
+    """Of the rank with most: groups; and the predicted bytes of a ViT-B/16 and a BERT-base on
+    H100."""
+    from engine.objective import Branch, Objective
+    from engine.planning.planner import plan_run
+    from engine.planning.simulator import room_bytes
+    from engine.planning.stage_costs import stage_costs
+    from launch.objective import pairs_of
+    from launch.tools.plan import configuration, cost_model, parse_options
+    from models.losses import InfoNCE, Matching
+
+    flags = f"--gpus {world_size} --device H100 --train-batch-size {SAMPLES * world_size}"
+    towers = "--image-tower vit_b_16 --text-tower bert-base-uncased"
+    options = parse_options([*flags.split(), *towers.split(), "--pairs", *WITH[what].split()])
+    config, block = configuration(options)
+    costs = cost_model(options, config)
+    branches = tuple(costs.layers)
+    given: dict[str, Any] = {"layout": layout, "stages": 1}
+    if layout == "fork":
+        few = world_size // 4
+        given["replicas"] = dict.fromkeys(branches[1:], few)
+        given["replicas"][branches[0]] = world_size - few * (len(branches) - 1)
+    plan = plan_run(config, replace(block, **given), world_size, costs)
+    matching = Matching() if options.fusion else None
+    pairs = pairs_of(options.pairs, InfoNCE(), matching)
+    objective = Objective(tuple(map(Branch, branches)), pairs)
+    ends = {rank for stage in plan.graph.stages for rank in (stage.ranks[0], stage.ranks[-1])}
+    ranks = [made_on(plan.graph, objective, rank) for rank in ends]
+    losses = [
+        each.loss.rows_bytes + each.loss.work_bytes
+        for each in stage_costs(plan.graph, plan.batches, plan.costs, per_micro_batch=False)
+        if each.loss
+    ]
+    return {name: max(one[name] for one in ranks) for name in ranks[0]} | {
+        "nccl": plan.costs.machine.memory_bytes - room_bytes(plan.graph, plan.costs),
+        "loss": max(losses),
+        "rank": max(stage.peak_bytes for stage in plan.predicted),
+    }
+
+
+def exchanging(world_size: int, layout: str, what: str) -> Figures:
+    return on_ranks(1, exchanged, world_size, layout, what, started=False)[0]
+
+
+def groups(world_sizes: Sequence[int] = (8, 64, 1024)) -> Study:
+    """What last stages need to exchange their rows: groups, whose number on a rank does not grow
+    with the ranks, and bytes of a rank as predicted."""
+    return Study(
+        "Groups and memory of what is exchanged",
+        {
+            f"{size} ranks, {layout}, {what}": Way(partial(exchanging, size, layout, what))
+            for size in world_sizes
+            for layout in ("merged", "fork")
+            for what in WITH
+        },
+        (
+            Column("groups", "groups made by all", "{:,.0f}"),
+            Column("member", "of these, of a rank", "{:.0f}"),
+            Column("used", "with an operation", "{:.0f}"),
+            Column("nccl", "NCCL's GiB", "{:.2f}", 1 / GIB),
+            Column("loss", "loss's GiB", "{:.2f}", 1 / GIB),
+            Column("rank", "GiB of a rank", "{:.1f}", 1 / GIB),
+        ),
+        f"{SAMPLES} samples a rank, a quarter of the ranks for each branch but images; ViT-B/16, "
+        "BERT-base, 16 regions an image, H100.",
         rounds=1,
     )
 
@@ -120,8 +265,6 @@ def engines(world_sizes: Sequence[int] = (512, 1024)) -> Study:
 def start_together(world_size: int) -> dict[str, float]:
     """Of a rank, in a mean over all of them, each a thread with connections of its own: calls of a
     real store, open files; seconds until all are through."""
-    from unittest import mock
-
     import torch.distributed as dist
 
     from engine.checks import AUTO
@@ -211,7 +354,7 @@ def store(world_sizes: Sequence[int] = (512, 1024)) -> Study:
     )
 
 
-STUDIES = (engines, store)
+STUDIES = (engines, groups, store)
 
 if __name__ == "__main__":
     main("bench.scale")
