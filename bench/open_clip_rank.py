@@ -30,9 +30,10 @@ def without_device_ids(
     return DistributedDataParallel(module, **options)
 
 
-def run(towers: str, options: list[str]) -> None:
+def run(towers: str | None, options: list[str]) -> None:
     """Train. The process ends with status 1 where OpenCLIP reports an error by its return value."""
-    open_clip.add_model_config(towers)
+    if towers is not None:
+        open_clip.add_model_config(towers)
     with patch.object(torch.nn.parallel, "DistributedDataParallel", without_device_ids):
         if main(options) is not None:
             sys.exit(1)
