@@ -129,33 +129,31 @@ def test_who_is_silent_where_a_connection_is_lost_is_named(watchdog, monkeypatch
 
 
 def test_ranks_that_stand_while_they_connect_end_with_a_message(watchdog, monkeypatch):
-    """Before the run follows its instructions, and not between: there the first rank may read for
-    hours."""
-    monkeypatch.setattr(watchdog_module, "BEAT_S", 0.02)
-    left, heard, now = [], [], [0.0]
-    monkeypatch.setattr(os, "_exit", lambda code: left.append(code) or watchdog._stop.set())
-    monkeypatch.setattr(watchdog_module.time, "monotonic", lambda: now[0])
-    watchdog.tell, watchdog.watched = heard.append, []
-
-    def beats(number):
-        while watchdog._beats < number and not watchdog._stop.is_set():
-            now[0] += 1
-            time.sleep(0.01)
-
+    """And not between: there the first rank may read for hours. A beat is a second here."""
+    alone = Watchdog(0, replace(Places.together(1), pids=(os.getpid(),)), "alone")
+    monkeypatch.setattr(watchdog_module, "BEAT_S", 0.01)
     monkeypatch.setattr(watchdog_module, "SILENCE_LIMIT_S", 1e9)
-    watchdog.start()
-    beats(10)
+    monkeypatch.setattr(watchdog_module.time, "monotonic", lambda: float(alone._beats))
+    left, heard = [], []
+    monkeypatch.setattr(os, "_exit", lambda code: left.append(code) or alone._stop.set())
+    alone.tell = heard.append
+
+    def wait(beats):
+        last = alone._beats + beats
+        while alone._beats < last and not alone._stop.is_set():
+            time.sleep(0.001)
+
+    alone.start()
+    for _ in range(3):
+        with alone.limited(30.0, "connects"):
+            wait(5)
+        wait(60)
     assert not left
-    for _ in range(2):
-        with watchdog.limited(1e6, "connects"):
-            beats(watchdog._beats + 3)
-    beats(watchdog._beats + 10)
-    assert not left
-    with watchdog.limited(50.0, "connects with other ranks"):
-        beats(10_000)
-    watchdog.stop()
-    assert left[0] == 1 and "no rank has finished anything for 50 s" in heard[0]
-    assert "connects with other ranks" in heard[0] and "beats" in heard[0]  # and where it stands
+    with alone.limited(30.0, "connects with other ranks"):
+        wait(10_000)
+    alone.stop()
+    assert left == [1] and "no rank has finished anything for 30 s" in heard[0]
+    assert "connects with other ranks" in heard[0] and "in wait" in heard[0]  # and where it stands
 
 
 def test_a_rank_says_its_own_failure_once(watchdog):
