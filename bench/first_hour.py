@@ -167,8 +167,11 @@ SMALL = {
 }
 B_16 = {
     "image_tower": "open_clip:ViT-B-16",
-    "text_tower": "open_clip:ViT-B-16",
-    "train_batch_size": 4096,
+    "text_tower": "open_clip:ViT-B-16:pool=last",
+    "max_text_tokens": 77,
+    "image_size": 224,
+    "embed_dim": 512,
+    "train_batch_size": 2048,  # the demo has 3,156 pairs to train on
 }
 FORK = {"branches.layout": "fork"}
 MERGED = {"branches.layout": "merged", "branches.stages": {"merged": 1}}
