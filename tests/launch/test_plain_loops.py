@@ -33,6 +33,7 @@ sys.path.insert(0, str(ROOT / "tests/data"))
 from bad_audio import tone  # noqa: E402
 from bad_films import film  # noqa: E402
 
+from bench.plain import OverTime  # noqa: E402
 from bench.plain_regions import write_maps  # noqa: E402
 from data.batching.requests import evaluation_requests  # noqa: E402
 from data.batching.shown import ShownRegions  # noqa: E402
@@ -207,29 +208,6 @@ def plain_regions(file, weights, tokenizer):
     scale = model.head.region_phrase_logit_scale
     loss = infonce(model.project("region", at_boxes), phrase, scale, equal(phrases).float())
     return loss + infonce(image, text, model.head.logit_scale), model
-
-
-class OverTime(nn.Module):
-    """A block of a transformer over the frames of a clip, which adds their times where it attends."""
-
-    def __init__(self, width, heads):
-        super().__init__()
-        self.heads = heads
-        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, hidden, seconds):
-        half = hidden.shape[1] // 2
-        periods = torch.logspace(math.log2(0.25), math.log2(256), half, base=2)
-        angles = 2 * math.pi * seconds[:, None] / periods
-        given = self.norm_1(hidden) + torch.cat([angles.sin(), angles.cos()], 1)
-        found = F.multi_head_attention_forward(
-            *(given[:, None],) * 3, given.shape[1], self.heads, self.qkv.weight, self.qkv.bias,
-            None, None, False, 0.0, self.out.weight, self.out.bias, need_weights=False,
-        )[0]  # fmt: skip
-        hidden = hidden + found[:, 0]
-        return hidden + self.fc2(F.gelu(self.fc1(self.norm_2(hidden))))
 
 
 class OfClips(VisionTransformer):
