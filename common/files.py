@@ -242,6 +242,15 @@ def move(path: Path, target: Path) -> None:
     os.replace(path, target)
 
 
+def name_again(path: Path, folder: Path) -> None:
+    """Give a file a second name, the same one, in `folder`: a link is named itself, not what it leads
+    to. Errors: OSError, also where the disk knows no second names."""
+    try:
+        os.link(path, folder / path.name, follow_symlinks=False)
+    except NotImplementedError as error:
+        raise OSError(f"{path}: this system gives a file no second name") from error
+
+
 def _refuse_outside(path: Path, within: Path) -> None:
     resolved = path.resolve()
     if not resolved.is_relative_to(within.resolve()):

@@ -136,9 +136,9 @@ def link_frozen(checkpoint: Path, folder: Path, rank: int, record: FileRecord) -
         folder.mkdir(parents=True, exist_ok=True)
         if file.lstat().st_size != record.num_bytes:
             return False
-        os.link(file, folder / file.name, follow_symlinks=False)
+        files.name_again(file, folder)
         return True
-    except (OSError, NotImplementedError):
+    except OSError:
         return False
 
 
