@@ -28,7 +28,8 @@ TOWERS += " --image-size 32 --embed-dim 32 --max-text-tokens 16 --workers 0"
 
 
 def test_a_rank_that_is_held_up_is_named_and_given_less(tmp_path):
-    """By a process that stops it three quarters of the time. The losses are those of one rank."""
+    """By a process that stops it nine tenths of the time, so that what else keeps the cores busy does
+    not hold up another rank more. The losses are those of one rank."""
     config = json.loads((ROOT / "ds_configs" / "cpu_fp32.json").read_text())
     config["train_batch_size"] = BATCH
     config["branches"] |= {"layout": "merged", "stages": {"merged": 1}}
@@ -42,9 +43,9 @@ def test_a_rank_that_is_held_up_is_named_and_given_less(tmp_path):
     (slow,) = (each for each in ranks_of(run) if each.environ()["RANK"] == "1")
     while len(metrics(tmp_path / "run")) < SKIPPED + WINDOW:
         slow.suspend()
-        time.sleep(0.06)
+        time.sleep(0.27)
         slow.resume()
-        time.sleep(0.02)
+        time.sleep(0.03)
     status, output = finish(run)
     assert status == 0, output[-3000:]
 
