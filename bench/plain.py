@@ -367,7 +367,7 @@ def ours(
     return figures
 
 
-NET = "resnet18:layers=1-1-1-1"
+NET = "resnet18:layers=1-1-1-1,zero_init_residual=true"
 FIXED = settings(
     "deepspeed_config=ds_configs/cpu_fp32.json workers=0 trace_every=0 wandb=disabled",
     "eval_every=1000000 text_tower=bert-tiny",
