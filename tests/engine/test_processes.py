@@ -144,7 +144,8 @@ def met(monkeypatch):
     stores = []
 
     def all_meet(told, decide, absent=()):
-        timeout = timedelta(seconds=2 if absent else 60)
+        # a busy machine may take seconds to begin the other's thread
+        timeout = timedelta(seconds=8 if absent else 60)
         coming = [rank for rank in range(len(told)) if rank not in absent]
         with ThreadPoolExecutor(len(coming)) as threads:
             return list(threads.map(partial(rank_meets, decide, told, timeout), coming))
