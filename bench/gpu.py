@@ -22,7 +22,6 @@ import argparse
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -37,10 +36,12 @@ ROOT = Path(__file__).resolve().parent.parent
 # would find bench/open_clip.py instead of the library.
 sys.path = [str(ROOT), *(folder for folder in sys.path if Path(folder).resolve() != ROOT / "bench")]
 
+from bench.common import NO_GPU, Kept, Program, unlaunched, write
+from bench.common import OUT as OUTPUT
 from bench.on_gpu.jobs import MODELS, WAYS, Job, batches_for, turns
 from bench.on_gpu.report import report
 
-OUT = ROOT / "bench" / "out" / "gpu"
+OUT = OUTPUT / "gpu"
 SMALLER, TIMES_SMALLER = 0.92, 2
 LIMIT = 4.0  # times what a way needs
 SLOWER_CPU = 3.0  # imports and models take longer there, too
@@ -71,29 +72,14 @@ def once(job: Job, deadline: float) -> dict[str, Any]:
     if left < needs:
         return {"status": "skipped", "reason": f"{left:.0f} s are left, it may need {needs:.0f}"}
     limit_s, log = min(LIMIT * needs, left), job.file.with_suffix(".log")
-    with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "bench.on_gpu.measure", job.to_json()],
-            cwd=ROOT,
-            env=environment(job.device),
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-        )
-        try:
-            status: int | None = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:  # it, and what it started: loaders, compilers
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    command = [sys.executable, "-m", "bench.on_gpu.measure", job.to_json()]
+    program = Program(command, log, environment(job.device))
+    status = program.end(limit_s)
     record = merged(job.file)
     if status is None:
         return {"status": "timeout", **record, "reason": f"ended after {limit_s:.0f} s"}
     if "status" not in record:
-        end = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        reason = f"exit status {status}; {log.name} ends with: {(end or ['nothing'])[-1][:300]}"
+        reason = f"exit status {status}; {log.name} ends with: {program.last_words()}"
         return {"status": "failed", **record, "reason": reason}
     if status and record["status"] == "ok":  # by a signal, after the measurement
         record["reason"] = f"ended with status {status} after the measurement"
@@ -101,12 +87,9 @@ def once(job: Job, deadline: float) -> dict[str, Any]:
 
 
 def environment(device: str) -> dict[str, str]:
-    launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # by a launcher that started this
-    own = {name: value for name, value in os.environ.items() if name not in launched}
     # of one process: where a machine has no network, the loopback interface is there all the same
-    own |= {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "WANDB_MODE": "disabled"}
-    own |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return own | ({"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
+    own = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+    return unlaunched() | own | (NO_GPU if device == "cpu" else {})
 
 
 def merged(file: Path) -> dict[str, Any]:
@@ -193,9 +176,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = about["device"].replace(" ", "-") + ("-tiny" if options.tiny else "")
     folder = options.out.resolve() / name
     folder.mkdir(parents=True, exist_ok=True)
-    results, records = folder / "results.json", {}
-    if results.is_file():
-        records = json.loads(results.read_text(encoding="utf-8"))["records"]
+    kept = Kept(folder / "results.json")
+    records = kept.records.get("records", {})
+    kept.records = {"about": about, "records": records}
     for model, way in turns(options.models, options.only):
         key = f"{model}/{way}"
         if records.get(key, {}).get("status") == "ok" and not options.fresh:
@@ -212,13 +195,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             folder=str(folder),
         )
         records[key] = record = measured(job, deadline)
-        for file, text in (
-            (results, json.dumps({"about": about, "records": records}, indent=1)),
-            (folder / "report.md", report(records, about)),
-        ):
-            partial = file.with_suffix(".partial")
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(file)
+        kept.write()
+        write(folder / "report.md", report(records, about))
         rate = f"{record['samples_per_s']:,.1f} samples/s" if "samples_per_s" in record else ""
         words = " ".join(filter(None, (rate or record["status"], record.get("reason"))))
         left = deadline - time.monotonic()

@@ -1,8 +1,8 @@
 """How fast images and sounds are loaded: the usual PyTorch code, webdataset, and this project's
 loader, decoding and from its cache.
 
-    python bench/loader.py --samples 256 --rounds 5      images; tables to bench/out/loader-image.md
-    python bench/loader.py --audio --samples 192         sounds; bench/out/loader-audio.md
+    python bench/loader.py --samples 256 --rounds 5      images; a table to bench/out/loader.md
+    python bench/loader.py --audio --samples 192         sounds
 
 The files are the same for all: 640×480 JPEGs of emoji on smooth backgrounds with noise, about 85 KB
 each, in a folder with a jsonl file, and again in tar shards; or stereo FLAC of 16 bits at 44.1 kHz,
@@ -24,7 +24,7 @@ prefetched until then is in it. The process that asks reads one value per page o
 
 from __future__ import annotations
 
-import argparse
+import atexit
 import io
 import json
 import math
@@ -39,8 +39,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.compare import OUT, Column, Seen, Study, Way, chosen, compare
-from bench.runs import alone
+from bench.common import Column, Seen, Study, Way, alone, main
 
 IMAGE_SIZE, BATCH_SIZE, EPOCHS = 224, 32, 4  # the first epoch is not counted
 WIDTH, HEIGHT, SHARDS = 640, 480, 4
@@ -49,7 +48,7 @@ LOADERS = {
     "image": ("plain", "webdataset", "decoding", "decoding_tar", "cached", "cached_bytes"),
     "audio": ("plain", "decoding", "cached"),
 }
-ALWAYS = ("plain", "webdataset")  # what the others are compared with
+USUAL = ("plain", "webdataset")
 SHAPES = {"image": (BATCH_SIZE, 3, IMAGE_SIZE, IMAGE_SIZE), "audio": (BATCH_SIZE, 1, 1001, 64)}
 
 
@@ -274,7 +273,7 @@ def measure(
     dtype = torch.uint8 if loader == "cached_bytes" else torch.float32
     seen, per_epoch, place = 0, samples // BATCH_SIZE * BATCH_SIZE, Path(folder)
     asked = first = counted = time.perf_counter()
-    if loader in ALWAYS:
+    if loader in USUAL:
         common = {"num_workers": workers, "pin_memory": pin}
         made = usual(loader, medium, place, samples, common)
     else:
@@ -298,50 +297,38 @@ def notes(seen: Seen) -> Iterator[str]:
     others = [each["samples_per_s"] for each in seen.rounds.get("webdataset", ())]
     for name in seen.rounds if others else ():
         ratios = [own / b for own, b in zip(seen.values(name, "samples_per_s"), others)]
-        yield f"{name} ÷ webdataset: {min(ratios):.2f} to {max(ratios):.2f}"
+        yield f"- {name} ÷ webdataset: {min(ratios):.2f} to {max(ratios):.2f}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for flag, default, what in (
-        ("--samples", 384, "files"),
-        ("--workers", 2, "processes that load"),
-        ("--rounds", 5, "times that each loader runs"),
-    ):
-        parser.add_argument(
-            flag, type=int, default=default, metavar="N", help=f"{what} (default: {default})"
-        )
-    parser.add_argument("--pin-memory", action="store_true", help="needs a GPU")
-    parser.add_argument("--audio", action="store_true", help="sounds instead of images")
-    parser.add_argument(
-        "--only", metavar="NAME[,NAME]", help=f"of {', '.join(LOADERS['image'])}; plain always runs"
+def loader(
+    samples: int = 384, workers: int = 2, pin_memory: bool = False, audio: bool = False
+) -> Study:
+    """Images or, with --audio, sounds: decoding 1.5 × the usual code, from the cache 5 ×, from tar
+    files not slower than webdataset. --pin-memory needs a GPU."""
+    medium, whole = "audio" if audio else "image", BATCH_SIZE * workers
+    if samples < 2 * BATCH_SIZE or samples % whole:  # webdataset's workers have equal shares
+        raise ValueError(f"--samples must be a multiple of {whole}, at least {2 * BATCH_SIZE}")
+    temporary = tempfile.TemporaryDirectory()
+    atexit.register(temporary.cleanup)
+    size, kept = alone(prepare, medium, temporary.name, samples)
+    setting = (medium, temporary.name, samples, workers, pin_memory)
+    return Study(
+        f"Loading {medium}s",
+        {name: Way(partial(alone, measure, name, *setting)) for name in LOADERS[medium]},
+        (
+            Column("samples_per_s", "samples/s", "{:,.1f}"),
+            Column("samples_per_s", "÷ plain"),
+            Column("first_s", "first micro-batch after, s", "{:.2f}"),
+        ),
+        f"{samples} files of {size / 1e3:.0f} KB, in the cache {kept / 1e3:,.0f} KB, {workers} "
+        f"workers, {EPOCHS - 1} epochs of micro-batches of {BATCH_SIZE}.",
+        reference="plain",
+        rounds=5,
+        notes=notes,
     )
-    given = parser.parse_args()
-    medium = "audio" if given.audio else "image"
-    whole = BATCH_SIZE * max(1, given.workers)  # webdataset's workers have equal shares
-    if given.samples < 2 * BATCH_SIZE or given.samples % whole or given.rounds < 1:
-        parser.error(f"--samples must be a multiple of {whole}, at least 64; --rounds at least 1")
-    only = given.only.split(",") if given.only else LOADERS[medium]
-    if unknown := set(only) - {*LOADERS[medium]}:
-        parser.error(f"--only {min(unknown)}: give some of {', '.join(LOADERS[medium])}")
-    with tempfile.TemporaryDirectory() as folder:
-        size, kept = alone(prepare, medium, folder, given.samples)
-        setting = (folder, given.samples, given.workers, given.pin_memory)
-        study = Study(
-            "Loading images" if medium == "image" else "Loading sounds",
-            {n: Way(partial(alone, measure, n, medium, *setting)) for n in LOADERS[medium]},
-            (
-                Column("samples_per_s", "samples/s", "{:,.1f}"),
-                Column("samples_per_s", "÷ plain"),
-                Column("first_s", "first micro-batch after, s", "{:.2f}"),
-            ),
-            f"{given.samples} files of {size / 1e3:.0f} KB, in the cache {kept / 1e3:,.0f} KB, "
-            f"{given.workers} workers, {EPOCHS - 1} epochs of micro-batches of {BATCH_SIZE}.",
-            reference="plain",
-            notes=notes,
-        )
-        compare(chosen(study, [*ALWAYS, *only]), OUT / f"loader-{medium}.md", given.rounds)
 
+
+STUDIES = (loader,)
 
 if __name__ == "__main__":
-    main()
+    main("bench.loader")

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.compare import Column, Figures, Study, Way, main, on_ranks
+from bench.common import GIB, Column, Figures, Study, Way, main, on_ranks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from engine.loss_protocols import Side
 
 WIDTH = 512
-GIB = 2**30
 LOSSES = ("infonce", "sigmoid")
 
 

@@ -20,10 +20,11 @@ import os
 from itertools import accumulate
 from pathlib import Path
 
+from bench.common import resident_bytes
+
 # the profiler's own log; read when torch is first imported, in the ranks
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 MARK = "memory_probe.mark"
-KIB = 1024
 
 
 class TensorBytes:
@@ -72,14 +73,7 @@ class ProcessGrowth:
         # where it is not allowed, an earlier peak may hide a lower one
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again at VmRSS
-        self._before = _status_bytes("VmRSS")
+        self._before = resident_bytes(field="VmRSS")
 
     def peak_bytes(self) -> int:
-        return _status_bytes("VmHWM") - self._before
-
-
-def _status_bytes(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * KIB
-    raise RuntimeError(f"/proc/self/status has no {key}: this measurement needs Linux")
+        return resident_bytes() - self._before

@@ -14,13 +14,10 @@ unless `--fresh`.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
-import json
 import os
 import re
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -35,7 +32,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from mutants import FOLDERS, Mutant, all_mutants
 
-OUT = ROOT / "bench" / "out"
+from bench.common import OUT, Kept, Program, table, write
+
 FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 TESTS_FAILED = 1  # pytest's status
 
@@ -56,23 +54,8 @@ def run_tests(tree: Path, tests: Sequence[str], limit_s: float) -> tuple[int | N
     """pytest's status, None where the limit was over, and what it said."""
     words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(
-            words, cwd=tree, stdout=said, stderr=said, env=environment, start_new_session=True
-        )
-        try:
-            status: int | None = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM if process.poll() is None else signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(20)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        said.seek(0)
-        return status, said.read()
+    program = Program(words, tree.parent / "log", environment, tree)
+    return program.end(limit_s), program.said()
 
 
 def tried(mutant: Mutant, tree: Path, limit_s: float) -> dict[str, Any]:
@@ -115,21 +98,19 @@ def state_of(mutant: Mutant) -> str:
     return digest.hexdigest()[:16]
 
 
-def table(records: Mapping[str, Mapping[str, Any]], mutants: Iterable[Mutant]) -> str:
+def report(records: Mapping[str, Mapping[str, Any]], mutants: Iterable[Mutant]) -> str:
     """Markdown."""
-    lines = ["| mutant | breaks | outcome | by | seconds |", "|---|---|---|---|---|"]
-    seconds, outcomes = [], []
-    for mutant in mutants:
-        if (found := records.get(mutant.name)) is not None:
-            outcomes.append(found["outcome"])
-            seconds += [found["seconds"]] * (found["outcome"] == "killed")
-            lines.append(
-                f"| {mutant.name} | {mutant.breaks} | {found['outcome']} | "
-                f"{found['by'].removeprefix('tests/')} | {found['seconds']:.0f} |"
-            )
+    found = [(mutant, records[mutant.name]) for mutant in mutants if mutant.name in records]
+    rows = [
+        [m.name, m.breaks, r["outcome"], r["by"].removeprefix("tests/"), f"{r['seconds']:.0f}"]
+        for m, r in found
+    ]
+    outcomes = [record["outcome"] for _, record in found]
     counts = ", ".join(f"{outcomes.count(each)} {each}" for each in dict.fromkeys(outcomes))
+    seconds = [record["seconds"] for _, record in found if record["outcome"] == "killed"]
     median = f"; {statistics.median(seconds):.0f} s to kill, the median" if seconds else ""
-    return "\n".join(["# Mutants", "", f"{len(outcomes)}: {counts}{median}.", "", *lines, ""])
+    text = table(["mutant", "breaks", "outcome", "by", "seconds"], rows)
+    return f"# Mutants\n\n{len(outcomes)}: {counts}{median}.\n\n{text}"
 
 
 def chosen(only: str | None) -> list[Mutant]:
@@ -154,26 +135,24 @@ def main() -> int:
         mutants = chosen(given.only)
     except ValueError as error:
         parser.error(str(error))
-    file, records = OUT / "mutants.json", {}
-    if file.is_file():
-        records = json.loads(file.read_text(encoding="utf-8"))
     OUT.mkdir(parents=True, exist_ok=True)
+    kept = Kept(OUT / "mutants.json")
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         tree = copied(Path(folder))
         for mutant in mutants:
-            known, state = records.get(mutant.name, {}), state_of(mutant)
+            known, state = kept.records.get(mutant.name, {}), state_of(mutant)
             if known.get("state") != state or given.fresh:
                 known = tried(mutant, tree, given.limit_s) | {"state": state}
-                records[mutant.name] = known
-                file.write_text(json.dumps(records, indent=1), encoding="utf-8")
+                kept.records[mutant.name] = known
+                kept.write()
             print(
                 f"{known['outcome']:10}{known['seconds']:5.0f} s  {mutant.name}  {known['by']}",
                 flush=True,
             )
-    text = table(records, all_mutants())
-    (OUT / "mutants.md").write_text(text, encoding="utf-8")
+    text = report(kept.records, all_mutants())
+    write(OUT / "mutants.md", text)
     print(text.splitlines()[2])
-    return 0 if all(records[mutant.name]["outcome"] == "killed" for mutant in mutants) else 1
+    return 0 if all(kept.records[m.name]["outcome"] == "killed" for m in mutants) else 1
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """OpenCLIP's own trainer and this program, side by side: what is learned by step and by second,
 samples/s, and memory.
 
-    python bench/open_clip.py                         3 seeds of each variant, 4 epochs
-    python bench/open_clip.py --speed                 throughput alone, in rounds
-    python bench/open_clip.py --speed --towers near   with towers that cost about the same
-    python bench/open_clip.py --language zh           the same images with their Chinese names
+    python bench/open_clip.py learn                   3 seeds of each variant, 4 epochs
+    python bench/open_clip.py speed                   throughput alone, in rounds
+    python bench/open_clip.py speed --towers near     with towers that cost about the same
+    python bench/open_clip.py learn --language zh     the same images with their Chinese names
     pip install -r requirements-test.txt              what it needs
 
 Both programs read the same csv files with the same tokenizer, on two ranks without a GPU, in fp32,
@@ -17,15 +17,13 @@ Seconds are those of steps, their waiting for data included; the start, evaluati
 and checkpoints are in none of them. OpenCLIP logs the loss of its first rank, 128 of the 256 rows,
 where this program logs the loss of all. A rank's memory is its largest resident size.
 
-Tables go to bench/out/open_clip/. Runs come in turn, seed by seed and variant by variant, so that
-what else the machine does hits all alike. A finished run is kept in bench/out/open_clip/runs/ and is
-not run again; one that was broken off starts anew. After a change of the program, delete that folder.
+Runs come in turn, seed by seed and variant by variant (`--rounds`: the seeds), so that what else the
+machine does hits all alike. `--resume` goes on after an interruption; a run that was broken off starts
+anew. Logs are in bench/out/open_clip/.
 """
 
 from __future__ import annotations
 
-import argparse
-import hashlib
 import importlib.util
 import json
 import os
@@ -33,10 +31,10 @@ import re
 import shutil
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +42,23 @@ ROOT = Path(__file__).resolve().parent.parent
 # Python puts bench/ at the front of the path of a script that lies there. There `import open_clip`
 # would find this file, not the library.
 sys.path = [str(ROOT), *(folder for folder in sys.path if Path(folder).resolve() != ROOT / "bench")]
-OUT = ROOT / "bench" / "out" / "open_clip"
 
-from bench.common import spread
+
+from bench import common
+from bench.common import (
+    MIB,
+    Column,
+    Seen,
+    Study,
+    Way,
+    call,
+    flags,
+    main,
+    read_metrics,
+    settings,
+    table,
+    train_command,
+)
 from bench.open_clip_data import (
     EMBED_DIM,
     IMAGE_SIZE,
@@ -56,11 +68,11 @@ from bench.open_clip_data import (
     prepare_data,
     text_tower,
 )
-from bench.runs import call, flags, read_metrics, settings, table, train_command
 from launch.terminal.tables import DIRECTIONS
 
+OUT = common.OUT / "open_clip"
 RANKS, BATCH_SIZE = 2, 256
-WARMUP_STEPS = 3  # of a measurement of speed: memory is allocated for the first time in them
+WARMUP_STEPS = 3
 TARGET = 0.6  # of R@10, mean of both directions
 RECALLS = {
     f"{direction}_R@{k}": f"R@{k} {words} %"
@@ -113,6 +125,18 @@ ALL = VARIANTS | SAVING_MEMORY
 
 
 @dataclass(frozen=True)
+class Run:
+    """What all variants have in common. `workers` of each rank; `speed`: nothing is evaluated, and
+    the first steps, in which memory is allocated for the first time, do not count."""
+
+    towers: str
+    language: str
+    epochs: int  # of 13 steps
+    workers: int
+    speed: bool = False
+
+
+@dataclass(frozen=True)
 class Record:
     """A finished run. The first three lists have an entry per step, `peak_bytes` has one per rank.
 
@@ -147,9 +171,7 @@ class Record:
 # -- how each program is called
 
 
-def open_clip_options(
-    run: argparse.Namespace, data: Path, seed: int, epochs: int
-) -> dict[str, Any]:
+def open_clip_options(run: Run, data: Path, seed: int) -> dict[str, Any]:
     """Flags of OpenCLIP's trainer."""
     return {
         "train-data": data / "train.csv",
@@ -157,7 +179,7 @@ def open_clip_options(
         "dataset-type": "csv",
         "model": f"{run.towers}-{seed}",
         "batch-size": BATCH_SIZE // RANKS,
-        "epochs": epochs,
+        "epochs": run.epochs,
         "lr": LR,
         "beta1": BETAS[0],
         "beta2": BETAS[1],
@@ -184,9 +206,7 @@ def open_clip_command(options: Sequence[str], towers: Path) -> list[str]:
     return [*launcher, "-m", "bench.open_clip_rank", given]
 
 
-def own_settings(
-    run: argparse.Namespace, variant: Variant, data: Path, seed: int, epochs: int
-) -> dict[str, Any]:
+def own_settings(run: Run, variant: Variant, data: Path, seed: int) -> dict[str, Any]:
     image, width = TOWERS[run.towers]
     return settings(
         {
@@ -201,7 +221,7 @@ def own_settings(
             "embed_dim": EMBED_DIM,
             "image_size": IMAGE_SIZE,
             "max_text_tokens": MAX_TEXT_TOKENS,
-            "epochs": epochs,
+            "epochs": run.epochs,
             "seed": seed,
             "workers": run.workers,
             "save_every": 1_000_000_000,
@@ -212,37 +232,23 @@ def own_settings(
     )
 
 
-def finished(run: argparse.Namespace, name: str, seed: int, epochs: int) -> Record:
-    """The record of a run, which is run first where that was not done before. Its files are named
-    by a hash of what is trained and how."""
+def trained(run: Run, name: str, seed: int) -> Record:
     variant, data = ALL[name], OUT / "data" / run.language
+    folder = OUT / f"{re.sub(r'[^a-z]+', '-', name.lower())}-{seed}"
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
     if variant.of_open_clip:
-        given = flags(open_clip_options(run, data, seed, epochs))
+        given = flags(open_clip_options(run, data, seed))
         given += ["--local-loss", "--gather-with-grad", *variant.options.split()]
-        identity: Any = [given, version("open_clip_torch")]
+        given += flags({"logs": folder.parent, "name": folder.name})
+        command = open_clip_command(given, open_clip_towers(data, run.towers, seed))
     else:
-        identity = own_settings(run, variant, data, seed, epochs)
-    digest = hashlib.sha256(json.dumps(identity, default=str, sort_keys=True).encode()).hexdigest()
-    folder = OUT / "runs" / digest[:12]
-    file = folder.with_suffix(".json")
-    if not file.is_file():
-        shutil.rmtree(folder, ignore_errors=True)  # of a run that was broken off
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        if variant.of_open_clip:
-            given += flags({"logs": folder.parent, "name": folder.name})
-            command = open_clip_command(given, open_clip_towers(data, run.towers, seed))
-        else:
-            command = train_command(RANKS, {**identity, "run_dir": folder})
-        threads = max(1, len(os.sched_getaffinity(0)) // RANKS)
-        log = folder.with_suffix(".log")
-        peaks = call(command, log, f"{name}, seed {seed}", RANKS, threads)
-        read = read_open_clip if variant.of_open_clip else read_own
-        record = asdict(read(folder, BATCH_SIZE, peaks))
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # 0.3 GB
-        partial = file.with_suffix(".partial")
-        partial.write_text(json.dumps(record), encoding="utf-8")
-        partial.replace(file)
-    return Record(**json.loads(file.read_text(encoding="utf-8")))
+        own = own_settings(run, variant, data, seed)
+        command = train_command(RANKS, {**own, "run_dir": folder})
+    threads = max(1, len(os.sched_getaffinity(0)) // RANKS)
+    peaks = call(command, folder.with_suffix(".log"), f"{name}, seed {seed}", RANKS, threads)
+    record = (read_open_clip if variant.of_open_clip else read_own)(folder, BATCH_SIZE, peaks)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)  # 0.3 GB
+    return record
 
 
 # -- what the programs log
@@ -293,88 +299,88 @@ def recalls_of(
     ]
 
 
-# -- tables
+# -- studies
 
-Records = Mapping[str, Sequence[Record]]  # of each variant, a record per seed
+# Both as the harness keeps them: figures of a run, by seed.
+COSTS = (
+    Column("seconds_to", f"seconds to R@10 {TARGET:.0%}", "{:.0f}"),
+    Column("seconds_to", "÷ OpenCLIP"),
+    Column("samples_per_s", "samples/s", "{:.1f}"),
+    Column("samples_per_s", "÷ OpenCLIP"),
+    Column("data_wait_s", "waiting for data, s a step", "{:.2f}"),
+    *(
+        Column("peak_bytes", f"peak MiB, rank {rank}", "{:,.0f}", 1 / MIB, pick=itemgetter(rank))
+        for rank in range(RANKS)
+    ),
+)
 
 
-def by_step(records: Records) -> str:
+def figures(record: Record, skip: int = 0) -> dict[str, Any]:
+    """Samples/s of all steps but the first `skip`; no seconds where the target is not reached."""
+    found: dict[str, Any] = {
+        "samples_per_s": record.samples_per_s(BATCH_SIZE, skip),
+        "data_wait_s": statistics.mean(record.data_wait_s),
+        "peak_bytes": record.peak_bytes,
+    }
+    for each in record.evaluations:
+        step = int(each["step"])
+        found |= {f"{step}/{key}": 100 * each[key] for key in RECALLS if key in each}
+        found[f"{step}/loss"] = record.losses[step - 1]
+    seconds = record.seconds_to(TARGET)
+    return found | ({} if seconds is None else {"seconds_to": seconds})
+
+
+def by_step(seen: Seen) -> Iterator[str]:
     """Markdown: the loss of a step, and retrieval after it. docs/draw.py reads these rows."""
+    (first, *_), *_ = seen.rounds.values()
     rows = []
-    for number, each in enumerate(next(iter(records.values()))[0].evaluations):
-        for name, runs in records.items():
-            found = [run.evaluations[number] for run in runs]
-            losses = [run.losses[int(each["step"]) - 1] for run in runs]
-            recalls = (spread([100 * one[key] for one in found], ".1f") for key in RECALLS)
-            rows.append([each["step"], name, spread(losses, ".2f"), *recalls])
-    return table(["steps", "variant", "loss", *RECALLS.values()], rows)
+    for step in (key.partition("/")[0] for key in first if key.endswith("/loss")):
+        columns = [Column(f"{step}/loss", "", "{:.2f}")]
+        columns += [Column(f"{step}/{key}", "", "{:.1f}") for key in RECALLS]
+        rows += [[step, name, *(seen.cell(name, c) for c in columns)] for name in seen.rounds]
+    yield table(["steps", "variant", "loss", *RECALLS.values()], rows)
+    for name in seen.rounds:
+        reached, runs = len(seen.values(name, "seconds_to")), len(seen.rounds[name])
+        yield f"- {name}: R@10 of {TARGET:.0%} in {reached} of {runs} runs"
 
 
-def costs(records: Records, skip: int = 0) -> str:
-    """Markdown: seconds to the target, samples/s of all steps but the first `skip`, both also as a
-    ratio to the first variant's, seed by seed; waiting, and memory of each rank."""
-    first, base = next(iter(records.items()))
-    rows = []
-    for name, runs in records.items():
-        seconds = [(run.seconds_to(TARGET), own.seconds_to(TARGET)) for run, own in zip(runs, base)]
-        reached = [one for one, _ in seconds if one]
-        rates = [run.samples_per_s(BATCH_SIZE, skip) for run in runs]
-        ratios = [a / own.samples_per_s(BATCH_SIZE, skip) for a, own in zip(rates, base)]
-        some = f", in {len(reached)} of {len(runs)} runs" if len(reached) < len(runs) else ""
-        times = [a / b for a, b in seconds if a and b]
-        row = [name, spread(reached, ".0f") + some if reached else "–"]
-        row.append(spread(times, ".2f") if times else "–")
-        row += [spread(rates, ".1f"), f"{statistics.median(ratios):.2f}"]
-        row[-1] += f" ({min(ratios):.2f} – {max(ratios):.2f})"
-        row.append(spread([statistics.mean(run.data_wait_s) for run in runs], ".2f"))
-        peaks = zip(*([size / 2**20 for size in run.peak_bytes] for run in runs))
-        rows.append([*row, *(spread(each, ",.0f") for each in peaks)])
-    header = ["variant", f"seconds to R@10 {TARGET:.0%}", f"÷ {first}", "samples/s", f"÷ {first}"]
-    header += ["waiting for data, s a step", *(f"peak MiB, rank {rank}" for rank in range(RANKS))]
-    return table(header, rows)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--variant",
-        choices=ALL,
-        action="append",
-        help="(default: those with all activations kept; with --speed all)",
-    )
-    parser.add_argument("--towers", choices=TOWERS, default="unequal", help="(default: unequal)")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="N")
-    parser.add_argument("--epochs", type=int, default=4, metavar="N", help="of 13 steps")
-    parser.add_argument("--language", default="en", metavar="LANG", help="of --data demo:LANG")
-    parser.add_argument("--workers", type=int, default=0, metavar="N", help="per rank (default: 0)")
-    parser.add_argument("--speed", action="store_true", help="throughput alone, without evaluation")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of --speed")
-    run = parser.parse_args()
-    if run.epochs < 1 or run.rounds < 1:
-        parser.error("--epochs and --rounds must be at least 1")
+def study(variants: Mapping[str, Variant], run: Run, **more: Any) -> Study:
+    if run.towers not in TOWERS:
+        raise ValueError(f"--towers {run.towers}: give one of {', '.join(TOWERS)}")
     needed = ("open_clip", "open_clip_train", "timm", "pandas", "webdataset")
-    missing = ", ".join(name for name in needed if importlib.util.find_spec(name) is None)
-    if missing:
-        parser.error(f"not installed: {missing}; run: pip install -r requirements-test.txt")
+    if missing := ", ".join(name for name in needed if importlib.util.find_spec(name) is None):
+        raise ValueError(f"not installed: {missing}; run: pip install -r requirements-test.txt")
     try:
         prepare_data(OUT / "data" / run.language, run.language)
-    except (ValueError, FileNotFoundError) as error:
-        parser.error(str(error))
-    seeds = range(run.rounds) if run.speed else run.seeds
-    records: dict[str, list[Record]] = {}
-    for seed in seeds:
-        for name in run.variant or (ALL if run.speed else VARIANTS):
-            print(f"{name}, seed {seed}", file=sys.stderr)
-            record = finished(run, name, seed, 1 if run.speed else run.epochs)
-            records.setdefault(name, []).append(record)
-    title = f"{len(seeds)} {'rounds' if run.speed else 'seeds'}, names in language {run.language}, "
-    title += f"towers {run.towers}: mean (least – most)"
-    skip = WARMUP_STEPS if run.speed else 0
-    parts = [title] + ([] if run.speed else [by_step(records)]) + [costs(records, skip)]
-    file = OUT / f"{run.language}-{run.towers}{'-speed' * run.speed}.md"
-    file.write_text("\n\n".join(parts), encoding="utf-8")
-    print("\n\n".join(parts))
+    except FileNotFoundError as error:
+        raise ValueError(str(error)) from error
+    return Study(
+        "OpenCLIP's own trainer and this program",
+        {
+            name: Way(lambda seed, n=name: figures(trained(run, n, seed), WARMUP_STEPS * run.speed))
+            for name in variants
+        },
+        COSTS,
+        f"Names in language {run.language}, towers {run.towers}.",
+        reference="OpenCLIP",
+        seeds=True,
+        **more,
+    )
 
+
+def learn(
+    towers: str = "unequal", language: str = "en", epochs: int = 4, workers: int = 0
+) -> Study:
+    """What is learned: equal by step, and by second as much ahead as samples/s are."""
+    return study(VARIANTS, Run(towers, language, epochs, workers), notes=by_step)
+
+
+def speed(towers: str = "unequal", language: str = "en", workers: int = 0) -> Study:
+    """Samples/s alone, without evaluation: 1.5 × OpenCLIP's at 0.75 of its memory."""
+    return study(ALL, Run(towers, language, 1, workers, speed=True), rounds=5)
+
+
+STUDIES = (learn, speed)
 
 if __name__ == "__main__":
-    main()
+    main("bench.open_clip")

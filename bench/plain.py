@@ -34,8 +34,17 @@ from transformers import BertConfig, BertModel, ClapFeatureExtractor, PreTrained
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from bench.compare import Column, Figures, Study, Way, main
-from bench.runs import call, read_metrics, settings, train_arguments
+from bench.common import (
+    Column,
+    Figures,
+    Study,
+    Way,
+    call,
+    main,
+    read_metrics,
+    settings,
+    train_arguments,
+)
 
 SIDES = {"regions": 64, "clips": 32, "sounds": 64}  # of images, frames and spectrograms
 FRAMES, SECONDS, RATE = 8, 2.0, 16_000  # of a clip; of a sound

@@ -9,8 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.compare import Column, Study, Way, main
-from bench.runs import alone, resident_bytes
+from bench.common import Column, Study, Way, alone, main, resident_bytes
 
 
 def retrieval(samples: int = 100_000, width: int = 512) -> Study:

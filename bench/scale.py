@@ -23,14 +23,14 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import Setup, make_engine
-from bench.compare import Column, Figures, Study, Way, main, on_ranks
+from bench.common import GIB, Column, Figures, Study, Way, main, on_ranks
 from bench.steps import fork, merged
+from bench.towers import Setup, make_engine
 
 LIMIT_S = 600.0
 OPERATIONS = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce")
 OPERATIONS += ("send", "recv")
-PER_NODE, GIB = 8, 2**30
+PER_NODE = 8
 
 
 def layouts(world_size: int) -> dict[str, dict[str, Any]]:
@@ -43,47 +43,55 @@ def layouts(world_size: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def faked(backend: str | None) -> str:
-    """torch's fake backend in place of what connects ranks."""
-    from engine.groups import ALONE
-
-    return backend if backend == ALONE else "fake"
-
-
 @contextmanager
-def operations(used: set[Any]) -> Iterator[None]:
-    """Notes each group with an operation in here, but for those that connect nobody."""
+def groups_counted(rank: int, world_size: int) -> Iterator[dict[str, float]]:
+    """What is made in here as a rank, with torch's fake process group, whose operations do nothing:
+    groups, those of the rank, those with an operation, but for those that connect nobody, and those
+    of the world."""
     import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from engine.groups import ALONE
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    original, made, used = dist.new_group, list[Sequence[int]](), set[Any]()
+
+    def new_group(ranks: Any = None, backend: str | None = None, **_: Any) -> Any:
+        made.append(range(world_size) if ranks is None else list(ranks))
+        return original(ranks=list(made[-1]), backend=backend if backend == ALONE else "fake")
 
     def noting(name: str) -> Any:
-        original = getattr(dist, name)
+        operate = getattr(dist, name)
 
         def operation(*args: Any, **options: Any) -> Any:
             group = options.get("group") or dist.group.WORLD
             if dist.get_backend(group) != ALONE:
                 used.add(group)
-            return original(*args, **options)
+            return operate(*args, **options)
 
         return mock.patch.object(dist, name, operation)
 
+    found: dict[str, float] = {}
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(dist, "new_group", new_group))
         for name in OPERATIONS:
             stack.enter_context(noting(name))
-        yield
+        yield found
+    dist.destroy_process_group()
+    found["groups"] = len(made)
+    found["member"] = sum(rank in ranks for ranks in made)
+    found["used"] = len(used)
+    found["of_world"] = sum(len(ranks) == world_size for ranks in made)
 
 
 # -- one rank's engine
 
 
 def build(world_size: int, layout: str, rank: int) -> dict[str, float]:
-    """The engine of a rank, with torch's fake process group, whose operations do nothing."""
+    """The engine of a rank."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
     os.environ |= {"LOCAL_SIZE": "1"}
     import deepspeed
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     setup = Setup(
         image_tower="vit_b_16:hidden_dim=32,num_layers=8,num_heads=2,mlp_dim=64,patch_size=16",
@@ -96,27 +104,12 @@ def build(world_size: int, layout: str, rank: int) -> dict[str, float]:
         global_batch_size=12 * world_size,
         micro_batch_size=4,
     )
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    made: list[Sequence[int]] = []
-
-    def new_group(ranks: Sequence[int] | None = None, **options: Any) -> Any:
-        made.append(range(world_size) if ranks is None else ranks)
-        return original(ranks=ranks, backend=faked(options.get("backend")))
-
-    original, used = dist.new_group, set[Any]()
-    with mock.patch.object(dist, "new_group", new_group), operations(used):
+    with groups_counted(rank, world_size) as found:
         deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
         start = time.perf_counter()
         engine = make_engine(setup, layouts(world_size)[layout])
         seconds = time.perf_counter() - start
-    return {
-        "groups": len(made),
-        "member": sum(rank in ranks for ranks in made),
-        "used": len(used),
-        "of_world": sum(len(ranks) == world_size for ranks in made),
-        "stages": len(engine.graph.stages),
-        "seconds": seconds,
-    }
+    return {**found, "stages": len(engine.graph.stages), "seconds": seconds}
 
 
 def built(world_size: int, layout: str) -> Figures:
@@ -162,32 +155,18 @@ WITH = {
 }
 
 
-def made_on(graph: Any, objective: Any, rank: int) -> dict[str, int]:
-    """Groups for what a rank's stage exchanges, with torch's fake ones."""
+def made_on(graph: Any, objective: Any, rank: int) -> dict[str, float]:
+    """Groups for what a rank's stage exchanges."""
     import torch
-    import torch.distributed as dist
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from engine.communication import Communicator
     from engine.loss.tail_loss import TailLoss
 
-    dist.init_process_group("fake", rank=rank, world_size=graph.world_size, store=FakeStore())
-    original, made, used = dist.new_group, list[Sequence[int]](), set[Any]()
-
-    def new_group(ranks: Sequence[int], backend: str | None = None, **_: Any) -> Any:
-        made.append(ranks)
-        return original(list(ranks), backend=faked(backend))
-
-    with mock.patch.object(dist, "new_group", new_group), operations(used):
+    with groups_counted(rank, graph.world_size) as found:
         limit = timedelta(seconds=LIMIT_S)
         comm = Communicator(graph, objective, rank, torch.device("cpu"), limit)
         TailLoss(comm, embed_dim=1, equal_shares=True, source_starts=None)
-    dist.destroy_process_group()
-    return {
-        "groups": len(made),
-        "member": sum(rank in ranks for ranks in made),
-        "used": len(used),
-    }
+    return found
 
 
 def exchanged(world_size: int, layout: str, what: str) -> dict[str, float]:

@@ -1,5 +1,5 @@
 """A training step of synthetic towers under a block `branches`: its seconds, memory, messages and
-loss, and what the planner says of it.
+loss.
 
     python bench/steps.py STUDY --rounds 5        writes bench/out/steps-STUDY.md and prints it
 
@@ -10,30 +10,20 @@ slows a step down.
 
 from __future__ import annotations
 
-import functools
-import gc
-import os
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from bench.common import Setup, configuration, make_engine, micro_batches, plan_of, samples
-from bench.compare import MIB, Column, Figures, Seen, Study, Way, main, on_ranks
+from bench.common import MIB, Column, Figures, Study, Way, main, on_ranks
 from bench.memory_probe import ProcessGrowth, TensorBytes
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from engine.executor import ForkEngine
-    from engine.planning.costs import CostModel
+from bench.towers import Setup, make_engine, micro_batches, samples
 
 WARMUP_STEPS = 1
 # Where the time of a step goes, by instruction; the rest is messages and waiting for them.
@@ -47,15 +37,12 @@ PARTS = {
 @dataclass(frozen=True)
 class Run:
     """`branches`: the engine's block; None: plain PyTorch (`bench/baselines.py`), with gradients
-    `cached` or not. `profiled`: the planner's costs are measured on the ranks, as with `"layout":
-    "auto"`, and not the setup's own."""
+    `cached` or not."""
 
     setup: Setup
     branches: Mapping[str, Any] | None
     ranks: int = 2
-    deepspeed: Mapping[str, Any] = field(default_factory=dict)
     cached: bool = False
-    profiled: bool = False
 
 
 # -- on each rank
@@ -64,11 +51,11 @@ class Run:
 class Training:
     """The training of a run on this rank, ready to step."""
 
-    def __init__(self, run: Run, costs: CostModel | None):
+    def __init__(self, run: Run):
         self.run, self.number, self.idle = run, 0, []
         self.engine = self.baseline = None
         if run.branches is not None:
-            self.engine = make_engine(run.setup, run.branches, costs, run.deepspeed)
+            self.engine = make_engine(run.setup, run.branches)
             self.stage = self.engine.stage.name
         else:
             self.baseline, self.stage = self._make_baseline(), "ddp"
@@ -116,11 +103,11 @@ class Training:
         self.idle.append(dict(metrics.idle))
 
 
-def measure(run: Run, costs: CostModel | None, steps: int) -> dict[str, Any]:
+def measure(run: Run, steps: int) -> dict[str, Any]:
     import torch.distributed as dist
 
     growth, seconds, loaded = ProcessGrowth(), [], []
-    training = Training(run, costs)
+    training = Training(run)
     for number in range(WARMUP_STEPS + steps):
         if number == WARMUP_STEPS and training.engine is not None:
             training.idle.clear()
@@ -142,108 +129,26 @@ def measure(run: Run, costs: CostModel | None, steps: int) -> dict[str, Any]:
         "loss": training.loss,
         "sent_bytes": training.sent_bytes,
         "process_bytes": growth.peak_bytes(),
-        "loaded_bytes": sum(_bytes(tensor) for each in loaded for tensor in each.values()),
+        "loaded_bytes": sum(tensor.nbytes for each in loaded for tensor in each.values()),
     }
 
 
-def peak_tensor_bytes(run: Run, costs: CostModel | None) -> tuple[str, int]:
+def peak_tensor_bytes(run: Run) -> tuple[str, int]:
     """The most bytes of tensors held in a step after the first."""
     with TensorBytes() as probe:
-        training = Training(run, costs)
+        training = Training(run)
         training.step(training.batch())
         probe.mark()
         training.step(training.batch())
     return training.stage, probe.peak_bytes
 
 
-def state_tensor_bytes(run: Run) -> tuple[str, int, int]:
-    """Bytes of tensors as the last backward of a step makes its last gradient, when what the
-    forwards kept is gone and all gradients are there; of these what an offloaded optimizer has on
-    the CPU."""
-    with TensorBytes() as probe:
-        training = Training(run, None)
-        gc.collect()  # what was only needed to build
-        first = next(p for p in training.engine.module.parameters() if p.requires_grad)
-        first.register_post_accumulate_grad_hook(lambda _: probe.mark())  # the last mark counts
-        for _ in range(2):
-            training.step(training.batch())
-    return (
-        training.stage,
-        probe.marked_bytes,
-        sum(map(_bytes, _offloaded_tensors(training.engine))),
-    )
-
-
-def _offloaded_tensors(engine: ForkEngine) -> Iterator[Tensor]:
-    """Those of DeepSpeed's ZeRO-1 optimizer that are on the CPU whatever the device is; none if it
-    is not offloaded."""
-    optimizer = engine.optimizer
-    if not getattr(optimizer, "cpu_offload", False):
-        return
-    for weights in optimizer.single_partition_of_fp32_groups:
-        yield weights
-        if weights.grad is not None:
-            yield weights.grad
-        yield from (
-            t for t in engine.basic_optimizer.state.get(weights, {}).values() if hasattr(t, "numel")
-        )
-    yield from optimizer.param_buffer_of_bit16_for_cpu_offload_groups
-    yield optimizer.temp_grad_buffer_for_cpu_offload
-    yield from optimizer.accumulated_grads_in_cpu.values()
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def profile(setup: Setup, cache: str) -> CostModel:
-    import torch
-
-    from engine.planning.costs import CostModel, configured
-    from engine.planning.profile import profile_together
-    from engine.processes.places import Places
-
-    os.environ["WYE_CACHE"] = cache
-    config, _ = configuration(setup, {})
-    measured = profile_together(
-        {branch: tower.specs for branch, tower in setup.towers.items()},
-        lambda spec: spec.build(setup.seed),
-        {
-            branch: lambda size, b=branch: samples(setup, b, 0, torch.arange(size))
-            for branch in setup.towers
-        },
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        sizes=dict.fromkeys(setup.towers, (8, 16)),
-        batch_size=setup.global_batch_size,
-        embed_dim=setup.embed_dim,
-        places=Places.together(2),
-        budget_s=20.0,
-    )
-    own = {"embed_dim": setup.embed_dim, **configured(config)}
-    return CostModel(measured.layers, measured.machine, **own)
-
-
 # -- figures of a run
 
 
-@functools.cache
-def profiled(setup: Setup) -> CostModel:
-    """Once for all ways to run the same towers."""
-    with tempfile.TemporaryDirectory() as folder:
-        return on_ranks(2, profile, setup, folder)[0]
-
-
-def costs_of(run: Run) -> CostModel | None:
-    if not run.profiled:
-        return None if run.branches is None else run.setup.costs
-    return profiled(replace(run.setup, micro_batch_size=Setup().micro_batch_size))
-
-
-def figures_of(run: Run, steps: int, predicts: bool = False) -> Figures:
+def figures_of(run: Run, steps: int) -> Figures:
     """Of the slowest rank; what differs by stage as a list."""
-    costs = costs_of(run)
-    ranks = on_ranks(run.ranks, measure, run, costs, steps)
+    ranks = on_ranks(run.ranks, measure, run, steps)
     step_s = statistics.median(max(each) for each in zip(*(rank["seconds"] for rank in ranks)))
     found = {
         "step_s": step_s,
@@ -254,16 +159,11 @@ def figures_of(run: Run, steps: int, predicts: bool = False) -> Figures:
         "loaded_bytes": _by_stage(ranks, lambda rank: rank["loaded_bytes"]),
     }
     if run.branches is not None:
-        idle = ranks[0]["idle"]
-        found["idle"] = [statistics.mean(one[name] for one in idle) for name in idle[0]]
         found["bubble"] = statistics.mean(one[r["stage"]] for r in ranks for one in r["idle"])
         for part, names in PARTS.items():
             found[part] = _by_stage(
                 ranks, lambda rank, own=names: sum(rank["spent"].get(n, 0) for n in own) / step_s
             )
-    if predicts:
-        found |= predicted(run, costs)
-        found["predicted_ratio"] = found["predicted_s"] / step_s
     return found
 
 
@@ -277,35 +177,8 @@ def _by_stage(ranks: Sequence[Any], of: Callable[[Any], float]) -> list[float]:
 
 
 def tensors(run: Run) -> Figures:
-    ranks = on_ranks(run.ranks, peak_tensor_bytes, run, costs_of(run))
+    ranks = on_ranks(run.ranks, peak_tensor_bytes, run)
     return {"tensor_bytes": _by_stage(ranks, lambda rank: rank[1])}
-
-
-def state_bytes(run: Run) -> Figures:
-    ranks = on_ranks(run.ranks, state_tensor_bytes, run)
-    found = {
-        "device_bytes": _by_stage(ranks, lambda rank: rank[1] - rank[2]),
-        "cpu_bytes": _by_stage(ranks, lambda rank: rank[2]),
-        **predicted(run, run.setup.costs),
-    }
-    pairs = zip(found["device_bytes"], found["predicted_state"])
-    return {**found, "ratio": [measured / said for measured, said in pairs]}
-
-
-def predicted(run: Run, costs: CostModel) -> Figures:
-    from engine.planning.costs import StateBytes
-    from engine.planning.simulator import simulate
-
-    config, _ = configuration(run.setup, run.branches, run.deepspeed)
-    costs = replace(costs, state=StateBytes.of(config))
-    _, plan = plan_of(run.setup, run.branches, run.ranks, costs, run.deepspeed)
-    simulation = simulate(plan.graph, plan.batches, plan.schedule, plan.costs)
-    return {
-        "predicted_s": simulation.step_s,
-        "predicted_idle": [stage.idle_fraction for stage in simulation.stages],
-        "predicted_bytes": [stage.peak_bytes for stage in simulation.stages],
-        "predicted_state": [stage.state_bytes for stage in simulation.stages],
-    }
 
 
 # -- the studies
@@ -488,171 +361,7 @@ def memory(points: Sequence[int] = (4, 8, 16, 32, 64)) -> Study:
     )
 
 
-LAYOUTS = {
-    "fork 1 + 1": fork(),
-    "merged × 2": merged(1, 2),
-    "merged 2": merged(2, 1),
-    "chain 1 + 1": chain(),
-}
-
-
-def locked(steps: int = 5) -> Study:
-    """A locked image tower: less than half the time of a step, because the backward goes, and with
-    replay more; the simulator's ratios of time and of bytes within 15 % of the measured ones."""
-    setup = replace(VIT, text_tower=VIT.text_tower.replace("layers=6", "layers=2"), zero_stage=0)
-    ways = {}
-    for layout, schedule in (
-        ("fork 1 + 1", "batch_sync"),
-        ("fork 1 + 1", "replay"),
-        ("merged × 2", "batch_sync"),
-    ):
-        name = f"{layout}, {schedule}"
-        block = {**LAYOUTS[layout], "schedule": schedule}
-        for locking, against in (({}, None), ({"locked": {"image": True}}, name)):
-            run = Run(setup, {**block, **locking}, profiled=True)
-            ways[f"{name}, locked" if locking else name] = Way(
-                partial(figures_of, run, steps, True), partial(tensors, run), against
-            )
-    return Study(
-        "A locked image tower",
-        ways,
-        (
-            Column("step_s", "step, ms", "{:.0f}", 1e3),
-            Column("step_s", "÷ free"),
-            Column("predicted_s", "predicted"),
-            Column("tensor_bytes", "rank 0, MiB", "{:.0f}", 1 / MIB, pick=_first),
-            Column("tensor_bytes", "÷ free", pick=_first),
-            Column("predicted_bytes", "predicted", pick=_first),
-        ),
-        setup.describe(),
-    )
-
-
-def _first(figure: Sequence[float]) -> float:
-    return figure[0]
-
-
-def prediction(steps: int = 6) -> Study:
-    """The planner's step time with costs that are profiled here, for 24 ways to run: within 10 %
-    for at least 12, and its choice within 3 % of the best."""
-    towers = {"ViT + BERT": VIT, "ResNet-18 + BERT": replace(VIT, image_tower="resnet18")}
-    ways = {}
-    for name, setup in towers.items():
-        for layout, block in LAYOUTS.items():
-            for schedule, size in (("batch_sync", 16), ("replay", 16), ("batch_sync", 8)):
-                run = Run(
-                    replace(setup, micro_batch_size=size),
-                    {**block, "schedule": schedule},
-                    profiled=True,
-                )
-                ways[f"{name}: {layout}, {schedule}, micro-batches of {size}"] = Way(
-                    partial(figures_of, run, steps, True)
-                )
-
-    def notes(seen: Seen) -> Iterator[str]:
-        yield _within(seen)
-        for name in towers:
-            own = [way for way in seen.rounds if way.startswith(name)]
-            if own:
-                chosen = min(own, key=lambda way: seen.median(way, "predicted_s"))
-                best = min(own, key=lambda way: seen.median(way, "step_s"))
-                more = seen.median(chosen, "step_s") / seen.median(best, "step_s") - 1
-                yield f"the choice by prediction is {chosen}, the best is {best}: **{more:+.1%}**"
-
-    return Study(
-        "Predicted and measured step time on two ranks",
-        ways,
-        PREDICTION,
-        f"Global batch {VIT.global_batch_size}.",
-        rounds=1,
-        notes=notes,
-    )
-
-
-PREDICTION = (
-    Column("predicted_s", "predicted, ms", "{:.0f}", 1e3),
-    Column("step_s", "measured, ms", "{:.0f}", 1e3),
-    Column("predicted_ratio", "predicted ÷ measured", "{:.2f}"),
-    Column("predicted_idle", "idle by stage, predicted", "{:.0%}"),
-    Column("idle", "measured", "{:.0%}"),
-)
-
-
-def _within(seen: Seen) -> str:
-    ratios = [seen.median(name, "predicted_ratio") for name in seen.rounds]
-    near = sum(abs(ratio - 1) <= 0.1 for ratio in ratios)
-    return (
-        f"{near} of {len(ratios)} within 10 %; predicted ÷ measured "
-        f"{statistics.median(ratios):.2f} ({min(ratios):.2f} – {max(ratios):.2f})"
-    )
-
-
-def sleeping(steps: int = 3) -> Study:
-    """The planner's step time on 4 to 16 ranks whose layers sleep: all within 10 %, executed a
-    little longer, for messages, loss, averages and optimizer are real."""
-    from bench.sleeping import SleepingSetup
-
-    cases = {
-        "fork 3 × 1 + 1 × 1": (4, 64, fork(3, 1)),
-        "fork 1 × 6 + 1 × 2": (8, 96, fork(replicas=(6, 2))),
-        "fork 6 × 2 + 2 × 2": (16, 128, fork(6, 2, (2, 2))),
-        "chain 4 + 2, × 1": (6, 64, chain(4, 2)),
-        "chain 6 + 2, × 2": (16, 128, chain(6, 2, 2)),
-        "merged 4 × 1": (4, 64, merged(4, 1)),
-        "merged 8 × 2": (16, 128, merged(8, 2)),
-    }
-    ways = {}
-    for name, (ranks, batch, block) in cases.items():
-        of_merged = ("per_micro_batch",) if block["layout"] == "merged" else ()
-        for schedule in ("batch_sync", "replay", *of_merged):
-            setup = SleepingSetup(global_batch_size=batch)
-            run = Run(setup, {**block, "schedule": schedule}, ranks)
-            ways[f"{name}, {schedule}"] = Way(partial(figures_of, run, steps, True))
-    return Study(
-        "Predicted and measured step time of layers that sleep",
-        ways,
-        PREDICTION,
-        SleepingSetup().describe(),
-        rounds=1,
-        notes=lambda seen: [_within(seen)],
-    )
-
-
-def state() -> Study:
-    """Weights, gradients and optimizer state by rank: as many bytes as the simulator counts, within
-    5 %."""
-    zero_1 = {"stage": 1, "reduce_bucket_size": 500_000, "allgather_bucket_size": 500_000}
-    bf16 = {
-        "bf16": {"enabled": True},
-        "data_types": {"grad_accum_dtype": "fp32"},
-        "zero_optimization": zero_1,
-    }
-    offloaded = {**bf16, "zero_optimization": {**zero_1, "offload_optimizer": {"device": "cpu"}}}
-    ways = {
-        "ZeRO-0, fp32": ({"zero_optimization": {"stage": 0}}, {}),
-        "ZeRO-1, fp32": ({"zero_optimization": zero_1}, {}),
-        "ZeRO-1, bf16": (bf16, {}),
-        "ZeRO-1, bf16, offloaded": (offloaded, {}),
-        "ZeRO-1, bf16, image tower locked": (bf16, {"locked": {"image": True}}),
-    }
-    return Study(
-        "Weights, gradients and optimizer state by rank",
-        {
-            name: Way(partial(state_bytes, Run(MEMORY, fork(replicas=(2, 1)) | own, 3, deepspeed)))
-            for name, (deepspeed, own) in ways.items()
-        },
-        (
-            Column("predicted_state", "predicted, MiB", "{:.1f}", 1 / MIB),
-            Column("device_bytes", "measured, MiB", "{:.1f}", 1 / MIB),
-            Column("ratio", "measured ÷ predicted", "{:.3f}"),
-            Column("cpu_bytes", "of an offloaded optimizer on the CPU, MiB", "{:.1f}", 1 / MIB),
-        ),
-        f"{MEMORY.describe()} Image 0 on two replicas / text 0 on one.",
-        rounds=1,
-    )
-
-
-STUDIES = (strategies, split, memory, locked, prediction, sleeping, state)
+STUDIES = (strategies, split, memory)
 
 if __name__ == "__main__":
     main("bench.steps")

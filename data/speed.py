@@ -32,7 +32,7 @@ from data.streams.cache import Held
 from data.streams.prefetch import AT_ONCE
 from data.streams.source import StreamSource
 
-NEEDED = 6_900  # samples/s of ViT-B-32 on one H200 in bf16: bench/README.md, "gpu.py"
+NEEDED = 6_900  # samples/s of ViT-B-32 on one H200 in bf16: bench/README.md
 SIDE, TOKENS = 224, 77  # as --image-size and --max-text-tokens are by default
 CLIP = 10 * 48_000  # samples that CLAP reads
 TEXTS_AT_ONCE = 64

@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 from launch.reporting.timelines import measured_step, timeline_figure
 from launch.tools.timeline import choose_step
 
-# Variants of the table "open_clip.py" of bench/README.md -> label and colour (Okabe and Ito's).
+# Variants of the table "open_clip.py" of bench/EVIDENCE.md -> label and colour (Okabe and Ito's).
 VARIANTS = {
     "OpenCLIP": ("OpenCLIP 3.3.0", "#6E6E6E"),
     "ours, merged × 2": ("Wye, same optimizer settings", "#56B4E9"),
@@ -55,7 +55,7 @@ def draw_step(run_dir: Path, wish: int | None, path: Path) -> None:
 
 def draw_learning() -> Figure:
     """R@10 by step: means of three seeds as lines, their ranges as bands."""
-    rows = ROW.findall((ROOT / "bench" / "README.md").read_text(encoding="utf-8"))
+    rows = ROW.findall((ROOT / "bench" / "EVIDENCE.md").read_text(encoding="utf-8"))
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     for axes, first, direction in zip(panels, (5, 8), ("image → text", "text → image")):

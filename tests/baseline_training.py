@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from bench.baselines import Baseline, TwoTowers
-from bench.common import Setup, samples
+from bench.towers import Setup, samples
 
 SETUP = Setup(
     image_tower="vit_b_16:hidden_dim=16,num_heads=2,num_layers=2,mlp_dim=32,patch_size=16",

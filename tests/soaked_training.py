@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from bench.common import Setup, make_engine, micro_batches
+from bench.towers import Setup, make_engine, micro_batches
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from bench.common import on_ranks
+
 BUSY_S = 0.5
 GROUPS = 4  # of one rank
 TINY = "hidden_size=32,num_attention_heads=2,intermediate_size=64,num_hidden_layers=4"
@@ -98,7 +97,7 @@ def one_rank_groups(ranks: int, steps: int) -> dict[str, float]:
 def unequal_nodes(ranks: int, steps: int) -> dict[str, float]:
     """Seconds to start on two nodes of which one has three of eight ranks, as this host pretends."""
     start = time.perf_counter()
-    told = _on_ranks(ranks, _start_unequal, 3 * ranks // 8, started=False)
+    told = on_ranks(ranks, _start_unequal, 3 * ranks // 8, started=False)
     if len({device for _, device in told}) < ranks and "cuda" in told[0][1]:
         raise RuntimeError(f"ranks share a GPU: {told}")
     return {"start, s": time.perf_counter() - start, "ranks": len(told)}
@@ -134,7 +133,7 @@ def edges(ranks: int, steps: int) -> dict[str, float]:
 
     found = {}
     for schedule in SCHEDULES:
-        seconds = _on_ranks(ranks, _train_edges, schedule, steps)
+        seconds = on_ranks(ranks, _train_edges, schedule, steps)
         found[f"{schedule}, ms"] = 1e3 * max(seconds)
     return found
 
@@ -145,8 +144,8 @@ def _train_edges(schedule: str, steps: int) -> float:
 
     import torch.distributed as dist
 
-    from bench.common import Setup, make_engine, micro_batches
     from bench.steps import fork
+    from bench.towers import Setup, make_engine, micro_batches
 
     ranks = dist.get_world_size()
     setup = Setup(
@@ -171,13 +170,6 @@ def _train_edges(schedule: str, steps: int) -> float:
         if not math.isfinite(loss):
             raise RuntimeError(f"{schedule}: the loss of step {step} is {loss}")
     return (time.perf_counter() - start) / max(1, steps)
-
-
-def _on_ranks(number: int, function: Callable[..., Any], *given: Any, started: bool = True) -> Any:
-    sys.path.insert(1, str(ROOT / "tests"))  # with ranks.py
-    from bench.compare import on_ranks
-
-    return on_ranks(number, function, *given, started=started)
 
 
 FACTS: Mapping[str, Callable[[int, int], dict[str, float]]] = {

@@ -15,6 +15,7 @@ from open_clip_train import data
 from open_clip_train.main import main
 from torch import Tensor
 
+from bench.common import flags
 from bench.on_gpu.jobs import NUM_TOKENS, Job, write_tiny
 from bench.on_gpu.timing import (
     Device,
@@ -25,7 +26,6 @@ from bench.on_gpu.timing import (
     measured_steps,
     sizes_of,
 )
-from bench.runs import flags
 
 TIMES_TO_ENLARGE = 3
 

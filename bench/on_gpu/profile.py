@@ -19,11 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-ROOT = Path(__file__).resolve().parents[2]
+from bench.common import ROOT
+
 PROFILED_STEPS = 3
 # The first that is found in a kernel's name, in small letters, says what it does. Triton's are made
 # by torch.compile of pointwise operations, norms and sums together.
@@ -113,48 +111,14 @@ class Profiled:
 # -- which lines wait
 
 
-class _Operations(TorchDispatchMode):
-    """On a CPU: the operations that wait on a GPU, because their result, or its size, is needed on
-    the host."""
-
-    NAMES = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select")
-    waits: Counter[str]
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        by_mask = func is torch.ops.aten.index.Tensor and any(
-            i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]
-        )
-        if by_mask or func.name().split(".")[0] in self.NAMES:
-            self.waits[_here(func.name())] += 1
-        return func(*args, **(kwargs or {}))
-
-
-class _Methods(TorchFunctionMode):
-    """What moves values between host and device, of which a CPU makes no operation: methods that
-    bring them to the host, and tensors that are made on the device from pageable memory."""
-
-    METHODS = (Tensor.tolist, Tensor.cpu, Tensor.numpy)
-    MAKERS = (torch.tensor, torch.as_tensor)
-    waits: Counter[str]
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        device = (kwargs or {}).get("device")
-        made = func in self.MAKERS and device is not None
-        if func in self.METHODS or (made and getattr(args[0], "device", None) != device):
-            self.waits[_here(f"torch.{func.__name__}")] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @contextmanager
 def waits_by_line(device: torch.device) -> Iterator[Counter[str]]:
-    """Counts what runs inside by `file:line: code`, of the innermost line of this repository. On a
-    GPU torch itself reports each synchronising call but those of events; on a CPU the operations
-    are watched that would synchronise there, and copies are not seen."""
+    """Counts what runs inside by `file:line: code`, of the innermost line of this repository: torch
+    itself reports each synchronising call but those of events. Nothing on a CPU, where
+    `tests/engine/test_device_waits.py` finds what would wait."""
     waits: Counter[str] = Counter()
     if device.type != "cuda":
-        with _Operations() as operations, _Methods() as methods:
-            operations.waits = methods.waits = waits
-            yield waits
+        yield waits
         return
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
@@ -163,7 +127,7 @@ def waits_by_line(device: torch.device) -> Iterator[Counter[str]]:
 
         def note(message: Any, category: Any, *rest: Any, **more: Any) -> None:
             if "synchroniz" in str(message):
-                waits[_here("synchronises")] += 1
+                waits[_here()] += 1
             else:
                 previous(message, category, *rest, **more)
 
@@ -175,9 +139,9 @@ def waits_by_line(device: torch.device) -> Iterator[Counter[str]]:
             torch.cuda.set_sync_debug_mode(before)
 
 
-def _here(what: str) -> str:
-    """The innermost line of this repository that is being run, else the innermost of all, and what
-    happens there."""
+def _here() -> str:
+    """The innermost line of this repository that is being run, else the innermost of all, and from
+    where in a library."""
     frames = traceback.extract_stack(limit=80)[:-1]
     frames = [f for f in frames if f.filename not in (__file__, warnings.__file__)]
     own = [f for f in frames if f.filename.startswith(f"{ROOT}/")]
@@ -185,7 +149,6 @@ def _here(what: str) -> str:
     frame, innermost = (own or frames)[-1], frames[-1]
     name = frame.filename.removeprefix(f"{ROOT}/")
     said = f"{name}:{frame.lineno}: {linecache.getline(frame.filename, frame.lineno or 0).strip()}"
-    if innermost is not frame:
-        parts = innermost.filename.split("site-packages/")[-1]
-        said += f" → {parts}:{innermost.lineno}"
-    return f"{said} ({what})"
+    if innermost is frame:
+        return said
+    return f"{said} → {innermost.filename.split('site-packages/')[-1]}:{innermost.lineno}"

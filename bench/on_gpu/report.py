@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from bench.common import GIB, table
 from bench.on_gpu.jobs import MODELS, WAYS, peak_of
-from bench.runs import table
 
-GIB = 2**30
 MEANS_NOTHING = "Tiny models on a CPU, to try the program: **these numbers mean nothing.**"
 Records = Mapping[str, Mapping[str, Any]]  # by MODEL/WAY
 

@@ -12,7 +12,6 @@ import open_clip
 import torch
 from torch import Tensor
 
-from bench.common import BRANCHES, laid_over
 from bench.on_gpu.jobs import CONFIG, NUM_TOKENS, Job, write_tiny
 from bench.on_gpu.profile import waits_by_line
 from bench.on_gpu.timing import (
@@ -24,6 +23,7 @@ from bench.on_gpu.timing import (
     measured_steps,
     sizes_of,
 )
+from bench.towers import BRANCHES, laid_over
 from data.modalities.preprocessing import CLIP
 from data.modalities.transforms import normalise
 from engine.build import build_engine

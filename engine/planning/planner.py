@@ -41,7 +41,7 @@ from engine.topology import StageGraph, balanced_cuts, chain, fork, merged
 MOST_UNEVEN, FEW_RANKS, UNEVEN_PAYS = 3, 64, 0.98
 ALIKE = 1.02  # times this near the fastest are not told apart
 # times this near the fastest may be given for memory, where that is nearly full: steps take up to
-# 10 % less or more than predicted (bench/README.md)
+# 10 % less or more than predicted (bench/EVIDENCE.md)
 AS_GOOD = 1.10
 NEARLY_FULL = 0.9  # of the memory: predictions miss it by up to a tenth
 CUT_BY = 8  # samples of the micro-batch by whose seconds layers are cut into stages

@@ -6,7 +6,7 @@ import torch
 from baseline_training import SETUP, train_baseline, train_whole
 from ranks import run_ranks
 
-from bench.common import configuration
+from bench.towers import configuration
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """bench/code_size.py counts what is there."""
 
-from bench.code_size import describe, measure
+from bench.code_size import measure
 
 FILES = {
     "train.py": "from launch.a import f\n\n\ndef main(self, a, *b, c=1, **d):\n    return f\n",
@@ -25,23 +25,3 @@ def test_sizes_circles_and_options(tmp_path):
     assert "between files: 1\n- data/one/b.py · data/two/c.py\n" in text
     assert "between folders: 1\n- data/one · data/two\n" in text
     assert "| image_size | 2 | 1 |" in text and "| eval_every | 0 | 0 |" in text
-
-
-def test_a_sample_is_followed_until_a_tower_computes():
-    main, step = ("train.py", "main:3"), [("engine/e.py", "train_batch:1"), ("train.py", "main:3")]
-    stacks = [
-        [("data/a.py", "f:1"), ("launch/run/folder.py", "g:1"), main],
-        [("data/a.py", "f:1"), ("launch/setup/costing.py", "h:1"), main],  # described as a whole
-        [("common/c.py", "i:1"), ("data/b.py", "j:1"), ("engine/e.py", "k:1"), *step],
-        [("models/losses/l.py", "m:1"), ("engine/e.py", "<genexpr>:1"), *step],
-        [("data/late.py", "n:1"), *step],
-    ]
-    text = "\n".join(describe(stacks))
-    passed = "common/c.py · data/a.py · data/b.py · launch/run/folder.py · train.py"
-    assert f"A line of JSONL passes {passed}.\n" in text
-    assert "call data/: engine/e.py · launch/setup/costing.py." in text
-    assert (
-        "files of engine/ in a step | 1 |" in text
-        and "functions of engine/ in a step | 2 |" in text
-    )
-    assert "first to deepest | 2 to 2 |" in text

@@ -370,7 +370,7 @@ def test_hops_of_a_ring_within_a_node_and_between_nodes():
 
 
 def test_the_ranks_of_a_node_use_its_network_together():
-    """As NCCL's rings do: bench/collectives.py has the same over limited links."""
+    """As NCCL's rings do: bench/EVIDENCE.md has the same over limited links."""
     machine = replace(FREE, link_bytes_per_s=100.0, node_bytes_per_s=1.0, ranks_per_node=4)
     for ranks, bytes_per_s in (
         (range(4), 100.0),  # one node: its links
