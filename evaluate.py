@@ -18,6 +18,8 @@ python evaluate.py --import openai/clip-vit-base-patch32 --precision bf16 \\
     --classify "imagefolder:IMAGENET/val?templates=openai"
 """
 
+from __future__ import annotations
+
 import argparse
 import hashlib
 import logging
@@ -36,44 +38,46 @@ if __name__ == "__main__":
     outlive_output()
     ARGUMENTS = parse()
 
-import torch
-from rich.table import Table
+# The processes that load data import this file, too, under another name, and need nothing of it.
+if __name__ != "__mp_main__":
+    import torch
+    from rich.table import Table
 
-from common.cpus import usable_cpus
-from common.files import make_folder
-from common.secrets import redact
-from data.index.sources import KnownSource
-from data.loader import resolve_workers
-from data.modules import import_named
-from launch.inference.classes import (
-    benchmark_metrics,
-    classification,
-    classification_table,
-    made_of,
-    modality_to_classify,
-)
-from launch.inference.clips import PROTOCOL as CLIPS_PROTOCOL
-from launch.inference.clips import clip_figures, clip_rows, frames_of
-from launch.inference.embedding import Embedded, Embedder
-from launch.inference.evaluation import (
-    DUAL_SOFTMAX_PROTOCOL,
-    by_language,
-    examples,
-    retrieval,
-    write_numbers,
-)
-from launch.inference.evaluation import benchmark_metrics as retrieval_metrics
-from launch.inference.folders import forget_embeddings, refuse_other_content, write_embeddings
-from launch.inference.gallery import draw_rows
-from launch.inference.querying import find
-from launch.inference.regions import protocol, region_figures, regions_rows
-from launch.inference.reranking import fusion_of, reranked_retrieval
-from launch.inference.samples import held_out, left_out, opened
-from launch.inference.seen import seen_of
-from launch.inference.trained import Trained, open_model_folder, public_model
-from launch.terminal.tables import Table as PrintedTable
-from launch.terminal.tables import retrieval_table, show
-from models.metrics.retrieval import TIES
+    from common.cpus import usable_cpus
+    from common.files import make_folder
+    from common.secrets import redact
+    from data.index.sources import KnownSource
+    from data.loader import resolve_workers
+    from data.modules import import_named
+    from launch.inference.classes import (
+        benchmark_metrics,
+        classification,
+        classification_table,
+        made_of,
+        modality_to_classify,
+    )
+    from launch.inference.clips import PROTOCOL as CLIPS_PROTOCOL
+    from launch.inference.clips import clip_figures, clip_rows, frames_of
+    from launch.inference.embedding import Embedded, Embedder
+    from launch.inference.evaluation import (
+        DUAL_SOFTMAX_PROTOCOL,
+        by_language,
+        examples,
+        retrieval,
+        write_numbers,
+    )
+    from launch.inference.evaluation import benchmark_metrics as retrieval_metrics
+    from launch.inference.folders import forget_embeddings, refuse_other_content, write_embeddings
+    from launch.inference.gallery import draw_rows
+    from launch.inference.querying import find
+    from launch.inference.regions import protocol, region_figures, regions_rows
+    from launch.inference.reranking import fusion_of, reranked_retrieval
+    from launch.inference.samples import held_out, left_out, opened
+    from launch.inference.seen import seen_of
+    from launch.inference.trained import Trained, open_model_folder, public_model
+    from launch.terminal.tables import Table as PrintedTable
+    from launch.terminal.tables import retrieval_table, show
+    from models.metrics.retrieval import TIES
 
 NUM_EXAMPLES = 8
 

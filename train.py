@@ -5,6 +5,8 @@ r"""Train a contrastive model as a forked pipeline: options -> data -> towers ->
         --data jsonl:pairs.jsonl
 """
 
+from __future__ import annotations
+
 import os
 import sys
 import time
@@ -20,24 +22,26 @@ if __name__ == "__main__":
     OPTIONS = parse_options(environment=os.environ)
 quiet_libraries()
 
-from engine.checkpoint.layout import step_folder
-from engine.checkpoint.retention import Keep
-from engine.checkpoint.together import CheckpointWriter
-from engine.processes.start import stop_processes
-from engine.trace import HostClock
-from launch.evaluating import Evaluator
-from launch.feeding import Feeding
-from launch.inputs import languages_of
-from launch.journal import Journal
-from launch.run.failures import Run, report_and_exit
-from launch.run.stopping import STOPPED, StopRequest
-from launch.setup.dry_run import dry_run
-from launch.setup.first_screen import first_screen
-from launch.setup.prepare import prepare_run, resume_run, write_record
-from launch.setup.ranks import LiveRanks
-from launch.terminal.bar import Progress
-from launch.tracking.alerts import Alarms
-from launch.tracking.tracker import Tracker
+# The processes that load data import this file, too, under another name, and need nothing of it.
+if __name__ != "__mp_main__":
+    from engine.checkpoint.layout import step_folder
+    from engine.checkpoint.retention import Keep
+    from engine.checkpoint.together import CheckpointWriter
+    from engine.processes.start import stop_processes
+    from engine.trace import HostClock
+    from launch.evaluating import Evaluator
+    from launch.feeding import Feeding
+    from launch.inputs import languages_of
+    from launch.journal import Journal
+    from launch.run.failures import Run, report_and_exit
+    from launch.run.stopping import STOPPED, StopRequest
+    from launch.setup.dry_run import dry_run
+    from launch.setup.first_screen import first_screen
+    from launch.setup.prepare import prepare_run, resume_run, write_record
+    from launch.setup.ranks import LiveRanks
+    from launch.terminal.bar import Progress
+    from launch.tracking.alerts import Alarms
+    from launch.tracking.tracker import Tracker
 
 
 def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> int:

@@ -92,6 +92,16 @@ def test_help_imports_nothing_that_takes_seconds():
         assert rooms & imported and not heavy - light, program
 
 
+def test_processes_that_load_data_need_nothing_of_the_program():
+    """Python runs its file in their server, too, which then forks them."""
+    for program in ("train.py", "evaluate.py"):
+        code = f"import runpy, sys; runpy.run_path({program!r}, run_name='__mp_main__')"
+        words = [sys.executable, "-c", f"{code}; print(*sys.modules)"]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0 and "common.output" in done.stdout, done.stderr
+        assert not {"torch", "deepspeed", "transformers"} & {*done.stdout.split()}, program
+
+
 def test_the_demo_is_the_default_and_real_data_has_real_towers():
     options = parsed()
     assert options.data == ("demo",) and {key: getattr(options, key) for key in SIZES} == SIZES
