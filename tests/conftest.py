@@ -10,6 +10,7 @@ Folders of tests that failed are left until another run fails; those of others g
 together write 9 GB, of which at most 0.8 GB are there at a time.
 """
 
+import gc
 import hashlib
 import os
 import shutil
@@ -75,7 +76,19 @@ def pytest_sessionstart() -> None:
         )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all",
+        action="store_true",
+        help="also the tests that are marked `all`: they take long, or need what lies beside the project",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        marker = item.get_closest_marker("all")
+        if marker is not None and not config.getoption("--all"):
+            item.add_marker(pytest.mark.skip(f"{marker.args[0]}: bash launch/test.sh --all"))
     long: dict[str, list[pytest.Item]] = {}
     short: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -86,6 +99,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     others = iter(short.values())
     order = [file for each in long.values() for file in (each, next(others, []), next(others, []))]
     items[:] = [item for file in [*order, *others] for item in file]
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: collections of garbage need not look through it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

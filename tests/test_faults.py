@@ -70,6 +70,7 @@ def test_a_rank_that_is_stuck_ends_all_and_says_where_each_stands(tmp_path, smal
     assert (tmp_path / "checkpoints" / "latest").is_file()
 
 
+@pytest.mark.all("waits for a limit of the store")
 def test_a_rank_leaves_where_the_store_does_not_answer(tmp_path, small):
     """Calls to the store have no limit of their own: the rank that holds it is stopped, as by a
     debugger, and its node would not answer either where it is cut off (test_two_nodes.py)."""
@@ -158,6 +159,7 @@ def test_when_a_stage_of_a_line_dies_the_ranks_that_wait_for_its_messages_leave(
     assert "memory" not in said or "SIGKILL ended it" in said, output[-3000:]
 
 
+@pytest.mark.all("starts the launcher")
 def test_ctrl_c_in_a_terminal_saves_before_the_launcher_ends_the_ranks(tmp_path, small):
     """The launcher answers it by SIGTERM to every process, those that load included."""
     length = ["--steps", 100_000, "--save-every", 100_000, "--eval-every", 100_000, "--workers", 2]
@@ -170,6 +172,7 @@ def test_ctrl_c_in_a_terminal_saves_before_the_launcher_ends_the_ranks(tmp_path,
     assert (tmp_path / "checkpoints" / "latest").read_text().strip() == f"step-{step:08}"
 
 
+@pytest.mark.all("starts a shell's pipe")
 def test_a_pipe_that_nobody_reads_any_more_ends_no_run(tmp_path, small):
     """As `| tee log` at Ctrl-C. The progress and the table at the end are said to nobody."""
     config = json.loads(small[small.index("--deepspeed_config") + 1].read_text())

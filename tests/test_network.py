@@ -78,6 +78,7 @@ def test_programs_that_look_at_data_or_a_run_listen_nowhere(tmp_path):
         run = start(*words)
         while run.poll() is None:
             assert not listening(run), words
+            time.sleep(0.05)
         status, output = finish(run)
         assert status == 0, output[-5000:]
 

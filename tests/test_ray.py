@@ -27,6 +27,7 @@ def cluster(monkeypatch):
     made.shutdown()
 
 
+@pytest.mark.all("starts Ray")
 def test_a_rank_that_dies_then_fewer_ranks(cluster, tmp_path):
     """All ranks end with the one that died, and go on from the newest checkpoint. The job saves and
     ends when it is asked to, and another one goes on with fewer: the losses are those of a run that

@@ -8,11 +8,11 @@ from launched import (
     BATCH,
     ROOT,
     finish,
-    launch,
     metrics,
     ranks_of,
     reached,
     run_to_end,
+    start,
     wait_for,
     words,
     write_pairs,
@@ -38,9 +38,9 @@ def test_a_rank_that_is_held_up_is_named_and_given_less(tmp_path):
     data = write_pairs(tmp_path / "pairs", 160)
     flags = [*words(TOWERS), "--deepspeed_config", tmp_path / "merged.json", "--data", data]
     flags += ["--steps", 30, "--eval-every", 30, "--run-dir"]
-    run = launch(2, *flags, tmp_path / "run")
+    run = start("train.py", *flags, tmp_path / "run", ranks=2)
     wait_for(reached(tmp_path / "run", 1), run)
-    (slow,) = (each for each in ranks_of(run) if each.environ()["RANK"] == "1")
+    _, slow = ranks_of(run)
     while len(metrics(tmp_path / "run")) < SKIPPED + WINDOW:
         slow.suspend()
         time.sleep(0.27)

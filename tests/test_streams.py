@@ -11,9 +11,9 @@ from stream_shards import write_shards
 
 from common.sizes import GIB
 
-STEPS = 24
+STEPS = 14  # a shard each, so that an epoch ends in between
 SHARDS = 10
-OF_A_SHARD = 48
+OF_A_SHARD = 24
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +67,7 @@ def test_a_run_is_killed_twice_and_goes_on_with_fewer_ranks(store, tmp_path, mon
     limit = 6 * (size + OF_A_SHARD * 1024)
     arguments = [*SMALL, *fork_flags(tmp_path), "--data", f"stream:{pattern}?mixed=2"]
     arguments += ["--text-tower", "bert-tiny:hidden_dropout_prob=0,attention_probs_dropout_prob=0"]
-    arguments += ["--max-text-tokens", 16, "--steps", STEPS, "--save-every", 3]
+    arguments += ["--max-text-tokens", 16, "--steps", STEPS, "--save-every", 2]
     arguments += ["--stream-cache", limit / GIB]
     one = ["--set", "branches.layout=merged", "branches.stages=auto"]
 
@@ -81,7 +81,7 @@ def test_a_run_is_killed_twice_and_goes_on_with_fewer_ranks(store, tmp_path, mon
 
     killed, expected = tmp_path / "killed", losses(tmp_path / "whole")
     with a_cache(tmp_path / "cache 2", limit, monkeypatch):
-        for until in (5, 10):
+        for until in (3, 7):
             run = start("train.py", *arguments, "--run-dir", killed, ranks=2)
             wait_for(reached(killed, until), run)
             found = losses(killed)

@@ -282,6 +282,7 @@ def test_bad_input_is_answered_with_one_message(tmp_path, merged, fork, pairs):
         assert "nowhere.jsonl" not in output, message
 
 
+@pytest.mark.all("compiles an op of DeepSpeed")
 def test_a_build_that_was_killed_does_not_hold_up_a_run_that_offloads(tmp_path, merged, pairs):
     """A killed build of DeepSpeed's CPUAdam leaves torch's lock file, for which older versions of
     torch wait for ever; newer ones lock the file itself. The first time on a machine, the op is

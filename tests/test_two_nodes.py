@@ -76,6 +76,7 @@ def job(small, tmp_path):
     return write
 
 
+@pytest.mark.all("makes hosts of network namespaces")
 @needs(*SSH, "pdsh")
 def test_a_run_over_two_hosts_whose_cable_is_pulled(small, of_one_host, tmp_path, monkeypatch):
     """Both hosts end and one says why; the same command, given on a third host, goes on from the
@@ -132,6 +133,7 @@ def over_hosts(words: list[str], hosts: object) -> list[str]:
     return [*words[:where], "--hostfile", str(hosts), *words[where + 2 :]]
 
 
+@pytest.mark.all("makes hosts of network namespaces")
 @needs()
 def test_the_command_of_pods_runs_torchrun_on_two_hosts(job, of_one_host, tmp_path, monkeypatch):
     """With the variables that the operator of PyTorchJobs gives to each pod. Where bindfs is
@@ -160,6 +162,7 @@ def test_the_command_of_pods_runs_torchrun_on_two_hosts(job, of_one_host, tmp_pa
     assert losses(tmp_path / "run") == of_one_host
 
 
+@pytest.mark.all("makes hosts of network namespaces")
 @needs(*SSH, "mpirun")
 def test_mpirun_on_three_hosts_then_two_then_one(job, of_one_host, tmp_path, monkeypatch):
     """A rank is killed; two hosts go on until they are asked to end, and one to the end."""
@@ -209,6 +212,7 @@ def kill_rank(run_dir: Path, variable: str, rank: str) -> None:
     pytest.fail(f"no rank {rank}")
 
 
+@pytest.mark.all("makes hosts of network namespaces")
 @needs("munged", "slurmctld", "slurmd", "sbatch")
 def test_slurm_on_two_hosts_then_one(job, of_one_host, tmp_path, monkeypatch):
     """Before its time is over the job saves, is queued again and goes on. A rank is killed, and one

@@ -10,6 +10,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PRODUCT = ("common", "data", "engine", "launch", "models")
 IMPORT = re.compile(r"^ *(?:from|import) ([a-z]\w+)", re.MULTILINE | re.IGNORECASE)
 
+import pytest
+
 
 def run(*command: str) -> None:
     """A module of Python over the repository; what it says when it finds anything."""
@@ -21,6 +23,7 @@ def run(*command: str) -> None:
     )
 
 
+@pytest.mark.all("runs mypy over all of the code")
 def test_types():
     """mypy.ini says what is checked, and gives a reason for each exception."""
     run("mypy", "--no-error-summary")

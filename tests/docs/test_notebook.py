@@ -25,6 +25,7 @@ def test_it_is_stored_without_outputs():
     assert cells("code") and not any(each.outputs or each.execution_count for each in cells("code"))
 
 
+@pytest.mark.all("starts the kernel of a notebook")
 @pytest.mark.slow
 def test_it_runs(tmp_path):
     assert launcher(2, "0")[1:3] == ["-m", "deepspeed.launcher.runner"]  # as the notebook does

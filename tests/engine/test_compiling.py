@@ -32,6 +32,7 @@ def needs_a_compiler():
         pytest.skip(f"torch cannot compile here: {error}")
 
 
+@pytest.mark.all("compiles layers")
 def test_compiled_layers_train_as_unsplit_training_does():
     """Of one branch, beside another that is not compiled; under replay, so with and without
     gradients; texts of several lengths."""

@@ -91,6 +91,7 @@ def test_a_taken_port(tmp_path):
     assert status == 1 and [*faults] == [("", "port")]
 
 
+@pytest.mark.all("makes hosts of network namespaces")
 @pytest.mark.skipif(ISOLATED is not None, reason=str(ISOLATED))
 def test_a_full_disk(tmp_path):
     (tmp_path / "run").mkdir()
@@ -98,6 +99,7 @@ def test_a_full_disk(tmp_path):
     assert status == 1 and [*faults] == [("", "disk")]
 
 
+@pytest.mark.all("makes hosts of network namespaces")
 @pytest.mark.skipif(ISOLATED is not None, reason=str(ISOLATED))
 def test_a_small_shared_memory(tmp_path):
     status, faults, _ = examined(tmp_path, within=with_mount("/dev/shm", "16m"))
@@ -165,6 +167,7 @@ def on_hosts(hosts, tmp_path, monkeypatch):
     return of, [node.address for node in made], made[0].command()
 
 
+@pytest.mark.all("makes hosts of network namespaces")
 def test_two_healthy_hosts(on_hosts, tmp_path, monkeypatch):
     hostfile, addresses, here = on_hosts
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
@@ -174,6 +177,7 @@ def test_two_healthy_hosts(on_hosts, tmp_path, monkeypatch):
     assert "within a host" in said and "between hosts" in said and "seen after" in said
 
 
+@pytest.mark.all("makes hosts of network namespaces")
 def test_every_fault_of_a_host_is_named(on_hosts, tmp_path, monkeypatch):
     """One that is not there, another version of torch, a clock that is a minute off."""
     hostfile, (first, _, wrong), here = on_hosts
@@ -189,6 +193,7 @@ def test_every_fault_of_a_host_is_named(on_hosts, tmp_path, monkeypatch):
     assert "torch 1.0" in faults[wrong, "versions"]
 
 
+@pytest.mark.all("makes hosts of network namespaces")
 def test_ctrl_c_ends_what_was_started_on_all_hosts(on_hosts, tmp_path, monkeypatch):
     hostfile, addresses, here = on_hosts
     with_gpus(monkeypatch, tmp_path)
@@ -228,6 +233,7 @@ def test_several_hosts_need_pdsh(tmp_path, monkeypatch):
     assert not [*check_launcher({"node1": 8})]  # DeepSpeed starts one host itself
 
 
+@pytest.mark.all("makes hosts of network namespaces")
 @pytest.mark.skipif(ISOLATED is not None, reason=str(ISOLATED))
 def test_ranks_meet_where_a_hosts_own_name_stays_inside(monkeypatch):
     """As in Debian's /etc/hosts. The first host is given by its name."""

@@ -231,6 +231,7 @@ def test_a_file_of_weights_with_the_name_of_its_model(models, tmp_path):
     assert torch.equal(head.image_projection.weight, state["visual.proj"].t())
 
 
+@pytest.mark.all("more models of OpenCLIP")
 def test_towers_of_timm_and_transformers_that_open_clip_has(tmp_path):
     cases = [
         ("timm:test_resnet", "bert-tiny:pool=mean", "infonce"),

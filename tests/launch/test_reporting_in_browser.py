@@ -16,6 +16,8 @@ from launch.reporting.page import write_report
 from launch.tools.report import run as report
 from models.metrics.retrieval import nearest
 
+pytestmark = pytest.mark.all("starts a browser")
+
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>"
 WIDTHS = {"phone": 390, "desktop": 1280}
 STEPS = 6

@@ -177,7 +177,11 @@ SLOW = ("Siglip2Model", "ChineseCLIPModel", "VisionTextDualEncoderModel")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in MODELS]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.all("trains from more models")] * (name in SLOW))
+        for name in MODELS
+    ],
 )
 def test_a_model_is_trained_in_a_fork_and_loaded_by_its_library(models, tmp_path, name):
     folder, _ = models[name]

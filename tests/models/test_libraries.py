@@ -238,13 +238,19 @@ def run(layers, tensors):
     return tensors
 
 
-def test_outputs_gradients_and_statistics(models, subtests):
-    for name, case in CASES.items():
-        with subtests.test(name):
-            model, tower, layers = models(case)
-            assert len(layers) == case.num_layers and tower.config["notes"] == []
-            for training in (True, False):
-                check_equal(case, model, layers, tower.width, training)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.all("more networks of a kind")] * (name not in SMALL))
+        for name in CASES
+    ],
+)
+def test_outputs_gradients_and_statistics(models, name):
+    case = CASES[name]
+    model, tower, layers = models(case)
+    assert len(layers) == case.num_layers and tower.config["notes"] == []
+    for training in (True, False):
+        check_equal(case, model, layers, tower.width, training)
 
 
 def check_equal(case, model, layers, width, training):
