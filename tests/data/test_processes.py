@@ -134,3 +134,28 @@ def test_what_asks_a_run_to_end_lets_a_worker_load_on_for_a_while():
     )
     assert result.stdout == "loads on 0\nloads on 0\nloads on 1\n", result.stderr
     assert result.returncode == 1 and result.stderr == ""
+
+
+SHARED = """
+import gc, psutil, sys
+def unshared(times):
+    for _ in range(times):
+        gc.collect()
+    return psutil.Process().memory_full_info().uss
+if __name__ == "__main__":
+    from concurrent.futures import ProcessPoolExecutor
+    from data import processes
+    with ProcessPoolExecutor(1, processes.start_method()) as pool:
+        print(*(pool.submit(unshared, times).result() for times in (0, 2)), sep="\\n")
+"""
+
+
+def test_workers_share_what_their_server_has_imported(tmp_path):
+    """Also once they have looked for garbage."""
+    script = tmp_path / "shared.py"
+    script.write_text(f"import sys; sys.path[:0] = [{str(ROOT)!r}]\n{SHARED}")
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=LIMIT_S, check=True
+    )
+    before, after = map(int, done.stdout.split())
+    assert after - before < 10_000_000, (before, after)
