@@ -36,6 +36,9 @@ from bench.common import OUT, Kept, Program, table, write
 
 FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 TESTS_FAILED = 1  # pytest's status
+MOST_BYTES = (
+    8 << 30
+)  # of a process's own: a mutant may read without end, and not take the machine's
 
 
 def copied(folder: Path) -> Path:
@@ -52,7 +55,8 @@ def copied(folder: Path) -> Path:
 
 def run_tests(tree: Path, tests: Sequence[str], limit_s: float) -> tuple[int | None, str]:
     """pytest's status, None where the limit was over, and what it said."""
-    words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
+    words = ["prlimit", f"--data={MOST_BYTES}", sys.executable, "-m", "pytest", "-x", "-q"]
+    words += ["-p", "no:cacheprovider", *tests]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
     program = Program(words, tree.parent / "log", environment, tree)
     return program.end(limit_s), program.said()
