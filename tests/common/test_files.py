@@ -10,6 +10,7 @@ import pytest
 
 from common.files import (
     append_text,
+    first_bytes,
     make_folder,
     read_json,
     refuse_links_in,
@@ -231,3 +232,13 @@ def test_json_without_an_end_of_its_depth_is_an_error(tmp_path):
     (tmp_path / "config.json").write_text("[" * 200_000)
     with pytest.raises(ValueError, match="config.json: its JSON is nested too deeply"):
         read_json(tmp_path / "config.json")
+
+
+def test_of_what_has_no_end_no_more_is_taken_than_asked_for():
+    def pieces():
+        for _ in range(5):
+            yield b"ab"
+        raise AssertionError("more was taken")
+
+    assert first_bytes(pieces(), 9) == b"ab" * 5 and first_bytes(pieces(), 3) == b"abab"
+    assert first_bytes([b"ab"], 9) == b"ab"
