@@ -340,6 +340,21 @@ def test_training_draws_each_frame_from_places_of_its_part(source, tmp_path):
     assert len(shown) > 1 and CANDIDATES == 2
 
 
+def test_the_cache_keeps_parts_of_one_film_apart(tmp_path):
+    (tmp_path / "a.mp4").write_bytes(film())
+    row = {"video_path": "a.mp4", "text": "a part"}
+    rows = [row | {"start_s": start_s, "end_s": start_s + 0.5} for start_s in (0.0, 0.5)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = open_source(f"jsonl:{tmp_path}/a.jsonl", PAIRS)
+    cached = modality(4, cache=SampleCache(tmp_path / "cache", 1 << 30))
+    for _ in range(2):  # as it fills the cache, and from there
+        plain, kept = (
+            each.load(source, request_of([0, 1], training=False), 0).tensors["video_frames"]
+            for each in (modality(4), cached)
+        )
+        assert torch.equal(plain, kept) and not torch.equal(kept[:4], kept[4:])
+
+
 def test_clips_of_one_film_have_equal_keys_where_they_are_the_same_part(tmp_path):
     (tmp_path / "a.mp4").write_bytes(film())
     spans = ((0.0, 0.5), (0.5, 1.0), (0.0, 0.5))
