@@ -333,6 +333,7 @@ def test_training_draws_each_frame_from_places_of_its_part(source, tmp_path):
         request = request_of([0, 1], epoch=epoch)
         plain, kept = (each.load(source, request, 0).tensors for each in (modality(5), cached))
         assert all(torch.equal(plain[name], kept[name]) for name in plain)
+        cached.cache.store(turn_s=10)
         frames = numbers_in(plain["video_frames"].numpy())
         shown.add(tuple(frames[:5]))
         # of parts of 6 frames the first or the second half's middle
@@ -353,6 +354,7 @@ def test_the_cache_keeps_parts_of_one_film_apart(tmp_path):
             for each in (modality(4), cached)
         )
         assert torch.equal(plain, kept) and not torch.equal(kept[:4], kept[4:])
+        cached.cache.store(turn_s=10)
 
 
 def test_clips_of_one_film_have_equal_keys_where_they_are_the_same_part(tmp_path):
