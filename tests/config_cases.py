@@ -13,7 +13,8 @@ from unittest import mock
 import torch.distributed as dist
 from cost_models import BRANCHES, proportional
 from deepspeed.accelerator import get_accelerator
-from split_training import EMBED_DIM, Case, micro_batches_of_rank, towers_of
+from small_towers import EMBED_DIM
+from split_training import Case, micro_batches_of_rank, towers_of
 
 BATCH = 24
 # Files for eight GPUs: as many stages and the same schedule, on one replica of each.

@@ -10,7 +10,9 @@ from functools import partial
 import psutil
 import torch
 import torch.distributed as dist
-from split_training import BRANCHES, EMBED_DIM, Case, global_batch, micro_batch, towers_of
+from cost_models import BRANCHES
+from small_towers import EMBED_DIM
+from split_training import Case, global_batch, micro_batch, towers_of
 
 from engine.config.reading import check_config
 from engine.planning.devices import find_device

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from checkpoint_cases import train_from
-from region_training import WithRegions, train_regions_split
 from split_training import Case, make_engine, micro_batches_of_rank, train_split
 
 
@@ -46,12 +45,6 @@ def train_exactly_from(case: Case, steps: int, *where: Any, **more: Any) -> dict
     """As `train_from`."""
     with exact():
         return train_from(case, steps, *where, **more)
-
-
-def train_regions_exactly(case: WithRegions) -> dict[str, Any]:
-    """As `train_regions_split`."""
-    with exact():
-        return train_regions_split(case)
 
 
 def train_with_overflow(case: Case, steps: int, overflow_at: int) -> dict[str, list[float]]:

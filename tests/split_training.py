@@ -1,12 +1,9 @@
-"""The two sides of the parity claim: training split over ranks by the engine, and the same training
-unsplit in plain torch.
+"""Both sides of the parity claim: a case says what is trained and how it is split; the engine trains it
+on ranks, and `tests/reference.py` unsplit.
 
-The unsplit side shares no code with the engine: it runs every micro-batch through the whole towers
-in one process, lets autograd differentiate one loss over the global batch, and steps
-torch.optim.AdamW. Batch normalisation sees micro-batches on both sides, since that is what a
-micro-batch means to it.
-
-A batch has G samples: G images and c·G texts, those of image p at the places c·p to c·p + c − 1.
+A batch has G samples: an image, c texts, a sound and a clip of each; the texts of sample p are at the
+places c·p to c·p + c − 1. A sample may lack a modality: no row comes for it (`lacking`), or the row
+comes and could not be loaded (`not_loaded`).
 """
 
 from __future__ import annotations
@@ -14,81 +11,71 @@ from __future__ import annotations
 import importlib
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatch
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any, ClassVar
 
+import reference
 import torch
 import torch.nn.functional as F
-from cost_models import BRANCHES
+from reference import LOSS_SCALE
+from region_training import WEIGHT, Regions, regions_of
+from small_towers import (
+    EMBED_DIM,
+    FRAME_SIDE,
+    MAX_TOKENS,
+    MOST_FRAMES,
+    SOUND_WIDTH,
+    TOWERS,
+    VOCAB,
+    clip_tower,
+    image_and_text_towers,
+    sound_tower,
+    with_lora,
+)
 from torch import Tensor
 
-TOWERS = {
-    "resnet+bert": (
-        "resnet50:layers=1-1-1-1,width_per_group=8",
-        "bert-tiny:hidden_size=48,intermediate_size=64,num_hidden_layers=3",
-        64,
-    ),
-    "vit+clip": (
-        "vit_b_16:hidden_dim=48,num_heads=4,num_layers=3,mlp_dim=64,patch_size=8",
-        "clip-text-base:hidden_size=48,intermediate_size=64,num_hidden_layers=3,num_attention_heads=4",
-        32,
-    ),
-}
-TOWERS |= {
-    "resnet, max+bert, mean": (
-        f"{TOWERS['resnet+bert'][0]},pool=max",
-        f"{TOWERS['resnet+bert'][1]},pool=mean",
-        64,
-    ),
-    "vit, attention+clip, attention": (
-        f"{TOWERS['vit+clip'][0]},pool=attention",
-        f"{TOWERS['vit+clip'][1]},pool=attention",
-        32,
-    ),
-    "resnet18+bert, mean": ("resnet18", f"{TOWERS['resnet+bert'][1]},pool=mean", 64),
-    "vit, avg+bert, last": (
-        f"{TOWERS['vit+clip'][0]},pool=avg",
-        f"{TOWERS['resnet+bert'][1]},pool=last",
-        32,
-    ),
-}
-_SMALL = "hidden_size=48,num_attention_heads=4,num_hidden_layers=3"
-TOWERS |= {  # what blocks share, texts of full length, maps and registers, by transformers
-    "swin+mpnet": (
-        "hf:swin-tiny:embed_dim=16,depths=2-2,num_heads=2-4,window_size=4,drop_path_rate=0",
-        f"mpnet-base:{_SMALL},intermediate_size=64",
-        32,
-    ),
-    "siglip+t5": (
-        f"hf:siglip-base-patch16-224:{_SMALL},intermediate_size=64,patch_size=8",
-        "t5-small:d_model=48,d_kv=16,d_ff=64,num_layers=3,num_heads=3,dropout_rate=0",
-        32,
-    ),
-}
-TOWERS |= {  # recorded: two tensors between blocks, angles of positions, masks that travel
-    "tnt+coca": (
-        "timm:tnt_s_patch16_224:depth=3,embed_dim=48,inner_dim=8",
-        "open_clip:coca_ViT-B-32:layers=3,width=48,heads=3,context_length=16",
-        32,
-    ),
-    "dinov3+open_clip": (
-        "timm:vit_small_patch16_dinov3:depth=3,embed_dim=48,num_heads=3",
-        "open_clip:ViT-B-16-SigLIP:layers=3,width=48,heads=3,context_length=16",
-        32,
-    ),
-    "swin_t+open_clip": (
-        "timm:swin_tiny_patch4_window7_224:embed_dim=24,depths=2-2,num_heads=2-4",
-        "open_clip:ViT-B-32-quickgelu:layers=2,width=48,heads=3,context_length=16,pool=last",
-        32,
-    ),
-}
-VOCAB, MAX_TOKENS, EMBED_DIM, SEED = 128, 16, 24, 5
+from models.losses import InfoNCE, PlainLoss, Sigmoid, build_loss, phrase_duplicates
+from models.towers.building import with_head
+from models.towers.fusion import FusionSizes
+
+SEED = 5
 FIRST_INDEX = 10_000  # of the samples in their source
 LR, WEIGHT_DECAY = 1e-3, 0.1
-LOSS_SCALE = 2**10  # of fp16
+NAMES = ("image", "text", "audio", "video")
+PAIRS = {
+    "one": (("image", "text"),),
+    "two": (("image", "text"), ("audio", "text")),
+    "three": (("image", "text"), ("audio", "text"), ("image", "audio")),
+    "four": (("image", "text"), ("video", "text"), ("audio", "text"), ("image", "video")),
+}
+WEIGHTS = {("image", "text"): 1.0, ("audio", "text"): 0.5, ("image", "audio"): 2.0}
+WEIGHTS |= {("video", "text"): 0.7, ("image", "video"): 0.3}
+
+
+def symmetric(first: Tensor, second: Tensor, scalars: Mapping[str, Tensor]) -> Tensor:
+    """As InfoNCE."""
+    logits, target = scalars["logit_scale"].exp() * first @ second.T, torch.arange(len(first))
+    return (F.cross_entropy(logits, target) + F.cross_entropy(logits.T, target)) / 2
+
+
+def distance(first: Tensor, second: Tensor, scalars: Mapping[str, Tensor]) -> Tensor:
+    """Without negatives, and without anything to learn."""
+    return (first - second).square().sum(1).mean()
+
+
+LOSSES = {  # of the other pairs than that of images and texts
+    ("audio", "text"): InfoNCE(0.1),
+    ("image", "audio"): Sigmoid(),
+    ("video", "text"): InfoNCE(),
+    ("image", "video"): Sigmoid(),
+}
+PLAIN = LOSSES | {
+    ("image", "text"): PlainLoss(symmetric, {"logit_scale": 1.5}),
+    ("audio", "text"): PlainLoss(distance),
+    ("image", "audio"): PlainLoss(symmetric, {"logit_scale": 0.5}),
+}
 
 
 @dataclass(frozen=True)
@@ -99,6 +86,11 @@ class Case:
     stages: Any
     replicas: Any
     micro_batch_size: Any = "auto"
+    pairs: str = "one"
+    audio: str = "toy"
+    regions: bool = False  # a further pair, of regions and phrases
+    region_loss: str | None = None  # not given: as of images and texts
+    without_regions: tuple[int, ...] = ()  # samples, beside those that never have any
     towers: str = "vit+clip"
     zero_stage: int = 1
     precision: str = "fp32"
@@ -115,9 +107,10 @@ class Case:
     # branch -> how many of its dealt micro-batches keep their activations
     kept_of_deals: dict[str, int] = field(default_factory=dict)
     deals_texts: bool = False  # the deal of the text branch is of texts, not of samples
+    lacking: dict[str, tuple[int, ...]] = field(default_factory=dict)  # branch -> samples
     # branch -> places of its rows in the global batch
     not_loaded: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    loss: str = "infonce"
+    loss: str = "infonce"  # of images and texts; "plain": all are functions of one's own
     label_smoothing: float = 0.0
     duplicates: str | None = None  # what they are to each other; None: there are none
     texts_per_image: tuple[int, ...] = (1,)  # step by step, then from the first again
@@ -142,13 +135,23 @@ class Case:
     skipped: tuple[int, ...] = ()  # steps whose update the unsplit side leaves out
     fusion: int = 0  # scales of the image tower's maps; 0: none
     loss_weights: dict[str, float] = field(default_factory=dict)
+    evaluated: bool = False  # before the first step, on its batch
     seed: int = SEED
+    name: str = ""
+
+    @cached_property
+    def branches(self) -> tuple[str, ...]:
+        return tuple(name for name in NAMES if any(name in pair for pair in PAIRS[self.pairs]))
 
     @cached_property
     def world_size(self) -> int:
         if self.layout == "fork":
-            return sum(self.stages[b] * self.replicas[b] for b in ("image", "text"))
+            return sum(self.stages[b] * self.replicas[b] for b in self.branches)
         return sum(self.stages.values()) * self.replicas
+
+    def of(self, branch: str, written: Any) -> Any:
+        """Of a value that is written for each branch, or for all."""
+        return written[branch] if isinstance(written, dict) else written
 
     @property
     def config(self) -> dict[str, Any]:
@@ -196,10 +199,20 @@ class Case:
     def texts_of(self, step: int) -> int:
         return self.texts_per_image[step % len(self.texts_per_image)]
 
+    def samples(self, branch: str) -> Tensor:
+        """Those of which a row comes."""
+        lacking = self.lacking.get(branch, ())
+        return torch.tensor([n for n in range(self.global_batch_size) if n not in lacking])
+
+    def num_rows(self, step: int) -> dict[str, int]:
+        """Of each branch, where samples lack any."""
+        each = {"text": self.texts_of(step)}
+        return {b: len(self.samples(b)) * each.get(b, 1) for b in self.branches if self.lacking}
+
     def rows_of(self, branch: str, samples: Tensor, step: int) -> Tensor:
         """The places of their images, or of their texts: all first ones before all second ones,
         unless each micro-batch is its own batch."""
-        if branch == "image":
+        if branch != "text":
             return samples
         # [c, b]
         places = samples * self.texts_of(step) + torch.arange(self.texts_of(step))[:, None]
@@ -216,30 +229,36 @@ class Case:
             return rows % 17 + 2**40
         return rows * 5 % (19 * max(self.texts_per_image)) - 2**40
 
-    def equal(self, samples: Tensor, texts: Tensor, step: int) -> Tensor:
-        """bool [b, t]: an image of these samples is that of a text's sample, or one of the image's
-        texts is the text."""
-        number = self.texts_of(step)
-        own, others = (self.keys("image", of) for of in (samples, texts // number))
-        found = own[:, None] == others
-        for k in range(number):
-            mine = self.keys("text", samples * number + k)
-            found = found | (mine[:, None] == self.keys("text", texts))
-        return found
-
     def weights(self, samples: Tensor) -> Tensor:
         """[len(samples)] int64, millionths; some are 0."""
         return samples * 7 % 5 * 250_000
 
+    def lost(self, branches: tuple[str, ...], step: int = 0) -> set[int]:
+        """Samples of which a row of these branches comes and could not be loaded."""
+        each = {"text": self.texts_of(step)}
+        return {place // each.get(b, 1) for b in branches for place in self.not_loaded.get(b, ())}
+
+    @cached_property
+    def all_regions(self) -> Regions:
+        lacking = (*self.lacking.get("image", ()), *self.lacking.get("text", ()))
+        not_seen = tuple(sorted(self.lost(("image", "text"))))
+        return regions_of(self.global_batch_size, (*self.without_regions, *lacking), not_seen)
+
     def __str__(self) -> str:
+        if self.name:
+            return self.name
         parts = [self.layout, self.stages, self.replicas, self.micro_batch_size, self.towers]
         parts += [f"zero{self.zero_stage}", self.precision]
+        parts += [self.pairs] if self.pairs != "one" else []
+        parts += [self.audio] if self.audio != "toy" else []
+        parts += ["regions"] if self.regions else []
         parts += [self.schedule] if self.schedule != "batch_sync" else []
         parts += [f"keep{self.kept_micro_batches}"] if self.kept_micro_batches is not None else []
         parts += [f"checkpoint{self.checkpoint_interval}"] if self.checkpoint_interval else []
         parts += ["compile", self.compile] if self.compile else []
         parts += [f"dropout{self.dropout}"] if self.dropout else []
         parts += [f"packed{'texts' * self.deals_texts}"] if self.deals else []
+        parts += ["lacking"] if self.lacking else []
         parts += ["not_loaded"] if self.not_loaded else []
         parts += [self.loss] if self.loss != "infonce" else []
         parts += [f"smoothing{self.label_smoothing}"] if self.label_smoothing else []
@@ -266,111 +285,60 @@ def merged_of(stages: int, replicas: int, micro_batch_size: int, **more) -> Case
     return Case("merged", {"merged": stages}, replicas, micro_batch_size, **more)
 
 
-def towers_of(case: Case):
-    from models.losses import build_loss
-    from models.towers.building import build_towers
-    from models.towers.fusion import FusionSizes
+# -- what is trained
 
-    image, text, image_size = TOWERS[case.towers]
-    if case.dropout:
-        text += (
-            f",hidden_dropout_prob={case.dropout}"
-            if "bert" in text
-            else f",attention_dropout={case.dropout}"
+
+def _built_loss(case: Case, name: str):
+    """Where there are no duplicates it does not matter what they are, but that it is allowed."""
+    smoothing = case.label_smoothing if name == "infonce" else 0.0
+    return build_loss(name, smoothing, case.duplicates or phrase_duplicates(name))
+
+
+def pairs_of(case: Case) -> list[Any]:
+    from engine.objective import Pair
+
+    losses = PLAIN
+    if case.loss != "plain":
+        losses = LOSSES | {("image", "text"): _built_loss(case, case.loss)}
+    found = [
+        Pair(
+            *pair,
+            losses[pair],
+            weight=WEIGHTS[pair],
+            matching=recording_matching() if case.fusion and pair == ("image", "text") else None,
+            prefix="" if pair == ("image", "text") else f"{pair[0]}_{pair[1]}_",
         )
-    else:
-        text += (
-            ",hidden_dropout_prob=0,attention_probs_dropout_prob=0"
-            if text.startswith("bert")
-            else ""
-        )
-    image_tower, text_tower = build_towers(
-        image,
-        text,
-        embed_dim=EMBED_DIM,
-        image_size=image_size,
-        vocab_size=VOCAB,
-        max_text_tokens=MAX_TOKENS,
-        pad_token_id=0,
-        eos_token_id=2,
-        scalars=build_loss(case.loss).parameters,
-        fusion=FusionSizes(layers=2, width=16, heads=2, scales=case.fusion)
-        if case.fusion
-        else None,
-    )
-    towers = {"image": image_tower, "text": text_tower}
-    return {branch: with_lora(tower, case.lora.get(branch)) for branch, tower in towers.items()}, (
-        image_size
-    )
+        for pair in PAIRS[case.pairs]
+    ]
+    if case.regions:
+        loss = _built_loss(case, case.region_loss or case.loss.replace("plain", "infonce"))
+        made = ("region", "phrase")
+        found.append(Pair("image", "text", loss, WEIGHT, prefix="region_", made=made))
+    return found
 
 
-def with_lora(tower, written: dict[str, Any] | None):
-    """The tower with adapters, of which B starts at random: at zero nothing of A would be seen."""
-    if written is None:
-        return tower
-    from models.towers.adapters.layers import AdaptedSpec, adapted_tower
-    from models.towers.adapters.lora import LoRA
+def trained(case: Case) -> tuple[Any, dict[str, Any], int]:
+    """The objective, the towers with their heads, the images' size."""
+    from engine.objective import Branch, Objective
 
-    class Drawn(AdaptedSpec):
-        def build(self, seed, weights=None):
-            layer = super().build(seed, weights)
-            draw = torch.Generator().manual_seed(len(self.name))
-            for name, tensor in layer.state_dict().items():
-                if ".lora_B." in name:
-                    tensor.copy_(0.1 * torch.randn(tensor.shape, generator=draw))
-            return layer
-
-    tower = adapted_tower(tower, LoRA(**written))
-    specs = [Drawn(**vars(spec)) for spec in tower.specs[:-1]]
-    return replace(tower, specs=(*specs, tower.specs[-1]))
-
-
-def global_batch(case: Case, step: int, image_size: int) -> dict[str, Tensor]:
-    """Random images, and texts of varying length so that masks and padding matter."""
-    generator = torch.Generator().manual_seed(1000 + step)
-    pixel_values = torch.randn(
-        case.global_batch_size, 3, image_size, image_size, generator=generator
-    )
-    count = case.global_batch_size * case.texts_of(step)
-    input_ids = torch.randint(5, VOCAB, (count, MAX_TOKENS), generator=generator)
-    lengths = torch.randint(
-        MAX_TOKENS if case.full_texts else 4, MAX_TOKENS + 1, (count,), generator=generator
-    )
-    attention_mask = (torch.arange(MAX_TOKENS) < lengths[:, None]).long()
-    # 2 ends each text, 0 pads it
-    input_ids = input_ids.scatter(1, lengths[:, None] - 1, 2) * attention_mask
-    return {"pixel_values": pixel_values, "input_ids": input_ids, "attention_mask": attention_mask}
+    bare = image_and_text_towers(case.towers, case.dropout)
+    if "audio" in case.branches:
+        bare["audio"] = sound_tower(case.audio)
+    if "video" in case.branches:
+        bare["video"] = clip_tower()
+    sizes = FusionSizes(layers=2, width=16, heads=2, scales=case.fusion) if case.fusion else None
+    pairs = tuple(pairs_of(case))
+    objective = Objective(tuple(Branch(name, tower.inputs) for name, tower in bare.items()), pairs)
+    towers = {}
+    for name, tower in bare.items():
+        also = {"fusion": sizes, "regions": case.regions} if name in ("image", "text") else {}
+        whole = with_head(tower, EMBED_DIM, objective.scalars_of(name), **also)
+        towers[name] = with_lora(whole, case.lora.get(name))
+    return objective, towers, TOWERS[case.towers][2]
 
 
-def micro_batch(
-    case: Case, batch: dict[str, Tensor], branch: str, position: Tensor
-) -> dict[str, Tensor]:
-    """The images or texts at `position`, texts cut to their longest: shapes differ from micro-batch
-    to micro-batch."""
-    sample = (
-        position
-        if branch == "image"
-        else position // (len(batch["input_ids"]) // case.global_batch_size)
-    )
-    index = sample + FIRST_INDEX
-    broken = torch.isin(position, torch.tensor(case.not_loaded.get(branch, ()), dtype=torch.int64))
-    labels = {
-        f"{branch}_position": position,
-        f"{branch}_index": torch.where(broken, -1 - index, index),
-    }
-    if case.duplicates:
-        labels[f"{branch}_key"] = case.keys(branch, position)
-    if branch in case.weighted:
-        labels[f"{branch}_weight"] = case.weights(sample)
-    if branch == "image":
-        return {"pixel_values": batch["pixel_values"][position], **labels}
-    mask = batch["attention_mask"][position]
-    longest = int(mask.sum(1).max())
-    return {
-        "input_ids": batch["input_ids"][position][:, :longest],
-        "attention_mask": mask[:, :longest],
-        **labels,
-    }
+def towers_of(case: Case) -> tuple[dict[str, Any], int]:
+    return trained(case)[1:]
 
 
 @cache
@@ -390,6 +358,116 @@ def recording_matching():
     return Recording()
 
 
+# -- batches
+
+
+def global_batch(case: Case, step: int, image_size: int) -> dict[str, Tensor]:
+    """Random images, and texts of varying length so that masks and padding matter."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    pixel_values = torch.randn(
+        case.global_batch_size, 3, image_size, image_size, generator=generator
+    )
+    count = case.global_batch_size * case.texts_of(step)
+    input_ids = torch.randint(5, VOCAB, (count, MAX_TOKENS), generator=generator)
+    lengths = torch.randint(
+        MAX_TOKENS if case.full_texts else 4, MAX_TOKENS + 1, (count,), generator=generator
+    )
+    attention_mask = (torch.arange(MAX_TOKENS) < lengths[:, None]).long()
+    # 2 ends each text, 0 pads it
+    input_ids = input_ids.scatter(1, lengths[:, None] - 1, 2) * attention_mask
+    batch = {"pixel_values": pixel_values, "input_ids": input_ids, "attention_mask": attention_mask}
+    if "audio" in case.branches:
+        shape: tuple[int, ...] = (SOUND_WIDTH,)
+        if case.audio != "toy":
+            shape = sound_tower(case.audio).example(1)["input_features"].shape[1:]
+        draw = torch.Generator().manual_seed(77 + step)
+        batch["audio"] = torch.randn(case.global_batch_size, *shape, generator=draw)
+    return batch
+
+
+def clips(places: Tensor) -> dict[str, Tensor]:
+    """Those of these samples, of 1 to `MOST_FRAMES` frames."""
+    numbers = [1 + place % MOST_FRAMES for place in places.tolist()]
+    frames = [
+        torch.randn(number, 3, FRAME_SIDE, FRAME_SIDE, generator=torch.Generator().manual_seed(p))
+        for p, number in zip(places.tolist(), numbers)
+    ]
+    lengths = torch.tensor(numbers, dtype=torch.int64)
+    return {
+        "video_frames": torch.cat(frames),
+        "video_row": torch.arange(len(numbers)).repeat_interleave(lengths),
+        "video_clips": lengths,
+        "video_time": torch.cat([0.3 * torch.arange(n) for n in numbers]),
+    }
+
+
+def labels_of(case: Case, branch: str, position: Tensor, texts: int) -> dict[str, Tensor]:
+    """What a micro-batch says of the rows at `position`, and of the regions or phrases that come with
+    them. `texts`: of each image."""
+    sample = position // (texts if branch == "text" else 1)
+    index = sample + FIRST_INDEX
+    broken = torch.isin(position, torch.tensor(case.not_loaded.get(branch, ()), dtype=torch.int64))
+    labels = {
+        f"{branch}_position": position,
+        f"{branch}_index": torch.where(broken, -1 - index, index),
+    }
+    if case.duplicates and branch in ("image", "text"):
+        labels[f"{branch}_key"] = case.keys(branch, position)
+    if case.regions and branch == "image":
+        labels |= case.all_regions.of_images(sample, FIRST_INDEX)
+    if case.regions and branch == "text":  # with the first caption
+        labels |= case.all_regions.of_texts(sample[position % texts == 0], FIRST_INDEX)
+    if branch in case.weighted:
+        for index in [name for name in labels if name.endswith("_index")]:
+            given = torch.where(labels[index] < 0, -1 - labels[index], labels[index])
+            weight = case.weights(given - FIRST_INDEX)
+            labels[f"{index.removesuffix('_index')}_weight"] = weight
+    return labels
+
+
+def micro_batch(
+    case: Case, batch: dict[str, Tensor], branch: str, position: Tensor
+) -> dict[str, Tensor]:
+    """The rows at `position`, texts cut to their longest: shapes differ from micro-batch to
+    micro-batch."""
+    texts = len(batch["input_ids"]) // case.global_batch_size
+    labels = labels_of(case, branch, position, texts)
+    if branch == "video":
+        return clips(position) | labels
+    if branch == "audio":
+        name = "samples" if case.audio == "toy" else "input_features"
+        return {name: batch["audio"][position], **labels}
+    if branch == "image":
+        values = {"pixel_values": batch["pixel_values"][position]}
+        if case.regions:
+            values |= case.all_regions.where(labels["region_position"], position)
+        return values | labels
+    mask = batch["attention_mask"][position]
+    longest = int(mask.sum(1).max())
+    values = {
+        "input_ids": batch["input_ids"][position][:, :longest],
+        "attention_mask": mask[:, :longest],
+    }
+    if case.regions:
+        values = case.all_regions.behind(values, labels["phrase_key"])
+    return values | labels
+
+
+def dealt(case: Case, branch: str, micro_batch_size: int) -> list[Tensor]:
+    """The samples of each micro-batch, replica by replica."""
+    if branch in case.deals:
+        return [torch.tensor(places) for replica in case.deals[branch] for places in replica]
+    samples = case.samples(branch)
+    if branch not in case.lacking:
+        return list(samples.split(micro_batch_size))
+    replicas = case.of(branch, case.replicas)
+    number = case.global_batch_size // replicas // micro_batch_size
+    return [part for own in samples.tensor_split(replicas) for part in own.tensor_split(number)]
+
+
+# -- split
+
+
 def make_engine(case: Case, build_layer: Callable | None = None):
     """The engine of this rank, its plan and the images' size. `build_layer`: default, the layers
     as they come."""
@@ -403,16 +481,15 @@ def make_engine(case: Case, build_layer: Callable | None = None):
     from engine.build import build_engine
     from engine.config.reading import check_config
     from engine.planning.planner import plan_run
-    from launch.objective import objective_of, pairs_of
-    from models.losses import build_loss
 
     if case.imported:
         importlib.import_module(case.imported)
-    towers, image_size = towers_of(case)
-    config, block = check_config(case.config, BRANCHES)
+    objective, towers, image_size = trained(case)
+    config, block = check_config(case.config, case.branches)
     # equal layers: to count what each computes takes longer than the steps that are compared
     costs = proportional(
-        {b: [1.0 if spec.num_parameters else 0.1 for spec in t.specs] for b, t in towers.items()}
+        {b: [1.0 if spec.num_parameters else 0.1 for spec in t.specs] for b, t in towers.items()},
+        compared=PAIRS[case.pairs] if len(objective.pairs) > 1 else (),
     )
     layers = {
         b: [
@@ -433,19 +510,12 @@ def make_engine(case: Case, build_layer: Callable | None = None):
             config,
             layers={b: t.specs for b, t in towers.items()},
             build_layer=build_layer or (lambda spec: spec.build(case.seed)),
-            objective=objective_of(
-                towers.values(),
-                pairs_of(
-                    "image:text",
-                    build_loss(case.loss, case.label_smoothing, case.duplicates or "positives"),
-                    recording_matching() if case.fusion else None,
-                ),
-            ),
+            objective=objective,
             embed_dim=EMBED_DIM,
             total_num_steps=10,
             seed=case.seed,
             timeout=timedelta(seconds=300),
-            equal_shares=not case.deals,
+            equal_shares=not case.deals and not case.lacking,
             source_starts=case.source_starts
             and [start + FIRST_INDEX for start in case.source_starts],
         )
@@ -457,7 +527,9 @@ def with_loss(objective, loss):
     return replace(objective, pairs=(replace(objective.pairs[0], loss=loss),))
 
 
-def micro_batches_of_rank(case: Case, engine, step: int, image_size: int):
+def micro_batches_of_rank(
+    case: Case, engine, step: int, image_size: int
+) -> Iterator[dict[str, Tensor]] | None:
     """What the loader of this rank yields: every branch that enters here, micro-batch by
     micro-batch."""
     batch = global_batch(case, step, image_size)
@@ -497,37 +569,46 @@ def num_micro_batches(case: Case, engine) -> int:
 
 
 def shares_of_step(case: Case, engine, step: int) -> dict[str, list[int]]:
-    """Rows of each replica, of the branches that end here. In odd steps, and where a micro-batch is
-    a batch, last stages tell each other."""
-    found = {}
+    """Rows of each replica, by the names of those that are made here. In odd steps, and where a
+    micro-batch is a batch, last stages tell each other."""
+    found: dict[str, list[int]] = {}
     if step % 2 or case.schedule == "per_micro_batch":
         return found
     for branch in engine.stage.tail_of:
         replicas = engine.stage.replicas
         parts = dealt(case, branch, engine.batches[branch].micro_batch_size)
         number = len(parts) // replicas
-        found[branch] = [
-            sum(
-                len(case.rows_of_share(branch, own, step))
-                for own in parts[r * number : (r + 1) * number]
-            )
-            for r in range(replicas)
-        ]
+        for place, own in enumerate(parts):
+            rows = case.rows_of_share(branch, own, step)
+            for label, values in labels_of(case, branch, rows, case.texts_of(step)).items():
+                if label.endswith("_position"):
+                    of_replicas = found.setdefault(label.removesuffix("_position"), [0] * replicas)
+                    of_replicas[place // number] += len(values)
     return found
 
 
-def dealt(case: Case, branch: str, micro_batch_size: int) -> list[Tensor]:
-    """The samples of each micro-batch, replica by replica."""
-    if branch in case.deals:
-        return [torch.tensor(places) for replica in case.deals[branch] for places in replica]
-    return list(torch.arange(case.global_batch_size).split(micro_batch_size))
+def spec_of_step(case: Case, engine, step: int):
+    from engine.executor import StepSpec
+
+    made = {}
+    if case.regions:
+        regions = case.all_regions
+        made = {"region": len(regions.sample), "phrase": len(regions.sample)}
+        made["phrase"] += len(regions.negative)
+    return StepSpec(
+        num_micro_batches=num_micro_batches(case, engine),
+        num_kept=case.kept_of_deals.get(next(iter(engine.stage.layers))),
+        rows_per_sample={"text": case.texts_of(step)},
+        num_rows=case.num_rows(step),
+        loss_weights=case.loss_weights,
+        shares=shares_of_step(case, engine, step),
+        num_made=made,
+    )
 
 
 def train_split(case: Case) -> dict[str, Any]:
     """On each rank: losses, norms, the gradients of the first step as (name, offset, flat piece),
     the final parameters."""
-    from engine.executor import StepSpec
-
     engine, plan, image_size = make_engine(case)
     recording_matching().noted.clear()  # of a case before
     gradients: list[tuple[str, int, Tensor]] = []
@@ -541,21 +622,16 @@ def train_split(case: Case) -> dict[str, Any]:
     forwards: Counter[str] = Counter()
     for name, layer in engine.module.named_children():
         layer.register_forward_hook(lambda *_, name=name.replace("/", "."): forwards.update([name]))
+    measured = evaluate_split(case, engine, image_size) if case.evaluated else {}
     metrics = [
         engine.train_batch(
-            micro_batches_of_rank(case, engine, step, image_size),
-            StepSpec(
-                num_micro_batches=num_micro_batches(case, engine),
-                num_kept=case.kept_of_deals.get(next(iter(engine.stage.layers))),
-                rows_per_sample={"text": case.texts_of(step)},
-                loss_weights=case.loss_weights,
-                shares=shares_of_step(case, engine, step),
-            ),
+            micro_batches_of_rank(case, engine, step, image_size), spec_of_step(case, engine, step)
         )
         for step in range(case.steps)
     ]
     return {
         "metrics": metrics,
+        "measured": measured,
         "gradients": gradients,
         "parameters": {
             n: p.detach().float().clone().cpu()
@@ -583,6 +659,38 @@ def train_split(case: Case) -> dict[str, Any]:
             if torch.is_tensor(t)
         ),
     }
+
+
+def evaluate_split(case: Case, engine, image_size: int) -> dict[str, dict[str, Any]]:
+    """By comparison the sums of `alikeness` in both directions, and the number of samples."""
+    measured = engine.evaluate(
+        micro_batches_of_rank(case, engine, 0, image_size),
+        num_micro_batches(case, engine),
+        case.global_batch_size,
+        alikeness,
+    )
+    return {
+        name: {way: sums.tolist() for way, sums in own.directions.items()} | {"n": own.num_samples}
+        for name, own in measured.items()
+    }
+
+
+def alikeness(sides: Any, branch: str, mine: Tensor) -> Tensor:
+    """[5] sums over the rows that are somebody's: their similarity to their partner; to all of the
+    same sample; to all others; its square; 1."""
+    own, other = sides[branch], sides[next(name for name in sides if name != branch)]
+    mine = mine[own.label[mine] >= 0]
+    partner = own.label[mine, None] == other.label
+    together = partner
+    if own.sample is not None:
+        together = (own.sample[mine, None] == other.sample) & (other.label >= 0)
+    return sums_of(own.embeds[mine] @ other.embeds.T, partner, together)
+
+
+def sums_of(similarity: Tensor, partner: Tensor, together: Tensor) -> Tensor:
+    sums = [(partner * similarity).sum(), (together * similarity).sum()]
+    sums += [similarity.sum(), similarity.square().sum()]
+    return torch.stack([*sums, similarity.new_tensor(float(len(similarity)))])
 
 
 def train_scalars(case: Case) -> dict[str, Any]:
@@ -629,7 +737,7 @@ def refusal(case: Case) -> str:
     try:
         engine.train_batch(
             micro_batches_of_rank(case, engine, 0, image_size),
-            StepSpec(rows_per_sample={"text": case.texts_of(1)}),
+            StepSpec(rows_per_sample={"text": case.texts_of(1)}, loss_weights=case.loss_weights),
         )
     except (RuntimeError, ValueError) as error:
         return str(error)
@@ -649,269 +757,59 @@ def gradient_pieces(engine) -> list[tuple[str, int, Tensor]]:
     return pieces
 
 
-def compared(case: Case, micro_batch_size: int) -> list[Tensor]:
-    """Which samples are each other's negatives: all, or, per micro-batch, the m-th micro-batches of
-    the replicas."""
-    texts = case.texts_of(0)
-    missing = [
-        place // (texts if branch == "text" else 1)
-        for branch, places in case.not_loaded.items()
-        for place in places
-    ]
-    everyone = torch.tensor(
-        [place for place in range(case.global_batch_size) if place not in missing]
-    )
-    if case.schedule != "per_micro_batch":
-        return [everyone]
-    replicas = case.replicas["image"] if case.layout == "fork" else case.replicas
-    return [
-        part.flatten() for part in everyone.view(replicas, -1, micro_batch_size).transpose(0, 1)
-    ]
+# -- unsplit
 
 
-def contrastive(
-    case: Case, embeds: dict[str, Tensor], scalars: dict[str, Tensor], samples: Tensor, step: int
-) -> Tensor:
-    """[len(samples)], the losses of some samples, each image against each text; their mean is the
-    loss. Weights are in parts of their mean."""
-    rows = {branch: case.rows_of(branch, samples, step) for branch in embeds}
-    logits = (
-        scalars["logit_scale"].exp()
-        * embeds["image"][rows["image"]]
-        @ embeds["text"][rows["text"]].T
-    )
-    own = samples[:, None] == rows["text"] // case.texts_of(step)
-    equal = case.equal(samples, rows["text"], step) if case.duplicates else own
-    positive = (equal if case.duplicates == "positives" else own).float()
-    masked = equal & ~own if case.duplicates == "masked" else torch.zeros_like(own)
-    own = own.float()
-    by_image = case.weights(samples).float() if case.weighted else torch.ones(len(samples))
-    by_text = by_image[own.argmax(0)]
-    if case.loss == "sigmoid":
-        losses = -F.logsigmoid((2 * positive - 1) * (logits + scalars["logit_bias"])) * ~masked
-        of_texts = (by_text / by_text.mean() * losses).sum(0)
-        return ((by_image[:, None] / by_image.mean() * losses).sum(1) + own @ of_texts) / 2
-    logits = logits.masked_fill(masked, -1e30)  # infinity times a target of 0 is not a number
-    if case.loss == "milnce":
-        not_own = own == 0
-        of_texts = logits.logsumexp(0).expand_as(logits).masked_fill(not_own, -torch.inf)
-        every = torch.cat([logits, of_texts], 1).logsumexp(1)
-        losses = every - logits.masked_fill(not_own, -torch.inf).logsumexp(1)
-        return by_image / by_image.mean() * losses
-
-    def direction(logits: Tensor, positive: Tensor, weight: Tensor) -> Tensor:
-        target = positive / positive.sum(1, keepdim=True)
-        rows = F.cross_entropy(
-            logits, target, reduction="none", label_smoothing=case.label_smoothing
-        )
-        return weight / weight.mean() * rows
-
-    of_texts = direction(logits.T, positive.T, by_text)
-    return (direction(logits, positive, by_image) + own @ of_texts / case.texts_of(step)) / 2
-
-
-def lock_by_hand(case: Case, layers: dict[str, list]) -> None:
-    """As the `locked` block has it. The head is the last layer of each branch."""
-    for branch, own in layers.items():
-        value = case.locked.get(branch, False)
-        held = [layer for layer in own[:-1] if list(layer.parameters())]
-        first = value["all_but_last"] if isinstance(value, dict) else 0 if value else len(held)
-        locked = [*held[: len(held) - first], *([own[-1]] if case.locked.get("head") else [])]
-        for layer in locked:
-            layer.requires_grad_(False)
-            if case.locked.get("batch_norm") == "locked":
-                for module in layer.modules():
-                    if isinstance(module, torch.nn.BatchNorm2d):
-                        module.eval()
-
-
-def by_hand(case: Case, named: dict[str, Tensor], layers: dict[str, list]) -> list[dict[str, Any]]:
-    """A parameter group for each parameter, as the `optimizer_groups` block has it."""
-    depths = {}
-    for branch in layers.values():
-        held = [layer for layer in branch if list(layer.parameters())]
-        depths |= {
-            layer.canonical_names[n]: len(held) - 1 - i
-            for i, layer in enumerate(held)
-            for n, _ in layer.named_parameters()
-        }
-    groups = []
-    for name, parameter in named.items():
-        own = case.optimizer_groups.get(name.split(".")[0], {})
-        patterns = case.optimizer_groups.get("no_decay")
-        undecayed = (
-            parameter.dim() < 2
-            if patterns is None
-            else any(fnmatch(name, pattern) for pattern in patterns)
-        )
-        rate = own.get("lr", LR) * own.get("layer_decay", 1.0) ** depths[name]
-        decay = 0.0 if undecayed else own.get("weight_decay", WEIGHT_DECAY)
-        groups.append(
-            {
-                "params": [parameter],
-                "weight_decay": decay,
-                "highest": rate,
-                "warmup_steps": own.get("warmup_steps"),
-            }
-        )
-    return groups
-
-
-def warmth(case: Case, step: int, warmup_steps: int | None) -> float:
-    """The part of the rate in this step, counted from 0, under WarmupLR, linear."""
-    if not case.scheduler:
-        return 1.0
-    total = warmup_steps or case.scheduler["params"]["warmup_num_steps"]
-    return min(1.0, (step + 1) / total)
-
-
-def train_whole(case: Case, plan_batches: dict[str, tuple[int, int]]) -> dict[str, Any]:
-    """The reference. `plan_batches[branch]` = (micro_batch_size, number of micro-batches of all
-    replicas)."""
+def recipe_of(case: Case) -> reference.Recipe:
     from engine.module import layer_seed
 
-    towers, image_size = towers_of(case)
-    layers = {
-        branch: [spec.build(case.seed).train() for spec in tower.specs]
-        for branch, tower in towers.items()
-    }
-    named = {
-        layer.canonical_names[n]: p
-        for branch in layers.values()
-        for layer in branch
-        for n, p in layer.named_parameters()
-    }
-    lock_by_hand(case, layers)
-    optimizer = torch.optim.AdamW(by_hand(case, named, layers), lr=LR)
-    losses, of_samples, norms, first_gradients, drawn = [], [], [], {}, []
-    for step in range(case.steps):
-        batch, embeds = global_batch(case, step, image_size), {}
-        tokens = {"image": {}, "text": {}}  # by place: [T, F], [L, F] without padding
-        for branch in ("image", "text"):
-            rows = torch.zeros(
-                len(batch["pixel_values" if branch == "image" else "input_ids"]), EMBED_DIM
-            )
-            for number_of, samples in enumerate(dealt(case, branch, plan_batches[branch][0])):
-                position = case.rows_of_share(branch, samples, step)
-                tensors = micro_batch(case, batch, branch, position)
-                for i, layer in enumerate(layers[branch]):
-                    # the same random numbers as the split side, by its documented rule
-                    torch.manual_seed(
-                        layer_seed(
-                            case.seed,
-                            step,
-                            number_of,
-                            i + (len(layers["image"]) if branch == "text" else 0),
-                        )
-                    )
-                    tensors = in_precision(case, layer, tensors)
-                rows = rows.index_copy(0, position, tensors[f"{branch}_embeds"])
-                for row, place in enumerate(position.tolist() if case.fusion else ()):
-                    kept = slice(None) if branch == "image" else tensors["text_mask"][row] == 1
-                    tokens[branch][place] = tensors[f"{branch}_tokens"][row][kept]
-            embeds[branch] = rows
-        # never rounded
-        scalars = {
-            n: named[f"head.{n}"] for n in ("logit_scale", "logit_bias") if f"head.{n}" in named
-        }
-        groups = compared(case, plan_batches["image"][0])
-        of_groups = [contrastive(case, embeds, scalars, group, step) for group in groups]
-        of_samples.append(dict(zip(torch.cat(groups).tolist(), torch.cat(of_groups).tolist())))
-        loss = torch.stack([of_group.mean() for of_group in of_groups]).mean()
-        if case.fusion:
-            groups_of_pairs = [
-                matching(case, layers["text"][-1].fusion, embeds, scalars, tokens, g, step, m)
-                for m, g in enumerate(groups)
-            ]
-            drawn.append([whom for _, whom in groups_of_pairs])
-            weight = {"contrastive": 1.0, "matching": 1.0, **case.loss_weights}
-            loss = (
-                weight["contrastive"] * loss
-                + weight["matching"] * torch.stack([own for own, _ in groups_of_pairs]).mean()
-            )
-        optimizer.zero_grad()
-        (loss * LOSS_SCALE if case.precision == "fp16" else loss).backward()
-        for parameter in named.values() if case.precision == "fp16" else ():
-            if parameter.grad is not None:
-                parameter.grad /= LOSS_SCALE
-        if step == 0:
-            first_gradients = {
-                name: p.grad.detach().clone() for name, p in named.items() if p.requires_grad
-            }
-        norms.append({})
-        for group in ("image", "text", "head"):
-            members = [p for n, p in named.items() if n.startswith(group + ".")]
-            norms[-1][group] = float(
-                torch.nn.utils.clip_grad_norm_(members, case.clipping.get(group, float("inf")))
-            )
-        for group in optimizer.param_groups:
-            group["lr"] = group["highest"] * warmth(case, step, group["warmup_steps"])
-        if step not in case.skipped:
-            optimizer.step()
-        losses.append(loss.item())
-    return {
-        "losses": losses,
-        "sample_losses": of_samples,  # step by step, by place
-        "norms": norms,
-        "drawn": drawn,  # step by step, batch by batch: branch -> negatives
-        "gradients": first_gradients,
-        "parameters": {n: p.detach() for n, p in named.items()},
-        "buffers": {
-            layer.canonical_names[n]: b
-            for branch in layers.values()
-            for layer in branch
-            for n, b in layer.named_buffers()
-            if n in layer.canonical_names
-        },
-    }
+    names = ("locked", "optimizer_groups", "scheduler", "clipping", "skipped", "precision")
+    given = {name: getattr(case, name) for name in names}
+    return reference.Recipe(case.seed, layer_seed, lr=LR, weight_decay=WEIGHT_DECAY, **given)
 
 
-def in_precision(case: Case, module: torch.nn.Module, *inputs: Any) -> Any:
-    """The module's output with its parameters rounded; their gradients come back to what was
-    rounded, in fp32, use by use."""
-    if case.precision == "fp32":
-        return module(*inputs)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[case.precision]
-    return torch.func.functional_call(
-        module, {name: parameter.to(dtype) for name, parameter in module.named_parameters()}, inputs
+def whole_batch(case: Case, image_size: int, step: int) -> reference.Batch:
+    batch, micro_batches = global_batch(case, step, image_size), {}
+    for branch in case.branches:
+        shares = dealt(case, branch, case.of(branch, case.micro_batch_size))
+        rows = [case.rows_of_share(branch, own, step) for own in shares]
+        micro_batches[branch] = [micro_batch(case, batch, branch, own) for own in rows]
+    apart = case.schedule == "per_micro_batch"
+    number = len(micro_batches["image"]) // case.of("image", case.replicas) if apart else 1
+    return reference.Batch(
+        micro_batches,
+        {branch: case.of(branch, case.replicas) for branch in case.branches},
+        {"text": case.texts_of(step)},
+        number,
+        case.loss_weights,
     )
 
 
-def matching(
-    case: Case, fusion, embeds, scalars, tokens, samples: Tensor, step: int, batch: int
-) -> tuple[Tensor, dict[str, list[int]]]:
-    """The loss of the pairs of some samples, pair by pair, and who was drawn for whom, by branch.
-    Negatives from the whole matrix, by the documented rule."""
-    from engine.module import layer_seed
-    from models.losses.matching import gumbel_noise
+def train_whole(case: Case) -> dict[str, Any]:
+    objective, towers, image_size = trained(case)
+    batches = map(partial(whole_batch, case, image_size), range(case.steps))
+    return reference.train(objective, towers, batches, recipe_of(case))
 
-    texts = case.rows_of("text", samples, step)
-    texts = texts.sort().values if case.schedule != "per_micro_batch" else texts
-    image_of = texts // case.texts_of(step)
-    scale = scalars["logit_scale"].detach().clamp(max=math.log(100.0)).exp()
-    logits = scale * embeds["image"].detach()[samples] @ embeds["text"].detach()[texts].T
-    logits = logits.masked_fill(samples[:, None] == image_of, -math.inf)
-    seed = layer_seed(case.seed, step, batch if case.schedule == "per_micro_batch" else 0, -1)
-    drawn_text = (logits + gumbel_noise(seed, torch.arange(len(samples)), len(texts))).argmax(1)
-    drawn_image = (logits.T + gumbel_noise(~seed, torch.arange(len(texts)), len(samples))).argmax(1)
-    drawn = {"image": drawn_text.tolist(), "text": drawn_image.tolist()}
-    pairs = [(image, text, True) for image, text in zip(image_of.tolist(), texts.tolist())]
-    pairs += [
-        (image, text, False) for image, text in zip(samples[drawn_image].tolist(), texts.tolist())
-    ]
-    pairs += [
-        (image, text, False) for image, text in zip(samples.tolist(), texts[drawn_text].tolist())
-    ]
-    weights = [torch.ones(len(samples)), torch.ones(len(texts))]
-    if case.weighted:
-        weights = [case.weights(which).float() for which in (samples, image_of)]
-    of_images, of_texts = (weight / weight.sum() for weight in weights)
-    losses = []
-    for (image, text, belong), weight in zip(pairs, torch.cat([of_texts, of_texts, of_images])):
-        own, text_tokens = tokens["image"][image][None], tokens["text"][text][None]
-        score = in_precision(case, fusion, own, text_tokens, torch.ones(text_tokens.shape[:2]))[0]
-        losses.append(weight * F.softplus(-score if belong else score))
-    return torch.stack(losses).sum() / 3, drawn
+
+def evaluate_whole(case: Case) -> dict[str, dict[str, Any]]:
+    """As `evaluate_split`."""
+    objective, towers, image_size = trained(case)
+    batch = whole_batch(replace(case, schedule="batch_sync"), image_size, 0)
+    found = {}
+    for name, sides in reference.held_out(objective, towers, batch, recipe_of(case)).items():
+        first, second, belongs, _ = sides
+        somebodys = belongs.any(0)
+        together = (first.index[:, None] == second.index) & somebodys
+        similarity = first.embeds @ second.embeds.T
+        forth = sums_of(similarity, belongs, together)
+        back = sums_of(*(each.T[somebodys] for each in (similarity, belongs, together)))
+        a, b = next(each.rows for each in objective.comparisons if each.name == name)
+        found[name] = {f"{a}_to_{b}": forth.tolist(), f"{b}_to_{a}": back.tolist()}
+        found[name]["n"] = len(first.place)
+    return found
+
+
+# -- the comparison
 
 
 def assemble(results: list[dict[str, Any]], shapes: dict[str, torch.Size]) -> dict[str, Tensor]:

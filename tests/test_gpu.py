@@ -22,12 +22,10 @@ from gpu_cases import (
     checkpoint_of,
     train_exactly,
     train_exactly_from,
-    train_regions_exactly,
     train_with_overflow,
 )
 from launched import finish, launch, metrics, run_to_end
 from ranks import run_ranks
-from region_training import WithRegions, train_regions_whole
 from rounding import assert_equal_rows
 from split_training import (
     LOSS_SCALE,
@@ -162,22 +160,22 @@ def test_a_split_equals_one_rank(case):
 def test_one_rank_equals_plain_torch_on_a_cpu(towers):
     case = merged(1, 1, towers=towers)
     (one,) = on_one_rank(case)
-    reference = train_whole(case, dict.fromkeys(("image", "text"), (SIZE, 24 // SIZE)))
+    reference = train_whole(case)
     assert one["metrics"][0].loss == pytest.approx(reference["losses"][0], rel=RELATIVE)
     check_gradients(gradients_of([one]), reference["gradients"], OTHER_KERNELS)
 
 
 REGIONS = [
-    WithRegions("merged", {"merged": 2}, 1, 8, schedule="replay"),
-    WithRegions("fork", ONE_EACH, {"image": 2, "text": 1}, 6, towers="resnet+bert", loss="sigmoid"),
+    replace(merged(2, 1, schedule="replay"), micro_batch_size=8, regions=True),
+    fork((1, 2), (1, 1), towers="resnet+bert", regions=True, region_loss="sigmoid"),
 ]
 
 
 @pytest.mark.parametrize("case", REGIONS, ids=str)
 def test_regions_equal_plain_torch_on_a_cpu(case):
-    results = run_ranks(case.world_size, train_regions_exactly, case)
-    reference = train_regions_whole(case)
-    assert results[0]["metrics"].loss == pytest.approx(reference["loss"], rel=RELATIVE)
+    results = run_ranks(case.world_size, train_exactly, case)
+    reference = train_whole(case)
+    assert results[0]["metrics"][0].loss == pytest.approx(reference["losses"][0], rel=RELATIVE)
     check_all_gradients(results, reference, OTHER_KERNELS)
 
 

@@ -38,8 +38,7 @@ def test_compiled_layers_train_as_unsplit_training_does():
     gradients; texts of several lengths."""
     needs_a_compiler()
     results = run_ranks(2, train_split, FORK, timeout_s=600)
-    batches = {"image": (8, 3), "text": (6, 4)}
-    reference = train_whole(FORK, batches)
+    reference = train_whole(FORK)
     assert results[0]["metrics"][0].loss == pytest.approx(reference["losses"][0], rel=RELATIVE)
     check_all_gradients(results, reference)
 

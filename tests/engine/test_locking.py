@@ -201,15 +201,12 @@ def test_what_learns_equals_unsplit_training_and_what_is_locked_stays():
 
 
 def check_locked(case, results):
-    size = case.micro_batch_size
-    sizes = size if isinstance(size, dict) else {"image": size, "text": size}
-    batches = {b: (s, case.global_batch_size // s) for b, s in sizes.items()}
-    reference, is_fp32 = train_whole(case, batches), case.precision == "fp32"
+    reference, is_fp32 = train_whole(case), case.precision == "fp32"
     if is_fp32:
         check_all_gradients(results, reference)
     loss = pytest.approx(reference["losses"][0], rel=RELATIVE if is_fp32 else 2e-2)
     assert results[0]["metrics"][0].loss == loss
-    initial = train_whole(replace(case, steps=0), batches)["parameters"]
+    initial = train_whole(replace(case, steps=0))["parameters"]
     for name, parameter in (p for result in results for p in result["parameters"].items()):
         if name not in reference["gradients"]:
             given = initial[name] if is_fp32 else initial[name].bfloat16().float()
@@ -236,10 +233,7 @@ def check_forwards(case, results, reference):
 
 def num_micro_batches_of(case, branch):
     """Of each replica."""
-    size, replicas = (
-        value[branch] if isinstance(value, dict) else value
-        for value in (case.micro_batch_size, case.replicas)
-    )
+    size, replicas = (case.of(branch, value) for value in (case.micro_batch_size, case.replicas))
     return case.global_batch_size // (size * replicas)
 
 

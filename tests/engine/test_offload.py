@@ -38,7 +38,7 @@ def test_offloaded_bf16_equals_bf16_to_the_last_bit():
 
 def test_offloaded_fp32_equals_unsplit_training():
     results = run_ranks(CASE.world_size, train_split, CASE)
-    reference = train_whole(CASE, {"image": (6, 4), "text": (6, 4)})
+    reference = train_whole(CASE)
     assert [m.loss for m in results[0]["metrics"]] == pytest.approx(reference["losses"], rel=1e-5)
     for group in ("image", "text", "head"):
         assert [m.grad_norm[group] for m in results[0]["metrics"]] == pytest.approx(

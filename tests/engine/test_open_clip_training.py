@@ -14,9 +14,8 @@ import pytest
 import torch
 from launched import finish, start
 from ranks import run_ranks
+from small_towers import EMBED_DIM, MAX_TOKENS
 from split_training import (
-    EMBED_DIM,
-    MAX_TOKENS,
     WEIGHT_DECAY,
     Case,
     global_batch,

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from device_waits import DeviceWaits
-from split_training import MAX_TOKENS, TOWERS, VOCAB
+from small_towers import MAX_TOKENS, TOWERS, VOCAB
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from common.boxes import WHOLE
