@@ -9,6 +9,7 @@ install.
 from __future__ import annotations
 
 import contextlib
+import os
 import unicodedata
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -94,18 +95,31 @@ def installed_families() -> tuple[str, ...]:
     )
 
 
-@cache
 def characters_of(family: str) -> frozenset[int]:
-    """The code points that a family's regular font has a glyph for; none where its file is gone or
-    damaged."""
+    """The code points that a family's regular font has a glyph for, as its file is now; none where
+    it is gone or damaged."""
     try:
         font = font_manager.FontProperties(family=[family])
         path = font_manager.findfont(font, fallback_to_default=False)
         index = getattr(path, "face_index", 0)  # in a collection (.ttc)
-        face = FT2Font(path, **({"face_index": index} if index else {}))
+        found = os.stat(path)
+        return _characters_in(str(path), index, (found.st_size, found.st_mtime_ns))
     except (OSError, RuntimeError, ValueError):
         return frozenset()
+
+
+@cache
+def _characters_in(path: str, index: int, version: tuple[int, int]) -> frozenset[int]:
+    """`version`: the size and the time of the file. Errors: OSError, RuntimeError."""
+    if _versions.setdefault(path, version) != version:
+        _versions[path] = version
+        # matplotlib keeps open fonts by their paths alone, and would draw with the one before
+        getattr(getattr(font_manager, "_get_font", None), "cache_clear", lambda: None)()
+    face = FT2Font(path, **({"face_index": index} if index else {}))
     return frozenset(face.get_charmap())
+
+
+_versions: dict[str, tuple[int, int]] = {}  # by path, of the fonts that were read last
 
 
 def _has_shape(character: str) -> bool:

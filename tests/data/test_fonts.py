@@ -72,7 +72,7 @@ def test_fonts_installed_after_matplotlib_made_its_list(monkeypatch, tmp_path):
     paths = [str(tmp_path / "damaged.ttf"), str(stix)]
     monkeypatch.setattr(font_manager, "findSystemFonts", lambda fontext: paths)
     assert "STIXGeneral" in installed_families.__wrapped__()
-    assert characters_of.__wrapped__("No Such Family") == frozenset()
+    assert characters_of("No Such Family") == frozenset()
 
 
 @pytest.mark.skipif(
@@ -89,7 +89,34 @@ def test_each_face_of_a_collection_by_its_own_characters(monkeypatch, tmp_path):
     monkeypatch.setattr(manager, "ttflist", others)
     manager.addfont(tmp_path / "both.ttc")
     manager._findfont_cached.cache_clear() if hasattr(manager, "_findfont_cached") else None
-    assert [characters_of.__wrapped__(name) for name in names] == expected
+    assert [characters_of(name) for name in names] == expected
+
+
+def test_a_font_that_is_written_anew_is_read_and_drawn_anew(monkeypatch, tmp_path):
+    """Under its name, as an update of the system does it."""
+    manager, file, sign = font_manager.fontManager, tmp_path / "ours.ttf", ord("∞")
+
+    def write(without):
+        font = TTFont(font_manager.findfont("STIXGeneral"))
+        for record in font["name"].names:
+            record.string = "Wye Ours" if record.nameID in (1, 4, 16) else "Regular"
+        for table in font["cmap"].tables:
+            for code in without:
+                table.cmap.pop(code, None)
+        font.save(tmp_path / "beside")
+        (tmp_path / "beside").replace(file)
+
+    monkeypatch.setattr(manager, "ttflist", [*manager.ttflist])
+    write([sign])
+    manager.addfont(file)
+    before = characters_of("Wye Ours")
+    assert ord("a") in before and sign not in before
+    assert not font_manager.get_font(str(file)).get_char_index(sign)
+    write([])
+    assert characters_of("Wye Ours") == before | {sign}
+    assert font_manager.get_font(str(file)).get_char_index(sign)
+    file.unlink()
+    assert characters_of("Wye Ours") == frozenset()
 
 
 # -- lines
