@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.files import move, remove, remove_folder
+from common.sizes import sized
 from engine.checkpoint.layout import (
     DELETING,
     LATEST,
@@ -22,7 +23,6 @@ from engine.checkpoint.layout import (
 )
 
 SPARE_BYTES = 64 << 20  # beside what is written: metrics, traces, other processes
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -101,4 +101,4 @@ def too_little_room(folder: Path, num_bytes: int) -> str | None:
     free = shutil.disk_usage(folder).free
     if free >= num_bytes + SPARE_BYTES:
         return None
-    return f"it takes {num_bytes / GIB:.2f} GiB, and the disk of {folder} has {free / GIB:.2f} GiB left"
+    return f"it takes {sized(num_bytes)}, and the disk of {folder} has {sized(free)} left"

@@ -15,6 +15,7 @@ from functools import cache
 from math import inf
 from typing import Any
 
+from common.sizes import sized
 from engine.compiling import compiles
 from engine.config.reading import AUTO, BranchesBlock
 from engine.optimizer.averaging import AverageBlock
@@ -45,7 +46,6 @@ ALIKE = 1.02  # times this near the fastest are not told apart
 AS_GOOD = 1.10
 NEARLY_FULL = 0.9  # of the memory: predictions miss it by up to a tenth
 CUT_BY = 8  # samples of the micro-batch by whose seconds layers are cut into stages
-GIB = 2**30
 
 Way = tuple[StageGraph, Deal, str]  # to run, the schedule last
 
@@ -114,8 +114,8 @@ class Search:
         lines = [
             f"auto: {best.describe()}",
             f"  predicted {_seconds(best.simulation.step_s)} a step, "
-            f"{best.simulation.bubble_fraction:.0%} idle, at most {best.peak_bytes / GIB:.2f} GiB "
-            f"a rank; {self.num_candidates} ways compared"
+            f"{best.simulation.bubble_fraction:.0%} idle, at most {sized(best.peak_bytes)} a rank; "
+            f"{self.num_candidates} ways compared"
             + (f", {self.num_too_large} too large for the memory" if self.num_too_large else ""),
         ]
         seen = {(best.graph.layout, best.schedule)}
@@ -374,7 +374,7 @@ def _of_compiling(block: BranchesBlock, costs: CostModel) -> str:
 def _nothing_fits(block: BranchesBlock, costs: CostModel, smallest: Candidate) -> str:
     """By how much the smallest candidate does not fit, and what needs less."""
     limit, memory_bytes = room_bytes(smallest.graph, costs), costs.machine.memory_bytes
-    taken = f", {(memory_bytes - limit) / GIB:.1f} GiB of it NCCL's" if limit < memory_bytes else ""
+    taken = f", {sized(memory_bytes - limit)} of it NCCL's" if limit < memory_bytes else ""
     stage = max(smallest.simulation.stages, key=lambda s: s.peak_bytes)
     less = ["more ranks", "ranks with more memory", "smaller towers"]
     if not costs.checkpoint_interval:
@@ -384,12 +384,11 @@ def _nothing_fits(block: BranchesBlock, costs: CostModel, smallest: Candidate) -
     if block.schedule != AUTO and not SCHEDULES[block.schedule].recomputes:
         less.insert(0, f'"schedule": "{recomputing_schedules()[0]}"')
     return (
-        f"nothing fits {smallest.graph.world_size} ranks of {memory_bytes / GIB:.1f} GiB "
+        f"nothing fits {smallest.graph.world_size} ranks of {sized(memory_bytes)} "
         f"({costs.machine.name}{taken}): what needs least, {smallest.describe()}, needs "
-        f"{stage.peak_bytes / GIB:.1f} GiB in {stage.name}, "
-        f"{(stage.peak_bytes - limit) / GIB:.1f} GiB too much "
-        f"({stage.state_bytes / GIB:.1f} GiB of it weights, gradients and optimizer state, "
-        f"{stage.activation_bytes / GIB:.1f} GiB activations). Less is needed with "
+        f"{sized(stage.peak_bytes)} in {stage.name}, {sized(stage.peak_bytes - limit)} too much "
+        f"({sized(stage.state_bytes)} of it weights, gradients and optimizer state, "
+        f"{sized(stage.activation_bytes)} activations). Less is needed with "
         f"{', '.join(less[:-1])} or {less[-1]}"
     )
 

@@ -28,7 +28,7 @@ from data.prepare import PreparedData, count_bad
 from data.streams.several import streams_of
 from engine.optimizer.preview import preview, unreached
 from engine.planning.costs import precision_of
-from engine.planning.planner import GIB, RunPlan
+from engine.planning.planner import RunPlan
 from launch.config.imported import branches_held
 from launch.config.options import Options, default_of
 from launch.config.pixels import describe_pixels
@@ -339,18 +339,18 @@ def _why(plan: RunPlan, config_file: Path) -> str:
 
 def _predicted(plan: RunPlan, total_steps: int) -> str:
     step_s, machine = plan.predicted_step_s, plan.costs.machine
-    peak = max(stage.peak_bytes for stage in plan.predicted) / GIB
+    peak = sized(max(stage.peak_bytes for stage in plan.predicted))
     if machine.name == NOMINAL["cpu"]:
         # CPUs differ by more than the times of a nominal one would be worth
         return (
-            f"at most {peak:.2f} GiB a rank; no time, because the layers were not measured "
+            f"at most {peak} a rank; no time, because the layers were not measured "
             '("layout": "auto" measures them)'
         )
     basis = f"from counted operations on {machine.name}, nothing was measured"
     basis = "from layers measured here" if machine.measured else basis
     return (
         f"{duration(step_s)} a step, {duration(step_s * total_steps)} for {total_steps:,} steps "
-        f"without evaluations, at most {peak:.2f} GiB a rank ({basis})"
+        f"without evaluations, at most {peak} a rank ({basis})"
     )
 
 

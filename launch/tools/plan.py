@@ -31,13 +31,14 @@ if __name__ == "__main__":
 from common.command_line import CommandParser
 from common.options import OptionGroup, add_flags, at_least, number_where, option
 from common.output import outlive_output, run_program
+from common.sizes import GIB
 from data.modules import import_modules
 from data.options import branches_of
 from engine.config.reading import AUTO, BranchesBlock, changed, read_config
 from engine.objective import scalars_of
 from engine.planning.costs import CostModel, FurtherRows, with_learned
 from engine.planning.devices import DEVICES, find_device
-from engine.planning.planner import GIB, Candidate, Search, search_plans
+from engine.planning.planner import Candidate, Search, search_plans
 from engine.schedule import SCHEDULES
 from engine.topology import LAYOUTS
 from launch.config.blocks import READERS, adapting

@@ -525,7 +525,7 @@ def test_slow_links_keep_gradients_within_a_branch():
 def test_why_names_the_best_and_what_the_others_would_cost():
     lines = search(4).why().splitlines()
     assert lines[0].startswith("auto: ") and re.search(
-        r"predicted [\d.]+ m?s a step, \d+% idle, at most [\d.]+ GiB a rank; \d+ ways", lines[1]
+        r"predicted [\d.]+ m?s a step, \d+% idle, at most [\d.]+ MiB a rank; \d+ ways", lines[1]
     )
     pattern = r"  ([\d.]+) × the time.*: (fork|chain|merged): .*, (batch_sync|replay),"
     others = [re.match(pattern, line).groups() for line in lines[2:]]
@@ -539,7 +539,7 @@ def test_the_plan_tells_why_where_it_chose_and_of_another_objective():
 
 
 def test_when_nothing_fits_it_says_by_how_much_and_what_would():
-    words = "2 ranks of 0.1 GiB (test) … GiB too much … optimizer state"
+    words = "2 ranks of 95.4 MiB (test) … MiB too much … optimizer state"
     with refused(f'{words} … with "pipeline": … 1}}, more ranks, … or smaller towers'):
         search(2, memory_bytes=0.1e9)
     branches = {**FORK, "schedule": "batch_sync", "micro_batch_size": 48}
@@ -621,5 +621,5 @@ def test_communicators_of_nccl_leave_less_room():
         for found in (less, same)
     )
     assert one == other
-    with refused("nothing fits 2 ranks of 0.4 GiB (test, 0.4 GiB of it NCCL's)"):
+    with refused("nothing fits 2 ranks of 410.1 MiB (test, 381.5 MiB of it NCCL's)"):
         search(2, FORK, memory_bytes=430e6, machine={"communicator_bytes": 200e6})

@@ -80,7 +80,7 @@ def test_a_healthy_machine_and_its_planned_run(tmp_path):
     options = ["--", "--ranks", 8, "--device", "H100", "--run-dir", tmp_path / "run"]
     status, faults, said = examined(tmp_path, *options)
     assert (status, faults) == (0, {}), said
-    for word in ("torch", "data: demo", "ranks: 8 ranks", "a step", "GiB a rank", "\nready"):
+    for word in ("torch", "data: demo", "ranks: 8 ranks", "a step", " a rank (", "\nready"):
         assert word in said
     assert not list((tmp_path / "run").iterdir())
 

@@ -78,7 +78,7 @@ def test_the_first_screen_says_what_a_run_would_do_and_no_folder_is_made(
         "optimizer: AdamW, betas 0.9 and 0.98, eps 1e-06, weight decay 0.1; WarmupCosineLR: lr ",
         "note: an epoch has 1 step: one checkpoint and one evaluation every 20 epochs (20 steps), "
         "and at the end; --save-every and --eval-every N for another number of steps",
-        "GiB a rank",
+        "MiB a rank",
         "folder: a run",
         "dry run: nothing was trained",
     ):

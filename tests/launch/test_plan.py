@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 from cost_models import proportional
 
+from common.sizes import GIB
 from engine.config.reading import BranchesBlock
 from engine.planning.costs import FurtherRows
-from engine.planning.planner import GIB, search_plans
+from engine.planning.planner import search_plans
 from launch.tools.plan import (
     cells,
     configuration,
@@ -167,7 +168,7 @@ def test_a_mistake_is_one_line(capsys):
 
 def test_what_cannot_be_planned_is_one_line_on_stderr_and_status_2(capsys):
     for arguments, message in (
-        ("--memory 0.01", "nothing fits 2 ranks of 0.0 GiB (H100"),
+        ("--memory 0.01", "nothing fits 2 ranks of 10.2 MiB (H100"),
         ("--train-batch-size 7 --micro-batch-size 2", "micro_batch_size 2"),
         ("--deepspeed_config missing.json", "missing.json: no such file"),
         ("--text-tower bert-huge", "text tower 'bert-huge' is not known; did you mean"),

@@ -18,10 +18,11 @@ sys.path.insert(0, str(ROOT / "tests/data"))
 from bad_audio import tone, wav  # noqa: E402
 from bad_films import film  # noqa: E402
 
+from common.sizes import GIB
 from data.modalities.tokenizer import train_tokenizer
 from engine.objective import scalars_of
 from engine.planning.devices import find_device
-from engine.planning.planner import GIB, plan_run
+from engine.planning.planner import plan_run
 from launch.config.configuration import Abilities, read_configuration
 from launch.config.options import parse_options
 from launch.config.recipe_files import RECIPES, RecipeFile

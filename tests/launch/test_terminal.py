@@ -13,6 +13,7 @@ from pathlib import Path
 
 from cost_models import BRANCHES, proportional
 
+from common.sizes import GIB, sized
 from data.progress import progress_bar
 from engine.config.reading import check_config
 from engine.planning.planner import plan_run
@@ -52,7 +53,8 @@ def test_the_reason_of_a_plan_and_what_is_predicted_of_the_run(tmp_path):
     assert step_s >= max(stage.busy_s for stage in plan.predicted) > 0
     said = _predicted(plan, 1000)
     assert f"{duration(step_s)} a step, {duration(1000 * step_s)} for 1,000 steps" in said
-    assert "GiB a rank" in said
+    peak = max(stage.peak_bytes for stage in plan.predicted)
+    assert 0 < peak < GIB and f"at most {sized(peak)} a rank (" in said
 
 
 def test_in_a_log_file_each_fact_is_one_line_and_in_a_terminal_it_is_broken(capsys, monkeypatch):
