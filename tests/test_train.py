@@ -117,6 +117,8 @@ def test_a_run_that_was_asked_to_stop_goes_on_as_if_it_had_not_been_stopped(
     assert 3 <= done < 8
     status, output = run_to_end("train.py", *arguments, "--run-dir", tmp_path / "stopped", ranks=2)
     assert status == 0, output[-2000:]
+    said = f"goes on from step-{done:08}, step {done} of 8, split and computed as before"
+    assert said in " ".join(output.split())
     whole, resumed = metrics(tmp_path / "whole"), metrics(tmp_path / "stopped")
     assert set(whole) == set(resumed) == set(range(1, 9))
     compared = ["loss", "lr", "logit_scale_exp"]

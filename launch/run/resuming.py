@@ -77,12 +77,18 @@ def earlier_sizes(batch_sizes: Sequence[Sequence[int]], now: int) -> BatchSizes:
 
 
 def resume(engine: ForkEngine, checkpoint: Path, order: GlobalOrder, total_steps: int) -> list[str]:
-    """Fill `engine` from a checkpoint; notices of what differs since, or
-    that nothing does. `order`, `total_steps`: of
-    the run from here on. All ranks call it together."""
+    """Fill `engine` from a checkpoint; notices of what differs since, or that nothing does. `order`,
+    `total_steps`: of the run from here on. All ranks call it together."""
     state, changes = load_checkpoint(engine, checkpoint)
-    changes = [*changes, *filter(None, [change_of_size(order, state["step"], total_steps)])]
-    same = f"step {state['step']:,} of {total_steps:,}, split and computed as before"
+    return announced(checkpoint, state["step"], changes, order, total_steps)
+
+
+def announced(
+    checkpoint: Path, step: int, changes: Sequence[str], order: GlobalOrder, total_steps: int
+) -> list[str]:
+    """As `resume`. `changes`: of what is split and computed."""
+    changes = [*changes, *filter(None, [change_of_size(order, step, total_steps)])]
+    same = f"step {step:,} of {total_steps:,}, split and computed as before"
     return [f"goes on from {checkpoint.name}, {change}" for change in changes or [same]]
 
 

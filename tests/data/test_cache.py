@@ -16,7 +16,9 @@ from data.cache import BATCH_BYTES, FILE, WAITING_BYTES, SampleCache, fill, open
 from data.cache.__main__ import main
 from data.index.sources import open_source
 from data.modalities.transforms import Stored, TrainTransform
+from data.options import LoadingOptions
 from data.processes import start_method
+from launch.feeding import sample_cache
 
 STORED = Stored((48, 48))
 
@@ -253,7 +255,9 @@ def test_the_command_says_what_it_did(emoji_set, tmp_path, capsys):
     folder, spec = tmp_path / "c", f"jsonl:{emoji_set(40)}"
     words = [spec, "--image-size", "64", "--workers", "0", "--cache", str(folder), "--limit", "1"]
     assert main(words) == 0
-    assert "40 images stored, 0 were there, 0 unreadable, 0 not stored" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "40 images stored, 0 were there, 0 unreadable, 0 not stored" in said
+    assert "KiB of 1.0 GiB, " in said  # as every flag that takes a size
     assert main(words) == 0
     assert "0 images stored, 40 were there" in capsys.readouterr().out
     cache = SampleCache(folder)
@@ -265,3 +269,11 @@ def test_the_command_says_what_it_did(emoji_set, tmp_path, capsys):
     with pytest.warns(RuntimeWarning, match="would pass its limit"):
         assert main([*words[:-2], "--image-size", "32", "--limit", "0.0001"]) == 1
     assert re.search(r" 0 images stored, .* 40 not stored", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("given", [50.0, 0.25])
+def test_a_limit_counts_in_gib(tmp_path, given):
+    """As `--limit` of the command does, and every other flag that takes a size."""
+    cache = sample_cache(LoadingOptions(cache=str(tmp_path / "c"), cache_limit=given))
+    assert cache is not None and cache.limit_bytes == given * 1024**3
+    cache.close()

@@ -1,6 +1,7 @@
 """Where a run goes on: with global batches of another size, too."""
 
 import json
+from pathlib import Path
 
 import pytest
 from checkpoint_cases import found, write_small
@@ -9,7 +10,7 @@ from launched import run_to_end, write_pairs
 from ranks import run_ranks
 
 from data.batching.order import GlobalOrder
-from launch.run.resuming import change_of_size, earlier_sizes, state_of
+from launch.run.resuming import announced, change_of_size, earlier_sizes, state_of
 from launch.run.stopping import STOPPED
 
 RATE = 1e-3
@@ -38,6 +39,19 @@ def test_what_another_size_means_is_said_once():
     for steps, samples in ((312, 20_025), (10, 20_025), (10, 640)):  # an epoch begins with it
         order = GlobalOrder(samples, min(samples, 20_000), 0, earlier=((steps, 64),))
         assert f"the {samples:,} samples left of epoch 2 follow" in change_of_size(order, steps, 9)
+
+
+def test_where_a_run_goes_on_and_whether_anything_has_changed_is_announced():
+    """One line for each change; without any, a line all the same."""
+    same, other = GlobalOrder(20_025, 64, 0), GlobalOrder(20_025, 96, 0, earlier=((1746, 64),))
+    checkpoint, begins = Path("run/checkpoints/step-00001746"), "goes on from step-00001746, "
+    assert announced(checkpoint, 1746, [], same, 2340) == [
+        f"{begins}step 1,746 of 2,340, split and computed as before"
+    ]
+    assert announced(checkpoint, 1746, ["split as fork"], same, 2340) == [f"{begins}split as fork"]
+    first, second = announced(checkpoint, 1746, ["split as fork"], other, 2340)
+    assert first == f"{begins}split as fork"
+    assert second.startswith(f"{begins}96 samples a step, and before 64: ")
 
 
 def test_a_checkpoint_of_another_program_is_refused(tmp_path):

@@ -17,7 +17,7 @@ from data.options import DataOptions
 from data.prepare import prepare_data
 from data.streams.division import divide_shards
 from data.streams.lengths import stream_token_counts
-from launch.setup.first_screen import _known_keys
+from launch.setup.first_screen import _known_keys, _streams
 
 COUNTS = [20, 14, 9, 25, 17, 11, 30, 8]
 
@@ -86,6 +86,25 @@ def test_mixing_and_repeated_values_are_measured_over_every_data_set(mixture):
     pairs = data.source.sources[1]
     keys = pairs.keys("content")[pairs.usable()]
     assert _known_keys(data, "content").tolist() == keys[keys != 0].tolist() != []
+
+
+def test_the_first_screen_says_how_shards_are_mixed_and_what_they_take(mixture, tmp_path):
+    """--stream-cache counts in GiB, and what is smaller is shown in a smaller unit."""
+    options, data = mixture
+    (own, _) = data.order(12).mixing().values()
+    for given, shown in ((1.5, "1.5 GiB"), (0.5 / 1024, "512.0 KiB")):
+        asked = replace(options, stream_cache=given)
+        found = prepare_data(asked, None, tmp_path / "run")
+        first, second, *_ = _streams(found, 12).splitlines()
+        of = len(found.shards[0].counts)
+        assert first.startswith(f"{of} shards, 3 of them mixed; at most {shown}, ")
+        assert second == (
+            f"a global batch has samples of {own.shards_per_batch} of them; the order of training "
+            f"and that of storage have a rank correlation of {own.rank_correlation:.2f} (0: fully "
+            "mixed, 1: as stored)"
+        )
+        (stream, *_) = found.source.sources
+        assert stream.cache.limit_bytes == given * (1 << 30)
 
 
 def test_an_epoch_of_a_mixture_on_any_ranks_and_workers(mixture, tmp_path):
