@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import re
+import shutil
 import sys
 
 import numpy as np
@@ -121,6 +122,22 @@ def test_data_that_was_trained_on_is_not_called_zero_shot(run, monkeypatch, capf
     found = json.loads((tmp_path / "a.json").read_text())["trained_on"]
     assert 50 <= found["samples"] <= found["of"] == 100
     assert f"{found['samples']} of 100 samples were trained on" in said
+    assert "Retrieval, step" in said and "held-out set" not in said and "Zero-shot" not in said
+
+
+def test_of_a_run_on_streams_nobody_knows_what_was_trained_on(run, monkeypatch, capfd, tmp_path):
+    """Nothing says then that the samples are new to it."""
+    copy = tmp_path / "run"
+    shutil.copytree(run[0], copy)
+    record = json.loads((copy / "config.json").read_text())
+    record["options"]["data"] = ["stream:https://here.invalid/{0..9}.tar"]
+    (copy / "config.json").write_text(json.dumps(record))
+    evaluated(monkeypatch, copy, "--val-data", "demo:scenes:100", "--json", tmp_path / "a.json")
+    said = " ".join(capfd.readouterr().out.split())
+    found = json.loads((tmp_path / "a.json").read_text())["trained_on"]
+    why = "samples of streams are not compared"
+    assert found == {"samples": None, "of": 100, "why": why}
+    assert f"whether samples were trained on could not be checked: {why}" in said
     assert "Retrieval, step" in said and "held-out set" not in said and "Zero-shot" not in said
 
 
