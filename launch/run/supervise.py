@@ -279,10 +279,15 @@ class Supervisor:
     def _wait_for_hosts(self, elastic: ElasticCommand) -> list[Host] | None:
         """The hosts of the next start, once they are enough; None: it was asked to end."""
         has_said = False
+        has_named: set[str] = set()
         while True:
-            hosts = elastic.pool.available(elastic.limits.most)
+            hosts, late = elastic.pool.available(elastic.limits.most)
             if self.asked:
                 return None
+            for line in late:
+                if line not in has_named:
+                    say(line)
+            has_named |= {*late}
             ranks = sum(host.slots for host in hosts)
             listed = f" ({', '.join(map(str, hosts))})" if hosts and elastic.has_file else ""
             if ranks >= elastic.limits.least:

@@ -5,11 +5,13 @@ import os
 import signal
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from launch.run.hosts import read_hostfile
+from launch.run.elastic import ElasticCommand, Limits
+from launch.run.hosts import Host, Pool, read_hostfile
 from launch.run.supervise import Progress, Supervisor
 
 SCRIPT = Path(__file__).resolve().parents[2] / "launch" / "supervise.sh"
@@ -184,6 +186,50 @@ def test_an_elastic_run_on_one_host_gets_its_gpus(run_dir, hosts):
     for written in (["--num_gpus", "4"], ["--num_gpus=4"]):
         assert finish(hosts("1", 'touch "$RUN/done"', {}, written))[0] == 0
         assert "--num_gpus 3 train.py" in (run_dir / "starts").read_text().splitlines()[-1]
+
+
+@pytest.fixture
+def smi(tmp_path, monkeypatch):
+    """A function that puts a program of bash first on PATH as nvidia-smi; it keeps its number and
+    what has started it in files of $UP."""
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("UP", str(tmp_path))
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+
+    def write(text):
+        asked = 'echo $$ > "$UP/pid"; tr "\\0" " " < /proc/$PPID/cmdline > "$UP/by"'
+        program.write_text(f"#!/bin/bash\n{asked}\n{text}\n")
+        program.chmod(0o755)
+
+    return write
+
+
+THREE = 'for n in 0 1 2; do echo "GPU $n: H100 (UUID: GPU-$n)"; done'
+
+
+def test_gpus_that_answer_after_seconds_are_counted(tmp_path, smi):
+    """Of a driver without its persistence mode; of eight GPUs it takes half a minute."""
+    smi(f"sleep 3; {THREE}")
+    pool = Pool([Host("localhost", 4)], is_here=True)
+    assert pool.available(None) == ([Host("localhost", 3)], [])
+    assert (tmp_path / "by").read_text().split() == "timeout -k 5 60 nvidia-smi -L".split()
+
+
+def test_gpus_that_never_answer_are_said_once_and_asked_again(tmp_path, smi, capsys):
+    smi(f'echo >> "$UP/times"; [ $(wc -l < "$UP/times") -le 2 ] && exec sleep 600; {THREE}')
+    pool = Pool([Host("localhost", 4)], is_here=True, limit_s=1)
+    none, (said,) = pool.available(None)
+    assert none == [] and said.startswith("localhost: nvidia-smi -L has not answered within 1 s;")
+    assert ended(int((tmp_path / "pid").read_text()))
+    command = ["deepspeed", "--num_gpus", "4", "train.py", "--run-dir", str(tmp_path)]
+    elastic = replace(ElasticCommand.of(Limits(2), command), pool=pool)
+    supervisor = Supervisor(command, tmp_path, pause_s=0, elastic=elastic)
+    assert supervisor._wait_for_hosts(elastic) == [Host("localhost", 3)]
+    lines = capsys.readouterr().err.splitlines()
+    waits = "waits until 2 ranks are there; now: 0"
+    assert lines == [f"supervise.sh: {line}" for line in (said, waits, "starts; ranks: 3")]
 
 
 def test_an_elastic_run_waits_for_enough_and_says_so_once(run_dir, hosts):
