@@ -22,9 +22,10 @@ run=(); case " $* " in *" --run-dir"*) ;; *) run=(--run-dir "runs/quickstart-$(d
 if [ "$gpus" -eq 0 ]; then
     echo "no GPU found: two processes on CPU"
     export DS_ACCELERATOR=cpu
+    gpus=2
 fi
 # as a module: the script that pip installs cannot be run from a folder whose path holds a space
-"$PYTHON" -m deepspeed.launcher.runner --quiet --num_gpus "$((gpus > 0 ? gpus : 2))" train.py ${run[@]+"${run[@]}"} "$@"
+"$PYTHON" -m deepspeed.launcher.runner --quiet --num_gpus "$gpus" train.py ${run[@]+"${run[@]}"} "$@"
 
 folder="${run[1]:-}"
 if [ -n "$folder" ]; then
