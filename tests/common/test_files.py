@@ -32,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = ("common", "data", "models", "engine", "launch", "train.py", "evaluate.py", "export.py")
 WRITES = {"write_text", "write_bytes", "savefig", "unlink", "rmdir", "rmtree", "rename", "touch"}
 WRITES |= {"symlink_to", "hardlink_to", "removedirs", "copytree", "copyfile", "move", "tofile"}
+WRITES |= {"extract", "extractall", "unpack_archive"}
 OF_OS = {"replace", "remove", "open", "link", "symlink", "truncate", "mkfifo"}
 # What else writes, and why it cannot be led elsewhere.
 EXCEPTIONS = {

@@ -234,6 +234,8 @@ def test_ranks_of_one_node_under_an_agent_meet_where_no_other_machine_is(monkeyp
     assert port == same != agents.port
     listening = [one.laddr for one in psutil.Process().net_connections("inet")]
     assert {place.ip for place in listening if place.port == port} == {"127.0.0.1"}
+    # as SECURITY.md warns
+    assert {place.ip for place in listening if place.port == agents.port} & {"::", "0.0.0.0"}
     assert agents.num_keys() == 2 + agents.check(["init/"])  # those of the two starts
     agents.set("start-1/port", "80; or words")
     with refused("first rank listens on port '80; or words' … start with deepspeed"):

@@ -6,6 +6,7 @@ import math
 import re
 import sys
 import time
+from html.parser import HTMLParser
 
 import numpy as np
 import torch
@@ -142,7 +143,55 @@ def test_what_is_damaged_is_left_out_and_said(tmp_path):
 ANSWER = {"sample": "2", "similarity": 0.5, "right": True}
 ASKED = [{"query": "1", "place": 1, "answers": [ANSWER]}]
 SAMPLES = {"1": {"id": "a", "text": "a"}, "2": {"id": "b", "text": "b"}}
+QUERIES = {"image_to_text": ASKED, "samples": SAMPLES}
 RECALLS = {f"image_to_text_R@{k}": None for k in (1, 5, 10)}
+
+
+HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='hacked = 2'>&lt;b"
+
+
+class Elements(HTMLParser):
+    """What a browser would make of a page: the names of elements and of their attributes that run
+    something, the texts of scripts, and all others."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.inner, self.handlers, self.scripts, self.texts = "", [], [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.inner = tag
+        self.handlers += [name for name, value in attrs if name.startswith("on")]
+        self.handlers += [value for _, value in attrs if "javascript:" in (value or "")]
+
+    def handle_endtag(self, tag):
+        self.inner = ""
+
+    def handle_data(self, data):
+        (self.scripts if self.inner == "script" else self.texts).append(data)
+
+
+def test_what_a_run_says_is_text_of_its_page(tmp_path):
+    """Names, options, commands, captions and messages of others."""
+    clean = make_run(tmp_path / "a")
+    (clean / "queries.json").write_text(json.dumps({"step": 5, "sets": {"x": QUERIES}}))
+    changes = {
+        "command": HOSTILE,
+        "data": RECORD["data"] | {"unused": {HOSTILE: [1, HOSTILE]}, "bad_samples": {HOSTILE: 2}},
+        "options": {**RECORD["options"], "data": [HOSTILE], HOSTILE: HOSTILE},
+    }
+    folder = make_run(tmp_path / "b", **changes)
+    sets = {HOSTILE: json.loads(json.dumps(QUERIES).replace('"a"', json.dumps(HOSTILE)))}
+    (folder / "queries.json").write_text(json.dumps({"step": 5, "sets": sets}))
+    steps = (folder / "metrics.jsonl").read_text().replace("idle/image 0", f"idle/{HOSTILE}")
+    evaluation = json.dumps({"step": 5, "held_out": HOSTILE, **RECALLS}) + "\n"
+    (folder / "metrics.jsonl").write_text(steps + evaluation)
+    (folder / "loss_weights.jsonl").write_text(json.dumps({"step": 5, "reason": HOSTILE}) + "\n")
+    folder = folder.rename(tmp_path / HOSTILE.replace("/", "-"))
+    expected, found = (Elements(render_page(read_runs([each]))) for each in (clean, folder))
+    assert len(found.scripts) == len(expected.scripts) and found.handlers == expected.handlers
+    assert not any("window.hacked" in each and "</" in each for each in found.scripts)
+    assert sum(HOSTILE in each for each in found.texts) > 4
 
 
 def test_a_record_that_lacks_something_costs_no_other_part_of_the_page(tmp_path, subtests):

@@ -229,6 +229,13 @@ def test_weights_that_are_not_whole_bound_nothing_and_a_header_is_read_bounded(t
     read_model_config(folder / "config.json")
     file = folder / "model.safetensors"
     (folder / "model-00001-of-00002.safetensors").unlink()
+    weights(folder)
+    (folder / "config.json").write_text(json.dumps({LAYERS: 999}))
+    whole = file.read_bytes()
+    for content in (whole, whole[: 8 + int.from_bytes(whole[:8], "little")]):  # no value is read
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=UNLIKE[LAYERS, 999]):
+            read_model_config(folder / "config.json")
     for content, message in (
         ((1 << 60).to_bytes(8, "little"), "its header: has over 32"),
         (b"version https://git-lfs", "its header: has over"),
@@ -313,6 +320,7 @@ def test_the_loader_of_clips_opens_films_alone_and_so_many_frames(tmp_path, monk
     monkeypatch.setattr(modeling_clips, "CLIP_LIMIT", 3)
     with pytest.raises(ValueError, match="4 frames in a clip"):
         clips.frames(tmp_path / "a.mp4")
+    assert modeling_clips.FRAMES_LIMIT == 2_000_000
     monkeypatch.setattr(modeling_clips, "FRAMES_LIMIT", 10)
     with pytest.raises(ValueError, match="has over 10 frames"):
         clips.frames(tmp_path / "a.mp4")

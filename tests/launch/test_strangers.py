@@ -13,12 +13,14 @@ import torchvision
 from forked_script import ROOT
 from transformers import BertConfig, ViTConfig
 
+from common import __version__
 from data import modules
 from data.modules import add_trust_flags, import_named
 from launch.config.imported import HERE, fusion_of_export, options_of_export
 from launch.config.options import parse_options
 from launch.config.recipe_files import MONITORS, RECIPES, RecipeFile
 from launch.exporting import modeling_export
+from launch.exporting.page import _training
 from launch.inference.querying import _searched
 from launch.inference.samples import held_out
 from launch.inference.trained import Trained, towers_of
@@ -334,3 +336,34 @@ def test_every_call_that_could_run_code_of_a_file_says_that_it_does_not():
                         assert given.get(key, None) is value, f"{file}:{call.lineno}: {name}"
                         found.add(key)
     assert found == {key for key, _ in SAYS}
+
+
+# -- pages
+
+
+def test_a_page_of_an_export_shows_what_a_run_says_as_text(tmp_path):
+    """Of the run's options, command and evaluations."""
+    from markdown_it import MarkdownIt
+
+    hostile = "a`b``c\n```\n# x\n<script>alert(1)</script> | [l](http://e) **b** \x1b[2J"
+    checkpoint = tmp_path / "checkpoints" / "step-00000002"
+    checkpoint.mkdir(parents=True)
+    figures = {f"{hostile}/image_to_text_R@{k}": 0.5 for k in (1, 5, 10)}
+    found = {"num_samples": {hostile: 30}, **figures}
+    (tmp_path / "evaluation-step-00000002.json").write_text(json.dumps(found))
+    record = {
+        "options": {"data": [hostile, hostile], "val_data": hostile, "imported": hostile},
+        "batches": {"image": {"replicas": 1, "micro_batch_size": 2, "num_micro_batches": 1}},
+        "total_steps": 2,
+        "command": hostile,
+        "version": __version__,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(record))
+    pages = _training(Trained(record, checkpoint, 2, None, (), ()), averaged=False)
+    page = "\n\n".join(pages)
+    tokens = MarkdownIt("gfm-like", {"linkify": False}).parse(page)
+    kinds = [token.type for token in tokens]
+    assert kinds.count("heading_open") == kinds.count("table_open") == 2
+    assert kinds.count("fence") == 1 and "html_block" not in kinds and page.count("alert(1)") == 6
+    inner = {child.type for token in tokens for child in token.children or []}
+    assert inner == {"text", "code_inline"} and "\x1b" not in page

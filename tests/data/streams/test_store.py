@@ -227,14 +227,21 @@ def test_what_will_not_pass_is_an_error_at_once(served, tmp_path, s3, monkeypatc
 
 def test_redirects_are_bounded(monkeypatch):
     """One that leads in a circle was asked again for ten minutes; one of an encrypted address does
-    not lead to a service that is asked without encryption, such as those of this machine."""
+    not lead to a service that is asked without encryption, such as those of this machine. Others
+    are followed."""
     asked = []
 
     class Circle(BaseHTTPRequestHandler):
         def do_GET(self):
+            if self.path == "/there":
+                self.send_response(200)
+                self.send_header("Content-Length", "4")
+                self.end_headers()
+                self.wfile.write(b"here" if self.command == "GET" else b"")
+                return
             asked.append(self.path)
             self.send_response(302)
-            self.send_header("Location", self.path)
+            self.send_header("Location", "/there" if self.path == "/moved" else self.path)
             self.send_header("Content-Length", "0")
             self.end_headers()
 
@@ -248,8 +255,10 @@ def test_redirects_are_bounded(monkeypatch):
         for ask in (lambda *of: read_small(of[0], 10, of[1]), identity_of):
             with pytest.raises(OSError, match="leads in a circle"):
                 ask(f"http://127.0.0.1:{server.server_port}/a.tar", float("inf"))
+        assert 2 <= len(asked) <= 2 * 11  # as many as obstore follows
+        moved = f"http://127.0.0.1:{server.server_port}/moved"
+        assert read_small(moved, 10, float("inf")) == b"here" and asked[-1] == "/moved"
         server.shutdown()
-    assert 2 <= len(asked) <= 2 * 11  # as many as obstore follows
 
     allowed = {}
     monkeypatch.setattr(
