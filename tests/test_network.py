@@ -2,8 +2,9 @@
 store does."""
 
 import ast
-import contextlib
 import socket
+import sys
+import tempfile
 import time
 from datetime import timedelta
 
@@ -12,15 +13,16 @@ import torch.distributed as dist
 from forked_script import ROOT
 from launched import (
     SMALL,
+    command,
     finish,
     fork_flags,
     metrics,
     reached,
-    run_to_end,
     start,
     wait_for,
     write_pairs,
 )
+from listeners import listening, listening_unix
 
 from engine.processes.watchdog import BEAT_S
 
@@ -59,43 +61,57 @@ def test_a_stranger_reaches_nothing_and_ends_no_run(tmp_path, monkeypatch):
     assert sorted(metrics(tmp_path)) == [1, 2, 3, 4]
 
 
-def test_programs_that_look_at_data_or_a_run_listen_nowhere(tmp_path):
-    """The other rows of the table in SECURITY.md that need no cluster."""
+LOOPBACK = {"127.0.0.1", "::1"}
+
+
+def test_programs_that_look_at_data_or_a_run_listen_nowhere(tmp_path, monkeypatch):
+    """The other rows of the table in SECURITY.md that need no cluster: where they listen, and the
+    Unix sockets of their loader processes."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    temporary = tempfile.gettempdir()
     data, folder = write_pairs(tmp_path / "data", 48), tmp_path / "run"
-    status, output = run_to_end(
-        "train.py",
-        *SMALL,
-        *["--data", data, "--max-text-tokens", 16],
-        *["--steps", 1, "--set", "train_batch_size=24", "--run-dir", folder],
+    by_itself = ["--data", data, "--max-text-tokens", 16, "--steps", 1, "--wandb", "offline"]
+    places, sockets = watched(
+        start(
+            *["train.py", *SMALL, *by_itself, "--workers", 1],
+            *["--set", "train_batch_size=24", "--run-dir", folder],
+        )
     )
-    assert status == 0, output[-5000:]
+    assert {place.ip for place in places} <= LOOPBACK
+    assert sockets and all(each.startswith(temporary) for each in sockets)
     for words in (
-        ("data/inspect.py", data),
-        ("evaluate.py", folder),
+        ("data/inspect.py", data, "--sheet", tmp_path / "sheet.png"),
+        ("evaluate.py", folder, "--workers", 1),
         ("export.py", folder, tmp_path / "export"),
         ("launch/tools/report.py", folder, "--out", tmp_path / "report.html"),
+        ("launch/tools/doctor.py", "--run-dir", folder),
     ):
-        run = start(*words)
-        while run.poll() is None:
-            assert not listening(run), words
-            time.sleep(0.05)
-        status, output = finish(run)
-        assert status == 0, output[-5000:]
+        places, sockets = watched(start(*words))
+        assert not places, words
+        loads = words[0] == "evaluate.py"
+        assert bool(sockets) == loads and all(each.startswith(temporary) for each in sockets)
 
 
-def listening(run):
-    """Where the processes of a run listen now."""
-    found = set()
-    with contextlib.suppress(psutil.NoSuchProcess):
-        leader = psutil.Process(run.pid)
-        for process in (leader, *leader.children(recursive=True)):
-            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                found |= {
-                    connection.laddr
-                    for connection in process.net_connections("inet")
-                    if connection.status == psutil.CONN_LISTEN
-                }
-    return found
+def test_ranks_whose_links_the_doctor_measures_listen_on_loopback(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    module, of_one_host = "launch.tools.link_checks", ["here", "0", "2", "2", "127.0.0.1"]
+    run = command(lambda port: [sys.executable, "-m", module, *of_one_host, port])
+    places, _ = watched(run)
+    assert int(run.port) in {place.port for place in places}
+    assert {place.ip for place in places} <= LOOPBACK
+
+
+def watched(run):
+    """Where the processes of a run listen until it has ended well: addresses, and the names of Unix
+    sockets."""
+    places, sockets = set(), set()
+    while run.poll() is None:
+        places |= listening(run)
+        sockets |= listening_unix(run)
+        time.sleep(0.05)
+    status, output = finish(run)
+    assert status == 0, output[-5000:]
+    return places, sockets
 
 
 def own_addresses():

@@ -19,6 +19,7 @@ from engine.json_messages import from_all_ranks, wait_for_all
 from engine.processes.communication import HOST
 from engine.processes.places import Place, meet
 from engine.processes.start import prepare_for
+from engine.processes.store import open_store
 from launch.tools.machine_checks import Finding, judged
 
 MESSAGE = {"nccl": 64 << 20, "gloo": 4 << 20}  # bytes
@@ -35,10 +36,9 @@ def measure(local: int, host: str, first: int, here: int, world: int, meeting: s
     if on_gpus:
         torch.cuda.set_device(device)
     backend, rank = "nccl" if on_gpus else "gloo", first + local
-    os.environ["MASTER_ADDR"] = meeting.rpartition(":")[0]
     dist.init_process_group(
         backend,
-        store=_met(meeting, rank, world, Place.here(device.type, local, here)),
+        store=_met(meeting, rank, world, local, here, device.type),
         rank=rank,
         world_size=world,
         timeout=LIMIT,
@@ -70,11 +70,15 @@ def measure(local: int, host: str, first: int, here: int, world: int, meeting: s
     dist.destroy_process_group()
 
 
-def _met(meeting: str, rank: int, world: int, place: Place) -> dist.Store:
-    """The store in which the ranks have met, and chosen their interface as those of a run do.
-    `meeting`: host of the first rank and port."""
+def _met(
+    meeting: str, rank: int, world: int, local: int, here: int, device_type: str
+) -> dist.Store:
+    """The store in which the ranks have met, and chosen their interface as those of a run do: of
+    one host where no other machine can connect. `meeting`: host of the first rank and port."""
     host, _, port = meeting.rpartition(":")
-    store = dist.TCPStore(host, int(port), world, is_master=rank == 0, timeout=LIMIT)
+    os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": port, "LOCAL_SIZE": str(here)}
+    place = Place.here(device_type, local, here)  # where the way to that host leads
+    store = open_store(rank, world, LIMIT)
     places = meet(store, rank, world, place, lambda told: HOST).places
     prepare_for(places, rank, HOST)
     return store
