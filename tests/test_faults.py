@@ -168,6 +168,8 @@ def test_ctrl_c_in_a_terminal_saves_before_the_launcher_ends_the_ranks(tmp_path,
     os.killpg(run.pid, signal.SIGINT)
     _, output = finish(run)
     assert "stopped (SIG" in output and "error:" not in output, output[-3000:]
+    # the launcher shows the whole command, as SECURITY.md warns
+    assert re.search(rf" cmd = .* --max-text-tokens 16 .* --run-dir {tmp_path}", output)
     step = max(metrics(tmp_path))
     assert (tmp_path / "checkpoints" / "latest").read_text().strip() == f"step-{step:08}"
 

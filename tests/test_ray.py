@@ -4,11 +4,13 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
-from launched import ROOT, command, finish, metrics, run_to_end, wait_for, write_pairs
+from launched import ROOT, SMALL, command, finish, metrics, run_to_end, wait_for, write_pairs
+from listeners import listening
 
 pytest.importorskip("ray", reason="needs ray: pip install -r requirements-ray.txt")
 from ray.cluster_utils import Cluster
@@ -25,6 +27,23 @@ def cluster(monkeypatch):
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     yield made
     made.shutdown()
+
+
+@pytest.mark.all("starts Ray")
+def test_a_cluster_of_ones_own_listens_everywhere(tmp_path, monkeypatch):
+    """As SECURITY.md warns. Without --address the job makes one for itself."""
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    job = [sys.executable, "-m", "launch.tools.ray_job", "--num-workers", "1", "--", *SMALL]
+    job += ["--data", write_pairs(tmp_path / "pairs", 48), "--max-text-tokens", 16, "--workers", 0]
+    job += ["--set", "train_batch_size=24", "--steps", 1, "--run-dir", tmp_path / "run"]
+    run, places = command(lambda port: job), set()
+    while run.poll() is None:
+        places |= listening(run)
+        time.sleep(0.1)
+    status, output = finish(run)
+    assert status == 0, output[-5000:]
+    assert {"::", "0.0.0.0"} & {place.ip for place in places}
 
 
 @pytest.mark.all("starts Ray")

@@ -741,7 +741,7 @@ def test_a_pickle_calls_nothing(coco_files, capsys):
             error = "no split 'val'"  # an empty list, and no memory
         else:
             error = "lists, dicts, texts and numbers|dict is given"
-        with pytest.raises(ValueError, match=error):
+        with pytest.raises(ValueError, match=f"(?s){file}.*({error})"):
             opened(f"refcoco:{coco_files}/images:{file}?split=val")
     assert "called" not in capsys.readouterr().out
 

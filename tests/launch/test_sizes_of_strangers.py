@@ -102,6 +102,17 @@ def test_of_transformers(said, tmp_path, built):
             pytest.fail(source)
 
 
+def test_what_is_ordinary_may_be_more_than_its_weights_have(tmp_path):
+    """As that of a whole model beside its encoder."""
+    folder = folder_of(tmp_path / "a", {})
+    for key, ordinary in ((LAYERS, 100), (WIDTH, 8192)):
+        (folder / "config.json").write_text(json.dumps({key: ordinary}))
+        read_model_config(folder / "config.json")
+        (folder / "config.json").write_text(json.dumps({key: ordinary + 1}))
+        with pytest.raises(ValueError, match=f"{key} {ordinary + 1} is more than its weights have"):
+            read_model_config(folder / "config.json")
+
+
 OPEN_CLIP = {
     ("layers", 10**8): "layers 100000000 must be from 0 to 1000",
     ("width", 10**5): "width 100000 must be from 1 to",

@@ -150,7 +150,9 @@ def test_no_more_is_read_than_was_announced(served, tmp_path):
             if stored != announced:
                 raise Unexpected(f"{stored.size} bytes")
 
-        with pytest.raises(Unexpected, match="sends more than the 5 bytes that it announced"):
+        with pytest.raises(
+            Unexpected, match="a.tar: sends more than the 5 bytes that it announced"
+        ):
             read_range(f"{url}/a.tar", 5, 10)
         with pytest.raises(Unexpected, match=f"^{len(CONTENT) + faults.more} bytes"):
             fetch(f"{url}/a.tar", tmp_path / "part", SHORT_S, check)
