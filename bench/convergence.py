@@ -147,7 +147,7 @@ def trained(variant: str, epochs: int, given: Sequence[str], seed: int) -> Figur
         folder.parent.mkdir(parents=True, exist_ok=True)
         own = {key: value for key, value in run.items() if key != "ranks"}
         command = train_command(int(run["ranks"]), {**own, "run_dir": folder})
-        call(command, folder.with_suffix(".log"), f"{variant}, seed {seed}", int(run["ranks"]))
+        call(command, folder.with_suffix(".log"), f"seed {seed} of {variant!r}", int(run["ranks"]))
     return result(folder)
 
 
