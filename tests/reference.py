@@ -60,6 +60,7 @@ class Recipe:
     scheduler: Mapping[str, Any] = field(default_factory=dict)
     clipping: Mapping[str, float] = field(default_factory=dict)
     skipped: Sequence[int] = ()
+    loss_scale: int = LOSS_SCALE
 
 
 Layers = Mapping[str, Sequence[nn.Module]]
@@ -98,7 +99,7 @@ def rows_made(layers: Layers, batch: Batch, recipe: Recipe, step: int) -> dict[s
         for number, given in enumerate(batch.micro_batches[branch]):
             if number % of_each == 0:
                 statistics.next_replica()
-            tensors = dict(given)
+            tensors = {name: rounded(recipe.precision, each) for name, each in given.items()}
             for i, layer in enumerate(own, first_layer):
                 torch.manual_seed(recipe.draws(recipe.seed, step, number, i))
                 tensors = in_precision(recipe.precision, layer, tensors)
@@ -159,8 +160,12 @@ def in_precision(precision: str, module: nn.Module, *inputs: Any) -> Any:
     rounded, in fp32, use by use."""
     if precision == "fp32":
         return module(*inputs)
-    rounded = {name: each.to(DTYPES[precision]) for name, each in module.named_parameters()}
-    return torch.func.functional_call(module, rounded, inputs)
+    own = {name: rounded(precision, each) for name, each in module.named_parameters()}
+    return torch.func.functional_call(module, own, inputs)
+
+
+def rounded(precision: str, tensor: Tensor) -> Tensor:
+    return tensor.to(DTYPES[precision]) if tensor.is_floating_point() else tensor
 
 
 class Sides(NamedTuple):
@@ -336,7 +341,7 @@ def train(
     steps, norms, gradients, clipped = [], [], {}, {}
     for step, batch in enumerate(batches):
         steps.append(losses_of(objective, layers, named, batch, recipe, step))
-        factor = LOSS_SCALE if recipe.precision == "fp16" else 1
+        factor = recipe.loss_scale if recipe.precision == "fp16" else 1
         optimizer.zero_grad()
         (factor * steps[-1].whole).backward()
         learned = {n: p for n, p in named.items() if p.requires_grad}

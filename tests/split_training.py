@@ -136,6 +136,7 @@ class Case:
     fusion: int = 0  # scales of the image tower's maps; 0: none
     loss_weights: dict[str, float] = field(default_factory=dict)
     evaluated: bool = False  # before the first step, on its batch
+    loss_scale: int = LOSS_SCALE  # of fp16, a power of two
     seed: int = SEED
     name: str = ""
 
@@ -189,7 +190,7 @@ class Case:
         if self.scheduler:
             config["scheduler"] = self.scheduler
         if self.precision == "fp16":
-            power = LOSS_SCALE.bit_length() - 1
+            power = self.loss_scale.bit_length() - 1
             fp16 = {"enabled": True, "initial_scale_power": power, "hysteresis": 1}
             config |= {"fp16": fp16}
         if self.precision == "bf16":
@@ -326,6 +327,8 @@ def trained(case: Case) -> tuple[Any, dict[str, Any], int]:
         bare["audio"] = sound_tower(case.audio)
     if "video" in case.branches:
         bare["video"] = clip_tower()
+    if case.fusion and case.layout == "chain":  # which scores pairs where the last branch ends
+        bare["text"] = bare.pop("text")
     sizes = FusionSizes(layers=2, width=16, heads=2, scales=case.fusion) if case.fusion else None
     pairs = tuple(pairs_of(case))
     objective = Objective(tuple(Branch(name, tower.inputs) for name, tower in bare.items()), pairs)
@@ -764,7 +767,7 @@ def recipe_of(case: Case) -> reference.Recipe:
     from engine.module import layer_seed
 
     names = ("locked", "optimizer_groups", "scheduler", "clipping", "skipped", "precision")
-    given = {name: getattr(case, name) for name in names}
+    given = {name: getattr(case, name) for name in (*names, "loss_scale")}
     return reference.Recipe(case.seed, layer_seed, lr=LR, weight_decay=WEIGHT_DECAY, **given)
 
 

@@ -1,16 +1,15 @@
-"""Compiled layers: the same training to 1e-5, the same draws again in a second forward, and "auto"
-goes by what was measured."""
+"""Compiled layers: the same draws again in a second forward, and "auto" goes by what was measured.
+That they train as others do: `test_parity.py -k compiled`."""
 
 from dataclasses import replace
 
 import pytest
 import torch
+from compilers import needs_a_compiler
 from cost_models import proportional
 from profile_cases import Builder, inputs, tower
-from ranks import run_ranks
 from refusals import not_refused
 from rounding import assert_equal_rows
-from split_training import RELATIVE, Case, check_all_gradients, train_split, train_whole
 
 from engine.compiling import compile_layer, compiles, compiling
 from engine.config.reading import check_config
@@ -20,27 +19,6 @@ from engine.planning.profile_layers import Effort, profile_layers
 from models.towers.building import build_towers
 
 COSTS = proportional({"image": [1.0, 1.0], "text": [1.0, 1.0]})
-ONE_EACH, SIZES = {"image": 1, "text": 1}, {"image": 8, "text": 6}
-FORK = Case("fork", ONE_EACH, ONE_EACH, SIZES, schedule="replay", compile={"text": "layers"})
-
-
-def needs_a_compiler():
-    try:
-        with compiling():
-            torch.compile(lambda x: x.sin() + 1)(torch.ones(3))
-    except RuntimeError as error:
-        pytest.skip(f"torch cannot compile here: {error}")
-
-
-@pytest.mark.all("compiles layers")
-def test_compiled_layers_train_as_unsplit_training_does():
-    """Of one branch, beside another that is not compiled; under replay, so with and without
-    gradients; texts of several lengths."""
-    needs_a_compiler()
-    results = run_ranks(2, train_split, FORK, timeout_s=600)
-    reference = train_whole(FORK)
-    assert results[0]["metrics"][0].loss == pytest.approx(reference["losses"][0], rel=RELATIVE)
-    check_all_gradients(results, reference)
 
 
 def test_a_second_compiled_forward_draws_the_same_again():
