@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from launched import ROOT
+from maps import write_maps
 from PIL import Image
 from scipy.signal import resample_poly
 from torch import nn
@@ -34,7 +35,6 @@ from bad_audio import tone  # noqa: E402
 from bad_films import film  # noqa: E402
 
 from bench.plain import OverTime  # noqa: E402
-from bench.plain_regions import write_maps  # noqa: E402
 from data.batching.requests import evaluation_requests  # noqa: E402
 from data.batching.shown import ShownRegions  # noqa: E402
 from data.decoding.sounds import INSTALL  # noqa: E402
