@@ -1,5 +1,5 @@
 """Both sides of the parity claim: a case says what is trained and how it is split; the engine trains it
-on ranks, and `tests/reference.py` unsplit.
+on ranks, and `tests/unsplit.py` unsplit.
 
 A batch has G samples: an image, c texts, a sound and a clip of each; the texts of sample p are at the
 places c·p to c·p + c − 1. A sample may lack a modality: no row comes for it (`lacking`), or the row
@@ -16,10 +16,9 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import Any, ClassVar
 
-import reference
 import torch
 import torch.nn.functional as F
-from reference import LOSS_SCALE
+import unsplit
 from region_training import WEIGHT, Regions, regions_of
 from small_towers import (
     EMBED_DIM,
@@ -35,6 +34,7 @@ from small_towers import (
     with_lora,
 )
 from torch import Tensor
+from unsplit import LOSS_SCALE
 
 from models.losses import InfoNCE, PlainLoss, Sigmoid, build_loss, phrase_duplicates
 from models.towers.building import with_head
@@ -763,15 +763,15 @@ def gradient_pieces(engine) -> list[tuple[str, int, Tensor]]:
 # -- unsplit
 
 
-def recipe_of(case: Case) -> reference.Recipe:
+def recipe_of(case: Case) -> unsplit.Recipe:
     from engine.module import layer_seed
 
     names = ("locked", "optimizer_groups", "scheduler", "clipping", "skipped", "precision")
     given = {name: getattr(case, name) for name in (*names, "loss_scale")}
-    return reference.Recipe(case.seed, layer_seed, lr=LR, weight_decay=WEIGHT_DECAY, **given)
+    return unsplit.Recipe(case.seed, layer_seed, lr=LR, weight_decay=WEIGHT_DECAY, **given)
 
 
-def whole_batch(case: Case, image_size: int, step: int) -> reference.Batch:
+def whole_batch(case: Case, image_size: int, step: int) -> unsplit.Batch:
     batch, micro_batches = global_batch(case, step, image_size), {}
     for branch in case.branches:
         shares = dealt(case, branch, case.of(branch, case.micro_batch_size))
@@ -779,7 +779,7 @@ def whole_batch(case: Case, image_size: int, step: int) -> reference.Batch:
         micro_batches[branch] = [micro_batch(case, batch, branch, own) for own in rows]
     apart = case.schedule == "per_micro_batch"
     number = len(micro_batches["image"]) // case.of("image", case.replicas) if apart else 1
-    return reference.Batch(
+    return unsplit.Batch(
         micro_batches,
         {branch: case.of(branch, case.replicas) for branch in case.branches},
         {"text": case.texts_of(step)},
@@ -791,7 +791,7 @@ def whole_batch(case: Case, image_size: int, step: int) -> reference.Batch:
 def train_whole(case: Case) -> dict[str, Any]:
     objective, towers, image_size = trained(case)
     batches = map(partial(whole_batch, case, image_size), range(case.steps))
-    return reference.train(objective, towers, batches, recipe_of(case))
+    return unsplit.train(objective, towers, batches, recipe_of(case))
 
 
 def evaluate_whole(case: Case) -> dict[str, dict[str, Any]]:
@@ -799,7 +799,7 @@ def evaluate_whole(case: Case) -> dict[str, dict[str, Any]]:
     objective, towers, image_size = trained(case)
     batch = whole_batch(replace(case, schedule="batch_sync"), image_size, 0)
     found = {}
-    for name, sides in reference.held_out(objective, towers, batch, recipe_of(case)).items():
+    for name, sides in unsplit.held_out(objective, towers, batch, recipe_of(case)).items():
         first, second, belongs, _ = sides
         somebodys = belongs.any(0)
         together = (first.index[:, None] == second.index) & somebodys
@@ -839,11 +839,7 @@ def check_gradients(
     """
     group_norm = {
         group: math.sqrt(
-            sum(
-                float(g.double().square().sum())
-                for n, g in reference.items()
-                if n.startswith(group)
-            )
+            sum(float(g.double().square().sum()) for n, g in reference.items() if n.startswith(group))
         )
         for group in {name.split(".")[0] for name in reference}
     }

@@ -99,7 +99,7 @@ def test_split_training_equals_unsplit_training(case, results_of):
 def test_the_reference_shares_nothing_with_the_engine():
     """What it has of our code are the records of losses, and the documented noise of a draw."""
     ours = ("common", "data", "engine", "launch", "models")
-    source = (Path(__file__).parents[1] / "reference.py").read_text("utf-8")
+    source = (Path(__file__).parents[1] / "unsplit.py").read_text("utf-8")
     imported = re.findall(r"^ *(?:from|import) ([\w.]+)", source, re.MULTILINE)
     found = {name for name in imported if name.partition(".")[0] in ours}
     assert found == {"models.losses", "models.losses.matching"}
