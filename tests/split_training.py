@@ -839,7 +839,11 @@ def check_gradients(
     """
     group_norm = {
         group: math.sqrt(
-            sum(float(g.double().square().sum()) for n, g in reference.items() if n.startswith(group))
+            sum(
+                float(g.double().square().sum())
+                for n, g in reference.items()
+                if n.startswith(group)
+            )
         )
         for group in {name.split(".")[0] for name in reference}
     }
