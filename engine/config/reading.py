@@ -309,6 +309,11 @@ def _check_precision_and_zero(config: Mapping[str, Any]) -> None:
         raise ValueError(
             'bf16 without "data_types": {"grad_accum_dtype": "fp32"} would add up gradients in bf16; add that block'
         )
+    if bf16 and stage == 0:
+        raise ValueError(
+            "bf16 with zero_optimization.stage 0: DeepSpeed adds up gradients in fp32 with ZeRO-1 alone; "
+            'use "zero_optimization": {"stage": 1}'
+        )
     if config.get("zero_optimization", {}).get("compute_grad_norm", True) is not True:
         raise ValueError(
             "zero_optimization.compute_grad_norm: by the norm DeepSpeed sees that a step must be "

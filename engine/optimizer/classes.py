@@ -226,15 +226,15 @@ def check_schedule(config: Mapping[str, Any]) -> None:
 
 
 def check_optimizer(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for an optimizer that ZeRO-1 or bf16, which step flat slices, would change."""
+    """Raise ValueError for an optimizer that ZeRO-1, which steps flat slices, would change."""
     zero, kind = config.get("zero_optimization", {}), config["optimizer"]["type"]
     cls = optimizer_class(config)
     sharded = zero.get("stage", 0) == 1
-    if (sharded or config.get("bf16", {}).get("enabled")) and not is_elementwise(cls):
+    if sharded and not is_elementwise(cls):
         raise ValueError(
-            f"optimizer.type: {kind} uses the shape or the norm of whole tensors, and ZeRO-1 and "
-            'bf16 step flat slices of them, which trains otherwise; use "zero_optimization": '
-            '{"stage": 0} in fp32, or an optimizer such as AdamW'
+            f"optimizer.type: {kind} uses the shape or the norm of whole tensors, and ZeRO-1 steps "
+            'flat slices of them, which trains otherwise; use "zero_optimization": {"stage": 0} in '
+            "fp32, or an optimizer such as AdamW"
         )
     untested = sharded and cls not in ZERO_SUPPORTED_OPTIMIZERS
     if untested and not config.get("zero_allow_untested_optimizer"):

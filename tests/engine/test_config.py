@@ -182,6 +182,10 @@ REFUSED_VALUES = [
     (config(fp16={"enabled": True}), "fp16 with zero_optimization.stage 0 … not be scaled"),
     (config(bf16={"enabled": True}), "bf16 without … add that block"),
     (
+        config(bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"}),
+        "bf16 with zero_optimization.stage 0 … with ZeRO-1 alone",
+    ),
+    (
         config(bf16={"enabled": True}, data_types={"grad_accum_dtype": "bf16"}),
         'bf16 without … "grad_accum_dtype": "fp32"',
     ),

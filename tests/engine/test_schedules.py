@@ -242,7 +242,11 @@ def test_an_optimizer_of_whole_tensors_is_refused_where_they_are_cut():
         ("Adafactor", "Lamb"),
         (
             {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True},
-            {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+            {
+                "bf16": {"enabled": True},
+                "data_types": {"grad_accum_dtype": "fp32"},
+                "zero_optimization": {"stage": 1},
+            },
         ),
     ):
         config = {"train_batch_size": 8, "optimizer": {"type": kind, "params": {"lr": 1e-3}}}
