@@ -9,6 +9,7 @@ which has imported all of it once.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import multiprocessing
 import os
@@ -163,7 +164,10 @@ def end(run: Run) -> None:
 
 def finish(run: Run) -> tuple[int, str]:
     """(exit status, output); fails when it hangs or leaves a process behind."""
-    family = psutil.Process(run.pid).children(recursive=True) if run.poll() is None else []
+    family = []
+    with contextlib.suppress(psutil.NoSuchProcess):  # it may have ended meanwhile
+        if run.poll() is None:
+            family = psutil.Process(run.pid).children(recursive=True)
     deadline = time.monotonic() + LIMIT_S
     while run.poll() is None:
         if time.monotonic() > deadline:
