@@ -12,6 +12,6 @@ import signal
 for number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, signal.SIG_IGN)
 
-# To look for garbage writes into every object, and so copies the memory that forks share: 54 MiB in
-# each worker, which what the server has imported would be.
+# A collection of garbage writes into every object that it looks through, and so copies memory that
+# forks share: 54 MiB in each worker. What the server has imported is left out of them.
 os.register_at_fork(before=gc.freeze)
