@@ -8,6 +8,7 @@ own port and a time limit; no process outlives it.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import pickle
@@ -43,8 +44,8 @@ def run_ranks(
     """`function(*args, **kwargs)` on ranks 0..world_size-1 of one process group; returns their
     results in order.
 
-    `function` must be importable (module level). Raises RuntimeError with the first failing rank's
-    traceback, or TimeoutError with the ranks that did not finish in `timeout_s`. `started`: False
+    `function` must be importable (module level). Raises RuntimeError with the traceback of the rank
+    that failed first, or TimeoutError with the ranks that did not finish in `timeout_s`. `started`: False
     where the function calls `start_processes` itself.
     """
     _context.set_forkserver_preload(PRELOAD)
@@ -163,17 +164,21 @@ def _collect(pipes: list, workers: list, deadline: float, timeout_s: float) -> l
                 f"ranks {sorted(waiting.values())} of {len(pipes)} did not finish within "
                 f"{timeout_s} s"
             )
+        failed: list[tuple[float, str]] = []
         for pipe in ready:
             rank = waiting[pipe]
             try:
-                ok, value = pickle.loads(pipe.recv_bytes())
+                failed_at, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                raise RuntimeError(
-                    f"rank {rank} ended without a result (exit code {workers[rank].exitcode})"
-                ) from None
-            if not ok:
-                raise RuntimeError(f"rank {rank} failed:\n{value}")
-            results[rank] = value
+                words = f"rank {rank} ended without a result (exit code {workers[rank].exitcode})"
+                failed.append((-math.inf, words))
+                continue
+            if failed_at is None:
+                results[rank] = value
+            else:
+                failed.append((failed_at, f"rank {rank} failed:\n{value}"))
+        if failed:  # the others lost their connection to the first, and may be read beside it
+            raise RuntimeError(min(failed)[1])
     return [results[rank] for rank in range(len(pipes))]
 
 
@@ -197,7 +202,8 @@ def _main(
             if started:
                 start_processes(timeout_s=COLLECTIVE_LIMIT_S)
             value = function(*args, **kwargs)
-        send.send_bytes(pickle.dumps((True, value)))
+        send.send_bytes(pickle.dumps((None, value)))
         stop_processes()
     except BaseException:
-        send.send_bytes(pickle.dumps((False, traceback.format_exc())))
+        failed_at = time.monotonic()
+        send.send_bytes(pickle.dumps((failed_at, traceback.format_exc())))
