@@ -14,14 +14,16 @@ from typing import Any, NoReturn
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def lead(commands: list[list[str]], environments: list[dict[str, str]], output: Path) -> NoReturn:
-    """A rank for each command and environment, in a session of their own. Nobody ends them, as a
-    launcher does: each has to leave by itself.
+def lead(
+    commands: list[list[str]], environments: list[dict[str, str]], output: Path, folder: Path
+) -> NoReturn:
+    """A rank for each command and environment, in a session of their own and in this folder. Nobody
+    ends them, as a launcher does: each has to leave by itself.
 
     Ends with the first status that is not 0.
     """
     os.setsid()
-    os.chdir(ROOT)
+    os.chdir(folder)
     with output.open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -103,17 +103,24 @@ def command(words: Callable[[str], list[Any]]) -> Run:
     )
 
 
-def start(script: str, *arguments: Any, ranks: int | None = None, last: Sequence[Any] = ()) -> Run:
+def start(
+    script: str,
+    *arguments: Any,
+    ranks: int | None = None,
+    last: Sequence[Any] = (),
+    folder: Path = ROOT,
+) -> Run:
     """A script on `ranks` ranks without a launcher; or alone, as `python SCRIPT` is, without the
-    variables that make it a rank. `last`: further arguments of the last rank."""
+    variables that make it a rank. `last`: further arguments of the last rank; `folder`: where they
+    are started."""
     env, output = environment(), _new_output()
     environments = (
         [env] if ranks is None else [env | _rank_variables(rank, ranks) for rank in range(ranks)]
     )
     _context.set_forkserver_preload(PRELOAD)
-    words = [script, *map(str, arguments)]
+    words = [str(ROOT / script), *map(str, arguments)]
     commands = [words] * (len(environments) - 1) + [[*words, *map(str, last)]]
-    process = _context.Process(target=lead, args=(commands, environments, output))
+    process = _context.Process(target=lead, args=(commands, environments, output, folder))
     process.start()
     return _noted(
         Run(
@@ -197,8 +204,8 @@ def ranks_of(run: Run) -> list[psutil.Process]:
     return sorted(ranks, key=lambda p: (p.create_time(), p.pid))
 
 
-def run_to_end(script: str, *arguments: Any, **ranks: Any) -> tuple[int, str]:
-    return finish(start(script, *arguments, **ranks))
+def run_to_end(script: str, *arguments: Any, **how: Any) -> tuple[int, str]:
+    return finish(start(script, *arguments, **how))
 
 
 def metrics(run_dir: Path, key: str = "loss") -> dict[int, dict[str, Any]]:

@@ -1,7 +1,7 @@
 """`examples/modality.py`: a modality that no other file knows of, in a fork of three branches.
 
 A third of the samples come without it. That a fork of three branches trains as one rank does is in
-test_audio_training.py, and that the gradients are right in tests/engine/test_parity.py.
+test_every_modality.py, and that the gradients are right in tests/engine/test_parity.py.
 """
 
 import json

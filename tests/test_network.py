@@ -9,6 +9,7 @@ import time
 from datetime import timedelta
 
 import psutil
+import pytest
 import torch.distributed as dist
 from forked_script import ROOT
 from launched import (
@@ -64,6 +65,7 @@ def test_a_stranger_reaches_nothing_and_ends_no_run(tmp_path, monkeypatch):
 LOOPBACK = {"127.0.0.1", "::1"}
 
 
+@pytest.mark.all("starts every program")
 def test_programs_that_look_at_data_or_a_run_listen_nowhere(tmp_path, monkeypatch):
     """The other rows of the table in SECURITY.md that need no cluster: where they listen, and the
     Unix sockets of their loader processes."""

@@ -54,6 +54,7 @@ def lines_of(said):
     return [line.rstrip() for line in re.split(r"[\r\n]+", plain) if line.strip()]
 
 
+@pytest.mark.all("starts the launcher")
 def test_a_wrong_flag_is_the_last_thing_on_the_screen():
     status, said = on_screen("--epoch", "many")
     assert status == 2 and "exits with return code = 2" in said

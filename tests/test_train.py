@@ -401,10 +401,10 @@ def test_images_in_another_folder_are_found_from_any_working_directory(tmp_path,
         lines = zip(paths, (row["text"][0] for row in rows))
         csv.writer(out, delimiter="\t").writerows([("filepath", "title"), *lines])
     run_dir = tmp_path / "run"
-    how = [ROOT / "train.py", *SMALL, *merged, "--data", f"tsv:{file}", "--run-dir", run_dir]
-    length = words("--max-text-tokens 16 --workers 0 --steps 2")
-    command = [sys.executable, *map(str, how), "--data-root", "images here", *length]
-    subprocess.run(command, cwd=tmp_path, env=environment(), check=True, timeout=LIMIT_S)
+    how = [*SMALL, *merged, "--data", f"tsv:{file}", "--run-dir", run_dir]
+    how += ["--data-root", "images here", *words("--max-text-tokens 16 --workers 0 --steps 2")]
+    status, output = run_to_end("train.py", *how, folder=tmp_path)
+    assert status == 0, output[-3000:]
     record = json.loads((run_dir / "config.json").read_text(encoding="utf-8"))
     assert record["options"]["data_root"] == [str(root)]
     seen = [record["data"][key] for key in ("samples", "bad_samples", "train_samples")]

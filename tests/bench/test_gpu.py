@@ -18,6 +18,7 @@ from models.towers.building import build_towers, count_flops, meta_inputs
 TRIED = ["--device", "cpu", "--tiny", "--seconds-per-measurement", "0.05"]
 
 
+@pytest.mark.all("measures as the bench does")
 def test_both_programs_are_measured_and_a_failure_loses_its_own_line(tmp_path, capsys):
     """OpenCLIP's trainer, this program, replay and a prediction in real processes; then a model
     that cannot be built."""

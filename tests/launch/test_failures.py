@@ -1,11 +1,9 @@
 """The exit status by which supervise.sh starts a run again (1) or does not (2)."""
 
 import errno
-import subprocess
-import sys
 from types import SimpleNamespace
 
-from launched import ROOT, environment
+from launched import run_to_end
 
 from data.inspect import main as inspect
 from launch.run.failures import _status
@@ -51,12 +49,11 @@ def test_a_program_ends_with_status_2_where_a_file_is_not_there():
     for words in (
         ["evaluate.py", "nowhere"],
         ["export.py", "nowhere", "out"],
-        ["-m", "data.cache", "jsonl:nowhere.jsonl", "--image-size", "32"],
+        ["data/cache/__main__.py", "jsonl:nowhere.jsonl", "--image-size", "32"],
     ):
-        call, env = [sys.executable, *words], environment()
-        ended = subprocess.run(call, cwd=ROOT, env=env, capture_output=True, text=True)
-        assert ended.returncode == 2, ended.stderr
-        assert "nowhere" in ended.stderr and "Traceback" not in ended.stderr
+        status, output = run_to_end(*words)
+        assert status == 2, output
+        assert "nowhere" in output and "Traceback" not in output
 
 
 def test_a_tool_ends_with_status_2_where_a_file_is_not_there(capsys):
