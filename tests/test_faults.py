@@ -86,6 +86,7 @@ def test_a_rank_leaves_where_the_store_does_not_answer(tmp_path, small):
     assert status == 1 and said in output, output[-5000:]
 
 
+@pytest.mark.all("starts the launcher")
 def test_when_a_rank_dies_all_leave_one_says_why_and_a_supervised_run_goes_on(
     tmp_path, monkeypatch, small
 ):

@@ -69,6 +69,7 @@ def patterns() -> dict[str, tuple[re.Pattern, set[str]]]:
     return found
 
 
+@pytest.mark.all("tries every pattern")
 def test_no_pattern_takes_four_times_the_steps_for_twice_the_text():
     slow = {}
     of_the_user = "launch/tools/submit.py"  # a pattern of shards in a command of one's own

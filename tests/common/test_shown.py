@@ -57,7 +57,16 @@ def test_values_of_others_are_shown_by_brief():
                 assert node.format_spec is None, f"{file}:{node.lineno}: use common.output.brief"
 
 
-@pytest.mark.parametrize("program", ["data.inspect", "launch.tools.plan", "train.py"])
+MORE = pytest.mark.all("starts more programs")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "train.py",
+        *(pytest.param(name, marks=MORE) for name in ("data.inspect", "launch.tools.plan")),
+    ],
+)
 def test_a_program_shows_what_it_is_given_escaped(program):
     """All write through the same streams (`test_every_program_outlives_its_output`)."""
     call = [program] if program.endswith(".py") else ["-m", program]

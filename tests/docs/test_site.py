@@ -18,6 +18,8 @@ from launch.config.blocks import BalanceBlock
 pytest.importorskip("material", reason="pip install -r requirements-docs.txt")
 import reference
 
+pytestmark = pytest.mark.all("builds the site")
+
 ROOT = Path(__file__).parents[2]
 
 

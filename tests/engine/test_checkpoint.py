@@ -81,11 +81,11 @@ def assert_same(one, other):
 
 def test_any_topology_goes_on_where_another_one_stopped(tmp_path):
     """Steps of a fork of 2 + 1 stages, and the same on four topologies in turn: what is read is
-    what was written, bit for bit, and each of the next twenty losses is within 1e-5: the sums are
+    what was written, bit for bit, and each of the next twelve losses is within 1e-5: the sums are
     taken in another order."""
-    reference = run_ranks(3, train_from, FORK_2_1, 22)
+    reference = run_ranks(3, train_from, FORK_2_1, 14)
     before, step, folder = None, 0, tmp_path
-    for case, steps in ((FORK_2_1, 2), (FORK_1_1, 5), (CHAIN, 5), (MERGED_2, 5), (FORK_2_1, 5)):
+    for case, steps in ((FORK_2_1, 2), (FORK_1_1, 3), (CHAIN, 3), (MERGED_2, 3), (FORK_2_1, 3)):
         source = folder / f"step-{step:08d}" if step else None
         step += steps
         results = run_ranks(case.world_size, train_from, case, steps, source, folder, save_at=step)
@@ -102,14 +102,14 @@ def test_any_topology_goes_on_where_another_one_stopped(tmp_path):
         for at, loss in results[0]["losses"].items():
             assert loss == pytest.approx(reference[0]["losses"][at], rel=1e-5), (case, at)
             assert results[0]["lr"][at] == reference[0]["lr"][at]
-        if step < 17:  # a replica's running means are of its micro-batches
+        if step < 11:  # a replica's running means are of its micro-batches
             means = dict(b for result in reference for b in result["buffers"][step].items())
             for name, buffer in (b for result in results for b in result["buffers"][step].items()):
-                # what rounding has grown to in up to fifteen steps
+                # what rounding has grown to in up to nine steps
                 allowed = 1e-4 * float(means[name].float().norm())
                 assert float((buffer - means[name]).float().norm()) <= allowed, name
         before = results
-    kept = [f"step-{step:08d}" for step in (22, 17, 12)]
+    kept = [f"step-{step:08d}" for step in (14, 11, 8)]
     assert [path.name for path in checkpoints_in(tmp_path)] == kept
 
 

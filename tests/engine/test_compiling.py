@@ -21,6 +21,7 @@ from models.towers.building import build_towers
 COSTS = proportional({"image": [1.0, 1.0], "text": [1.0, 1.0]})
 
 
+@pytest.mark.all("compiles layers")
 def test_a_second_compiled_forward_draws_the_same_again():
     """With and without gradients, as the two forwards of a schedule that recomputes; other seeds
     draw other numbers."""

@@ -173,7 +173,7 @@ def test_pixels_that_no_patch_reads_are_said():
             assert f"--image-size {said[1]} " in line, tower
 
 
-SLOW = ("Siglip2Model", "ChineseCLIPModel", "VisionTextDualEncoderModel")
+SLOW = ("SiglipModel", "Siglip2Model", "ChineseCLIPModel", "VisionTextDualEncoderModel")
 
 
 @pytest.mark.parametrize(
