@@ -23,7 +23,9 @@ from typing import Any
 PRELOAD = ["train"]
 # which ZeRO imports, and with it torch's compiler: 3 s
 PRELOAD += ["deepspeed.runtime.zero.muon.muon_optimizer"]
-PRELOAD += ["launch.reporting.page"]  # which the end of a run imports, and with it plotly
+# which the end of a run imports, and with it plotly; and others that wait until they are needed
+PRELOAD += ["launch.reporting.page", "torch.utils.cpp_extension", "evaluate"]
+PRELOAD += ["transformers.models.bert.modeling_bert"]
 PRELOAD += ["warmed"]
 
 # ends what hangs: no call takes a tenth of it, and a busy machine may be five times as slow
