@@ -159,6 +159,23 @@ def copies_before_sends() -> list[str]:
     return [name for name in names.found if name in ("clone", "send")]
 
 
+def sends_in_flight() -> list[int]:
+    """Rank 0: how many of its messages are under way behind each of five sends."""
+    first = dist.get_rank() == 0
+    channel = Channel(int(first), dist.group.WORLD, torch.device("cpu"), sends=first)
+    tensors = {"a": torch.ones(3)}
+    known, found = signature_of(tensors), []
+    for _ in range(5):
+        if first:
+            channel.send(tensors, known)
+            found.append(len(channel._in_flight))
+        else:
+            channel.expect(known)
+            channel.receive()
+    channel.drain()
+    return found
+
+
 def posted_receives_overlap() -> bool:
     """The receiver posts, and is busy until the message has left the sender: else both wait for
     each other. Is it the message?"""
@@ -203,6 +220,18 @@ def steps_of_one_engine(case: Case, outlined: bool, steps: int) -> dict[str, lis
                 )
             )
     return found
+
+
+def a_weight_that_does_not_fit(case: Case, weight: torch.Tensor) -> None:
+    """The first sample's. ValueError on the ranks that load it."""
+    engine, _, image_size = make_engine(case)
+
+    def changed(micro_batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        weights = micro_batch["image_weight"].to(weight.dtype)
+        weights[0] = weight
+        return micro_batch | {"image_weight": weights}
+
+    engine.train_batch(map(changed, micro_batches_of_rank(case, engine, 0, image_size)))
 
 
 def a_layer_that_breaks_its_word(case: Case, layer: str, tensor: str) -> None:

@@ -32,6 +32,7 @@ def of_two():
         communication_cases.refused_message,
         communication_cases.copies_before_sends,
         communication_cases.posted_receives_overlap,
+        communication_cases.sends_in_flight,
         communication_cases.warmed_up,
     )
     ran = run_cases(2, communication_cases.call, [(function,) for function in functions])
@@ -108,6 +109,19 @@ def test_a_layer_that_makes_other_tensors_than_its_template_ends_the_run():
         r"but this stage made .*image_embeds float32 \[8, 23\]",
     ):
         run_ranks(2, broken, case, "image.head", "image_embeds", timeout_s=60)
+
+
+def test_a_weight_that_no_message_carries_is_refused():
+    case = Case("merged", {"merged": 1}, 1, 24, weighted=("image",))
+    for weight in (torch.tensor(2**31 - 1), torch.tensor(-1), torch.tensor(1.0)):
+        said = rf"{weight.dtype} and values from .*weights are int64 from 0 to {2**31 - 2}"
+        with pytest.raises(RuntimeError, match=f"(?s)ValueError: image_weight has dtype {said}"):
+            run_ranks(1, communication_cases.a_weight_that_does_not_fit, case, weight)
+
+
+def test_a_fast_stage_does_not_fill_the_memory_with_messages(of_two):
+    """The third waits until the first has arrived."""
+    assert of_two["sends_in_flight"] == [[1, 2, 2, 2, 2], []]
 
 
 def test_a_posted_receive_takes_the_message_while_its_rank_is_busy(of_two):
