@@ -47,8 +47,8 @@ def run_ranks(
     results in order.
 
     `function` must be importable (module level). Raises RuntimeError with the traceback of the rank
-    that failed first, or TimeoutError with the ranks that did not finish in `timeout_s`. `started`: False
-    where the function calls `start_processes` itself.
+    that failed first, or TimeoutError with the ranks that did not finish in `timeout_s`. `started`:
+    False where the function calls `start_processes` itself.
     """
     _context.set_forkserver_preload(PRELOAD)
     from engine.processes.start import free_port
@@ -179,7 +179,9 @@ def _collect(pipes: list, workers: list, deadline: float, timeout_s: float) -> l
                 results[rank] = value
             else:
                 failed.append((failed_at, f"rank {rank} failed:\n{value}"))
-        if failed:  # the others lost their connection to the first, and may be read beside it
+        # the others lost their connection to the first, or to one that was killed, and may be read
+        # beside it
+        if failed:
             raise RuntimeError(min(failed)[1])
     return [results[rank] for rank in range(len(pipes))]
 

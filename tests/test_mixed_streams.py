@@ -5,7 +5,6 @@ import io
 import json
 import sys
 import tarfile
-from pathlib import Path
 
 import pytest
 from launched import ROOT, metrics, run_to_end
@@ -18,17 +17,12 @@ from data.index.sources import open_source  # noqa: E402
 pytest.importorskip("soundfile", reason="pip install -r requirements-audio.txt")
 
 # no batch normalisation and no dropout, which see the split
-NO_DROPOUT = "hidden_dropout_prob=0,attention_probs_dropout_prob=0"
-TOWERS = [
-    "--image-tower",
+VIT = (
     "vit_b_32:patch_size=16,num_layers=2,hidden_dim=32,num_heads=2,mlp_dim=64,dropout=0,"
-    "attention_dropout=0",
-    "--text-tower",
-    f"bert-tiny:{NO_DROPOUT}",
-    "--audio-tower",
-    "hf:ast:hidden_size=32,num_hidden_layers=2,num_attention_heads=2,intermediate_size=64,"
-    f"num_mel_bins=16,{NO_DROPOUT}",
-]
+    "attention_dropout=0"
+)
+TOWERS = ["--image-tower", VIT, "--audio-tower", VIT, "--audio-size", 32]
+TOWERS += ["--text-tower", "bert-tiny:hidden_dropout_prob=0,attention_probs_dropout_prob=0"]
 SIZES = ["--audio-seconds", 0.5, "--image-size", 32, "--embed-dim", 16, "--max-text-tokens", 12]
 SPLITS = {
     1: {"layout": "merged", "stages": {"merged": 1}, "micro_batch_size": 24},
@@ -44,25 +38,26 @@ RELATIVE = 1e-5  # fp32, whose sums come in another order
 
 
 @pytest.fixture
-def sets(tmp_path):
+def streams(tmp_path):
     """Emoji with names, and with names and tones; a third of the latter have no image, so that
-    sounds and images are never compared there."""
-    demo = open_source("demo")
-    specs = []
+    sounds and images are never compared there. In six shards each."""
+    demo, flags = open_source("demo"), []
     for name, first in (("pictures", 0), ("sounds", 90)):
-        rows = []
-        for n in range(first, first + 90):
-            row = {"id": str(n), "text": demo.captions(n)[0]}
-            if name == "pictures" or n % 3:
-                (tmp_path / f"{n}.png").write_bytes(demo.value("image", n))
-                row["image_path"] = f"{n}.png"
-            if name == "sounds":
-                (tmp_path / f"{n}.wav").write_bytes(wav(tone(0.3 + n % 5 / 10, 200 + 7 * n)))
-                row["audio_path"] = f"{n}.wav"
-            rows.append(json.dumps(row) + "\n")
-        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
-        specs += ["--data", f"jsonl:{tmp_path}/{name}.jsonl"]
-    return specs
+        (tmp_path / name).mkdir()
+        for shard in range(6):
+            with tarfile.open(tmp_path / name / f"{shard}.tar", "w") as tar:
+                for n in range(first + 15 * shard, first + 15 * shard + 15):
+                    values = {"txt": demo.captions(n)[0].encode()}
+                    if name == "pictures" or n % 3:
+                        values["png"] = demo.value("image", n)
+                    if name == "sounds":
+                        values["wav"] = wav(tone(0.3 + n % 5 / 10, 200 + 7 * n))
+                    for ending, content in values.items():
+                        member = tarfile.TarInfo(f"{n}.{ending}")
+                        member.size = len(content)
+                        tar.addfile(member, io.BytesIO(content))
+        flags += ["--data", f"stream:{tmp_path}/{name}/{{0..5}}.tar?mixed=2"]
+    return flags
 
 
 def configuration(folder, ranks):
@@ -86,33 +81,15 @@ def check_losses(whole, split):
         )
 
 
-def test_streams_of_three_modalities_train_on_four_ranks_as_on_one(tmp_path, sets):
-    """The same samples in tar shards, of which the sounds come one and a half times an epoch."""
-    specs = []
-    for spec in sets[1::2]:
-        name = Path(spec.partition(":")[2]).stem
-        source = open_source(spec, (("image", "text"), ("audio", "text")))
-        lacking = {modality: source.lacking(modality) for modality in ("image", "audio")}
-        (tmp_path / name).mkdir()
-        for shard in range(6):
-            with tarfile.open(tmp_path / name / f"{shard}.tar", "w") as tar:
-                for i in range(15 * shard, 15 * shard + 15):
-                    values = {"txt": source.captions(i)[0].encode()}
-                    for modality, ending in (("image", "png"), ("audio", "wav")):
-                        if not lacking[modality][i]:
-                            values[ending] = source.value(modality, i)
-                    for ending, content in values.items():
-                        member = tarfile.TarInfo(f"{i}.{ending}")
-                        member.size = len(content)
-                        tar.addfile(member, io.BytesIO(content))
-        specs += ["--data", f"stream:{tmp_path}/{name}/{{0..5}}.tar?mixed=2"]
+def test_streams_of_three_modalities_train_on_four_ranks_as_on_one(tmp_path, streams):
+    """Of which the sounds come one and a half times an epoch."""
     seen = []
     for ranks in SPLITS:
         run_dir = tmp_path / f"run{ranks}"
         flags = ["--deepspeed_config", configuration(tmp_path, ranks), "--run-dir", run_dir]
         flags += ["--pairs", "image:text,audio:text:0.5", "--workers", 0, "--steps", 2]
         flags += ["--data-weights", "1,1.5", "--val-fraction", 0]
-        status, output = run_to_end("train.py", *specs, *TOWERS, *SIZES, *flags, ranks=ranks)
+        status, output = run_to_end("train.py", *streams, *TOWERS, *SIZES, *flags, ranks=ranks)
         assert status == 0, output[-3000:]
         seen.append(metrics(run_dir))
     check_losses(*seen)

@@ -24,8 +24,8 @@ import hashlib
 from data.index.sources import open_source
 from data.modalities.tokenizer import train_tokenizer
 demo = open_source("demo:en+ko")
-captions = [text for i in range(0, len(demo), 3) for text in demo.captions(i)]
-print(hashlib.sha256(train_tokenizer(captions, vocab_size=900).backend_tokenizer.to_str().encode()).hexdigest())
+captions = [text for i in range(len(demo)) for text in demo.captions(i)]
+print(hashlib.sha256(train_tokenizer(captions, vocab_size=1800).backend_tokenizer.to_str().encode()).hexdigest())
 """
 
 
