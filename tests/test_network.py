@@ -25,6 +25,7 @@ from launched import (
 )
 from listeners import listening, listening_unix
 
+from engine.processes.start import free_port
 from engine.processes.watchdog import BEAT_S
 
 UNPICKLE = {"broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"}
@@ -86,7 +87,8 @@ def test_programs_that_look_at_data_or_a_run_listen_nowhere(tmp_path, monkeypatc
         ("evaluate.py", folder, "--workers", 1),
         ("export.py", folder, tmp_path / "export"),
         ("launch/tools/report.py", folder, "--out", tmp_path / "report.html"),
-        ("launch/tools/doctor.py", "--run-dir", folder),
+        # the port that the launcher takes by itself may be another run's
+        ("launch/tools/doctor.py", "--run-dir", folder, "--port", free_port()),
     ):
         places, sockets = watched(start(*words))
         assert not places, words
