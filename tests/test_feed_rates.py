@@ -111,6 +111,7 @@ def test_costs_come_to_predict_what_is_measured(whole):
     assert refitted == pytest.approx([1] * 7, rel=1e-3)
 
 
+@pytest.mark.all("one more resumed run")
 def test_a_run_that_goes_on_deals_and_feeds_as_before(whole, tmp_path):
     """What was decided by step 12 holds, and so does what is decided afterwards: the numbers are
     the same to the last bit."""

@@ -27,6 +27,7 @@ TOWERS += " --text-tower bert-tiny:hidden_dropout_prob=0,attention_probs_dropout
 TOWERS += " --image-size 32 --embed-dim 32 --max-text-tokens 16 --workers 0"
 
 
+@pytest.mark.all("holds a rank up for a minute")
 def test_a_rank_that_is_held_up_is_named_and_given_less(tmp_path):
     """By a process that stops it nine tenths of the time, so that what else keeps the cores busy does
     not hold up another rank more. The losses are those of one rank."""

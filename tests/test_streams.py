@@ -60,6 +60,7 @@ def losses(run_dir):
     return {step: line["loss"] for step, line in metrics(run_dir).items()}
 
 
+@pytest.mark.all("kills a run twice")
 def test_a_run_is_killed_twice_and_goes_on_with_fewer_ranks(store, tmp_path, monkeypatch):
     """From a store with resets, cut answers and 503s: the losses are those of an undisturbed run,
     to the last bit on the same ranks, and no shard too many is kept."""

@@ -77,7 +77,9 @@ def test_eight_processes_on_a_machine_without_a_gpu(tmp_path):
     assert "Zero-shot retrieval" in output and "composition (394)" in output
 
 
-@pytest.mark.parametrize("layout", ["fork", "auto"])
+@pytest.mark.parametrize(
+    "layout", ["fork", pytest.param("auto", marks=pytest.mark.all("a second layout"))]
+)
 def test_a_run_that_was_asked_to_stop_goes_on_as_if_it_had_not_been_stopped(
     tmp_path, monkeypatch, fork, pairs, layout
 ):

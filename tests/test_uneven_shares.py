@@ -48,7 +48,10 @@ def unsplit(module_folder):
     [
         (4, {**FORK, "schedule": "replay"}, {"gradient_accumulation_steps": 5}, ["image ≤2×5"]),
         # what is tried beforehand changes no number, and the run goes on without it
-        (3, {**MERGED, "fit": "measure"}, {}, ["≤9×1", "tried on the device"]),
+        pytest.param(
+            *(3, {**MERGED, "fit": "measure"}, {}, ["≤9×1", "tried on the device"]),
+            marks=pytest.mark.all("a second layout"),
+        ),
     ],
     ids=["fork", "merged"],
 )

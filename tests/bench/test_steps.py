@@ -27,6 +27,7 @@ def test_every_way_is_planned_on_its_ranks(make):
 
 
 @pytest.mark.parametrize("branches", [steps.merged(2, 1) | {"schedule": "replay"}, None])
+@pytest.mark.all("measures as the bench does")
 def test_a_way_runs_on_real_ranks(branches):
     """Two stages of the engine, and DDP, from the same weights: the same loss, and what is told of
     each rank and stage."""

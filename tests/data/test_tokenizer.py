@@ -29,6 +29,7 @@ print(hashlib.sha256(train_tokenizer(captions, vocab_size=1800).backend_tokenize
 """
 
 
+@pytest.mark.all("starts processes that import anew")
 def test_training_is_the_same_in_every_process():
     # In processes: the trainer's hash maps are seeded per process.
     runs = [

@@ -52,6 +52,7 @@ def made(every):
     return [row(*each) for each in every if (each[1], each[0]) in SAMPLE]
 
 
+@pytest.mark.all("makes a page anew")
 def test_rows_made_again_are_those_of_the_page(made):
     listed = layers_in(PAGE)
     assert len(made) == len(SAMPLE)

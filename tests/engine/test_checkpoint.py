@@ -39,6 +39,7 @@ CHAIN = Case("chain", ONE_EACH, 1, **COMMON, fusion=2)
 MERGED_2 = Case("merged", {"merged": 1}, 2, **COMMON, fusion=2)
 
 
+@pytest.mark.all("more resumed runs")
 def test_the_same_topology_goes_on_to_the_last_bit(tmp_path):
     """Parameters, optimizer state, counters, learning rates and the next losses; the checkpoint was
     written while training went on, and by 0.1.0."""

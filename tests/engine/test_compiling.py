@@ -113,6 +113,7 @@ def test_what_is_not_known_is_refused():
     assert not_refused(block_of, cases) == []
 
 
+@pytest.mark.all("compiles layers")
 def test_compiled_layers_are_measured_apart_from_others(tmp_path, monkeypatch):
     needs_a_compiler()
     monkeypatch.setenv("WYE_CACHE", str(tmp_path))

@@ -146,7 +146,11 @@ def _run(folder, ranks):
 
 @pytest.mark.parametrize(
     ("way", "ranks", "loss"),
-    [(ONE, 1, "sigmoid"), (FORK, 2, "infonce"), (MERGED, 2, "infonce")],
+    [
+        (ONE, 1, "sigmoid"),
+        (FORK, 2, "infonce"),
+        pytest.param(*(MERGED, 2, "infonce"), marks=pytest.mark.all("a second layout")),
+    ],
     ids=["one rank", "fork on two", "merged on two"],
 )
 def test_equal_weights_and_batches_give_equal_losses(peer, way, ranks, loss):

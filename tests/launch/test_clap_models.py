@@ -281,6 +281,7 @@ def write_sounds(folder, number):
 
 
 @pytest.mark.slow
+@pytest.mark.all("trains from more models")
 def test_a_model_is_trained_in_a_fork_and_loaded_by_its_library(folders, tmp_path):
     pytest.importorskip("soundfile", reason="pip install -r requirements-audio.txt")
     folder, run, out = folders["relu"], tmp_path / "run", tmp_path / "out"

@@ -485,6 +485,7 @@ WITH_REGIONS = {
 }
 
 
+@pytest.mark.all("exports towers of every library")
 def test_an_export_embeds_boxes_by_the_code_of_its_page(tmp_path, subtests):
     """For towers of each library; and Wye's own towers get back all that was learned."""
     made, runnable = {}, []

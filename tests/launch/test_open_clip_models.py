@@ -162,6 +162,7 @@ def changed(trained):
     return trained
 
 
+@pytest.mark.all("more models of OpenCLIP")
 def test_open_clip_alone_has_our_embeddings(models, tmp_path):
     """Of models that have learned; heads behind OpenCLIP's own projections are multiplied into
     them."""

@@ -74,6 +74,7 @@ def test_bytes_of_no_weight_are_refused():
         describe_layers(TEXT, 3)
 
 
+@pytest.mark.all("every family of towers")
 def test_every_family_is_counted_without_memory(cases, subtests):
     """The planner prices towers on the meta device, where nothing can be read."""
     for name, case in cases.items():

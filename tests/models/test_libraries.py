@@ -382,6 +382,7 @@ def test_causal_texts_are_attended_without_a_mask(monkeypatch, forward):
     assert asked == [(None, True)] * TEXT["layers"]
 
 
+@pytest.mark.all("more networks of a kind")
 def test_half_precision(forward, subtests):
     """With batch norms, tables and functions that a library has of its own: a CPU takes long."""
     kinds = "timm resnet/timm vit/timm efficientnet/timm shapes asked"

@@ -209,6 +209,7 @@ def test_layers_cut_anywhere_give_the_same(name):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.all("more networks of a kind")
 def test_half_precision_is_near_fp32(dtype, subtests):
     """As DeepSpeed keeps a stage: parameters in half precision, buffers in fp32."""
     for name in (TIMED, "r3d_18", VIDEOMAE):
@@ -260,7 +261,15 @@ OF_CLIPS = {  # size, frames, the last layer of the classifier
 }
 
 
-@pytest.mark.parametrize("name", OF_CLIPS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=[pytest.mark.all("larger networks")] * (name in ("s3d", "mvit_v2_s"))
+        )
+        for name in OF_CLIPS
+    ],
+)
 def test_networks_of_clips_are_torchvisions(name):
     size, number, classifier = OF_CLIPS[name]
     samples = 2 if size < 224 else 1

@@ -55,6 +55,7 @@ def check(tower, inputs):
         assert any(name in tower.name for name in READS_ON_HOST)
 
 
+@pytest.mark.all("every family of towers")
 def test_towers_of_every_family(cases, subtests):
     for name, case in cases.items():
         with subtests.test(name):
