@@ -83,7 +83,7 @@ def clip_under_rules(
             own.clip()
             result[name] = {"clipped": gradient_pieces(engine), **numbers(own)}
             torch._foreach_copy_(gradients, original)
-        own, state = clipping("values"), clipping("values").state_dict()
+        own, state = clipping("own"), clipping("own").state_dict()
         del state["clipped_steps"]["frozen"]  # 0.1.0 had no numbers of groups without parameters
         own.load_state_dict(state)
         result["adaptive"], own = [], clipping("adaptive")

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,6 @@ from engine.communication import Communicator
 from engine.optimizer.clipping_rules import ClippingRule, group_of
 
 EPSILON = 1e-6  # of torch.nn.utils.clip_grad_norm_
-LIMITED_AT_ONCE = 2**24  # elements of a copy behind a limit: 64 MiB
 
 
 class GroupedClipping:
@@ -69,10 +68,7 @@ class GroupedClipping:
         ]
         self._steps = 0
         # made once: each would be a copy to the device
-        by_value = [rule.kind == "value" for rule in self.rules.values()]
-        bounds = [rule.bound for rule in self.rules.values()]
-        self._by_value = self._vector(by_value) > 0
-        self._limits = torch.where(self._by_value, math.inf, self._vector(bounds))  # of norms
+        self._limits = self._vector([rule.bound for rule in self.rules.values()])
         self._clipped_steps = self._vector([0] * len(rules))
         self._mean_norms = self._vector([0] * len(rules))
         self._nothing = self._vector([])
@@ -94,30 +90,23 @@ class GroupedClipping:
     @torch.no_grad()
     def measure(self) -> Tensor:
         """The norm of each group: one sum over the world. All ranks call it together."""
-        squares = torch.zeros(len(self.rules), 2, dtype=torch.float64, device=self.comm.device)
-        for (group, rule), own in zip(self.rules.items(), squares):
-            self._add_squares(self.members[group], rule, own)
+        squares = torch.zeros(len(self.rules), dtype=torch.float64, device=self.comm.device)
+        for group, own in zip(self.rules, squares):
+            self._add_square(self.members[group], own)
         if not self.partitioned:
             squares /= self.comm.stage.replicas  # which have the whole gradient each
-        sums = self.comm.sum_over(torch.cat([squares.flatten(), self._own_beside]))
-        squares, self.beside = sums[: squares.numel()].view_as(squares), sums[squares.numel() :]
-        self.norms, self._within = squares.sqrt().unbind(1)
+        sums = self.comm.sum_over(torch.cat([squares, self._own_beside]))
+        squares, self.beside = sums[: len(self.rules)], sums[len(self.rules) :]
+        self.norms = squares.sqrt()
         return self.norms
 
-    def _add_squares(
-        self, members: Sequence[nn.Parameter], rule: ClippingRule, squares: Tensor
-    ) -> None:
-        """`squares`, [2] float64: this rank's part of Σ g², and of the same after a limit of the
-        elements."""
+    def _add_square(self, members: Sequence[nn.Parameter], square: Tensor) -> None:
+        """`square`, [] float64: this rank's part of Σ g²."""
         by_scale: dict[float, list[Tensor]] = defaultdict(list)
         for gradient, scale in filter(None, map(self._measurable, members)):
             by_scale[scale].append(gradient)
         for scale, gradients in by_scale.items():
-            squares[0] += _square(gradients, squares.device) / scale**2
-            for own in _alike(gradients) if rule.kind == "value" else ():
-                for some in _in_parts(own):
-                    limited = _limited(some, rule.bound * scale)
-                    squares[1] += _square(limited, squares.device) / scale**2
+            square += _square(gradients, square.device) / scale**2
 
     @torch.no_grad()
     def clip(self) -> None:
@@ -129,10 +118,8 @@ class GroupedClipping:
         for (group, rule), coefficient in zip(self.rules.items(), self.coefficients):
             found = map(self.gradient, self.members[group]) if rule.kind != "none" else ()
             for gradients in _alike(g for g in found if g is not None):
-                if rule.kind == "value":
-                    _limit(gradients, rule.bound)
-                else:  # of another dtype or device, torch would multiply one by one
-                    torch._foreach_mul_(gradients, coefficient.to(gradients[0]))
+                # of another dtype or device, torch would multiply one by one
+                torch._foreach_mul_(gradients, coefficient.to(gradients[0]))
 
     def _count_step(self, norms: Tensor) -> Tensor:
         """The coefficients of this step, which counts from now on."""
@@ -142,8 +129,6 @@ class GroupedClipping:
             if self._steps > rule.warmup_steps:
                 limits[i] = torch.where(means[i] > 0, rule.factor * means[i], math.inf)
         coefficients = (limits / (norms + EPSILON)).clamp(max=1.0)
-        by_value = self._by_value & (norms > 0)
-        coefficients = torch.where(by_value, self._within / norms, coefficients)
         self._clipped_steps += coefficients < 1
         for i, rule in self._adaptive:
             weight = (1 - rule.decay) / (1 - rule.decay**self._steps)
@@ -268,35 +253,6 @@ def _square(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
         norms = torch._foreach_norm(own, 2, torch.promote_types(own[0].dtype, torch.float32))
         total += torch.stack(norms).double().square().sum().to(device)
     return total
-
-
-def _limit(gradients: list[Tensor], bound: float) -> None:
-    torch._foreach_clamp_min_(gradients, -bound)
-    torch._foreach_clamp_max_(gradients, bound)
-
-
-def _limited(gradients: list[Tensor], bound: float) -> list[Tensor]:
-    """Copies in fp32, in which the bound is not rounded."""
-    copies = [torch.empty_like(gradient, dtype=torch.float32) for gradient in gradients]
-    torch._foreach_copy_(copies, gradients)
-    _limit(copies, bound)
-    return copies
-
-
-def _in_parts(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """All elements of tensors that are alike, at most `LIMITED_AT_ONCE` at a time."""
-    part: list[Tensor] = []
-    room = LIMITED_AT_ONCE
-    for tensor in tensors:
-        large = tensor.numel() > LIMITED_AT_ONCE
-        for piece in tensor.reshape(-1).split(LIMITED_AT_ONCE) if large else (tensor,):
-            if part and piece.numel() > room:
-                yield part
-                part, room = [], LIMITED_AT_ONCE
-            part.append(piece)
-            room -= piece.numel()
-    if part:
-        yield part
 
 
 def _members(

@@ -8,7 +8,6 @@ match, first come, first served; what is left stays in these.
 | kind | what happens to the gradient g of a group, ‖g‖ its norm |
 |---|---|
 | `norm` | g ← g · min(1, limit / (‖g‖ + 1e-6)), as torch.nn.utils.clip_grad_norm_ |
-| `value` | every element is held within ±limit, as torch.nn.utils.clip_grad_value_ |
 | `adaptive` | as `norm`, with a limit that follows the group's own norms, see `engine/optimizer/clipping.py` |
 | `none` | nothing; the norm is measured all the same |
 """
@@ -23,18 +22,26 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from common.blocks import block, one_of, read_block
+from common.blocks import block, read_block, refuse_other_word
 from common.spelling import nearest, nearest_pattern
 
 HEAD = "head"  # the group of what stands behind the towers
-# The keys that each kind takes besides `match`. `limit` must be given to the first two.
+# The keys that each kind takes besides `match`. `limit` must be given to the first.
 KEYS_OF_KIND = {
     "norm": ("limit",),
-    "value": ("limit",),
     "adaptive": ("factor", "decay", "warmup_steps", "limit"),
     "none": (),
 }
 FACTOR, DECAY, WARMUP_STEPS = 1.5, 0.99, 100
+
+
+def _kind(value: Any) -> Any:
+    if value == "value":
+        raise ValueError(
+            'got "value", and elements are no longer limited one by one; use "norm" or "adaptive", '
+            "which limit the norm of the group"
+        )
+    return refuse_other_word(value, list(KEYS_OF_KIND))
 
 
 def _patterns(match: Any) -> tuple[str, ...]:
@@ -51,14 +58,14 @@ def _patterns(match: Any) -> tuple[str, ...]:
 class ClippingRule:
     """How the gradients of one group are clipped.
 
-    `limit`: of the norm (norm), of every element (value), of the norm during the warm-up (adaptive;
-    None: none holds then). `match`: patterns of canonical names as in `fnmatch`, for a group of
-    one's own; empty for those of the branches and the head. The last three belong to adaptive: the
-    limit is `factor` times the mean, `decay` is the mean's weight of the past, and `warmup_steps`
-    are the applied steps before that limit holds.
+    `limit`: of the norm, under adaptive during the warm-up (None: none holds then). `match`:
+    patterns of canonical names as in `fnmatch`, for a group of one's own; empty for those of the
+    branches and the head. The last three belong to adaptive: the limit is `factor` times the mean,
+    `decay` is the mean's weight of the past, and `warmup_steps` are the applied steps before that
+    limit holds.
     """
 
-    kind: Annotated[str, one_of(*KEYS_OF_KIND)]
+    kind: Annotated[str, BeforeValidator(_kind)]
     limit: Annotated[
         float | None,
         Field(gt=0, description='a number above 0; to clip nothing, write {"kind": "none"}'),
@@ -76,8 +83,8 @@ class ClippingRule:
     ] = WARMUP_STEPS
 
     def __post_init__(self) -> None:
-        if self.kind in ("norm", "value") and self.limit is None:
-            raise ValueError(f'a rule of kind "{self.kind}" needs a "limit", such as 1.0')
+        if self.kind == "norm" and self.limit is None:
+            raise ValueError('a rule of kind "norm" needs a "limit", such as 1.0')
 
     @property
     def bound(self) -> float:

@@ -15,7 +15,6 @@ from split_training import Case, assemble, train_whole
 from split_training import fork_of as two
 from split_training import merged_of as one
 
-from engine.optimizer import clipping
 from engine.optimizer.clipping_rules import (
     ClippingRule,
     clipping_rules,
@@ -29,12 +28,12 @@ RELATIVE = 1e-6
 BLOCKS = {
     # far above its limit, below it, around it
     "norms": {"image": 1e-4, "text": 1e4, "head": {"kind": "norm", "limit": 0.05}},
-    "values": {
-        "image": {"kind": "value", "limit": 1e-3},
-        "text": {"kind": "value", "limit": 1e6},
+    "own": {
+        "image": 1e-3,
+        "text": {"kind": "norm", "limit": 1e6},
         "embeddings": {
             "match": ["text.embeddings.*", "image.*pos_embedding"],
-            "kind": "value",
+            "kind": "norm",
             "limit": 1e-4,
         },
         "frozen": {"match": [FROZEN], "limit": 1.0},
@@ -78,16 +77,8 @@ def clipped_by_torch(gradients, block):
         for name, parameter in parameters.items():
             parameter.grad = gradients[name].clone()
         rule = block.get(group, math.inf)
-        kind, limit = (
-            (rule.get("kind", "norm"), rule["limit"]) if isinstance(rule, dict) else ("norm", rule)
-        )
-        norms[group] = float(
-            torch.nn.utils.clip_grad_norm_(
-                parameters.values(), limit if kind == "norm" else math.inf
-            )
-        )
-        if kind == "value":
-            torch.nn.utils.clip_grad_value_(parameters.values(), limit)
+        limit = rule["limit"] if isinstance(rule, dict) else rule
+        norms[group] = float(torch.nn.utils.clip_grad_norm_(parameters.values(), limit))
         after[group] = float(torch.nn.utils.clip_grad_norm_(parameters.values(), math.inf))
         clipped |= {name: parameter.grad for name, parameter in parameters.items()}
     return norms, after, clipped
@@ -174,9 +165,8 @@ def check_adaptive(results, norms):
         assert (state["steps"], state["clipped_steps"]["image"]) == (len(FACTORS), clipped)
 
 
-@pytest.mark.parametrize("kind", ["norm", "value"])
-def test_the_number_of_kernels_does_not_grow_with_that_of_the_parameters(kind):
-    block = dict.fromkeys(("image", "text", "head"), {"kind": kind, "limit": 1e-3})
+def test_the_number_of_kernels_does_not_grow_with_that_of_the_parameters():
+    block = dict.fromkeys(("image", "text", "head"), 1e-3)
     cases = [
         replace(case, towers=towers)
         for case in (one(1, 1, 24, zero_stage=0), one(1, 2, 12))
@@ -187,15 +177,6 @@ def test_the_number_of_kernels_does_not_grow_with_that_of_the_parameters(kind):
         assert few != many and small == large
 
 
-def test_a_limited_copy_is_made_of_some_elements_at_a_time(monkeypatch):
-    monkeypatch.setattr(clipping, "LIMITED_AT_ONCE", 10)
-    tensors = [torch.randn(size) for size in ((2, 3), (25,), (4,), (3, 2), (0,), (1,))]
-    parts = list(clipping._in_parts(tensors))
-    assert max(sum(piece.numel() for piece in part) for part in parts) == 10
-    together = torch.cat([piece.flatten() for part in parts for piece in part])
-    assert torch.equal(together, torch.cat([tensor.flatten() for tensor in tensors]))
-
-
 # -- the rules, without processes
 
 
@@ -203,14 +184,14 @@ def test_a_block_is_read_group_by_group():
     block = {
         "text": {"kind": "norm", "limit": 2},
         "image": 1.0,
-        "embeddings": {"match": ["text.embeddings.*"], "kind": "value", "limit": 0.1},
+        "embeddings": {"match": ["text.embeddings.*"], "kind": "norm", "limit": 0.1},
         "head": {"kind": "adaptive", "factor": 2.0},
     }
     assert list(clipping_rules(json.loads(json.dumps(block)), BRANCHES).items()) == [
         ("image", ClippingRule("norm", 1.0)),
         ("text", ClippingRule("norm", 2)),
         ("head", ClippingRule("adaptive", factor=2.0)),
-        ("embeddings", ClippingRule("value", 0.1, ("text.embeddings.*",))),
+        ("embeddings", ClippingRule("norm", 0.1, ("text.embeddings.*",))),
     ]
 
 
@@ -249,7 +230,7 @@ def test_refusals_of_a_block():
         ({"text": {"kind": "norm", "factor": 2, "limit": 1}}, "'factor' for kind \"norm\""),
         ({"text": {"kind": "none", "limit": 1}}, "unknown key 'limit' for kind \"none\""),
         ({"text": {"kind": "norm"}}, 'kind "norm" needs a "limit"'),
-        ({"text": {"kind": "value"}}, 'kind "value" needs a "limit"'),
+        ({"text": {"kind": "value", "limit": 1}}, f'{key}.text.kind: got "value" … "adaptive"'),
         ({"text": {"kind": "norm", "limit": 0}}, 'limit: got 0 … above 0 … {"kind": "none"}'),
         ({"text": adaptive | {"factor": 1.0}}, "factor: got 1.0 … above 1"),
         ({"text": adaptive | {"decay": 1}}, "decay: got 1 … between 0 and 1"),
