@@ -71,7 +71,6 @@ EXPERIMENTS = {
         "unsplit, one rank": f"ranks=1 {MERGED}",
         "fork, batch_sync": "",
         "fork, replay": "branches.schedule=replay",
-        "chain": "branches.layout=chain",
         "merged, two replicas": f"{MERGED} branches.replicas=2",
     },
     "negatives": {

@@ -197,14 +197,6 @@ def merged(stages: int, replicas: int) -> dict[str, Any]:
     return {"layout": "merged", "stages": {"merged": stages}, "replicas": replicas}
 
 
-def chain(image: int = 1, text: int = 1, replicas: int = 1) -> dict[str, Any]:
-    return {
-        "layout": "chain",
-        "stages": {"image": image, "text": text},
-        "replicas": replicas,
-    }
-
-
 NO_DROPOUT = ",hidden_dropout_prob=0,attention_probs_dropout_prob=0"
 # Both towers are transformers of width 384 and depth 6 and take about as many tokens of a sample
 # (37 patches, 32 words), so that neither branch of a fork waits for the other. The text tower has a
@@ -256,7 +248,6 @@ def strategies(
     setup = replace(STRATEGIES, global_batch_size=global_batch, micro_batch_size=micro_batch)
     half = ranks // 2
     blocks = {
-        "chain": chain(ranks - half, half),
         "fork-unequal": fork(replicas=(ranks - 1, 1)),
         "fork-equal": fork(replicas=(half, half)),
         "merged-replicas": merged(1, ranks),

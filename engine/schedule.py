@@ -136,8 +136,7 @@ class StageSchedule(PipeSchedule, ABC):
         """Take in micro-batch m, run it, hand it on."""
         stage = self.own_stage
         return [
-            *([RecvActivation(m)] if stage.previous is not None else []),
-            *([load(m)] if stage.loads else []),
+            load(m) if stage.previous is None else RecvActivation(m),
             run(m),
             *([SendActivation(m)] if stage.next is not None else []),
         ]
@@ -157,9 +156,9 @@ class StageSchedule(PipeSchedule, ABC):
         stage = self.own_stage
         if not stage.has_backward:
             return []
+        comes_again = stage.previous is not None and stage.sends_gradients
         return [
-            *([RecvActivation(m)] if stage.previous is not None and stage.sends_gradients else []),
-            *([ReloadMicroBatch(m)] if stage.loads or not stage.sends_gradients else []),
+            RecvActivation(m) if comes_again else ReloadMicroBatch(m),
             ReplayPass(m),
             *([SendActivation(m)] if stage.next is not None else []),
         ]
@@ -263,7 +262,7 @@ SCHEDULES: dict[str, type[StageSchedule]] = {
     "per_micro_batch": PerMicroBatch,
 }
 # What "schedule" took once, and why it is not there.
-REMOVED = {
+REMOVED_SCHEDULES = {
     "zero_bubble": "backwards in two parts take about as much longer as stages wait less",
 }
 

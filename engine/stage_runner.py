@@ -122,14 +122,12 @@ class StageRunner:
     def _announce(self, number: int) -> None:
         """Learn the signatures of all messages of the next `number` micro-batches, and tell the next
         stage what it will get."""
-        nothing: list[Signature] = [()] * number
         if self.stage.previous is not None:
             self._received = self.comm.announced()
         if self.stage.next is not None:
-            entering = self._entering(number) if self.stage.loads else nothing
+            entering = self._entering(number) if self.stage.previous is None else self._received
             self._sent = [
-                self._outline.signature(received + loaded, self.module.training)
-                for received, loaded in zip(self._received or nothing, entering, strict=True)
+                self._outline.signature(tensors, self.module.training) for tensors in entering
             ]
             self.comm.announce(self._sent)
 

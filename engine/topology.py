@@ -3,7 +3,6 @@
     fork     image 0 ─ image 1 ─┐
                                 ├─ loss          each branch has its own stages and its own replicas
              text 0 ────────────┘
-    chain    image 0 ─ image 1 ─ text 0 ─ loss   one line, equal replicas
     merged   [image+text] ─ [image+text] ─ loss  every stage holds a slice of all branches
 
 Any number of branches, in the order in which the cuts name them.
@@ -19,7 +18,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-LAYOUTS = ("fork", "chain", "merged")
+LAYOUTS = ("fork", "merged")
+REMOVED_LAYOUTS = {"chain": "a fork of the same stages has fewer of them wait for each other"}
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,24 @@ class Stage:
     ranks: tuple[int, ...]
     previous: int | None
     next: int | None
-    loads: tuple[str, ...]  # branches whose micro-batches enter here
-    tail_of: tuple[str, ...]  # branches whose embeddings leave the pipeline here
     num_downstream: int
     # branches whose tensors need gradients where they leave; none: the stage has no backward
     trained: tuple[str, ...]
     sends_gradients: bool = True  # to the stage it receives from
+
+    @property
+    def loads(self) -> tuple[str, ...]:
+        """Branches whose micro-batches enter here."""
+        return tuple(self.layers) if self.previous is None else ()
+
+    @property
+    def tail_of(self) -> tuple[str, ...]:
+        """Branches whose embeddings leave the pipeline here."""
+        return tuple(self.layers) if self.is_tail else ()
+
+    @property
+    def is_tail(self) -> bool:
+        return self.next is None
 
     @property
     def has_backward(self) -> bool:
@@ -57,18 +69,14 @@ class Stage:
         """The stage without what its instructions do not depend on: stages alike in this have equal
         lists."""
         before, after = self.previous and 0, self.next and 0
-        return replace(
-            self, stage_id=0, name="", layers={}, ranks=(0,), previous=before, next=after
-        )
-
-    @property
-    def is_tail(self) -> bool:
-        return bool(self.tail_of)
+        learns = ("any",) if self.trained else ()
+        alike = replace(self, previous=before, next=after, trained=learns)
+        return replace(alike, stage_id=0, name="", layers={}, ranks=(0,))
 
 
 @dataclass(frozen=True)
 class StageGraph:
-    """All stages of a run. Made by `fork`, `chain` or `merged`; checked when made."""
+    """All stages of a run. Made by `fork` or `merged`; checked when made."""
 
     layout: str
     stages: tuple[Stage, ...]
@@ -149,8 +157,6 @@ class StageGraph:
                 },
                 "previous": stage.previous,
                 "next": stage.next,
-                "loads": list(stage.loads),
-                "tail_of": list(stage.tail_of),
                 "num_downstream": stage.num_downstream,
                 "trained": list(stage.trained),
                 "sends_gradients": stage.sends_gradients,
@@ -170,8 +176,6 @@ class StageGraph:
                     tuple(own["ranks"]),
                     previous=own["previous"],
                     next=own["next"],
-                    loads=tuple(own["loads"]),
-                    tail_of=tuple(own["tail_of"]),
                     num_downstream=own["num_downstream"],
                     trained=tuple(own["trained"]),
                     sends_gradients=own["sends_gradients"],
@@ -218,39 +222,12 @@ def fork(cuts: Mapping[str, Sequence[range]], replicas: Mapping[str, int]) -> St
                     tuple(range(first_rank, first_rank + replicas[branch])),
                     previous=stage_id - 1 if position > 0 else None,
                     next=stage_id + 1 if position < count - 1 else None,
-                    loads=(branch,) if position == 0 else (),
-                    tail_of=(branch,) if position == count - 1 else (),
                     num_downstream=count - 1 - position,
                     trained=(branch,),
                 )
             )
             first_rank += replicas[branch]
     return StageGraph("fork", tuple(stages))
-
-
-def chain(cuts: Mapping[str, Sequence[range]], replicas: int) -> StageGraph:
-    """One line: the stages of one branch, then those of the next, which pass its embeddings along;
-    the loss is at the end."""
-    pieces = [
-        (branch, position, layers)
-        for branch in cuts
-        for position, layers in enumerate(cuts[branch])
-    ]
-    return StageGraph(
-        "chain",
-        tuple(
-            _on_line(
-                i,
-                len(pieces),
-                f"{branch} {position}",
-                layers={branch: layers},
-                replicas=replicas,
-                loads=(branch,) if position == 0 else (),
-                branches=tuple(cuts),
-            )
-            for i, (branch, position, layers) in enumerate(pieces)
-        ),
-    )
 
 
 def merged(cuts: Mapping[str, Sequence[range]], replicas: int) -> StageGraph:
@@ -260,41 +237,18 @@ def merged(cuts: Mapping[str, Sequence[range]], replicas: int) -> StageGraph:
     return StageGraph(
         "merged",
         tuple(
-            _on_line(
+            Stage(
                 i,
-                count,
                 f"merged {i}",
-                layers={b: cuts[b][i] for b in branches},
-                replicas=replicas,
-                loads=branches if i == 0 else (),
-                branches=branches,
+                {branch: cuts[branch][i] for branch in branches},
+                tuple(range(i * replicas, (i + 1) * replicas)),
+                previous=i - 1 if i > 0 else None,
+                next=i + 1 if i < count - 1 else None,
+                num_downstream=count - 1 - i,
+                trained=branches,
             )
             for i in range(count)
         ),
-    )
-
-
-def _on_line(
-    stage_id: int,
-    count: int,
-    name: str,
-    layers: Mapping[str, range],
-    replicas: int,
-    loads: tuple[str, ...],
-    branches: tuple[str, ...],
-) -> Stage:
-    """Stage `stage_id` of a line of `count` stages, at the end of which all `branches` arrive."""
-    return Stage(
-        stage_id,
-        name,
-        layers,
-        tuple(range(stage_id * replicas, (stage_id + 1) * replicas)),
-        previous=stage_id - 1 if stage_id > 0 else None,
-        next=stage_id + 1 if stage_id < count - 1 else None,
-        loads=loads,
-        tail_of=branches if stage_id == count - 1 else (),
-        num_downstream=count - 1 - stage_id,
-        trained=branches,
     )
 
 

@@ -30,7 +30,7 @@ from engine.json_messages import (
     to_first_rank,
 )
 from engine.objective import Branch, Objective, Pair
-from engine.topology import StageGraph, chain, fork
+from engine.topology import StageGraph, fork, merged
 from models.losses import InfoNCE
 
 TIMEOUT = timedelta(seconds=120)
@@ -68,10 +68,14 @@ def call(function: Callable[[], object]) -> object:
     return function()
 
 
+def line_of_two(replicas: int) -> StageGraph:
+    return merged({branch: [range(0, 1), range(1, 2)] for branch in BRANCHES}, replicas)
+
+
 def both_directions_at_once(number: int) -> bool:
-    """A chain of 2 stages × 2 replicas: each end sends as much as may be on its way, then receives;
+    """Two stages × 2 replicas: each end sends as much as may be on its way, then receives;
     no send waits for a receive."""
-    comm = communicator(chain({branch: [range(0, 1)] for branch in BRANCHES}, 2))
+    comm = communicator(line_of_two(2))
     upstream = comm.stage.next is not None
     out, back = (
         (comm.activations_out, comm.gradients_in)
@@ -98,7 +102,7 @@ def both_directions_at_once(number: int) -> bool:
 
 def announced_messages() -> list[list[str]]:
     """A step's announcement, then its messages; one has no tensors at all."""
-    comm = communicator(chain({branch: [range(0, 1)] for branch in BRANCHES}, 1))
+    comm = communicator(line_of_two(1))
     sent = [{"a": torch.ones(2)}, {}, {"b": torch.zeros(0, 7)}]
     if comm.activations_out is not None:
         comm.announce([signature_of(tensors) for tensors in sent])
@@ -117,7 +121,7 @@ def announced_messages() -> list[list[str]]:
 def refused_message() -> str:
     """What the sender says of a message that is not what was announced; the one that was arrives
     after it."""
-    comm = communicator(chain({branch: [range(0, 1)] for branch in BRANCHES}, 1))
+    comm = communicator(line_of_two(1))
     tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.int64)}
     if comm.activations_in is not None:
         comm.activations_in.expect(signature_of(tensors))
@@ -146,7 +150,7 @@ class Names(TorchDispatchMode):
 def copies_before_sends() -> list[str]:
     """What the sender of a message of three tensors does, of which two lie as they cannot be
     sent."""
-    comm = communicator(chain({branch: [range(0, 1)] for branch in BRANCHES}, 1))
+    comm = communicator(line_of_two(1))
     turned = torch.arange(6.0).view(2, 3).T
     tensors = {"a": turned, "b": torch.ones(2), "c": turned + 1}
     if comm.activations_in is not None:
@@ -179,7 +183,7 @@ def sends_in_flight() -> list[int]:
 def posted_receives_overlap() -> bool:
     """The receiver posts, and is busy until the message has left the sender: else both wait for
     each other. Is it the message?"""
-    comm = communicator(chain({branch: [range(0, 1)] for branch in BRANCHES}, 1))
+    comm = communicator(line_of_two(1))
     tensors = {"a": torch.arange(1_000_000.0)}
     if comm.activations_out is not None:
         comm.activations_out.send(tensors, signature_of(tensors))

@@ -7,7 +7,7 @@ from cost_models import BRANCHES
 from deepspeed.runtime.pipe.schedule import PipeInstruction
 
 from engine.schedule import BatchSync, Replay
-from engine.topology import StageGraph, chain, fork, merged
+from engine.topology import StageGraph, fork, merged
 
 
 def cases() -> list[tuple[StageGraph, dict[str, int]]]:
@@ -17,7 +17,6 @@ def cases() -> list[tuple[StageGraph, dict[str, int]]]:
     for stages, replicas, number in itertools.product((1, 2, 3), (1, 2), range(1, 7)):
         line = {branch: [range(i, i + 1) for i in range(stages)] for branch in BRANCHES}
         found.append((merged(line, replicas), dict.fromkeys(BRANCHES, number)))
-        found.append((chain(line, replicas), dict.fromkeys(BRANCHES, number)))
     draw = random.Random(0)
     for numbers in itertools.product(range(1, 7), repeat=2):
         cuts = {branch: [range(i, i + 1) for i in range(draw.randint(1, 3))] for branch in BRANCHES}
@@ -30,7 +29,7 @@ def random_cases(count: int) -> list[tuple[StageGraph, dict[str, int]]]:
     """Lines and forks of up to 8 stages a branch, up to 4 replicas, up to 20 micro-batches."""
     draw, found = random.Random(1), []
     for _ in range(count):
-        layout = draw.choice(("fork", "fork", "chain", "merged"))
+        layout = draw.choice(("fork", "fork", "merged"))
         depth = {branch: draw.randint(1, 8) for branch in BRANCHES}
         cuts = {
             branch: [
@@ -43,7 +42,7 @@ def random_cases(count: int) -> list[tuple[StageGraph, dict[str, int]]]:
             graph = fork(cuts, {branch: draw.randint(1, 4) for branch in BRANCHES})
             found.append((graph, {branch: draw.randint(1, 20) for branch in BRANCHES}))
         else:
-            graph = (merged if layout == "merged" else chain)(cuts, draw.randint(1, 4))
+            graph = merged(cuts, draw.randint(1, 4))
             found.append((graph, dict.fromkeys(BRANCHES, draw.randint(1, 20))))
     return found
 

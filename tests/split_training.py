@@ -327,8 +327,6 @@ def trained(case: Case) -> tuple[Any, dict[str, Any], int]:
         bare["audio"] = sound_tower(case.audio)
     if "video" in case.branches:
         bare["video"] = clip_tower()
-    if case.fusion and case.layout == "chain":  # which scores pairs where the last branch ends
-        bare["text"] = bare.pop("text")
     sizes = FusionSizes(layers=2, width=16, heads=2, scales=case.fusion) if case.fusion else None
     pairs = tuple(pairs_of(case))
     objective = Objective(tuple(Branch(name, tower.inputs) for name, tower in bare.items()), pairs)

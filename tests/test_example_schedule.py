@@ -151,7 +151,7 @@ def test_the_plan_tool_takes_it(capsys):
     towers += words("--image-size 64 --max-text-tokens 32")
     own = ["--import-module", MODULE, "--schedule", NAME]
     assert (
-        run_plan(["--gpus", "2", "--layout", "chain", *own, *towers]) == 0
+        run_plan(["--gpus", "2", "--layout", "merged", *own, *towers]) == 0
         and f", {NAME}, " in capsys.readouterr().out
     )
     assert run_plan(["--gpus", "2", "--import-module", "nowhere"]) == 2

@@ -69,10 +69,6 @@ def fork(image, text, **more):
     return Case("fork", stages, replicas, SIZE, **more)
 
 
-def chain(image, text, replicas, **more):
-    return Case("chain", {"image": image, "text": text}, replicas, SIZE, **more)
-
-
 def merged(stages, replicas, **more):
     return Case("merged", {"merged": stages}, replicas, SIZE, **more)
 
@@ -87,8 +83,8 @@ SPLITS = [
     fork((1, 2), (1, 2), **RESNET),
     fork((2, 1), (1, 2), **CLIPPED),
     fork((1, 3), (1, 1), schedule="replay"),
-    chain(1, 1, 1, **RESNET),
-    chain(2, 2, 1, schedule="replay", **CLIPPED),
+    merged(2, 1, **RESNET),
+    merged(4, 1, schedule="replay", **CLIPPED),
     merged(1, 2, zero_stage=0, **RESNET),
     merged(2, 2, **CLIPPED),
     merged(2, 2, schedule="replay", compile="layers"),
@@ -96,7 +92,7 @@ SPLITS = [
 HALF = [
     fork((1, 1), (1, 1), **RESNET),
     fork((1, 2), (1, 1), fusion=1, schedule="replay", **CLIPPED),
-    chain(2, 2, 1),
+    merged(4, 1),
     merged(1, 2, **RESNET),
 ]
 CASES = [

@@ -26,7 +26,7 @@ COSTS = proportional({"image": [3.0] * 4, "text": [1.0] * 4})  # "an image costs
 
 # A snippet, and the line of four spaces below it that says what comes out, if there is one.
 SNIPPETS = re.findall(
-    r"```json\n(.*?)```\n(?:\n    ((?:fork|chain|merged): [^\n]*)\n)?", PAGE, flags=re.DOTALL
+    r"```json\n(.*?)```\n(?:\n    ((?:fork|merged): [^\n]*)\n)?", PAGE, flags=re.DOTALL
 )
 EXAMPLES = [(text, result) for text, result in SNIPPETS if result]
 
@@ -67,7 +67,7 @@ def test_examples_come_out_as_the_page_says(text, result):
 
 
 FILES = re.findall(
-    r"^`(\w+\.json)`: .*?\n\n    ((?:fork|chain|merged): [^\n]*)\n",
+    r"^`(\w+\.json)`: .*?\n\n    ((?:fork|merged): [^\n]*)\n",
     PAGE,
     flags=re.DOTALL | re.MULTILINE,
 )

@@ -28,8 +28,13 @@ from engine.optimizer.locking import LockedBlock, locked_block
 from engine.optimizer.parameter_groups import OptimizerGroups, check_groups, optimizer_groups
 from engine.optimizer.preview import preview
 from engine.processes.communication import COMMUNICATION
-from engine.schedule import REMOVED, SCHEDULES, exact_schedules, recomputing_schedules
-from engine.topology import LAYOUTS
+from engine.schedule import (
+    REMOVED_SCHEDULES,
+    SCHEDULES,
+    exact_schedules,
+    recomputing_schedules,
+)
+from engine.topology import LAYOUTS, REMOVED_LAYOUTS
 
 # What may be "auto" besides what the planner searches and the length of the run:
 # `engine/config/auto.py`.
@@ -55,13 +60,24 @@ NOT_WITH_A_PIPELINE = {
 }
 
 
-def _is_schedule(value: Any) -> Any:
-    if isinstance(value, str) and value in REMOVED.keys() - SCHEDULES.keys():
+def _one_of(
+    value: Any, words: Sequence[str], removed: Mapping[str, str], instead: Sequence[str]
+) -> Any:
+    """The value. Raises ValueError for one that is not among these words, with the reason where it
+    once was."""
+    if isinstance(value, str) and value in removed.keys() - set(words):
         raise ValueError(
-            f'"{value}" is no longer there, because {REMOVED[value]}; use '
-            f"{' or '.join(exact_schedules())}"
+            f'"{value}" is no longer there, because {removed[value]}; use {" or ".join(instead)}'
         )
-    return refuse_other_word(value, (AUTO, *SCHEDULES))
+    return refuse_other_word(value, words)
+
+
+def _is_schedule(value: Any) -> Any:
+    return _one_of(value, (AUTO, *SCHEDULES), REMOVED_SCHEDULES, exact_schedules())
+
+
+def _is_layout(value: Any) -> Any:
+    return _one_of(value, (AUTO, *LAYOUTS), REMOVED_LAYOUTS, LAYOUTS)
 
 
 def _is_compiling(value: Any) -> Any:
@@ -76,7 +92,7 @@ class BranchesBlock:
     see `check_names`, and for `balance`, `sample_weights` and `train`, which those read that load
     the data and build the towers (`launch/config/blocks.py`)."""
 
-    layout: Annotated[str, one_of(AUTO, *LAYOUTS)] = AUTO
+    layout: Annotated[str, BeforeValidator(_is_layout)] = AUTO
     stages: Counts = AUTO
     replicas: Counts = AUTO
     micro_batch_size: Sizes = AUTO

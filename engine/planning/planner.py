@@ -34,7 +34,7 @@ from engine.planning.simulator import (
 )
 from engine.planning.ways import Deal, Split, Ways
 from engine.schedule import SCHEDULES, StageSchedule, recomputing_schedules
-from engine.topology import StageGraph, balanced_cuts, chain, fork, merged
+from engine.topology import StageGraph, balanced_cuts, fork, merged
 
 # ways to divide the ranks of a fork in which the batch does not divide evenly, for the same numbers
 # of stages: so many on at most FEW_RANKS, one on more, and only where the costliest branch has at
@@ -333,8 +333,7 @@ def _graphs_of(costs: CostModel) -> Callable[[Split], StageGraph]:
         if split.layout == "fork":
             graph = fork(cuts, split.replicas)
         else:
-            line = merged if split.layout == "merged" else chain
-            graph = line(cuts, next(iter(split.replicas.values())))
+            graph = merged(cuts, next(iter(split.replicas.values())))
         return graph if all_learn else lock_graph(graph, costs.trainable)
 
     return graph_of

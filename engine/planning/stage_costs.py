@@ -246,7 +246,7 @@ def stage_costs(
     exchange_s = _exchange_s(graph, losses, rings, machine)
     # tails without texts wait for the pairs of the others
     pairs_s = max(loss.matching.seconds for loss in losses if loss)
-    messages = _messages(graph, batches, costs, layers)
+    messages = _messages(graph, costs, layers)
     found = []
     for stage, own, loss, ring in zip(graph.stages, layers, losses, rings, strict=True):
         gradient_bytes = own.num_parameters * costs.state.gradient
@@ -401,23 +401,14 @@ def _matching(stage: Stage, batch: BranchBatch, own: int, costs: CostModel) -> M
     return Matching(own / size * pairs.training_s(size), held_bytes, moved_bytes)
 
 
-def _messages(
-    graph: StageGraph, batches: Batches, costs: CostModel, layers: Sequence[LayersCost]
-) -> list[Message]:
-    """To the next stage, of each. A stage sends what its layers put out, and in a chain the
-    embeddings of the branch that ended above it. An edge is as slow as its slowest pair of
-    replicas."""
+def _messages(graph: StageGraph, costs: CostModel, layers: Sequence[LayersCost]) -> list[Message]:
+    """To the next stage, of each. An edge is as slow as its slowest pair of replicas."""
     found = []
-    passed: list[set[str]] = []  # branches whose layers a message has gone through, by stage
     for stage, own in zip(graph.stages, layers, strict=True):
-        above = passed[stage.previous] if stage.previous is not None else set()
-        passed.append(above | stage.layers.keys())
         if stage.next is None:
             found.append(Message())
             continue
-        ended = above - stage.layers.keys()
-        samples = sum(batches[branch].micro_batch_size for branch in ended)
-        num_bytes = own.output_bytes + FLOAT_BYTES * costs.embed_dim * samples
+        num_bytes = own.output_bytes
         near = costs.machine.link(stage.ranks[:1])
         links = map(costs.machine.link, zip(stage.ranks, graph.stages[stage.next].ranks))
         link = next((link for link in links if link != near), near)

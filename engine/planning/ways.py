@@ -25,11 +25,8 @@ MAX_STAGES = 16
 FEW_STAGES = (1, 2, 3, 4, 6, 8, 12, 16)
 # per replica, where "auto" chooses: as near below as the batch allows
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
-# why a line has one number for all branches
-ONE_LINE = {
-    "merged": "a merged stage holds a slice of every branch",
-    "chain": "a chain runs all of them in one line",
-}
+# why a merged layout has one number for all branches
+ONE_LINE = "a merged stage holds a slice of every branch"
 # said where what is given fits other numbers of ranks only
 ANY = 'with layout, stages and replicas "auto" any number fits'
 
@@ -149,7 +146,7 @@ class Ways:
         fits = next(n for n in range(most, 0, -1) if self.world_size % n == 0)
         only = ", the only one for one rank" if self.block.layout == AUTO else ""
         raise ValueError(
-            f"{text}{only if self.world_size == 1 else ''}: {ONE_LINE['merged']}, so write "
+            f"{text}{only if self.world_size == 1 else ''}: {ONE_LINE}, so write "
             f'"stages": {{"merged": {fits}}} (or "stages": {fits})'
         )
 
@@ -164,7 +161,7 @@ class Ways:
         if isinstance(asked, dict):
             raise ValueError(
                 f"branches.replicas: {json.dumps(asked)} does not fit layout {layout!r}: "
-                f"{ONE_LINE[layout]}, so write one number, "
+                f"{ONE_LINE}, so write one number, "
                 f'such as "replicas": {max(1, self.world_size // line)}'
             )
         self._refuse_too_few(layout, stages)
@@ -246,7 +243,7 @@ class Ways:
                 smallest = min(batch.micro_batch_size for batch in deal.values())
                 raise ValueError(
                     f"branches.micro_batch_size: {json.dumps(self.block.micro_batch_size)} differs "
-                    f"between the branches, which only a fork allows; {ONE_LINE[layout]}, so write "
+                    f"between the branches, which only a fork allows; {ONE_LINE}, so write "
                     f'one number, such as "micro_batch_size": {smallest}'
                 )
             if deal not in found:

@@ -239,7 +239,7 @@ def _num_in_order(
 ) -> int:
     planned = plan.batches[branch]
     share = global_batch_size // planned.replicas
-    wanted = planned.num_micro_batches * _captions(plan, branch, setting)
+    wanted = planned.num_micro_batches * _captions(branch, setting)
     most = max(1, share // block.min_size)
     if not planned.is_even:
         return min(wanted, most)
@@ -253,7 +253,7 @@ def _num_packed(
 ) -> int:
     planned, texts = plan.batches["text"], batches.texts
     assert texts is not None
-    captions = _captions(plan, "text", setting)
+    captions = _captions("text", setting)
     positions = batches.order.global_batch_size * captions
     # Texts of several captions are so many more. Shorter texts together need less memory than the
     # planned micro-batches, so there may be more of them.
@@ -269,17 +269,16 @@ def _num_packed(
     return max(len(packing[0]) for packing in packed)
 
 
-def _captions(plan: RunPlan, branch: str, setting: Setting) -> int:
-    """Captions of each image on the stages that hold `branch`."""
-    with_texts = branch == "text" or plan.graph.layout != "fork"
-    return setting.feed_rates.captions_per_image if with_texts else 1
+def _captions(branch: str, setting: Setting) -> int:
+    """Of each image. More than one are drawn in a fork alone, whose images are apart."""
+    return setting.feed_rates.captions_per_image if branch == "text" else 1
 
 
 def num_kept(plan: RunPlan, branch: str, setting: Setting) -> int:
     """Micro-batches that keep their activations where the schedule recomputes: those of as many
     samples as planned."""
     planned = plan.batches[branch]
-    expected = planned.num_micro_batches * _captions(plan, branch, setting)
+    expected = planned.num_micro_batches * _captions(branch, setting)
     return planned.num_kept * setting.num_micro_batches[branch] // expected
 
 

@@ -40,7 +40,6 @@ from engine.planning.costs import CostModel, FurtherRows, with_learned
 from engine.planning.devices import DEVICES, find_device
 from engine.planning.planner import Candidate, Search, search_plans
 from engine.schedule import SCHEDULES
-from engine.topology import LAYOUTS
 from launch.config.blocks import READERS, adapting
 from launch.config.groups import device
 from launch.config.options import FLAGS, ROOT, default_of
@@ -115,7 +114,7 @@ class RunOptions(OptionGroup):
     )
     micro_batch_size: int | None = option(None, "samples, of all branches", shown="searched", **N)
     layout: str | None = option(
-        None, "only this one", choices=LAYOUTS, shown="the file's, else searched"
+        None, "only this one, fork or merged", shown="the file's, else searched"
     )
     schedule: str | None = option(
         None,

@@ -35,7 +35,7 @@ ONE_EACH = {"image": 1, "text": 1}
 LOCKED = {"text": {"all_but_last": 1}}
 FORK_2_1 = Case("fork", {"image": 2, "text": 1}, ONE_EACH, **COMMON, fusion=2)
 FORK_1_1 = Case("fork", ONE_EACH, ONE_EACH, **COMMON, fusion=2, schedule="replay")
-CHAIN = Case("chain", ONE_EACH, 1, **COMMON, fusion=2)
+LINE_2 = Case("merged", {"merged": 2}, 1, **COMMON, fusion=2)
 MERGED_2 = Case("merged", {"merged": 1}, 2, **COMMON, fusion=2)
 
 
@@ -86,7 +86,7 @@ def test_any_topology_goes_on_where_another_one_stopped(tmp_path):
     taken in another order."""
     reference = run_ranks(3, train_from, FORK_2_1, 14)
     before, step, folder = None, 0, tmp_path
-    for case, steps in ((FORK_2_1, 2), (FORK_1_1, 3), (CHAIN, 3), (MERGED_2, 3), (FORK_2_1, 3)):
+    for case, steps in ((FORK_2_1, 2), (FORK_1_1, 3), (LINE_2, 3), (MERGED_2, 3), (FORK_2_1, 3)):
         source = folder / f"step-{step:08d}" if step else None
         step += steps
         results = run_ranks(case.world_size, train_from, case, steps, source, folder, save_at=step)

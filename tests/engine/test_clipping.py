@@ -11,7 +11,7 @@ from clipping_cases import FACTORS, FROZEN, SPIKE, TIED, clip_under_rules, kerne
 from cost_models import BRANCHES
 from ranks import about, run_all
 from refusals import not_refused, refused
-from split_training import Case, assemble, train_whole
+from split_training import assemble, train_whole
 from split_training import fork_of as two
 from split_training import merged_of as one
 
@@ -49,7 +49,7 @@ ADAPTIVE = {
 CASES = [  # and: are two parameters one?
     (two((1, 2), (1, 1), 12, zero_stage=0), True),
     (one(2, 2, 12), False),
-    (Case("chain", {"image": 3, "text": 1}, 1, 24, zero_stage=0), True),
+    (two((3, 1), (1, 1), 24, zero_stage=0), True),
     (two((1, 2), (1, 1), 12), True),
     (two((2, 2), (1, 2), 12, zero_stage=0), False),
     (two((1, 2), (1, 1), 12, precision="bf16"), False),

@@ -33,10 +33,10 @@ def check(written: dict):
 
 def test_read_config_splits_off_the_branches_block(tmp_path):
     file = tmp_path / "own.json"
-    file.write_text(json.dumps(config({"layout": "chain", "gradient_clipping": {"image": 2}})))
+    file.write_text(json.dumps(config({"layout": "merged", "gradient_clipping": {"image": 2}})))
     read, block = read_config(file, BRANCHES, READERS)
     assert read == MINIMAL
-    assert block == BranchesBlock(layout="chain", gradient_clipping={"image": 2})
+    assert block == BranchesBlock(layout="merged", gradient_clipping={"image": 2})
     none = ClippingRule("none")  # a group that is not named is not clipped
     assert block.clipping(BRANCHES) == {
         "image": ClippingRule("norm", 2.0),
@@ -78,7 +78,10 @@ def test_a_faulty_file_is_named(tmp_path):
     cases = [
         ('{"train_batch_size": 48,}', "own.json … not valid JSON … line 1"),
         ('{"train_batch_size": 48, "train_batch_size": 64}', "'train_batch_size' stands twice"),
-        ('{"branches": {"layout": "fork", "layout": "chain"}}', "own.json … 'layout' stands twice"),
+        (
+            '{"branches": {"layout": "fork", "layout": "merged"}}',
+            "own.json … 'layout' stands twice",
+        ),
         ("[1, 2]", "own.json … holds a list"),
         ('{"train_batchsize": 48}', "own.json … did you mean 'train_batch_size'?"),
     ]
@@ -132,7 +135,8 @@ REFUSED_BRANCHES = [
     ({"micro_batchsize": 4}, "'branches.micro_batchsize' … did you mean 'micro_batch_size'?"),
     ({"xyzzy": 4}, "unknown key 'branches.xyzzy' … valid keys: layout, stages, replicas"),
     ({"layout": "forks"}, "branches.layout … 'forks' … did you mean 'fork'?"),
-    ({"layout": "ring"}, "branches.layout … 'ring' … auto … fork … chain … merged"),
+    ({"layout": "ring"}, "branches.layout … 'ring' … auto … fork … merged"),
+    ({"layout": "chain"}, 'branches.layout … "chain" is no longer there … use fork or merged'),
     ({"schedule": "batchsync"}, "branches.schedule … 'batchsync' … did you mean 'batch_sync'?"),
     ({"schedule": "1f1b"}, "branches.schedule … '1f1b' … batch_sync"),
     ({"schedule": "zero_bubble"}, "branches.schedule … no longer there … batch_sync"),

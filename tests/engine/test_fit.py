@@ -32,7 +32,7 @@ def test_every_kind_of_stage_can_be_tried(tmp_path):
     locked = {"image": True, "batch_norm": "locked"}
     cases = [
         Case("merged", {"merged": 2}, 1, schedule="replay", global_batch_size=8),
-        Case("chain", {"image": 1, "text": 1}, 1, checkpoint_interval=1, global_batch_size=8),
+        fork_of((1, 1), (1, 1), checkpoint_interval=1, global_batch_size=8),
         fork_of((1, 1), (1, 1), towers="resnet+bert", locked=locked, precision="bf16"),
     ]
     for case, of_ranks in zip(

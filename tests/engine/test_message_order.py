@@ -29,7 +29,7 @@ from engine.schedule import (
     StageSchedule,
     receives_to_post,
 )
-from engine.topology import StageGraph, chain, fork, merged
+from engine.topology import StageGraph, fork, merged
 from models.losses import InfoNCE, Matching
 
 with mock.patch.dict(SCHEDULES), mock.patch.dict(sys.modules):  # it registers itself
@@ -114,7 +114,6 @@ def graphs_of_three() -> Iterator[tuple[StageGraph, dict[str, int]]]:
     cuts = {branch: [range(i, i + 1) for i in range(2)] for branch in THREE.names}
     for replicas in (1, 2, 3):
         yield merged(cuts, replicas), dict.fromkeys(THREE.names, 4)
-        yield chain(cuts, replicas), dict.fromkeys(THREE.names, 5)
     for depths, replicas in (
         ((1, 1, 1), (1, 1, 1)),
         ((2, 1, 1), (1, 2, 1)),
@@ -269,7 +268,7 @@ def test_the_executor_does_what_the_model_says(posts_ahead):
     cases = [
         Case("merged", {"merged": 2}, 2, 4, schedule="replay", kept_micro_batches=1),
         Case("merged", {"merged": 2}, 1, 6, schedule="per_micro_batch", zero_stage=0),
-        Case("chain", {"image": 2, "text": 1}, 1, 6, loss="sigmoid"),
+        Case("merged", {"merged": 3}, 1, 6, loss="sigmoid"),
         Case("fork", {"image": 2, "text": 1}, {"image": 1, "text": 2}, {"image": 6, "text": 4}),
         # two scalars, one message for both
         Case("merged", {"merged": 1}, 2, 4, loss="sigmoid"),

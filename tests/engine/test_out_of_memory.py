@@ -254,7 +254,7 @@ def test_wherever_it_fails_the_message_says_where():
 def test_the_rank_that_fails_says_so():
     one = {"image": 1, "text": 1}
     fork = Case("fork", one, one, {"image": 8, "text": 6}, schedule="replay")
-    chain = Case("chain", one, 1, 8, checkpoint_interval=1)
+    line = Case("merged", {"merged": 2}, 1, 8, checkpoint_interval=1)
     text, end = "text.encoder.layers.1", "counted from 0), in step 1"
     for case, layer, at, words in (
         (
@@ -271,10 +271,10 @@ def test_the_rank_that_fails_says_so():
         ),
         # a forward again, in the backward
         (
-            chain,
+            line,
             LAYER,
             3,
-            "0 (image 0, replica 0) ran out of memory in BackwardPass of micro-batch 0 (of 3",
+            "0 (merged 0, replica 0) ran out of memory in BackwardPass of micro-batch 0 (of 3",
         ),
     ):
         with pytest.raises(RuntimeError) as caught:

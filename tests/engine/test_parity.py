@@ -40,10 +40,6 @@ from split_training import merged_of as merged
 from three_branches import refused_evaluation, train_with_alignment, train_with_silent_steps
 
 
-def chain(image, text, replicas, micro_batch_size, **kwargs):
-    return Case("chain", {"image": image, "text": text}, replicas, micro_batch_size, **kwargs)
-
-
 def split(cases, function=train_split):
     return run_all(function, cases)
 
@@ -310,7 +306,7 @@ def test_what_does_not_fit_together_is_refused_on_all_ranks():
 
 
 def test_branches_that_have_other_samples_at_their_places_are_refused():
-    cases = [merged(1, 2, 4), fork((1, 2), (1, 1), {"image": 4, "text": 8}), chain(1, 1, 1, 8)]
+    cases = [merged(1, 2, 4), fork((1, 2), (1, 1), {"image": 4, "text": 8}), merged(2, 1, 8)]
     words = "the image and text branches disagree about 24 samples of this batch"
     for case, said in split(cases, disagreement):
         assert all(words in each for each in said), (case, said)
@@ -335,7 +331,7 @@ def test_replay_with_replicas_equals_batch_sync(precision, kept):
         merged(1, 2, 4),
         fork((1, 2), (1, 1), {"image": 4, "text": 8}),
         fork((2, 2), (1, 3), {"image": 4, "text": 8}),
-        chain(1, 1, 2, 4),
+        merged(2, 2, 4),
     ]
     cases = [replace(case, precision=precision) for case in cases]
     expected = split(cases)
@@ -363,7 +359,7 @@ def test_parameters_after_five_clipped_steps_equal_unsplit_training():
             zero_stage=0,
             clipping={"image": 0.5, "head": 0.1},
         ),
-        chain(2, 1, 2, 4, clipping=limits),
+        merged(3, 2, 4, clipping=limits),
         merged(2, 2, 6, clipping=limits),
         fork((1, 1), (2, 1), 6, schedule="replay", dropout=0.1, clipping=limits),
     ]
@@ -423,7 +419,7 @@ def test_dropout_does_not_depend_on_the_split():
     the same dropout."""
     cases = [
         merged(1, 1, 8, dropout=0.3),
-        chain(2, 2, 1, 8, dropout=0.3),
+        merged(4, 1, 8, dropout=0.3),
         fork((1, 1), (2, 1), 8, dropout=0.3),
         merged(1, 1, 8),
     ]

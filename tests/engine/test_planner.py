@@ -75,7 +75,7 @@ MERGED = block("merged", {"merged": 1})
 REFUSALS = [
     # stages
     (4, block("fork", (6, 1)), {}, "6 image stages … 5 layers … at most 5"),
-    (5, block("chain", (1, 5)), {}, "5 text stages … 4 layers … at most 4"),
+    (6, block("fork", (1, 5)), {}, "5 text stages … 4 layers … at most 4"),
     (5, block("merged", {"merged": 5}), {}, "5 merged stages … 4 layers … at most 4"),
     (2, block("fork", 6), {}, "6 image stages … 5 layers … at most 5"),
     (4, block("fork", {"merged": 2}), {}, 'branches.stages … {"image": 2, "text": 1}'),
@@ -90,16 +90,14 @@ REFUSALS = [
     (8, block("fork", replicas={"image": 4}), {}, "branches.replicas … give each branch its own"),
     (8, block("fork", (1, 1), (3, 2)), {}, "image 1×3 + text 1×2 … start 5 ranks or change"),
     (7, block(None, (2, 1), (2, 2)), {}, "image 2×2 + text 1×2 … fill 6 ranks, but there are 7"),
-    (4, block("chain", replicas=(2, 2)), {}, "does not fit layout 'chain' … \"replicas\": 2"),
     (
         4,
         block("merged", 1, (2, 2)),
         {},
         'branches.replicas: {"image": 2, "text": 2} … "replicas": 4',
     ),
-    (5, block("chain", (1, 1)), {}, "chain of 2 … does not fill 5 ranks … use 4 … auto"),
+    (5, block("merged", 2), {}, "merged of 2 … does not fill 5 ranks … use 4 … auto"),
     (5, block("fork", (2, 2)), {}, "cannot fill 5 ranks … use 4 ranks, or fewer stages"),
-    (1, block("chain"), {}, 'layout \'chain\' needs a rank … "layout": "merged"'),
     (1, block("fork"), {}, "layout 'fork' needs a rank … deepspeed --num_gpus 2"),
     (1, block("fork", (1, 1), (1, 1)), {}, "layout 'fork' needs a rank … deepspeed --num_gpus 2"),
     (1, {"balance": {"strategy": "feed", "captions_per_image": [1, 2]}}, {}, "branches.balance"),
@@ -125,7 +123,6 @@ REFUSALS = [
     (2, FORK, {"train_micro_batch_size_per_gpu": 10}, "image: micro_batch_size 10 … use 8"),
     (2, FORK, {"gradient_accumulation_steps": 5}, "steps 5 does not divide … use a divisor of 48"),
     (2, FORK, {"gradient_accumulation_steps": 96}, "steps 96 does not divide … use a divisor"),
-    (2, block("chain", micro_batch_size=(8, 16)), {}, 'only a fork … "micro_batch_size": 8'),
     (1, block(micro_batch_size=(8, 16)), {}, 'only a fork … slice … "micro_batch_size": 8'),
     # the schedule
     (
@@ -134,7 +131,6 @@ REFUSALS = [
         {},
         "all branches need the same micro-batches … image 24 × 1 × 2, text 48 × 1 × 1",
     ),
-    (2, block("chain", kept_micro_batches=(1, 2)), {}, "kept_micro_batches … only a fork"),
     (
         2,
         block("merged", schedule="replay", kept_micro_batches=(1, 2)),
@@ -248,10 +244,9 @@ def test_replicas_fit_a_given_micro_batch_size():
 
 def test_lines_fill_the_world():
     batch = 960 * 7 * 11 * 13
-    for layout, length, replicas in itertools.product(("chain", "merged"), (2, 3, 4), (1, 2, 4)):
-        stages = {"merged": length} if layout == "merged" else {"image": length - 1, "text": 1}
+    for length, replicas in itertools.product((2, 3, 4), (1, 2, 4)):
         decided = plan(
-            length * replicas, {"layout": layout, "stages": stages}, train_batch_size=batch
+            length * replicas, block("merged", {"merged": length}), train_batch_size=batch
         )
         assert decided.graph.world_size == length * replicas
         assert len(decided.graph.stages) == length
@@ -261,7 +256,7 @@ def test_lines_fill_the_world():
 
 
 def test_one_number_of_stages_is_that_of_every_branch_or_of_the_merged_line():
-    for layout, number in itertools.product(("fork", "chain", "merged"), (1, 2)):
+    for layout, number in itertools.product(("fork", "merged"), (1, 2)):
         names = ("merged",) if layout == "merged" else BRANCHES
         short, long = (
             plan(8, {"layout": layout, "stages": stages}, train_batch_size=960)
@@ -278,14 +273,13 @@ def test_one_number_of_stages_holds_in_each_layout_that_auto_tries():
         }
         for c in found
     }
-    assert stages == dict.fromkeys(("fork", "chain", "merged"), {(2, 2)})
+    assert stages == dict.fromkeys(("fork", "merged"), {(2, 2)})
     assert {len(c.graph.stages) for c in found if c.graph.layout == "merged"} == {2}
 
 
 def test_one_micro_batch_size_is_that_of_both_branches_in_every_layout():
     for world_size, branches in (
         (3, {**FORK, "replicas": {"image": 2, "text": 1}}),
-        (4, {"layout": "chain", "stages": 1}),
         (4, {"layout": "merged"}),
     ):
         batches = plan(world_size, {**branches, "micro_batch_size": 4}).batches.values()
@@ -355,8 +349,6 @@ def test_the_best_is_as_good_as_trying_everything(world_size):
         for r in range(1, world_size):
             if (world_size - i * r) > 0 and (world_size - i * r) % t == 0:
                 explicit.append(block("fork", (i, t), (r, (world_size - i * r) // t)))
-        if world_size % (i + t) == 0:
-            explicit.append(block("chain", (i, t)))
         if world_size % i == 0 and i <= 2:
             explicit.append(block("merged", {"merged": i}))
     best = float("inf")
@@ -431,7 +423,7 @@ def test_where_everything_fits_replay_keeps_nothing_or_is_not_needed():
 
 def test_a_layout_without_a_limit_of_memory_leaves_the_schedule_to_the_planner():
     """What a run does where the layout is given: costs are estimated, and memory is not."""
-    for branches in (FORK, block("chain", (1, 1)), MERGED):
+    for branches in (FORK, MERGED):
         found = search(2, branches, memory_bytes=float("inf"))
         assert found.best.schedule == "batch_sync"
         assert {way.schedule for way in found.ranked} == {"batch_sync", "replay"}
@@ -527,9 +519,9 @@ def test_why_names_the_best_and_what_the_others_would_cost():
     assert lines[0].startswith("auto: ") and re.search(
         r"predicted [\d.]+ m?s a step, \d+% idle, at most [\d.]+ MiB a rank; \d+ ways", lines[1]
     )
-    pattern = r"  ([\d.]+) × the time.*: (fork|chain|merged): .*, (batch_sync|replay),"
+    pattern = r"  ([\d.]+) × the time.*: (fork|merged): .*, (batch_sync|replay),"
     others = [re.match(pattern, line).groups() for line in lines[2:]]
-    assert len({(layout, schedule) for _, layout, schedule in others}) == len(others) >= 4
+    assert len({(layout, schedule) for _, layout, schedule in others}) == len(others) == 3
     assert all(float(times) >= 0.98 for times, _, _ in others)
 
 

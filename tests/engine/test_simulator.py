@@ -32,7 +32,7 @@ from engine.planning.costs import (
 from engine.planning.simulator import Simulation, Span, StageResult, bounds, most_kept, simulate
 from engine.planning.stage_costs import ELEMENTWISE_FLOPS, stage_costs
 from engine.schedule import SCHEDULES, BatchSync, ComputeLoss
-from engine.topology import StageGraph, chain, fork, merged
+from engine.topology import StageGraph, fork, merged
 
 INF = float("inf")
 FREE = Machine("free", INF, INF, 0.0, INF, 0.0, 0.0, 0.0)
@@ -225,15 +225,14 @@ def test_the_two_directions_do_not_share_a_link():
     assert of(result, 1, "RecvActivation")[2].end_s == pytest.approx(8)
 
 
-def test_image_embeddings_pass_through_the_text_stages_of_a_chain():
-    graph = chain({"image": one_each(2), "text": one_each(2)}, 1)
-    layers = [layer(output_bytes=100), layer(output_bytes=10)]
-    costs = model(layers, layers, embed_dim=16)
-    down = [2 * 100, 2 * 10, 2 * (100 + 16 * 4), 0]
-    up = [0, *down[:3]]
+def test_what_a_stage_sends_is_what_its_layers_put_out():
+    graph = merged({"image": one_each(3), "text": one_each(3)}, 1)
+    layers = [layer(output_bytes=100), layer(output_bytes=10), layer()]
+    down = [2 * (100 + 100), 2 * (10 + 10), 0]
+    up = [0, *down[:2]]
     # replay sends activations twice, gradients once
     for schedule, times in (("batch_sync", 1), ("replay", 2)):
-        result = simulate(graph, both(1, 2, 3), schedule, costs)
+        result = simulate(graph, both(1, 2, 3), schedule, model(layers, layers))
         expected = [3 * (times * d + u) for d, u in zip(down, up)]
         assert [stage.sent_bytes for stage in result.stages] == expected
 
@@ -428,7 +427,7 @@ def run(graph: StageGraph, number: int, schedule: str, costs: CostModel) -> tupl
 
 def test_micro_batches_in_flight():
     cuts = {"image": one_each(3), "text": one_each(1)}
-    graphs = (line(4), chain(cuts, 1), fork(cuts, ONE_EACH))
+    graphs = (line(4), fork(cuts, ONE_EACH))
     for graph, number in itertools.product(graphs, (1, 2, 3, 8)):
         downstream = [stage.num_downstream for stage in graph.stages]
         assert in_flight(graph, number, "batch_sync") == [number] * len(downstream)
@@ -688,7 +687,7 @@ def drawn(draw: random.Random) -> tuple[StageGraph, dict[str, BranchBatch], Cost
         *(draw.choice((0, 1, 2)), draw.random() < 0.5),
         loading=draw.choice((None, loading)),
     )
-    layout = draw.choice(("fork", "chain", "merged"))
+    layout = draw.choice(("fork", "merged"))
     replicas = {branch: draw.randint(1, 3) for branch in BRANCHES}
 
     def batch(branch: str) -> BranchBatch:
@@ -697,11 +696,9 @@ def drawn(draw: random.Random) -> tuple[StageGraph, dict[str, BranchBatch], Cost
     if layout == "fork":
         cuts = {branch: cut(draw, len(layers[branch]), draw.randint(1, 3)) for branch in BRANCHES}
         return fork(cuts, replicas), {branch: batch(branch) for branch in BRANCHES}, costs
-    stages = draw.randint(1, 4) if layout == "merged" else None
-    cuts = {
-        branch: cut(draw, len(layers[branch]), stages or draw.randint(1, 3)) for branch in BRANCHES
-    }
-    graph = (merged if layout == "merged" else chain)(cuts, replicas["image"])
+    stages = draw.randint(1, 4)
+    cuts = {branch: cut(draw, len(layers[branch]), stages) for branch in BRANCHES}
+    graph = merged(cuts, replicas["image"])
     return graph, dict.fromkeys(BRANCHES, batch("image")), costs
 
 
@@ -814,8 +811,6 @@ def arriving(
         costs.layers[b][part.stop - 1].output_bytes.at(batches[b].micro_batch_size)
         for b, part in upper.layers.items()
     )
-    if graph.layout == "chain" and "text" in upper.layers:
-        num_bytes += costs.embed_dim * 4 * batches["image"].micro_batch_size
     arrivals, free = deque(), 0.0
     for span in timelines[source]:
         if span.name == sends:

@@ -8,13 +8,13 @@ import random
 import pytest
 from cost_models import BRANCHES
 
-from engine.topology import Stage, StageGraph, balanced_cuts, chain, fork, merged
+from engine.topology import Stage, StageGraph, balanced_cuts, fork, merged
 
 DEEP = {"image": [range(0, 3), range(3, 5)], "text": [range(0, 4)]}
 
 
 def graphs() -> list[StageGraph]:
-    """Forks with every mixture of depths and replicas up to 3, and lines of both kinds."""
+    """Forks with every mixture of depths and replicas up to 3, and lines."""
     found = []
     for image_stages, text_stages in itertools.product((1, 2, 3), repeat=2):
         depths = {"image": image_stages, "text": text_stages}
@@ -22,7 +22,6 @@ def graphs() -> list[StageGraph]:
         found += [
             fork(cuts, {"image": i, "text": t}) for i, t in itertools.product((1, 2, 3), repeat=2)
         ]
-        found += [chain(cuts, replicas) for replicas in (1, 2, 3)]
     for count, replicas in itertools.product((1, 2, 3), repeat=2):
         line = {branch: [range(i, i + 1) for i in range(count)] for branch in BRANCHES}
         found.append(merged(line, replicas))
@@ -48,23 +47,6 @@ def test_fork_with_unequal_stages_and_replicas():
     assert graph.tail("text") is text_0 and graph.entry("text") is text_0
     assert graph.stage_of(3) is image_1 and graph.replica_of(3) == 1
     assert graph.stage_of(6) is text_0 and graph.replica_of(6) == 2
-
-
-def test_chain_is_one_line_with_the_loss_at_its_end():
-    graph = chain(DEEP, 2)
-    image_0, image_1, text_0 = graph.stages
-    assert [stage.ranks for stage in graph.stages] == [(0, 1), (2, 3), (4, 5)]
-    assert [(stage.previous, stage.next) for stage in graph.stages] == [
-        (None, 1),
-        (0, 2),
-        (1, None),
-    ]
-    # texts enter where their tower begins; image embeddings pass through the text stages
-    assert [stage.loads for stage in graph.stages] == [("image",), (), ("text",)]
-    assert [stage.tail_of for stage in graph.stages] == [(), (), BRANCHES]
-    assert graph.edges() == [(0, 2), (1, 3), (2, 4), (3, 5)]
-    assert graph.tails == (text_0,) and graph.tail("image") is text_0
-    assert graph.entry("text") is text_0 and graph.entry("image") is image_0
 
 
 def test_merged_stages_hold_a_slice_of_both_branches():
@@ -102,7 +84,6 @@ def test_every_graph_is_whole():
         for stage in stages:
             assert stage.next is None or stages[stage.next].previous == stage.stage_id, where
             assert stage.previous is None or stages[stage.previous].next == stage.stage_id, where
-            assert (stage.next is None) == stage.is_tail, where
         for source, target in graph.edges():
             assert graph.stage_of(source).next == graph.stage_of(target).stage_id, where
             assert graph.replica_of(source) == graph.replica_of(target), where
@@ -114,9 +95,7 @@ def stage(
     stage_id: int, ranks: tuple[int, ...], previous: int | None = None, next: int | None = None
 ) -> Stage:
     layers = {"image": range(stage_id, stage_id + 1)}
-    return Stage(
-        stage_id, f"image {stage_id}", layers, ranks, previous, next, (), (), 0, ("image",)
-    )
+    return Stage(stage_id, f"image {stage_id}", layers, ranks, previous, next, 0, ("image",))
 
 
 def test_graphs_that_are_refused():
@@ -131,7 +110,6 @@ def test_describe_reads_as_a_line():
     forked = fork(DEEP, {"image": 3, "text": 2})
     assert forked.describe() == "fork: image 0 ×3 ─ image 1 ×3 | text 0 ×2"
     assert forked.describe_rank(5) == "rank 5 (image 1, replica 2)"
-    assert chain(DEEP, 2).describe() == "chain: image 0 ×2 ─ image 1 ×2 ─ text 0 ×2"
     one = {"image": [range(0, 2)], "text": [range(0, 3)]}
     assert merged(one, 4).describe() == "merged: merged 0 ×4"
 
@@ -139,7 +117,6 @@ def test_describe_reads_as_a_line():
 def test_record_is_json_and_gives_the_graph_back():
     for graph in (
         fork(DEEP, {"image": 1, "text": 2}),
-        chain(DEEP, 2),
         merged({b: DEEP["image"] for b in DEEP}, 3),
     ):
         record = json.loads(json.dumps(graph.record()))
@@ -150,8 +127,8 @@ def test_record_is_json_and_gives_the_graph_back():
 
 def test_a_record_that_lacks_something_is_refused():
     record = fork(DEEP, {"image": 1, "text": 2}).record()
-    del record[1]["loads"]
-    with pytest.raises(ValueError, match="no 'loads'; an older version wrote it"):
+    del record[1]["trained"]
+    with pytest.raises(ValueError, match="no 'trained'; an older version wrote it"):
         StageGraph.from_record(record)
 
 

@@ -1,6 +1,5 @@
 """From the balance block, a plan and costs to the micro-batches of a run."""
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -55,7 +54,6 @@ def test_texts_are_packed_and_images_stay_in_order(data, tmp_path):
         ("fork", {"balance": None}, True),  # the default
         ("fork", {"balance": {"strategy": "off"}}, False),
         ("fork", packs, True),
-        ("chain", packs, True),
         ("merged", packs, True),
         # another objective, a loss for each micro-batch
         ("merged", packs | {"schedule": "per_micro_batch"}, False),
@@ -148,8 +146,8 @@ def test_replicas_of_unequal_shares_have_as_many_micro_batches_as_those_of_equal
 
 def test_branches_on_shared_stages_keep_the_planned_micro_batches(data, tmp_path):
     """Whatever another micro-batch would cost: memory and batch normalisation see their images."""
-    for layout, fixed_s in itertools.product(("chain", "merged"), (0.0, 1.0, 1e3)):
-        batching = made(data, tmp_path, layout, None, schedule="replay")  # 4 of 12 together
+    for fixed_s in (0.0, 1.0, 1e3):
+        batching = made(data, tmp_path, "merged", None, schedule="replay")  # 4 of 12 together
         cost = replace(batching.first.text_cost, fixed_s=fixed_s)
         planned = {branch: own.num_micro_batches for branch, own in batching.plan.batches.items()}
         assert numbers(batching, replace(batching.first, text_cost=cost)) == planned
@@ -158,9 +156,9 @@ def test_branches_on_shared_stages_keep_the_planned_micro_batches(data, tmp_path
 
 
 def test_a_least_size_beyond_the_planned_one_leaves_fewer_micro_batches(data, tmp_path):
-    for layout, least in itertools.product(("chain", "merged"), (13, 20, 24, 33, 48)):
-        batching = made(data, tmp_path, layout, {"min_size": least})  # 4 of 12 were planned
-        assert batching.first.num_micro_batches["image"] == 48 // least, (layout, least)
+    for least in (13, 20, 24, 33, 48):
+        batching = made(data, tmp_path, "merged", {"min_size": least})  # 4 of 12 were planned
+        assert batching.first.num_micro_batches["image"] == 48 // least, least
         sizes = [len(part) for part in images(batching)]
         assert min(sizes) >= least and sum(sizes) == 48
 
@@ -263,12 +261,9 @@ def test_the_ladders_are_what_bounds_towers_and_data_leave(data, tmp_path):
     assert 1 <= max(at_once.captions_per_image) < 5
 
 
-@pytest.mark.parametrize("layout", ["fork", "chain"])
-def test_several_captions_get_micro_batches_of_their_own_in_a_fork_and_more_with_their_images(
-    data, tmp_path, layout
-):
+def test_several_captions_get_micro_batches_of_their_own(data, tmp_path):
     feed = {"strategy": "feed", "captions_per_image": [1, 5]}
-    batching = made(data, tmp_path, layout, feed, schedule="replay")
+    batching = made(data, tmp_path, "fork", feed, schedule="replay")
     setting = replace(batching.first, feed_rates=FeedRates(captions_per_image=5))
     setting = replace(setting, num_micro_batches=numbers(batching, setting, 8))
     batch, packer = batching.batches.at(8, setting), batching.batches.texts
@@ -278,7 +273,7 @@ def test_several_captions_get_micro_batches_of_their_own_in_a_fork_and_more_with
     # no more than was planned
     planned = batching.plan.batches["text"].micro_batch_size * 32
     assert max(len(part) * lengths[part].max() for part in parts) <= planned
-    assert setting.num_micro_batches["image"] == (4 if layout == "fork" else number)
+    assert setting.num_micro_batches["image"] == 4
 
 
 # -- weights of samples

@@ -98,10 +98,10 @@ def test_flags_replace_what_the_file_says(tmp_path):
     given = ("--deepspeed_config", str(file))
     config, block = configuration(planned("4", *given))
     assert config["train_batch_size"] == 64 and block == BranchesBlock(**branches)
-    flags = "--train-batch-size 128 --micro-batch-size 8 --layout chain"
+    flags = "--train-batch-size 128 --micro-batch-size 8 --layout merged"
     options = planned(f"4 {flags} --activation-checkpoint-interval 2", *given)
     config, block = configuration(options)
-    assert block == BranchesBlock(layout="chain", micro_batch_size=8, schedule="replay")
+    assert block == BranchesBlock(layout="merged", micro_batch_size=8, schedule="replay")
     assert config["train_batch_size"] == 128 and "gradient_accumulation_steps" not in config
     assert config["pipeline"] == {"activation_checkpoint_interval": 2}
 
@@ -153,7 +153,6 @@ def test_a_mistake_is_one_line(capsys):
         ("--gpus 0", "--gpus: 0 is below 1"),
         ("--gpus many", "--gpus: invalid whole number value: 'many'"),
         ("--gpus 8 --device H10", "--device: device 'H10' is not known; did you mean 'H100'?"),
-        ("--gpus 8 --layout ring", "--layout: invalid choice: 'ring'"),
         ("--gpus 8 --schedule batchsync", "'batchsync' (choose from batch_sync, replay,"),
         ("--gpus 8 --picture plan.png", "give a name that ends in .html"),
         ("--gpus 8 --picture nowhere/plan.html", "there is no folder 'nowhere'"),
@@ -173,6 +172,8 @@ def test_what_cannot_be_planned_is_one_line_on_stderr_and_status_2(capsys):
         ("--deepspeed_config missing.json", "missing.json: no such file"),
         ("--text-tower bert-huge", "text tower 'bert-huge' is not known; did you mean"),
         ("--image-tower resnet19", "'resnet19' is not known; did you mean"),
+        ("--layout ring", "branches.layout: unknown value 'ring'; valid keys: auto, fork, merged"),
+        ("--layout chain", '"chain" is no longer there, because '),
     ):
         assert run(["--gpus", "2", *TOWERS, *arguments.split()]) == 2, arguments
         out, err = capsys.readouterr()

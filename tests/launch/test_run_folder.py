@@ -152,7 +152,7 @@ def test_the_same_run_goes_on_split_and_computed_in_another_way(folder):
         "train_micro_batch_size_per_gpu": 4,
         "pipeline": {"activation_checkpoint_interval": 1},
     }
-    split = {"layout": "chain", "stages": {"image": 2, "text": 1}, "replicas": 3}
+    split = {"layout": "merged", "stages": {"merged": 2}, "replicas": 3}
     block = {**BLOCK, **split, "schedule": "replay", "max_bad_steps": 50}
     folder.refuse_other_run(*identity(config=config, block=block, plan=plan_for(8)))
     for balance in (None, {"strategy": "off"}, {"strategy": "deal", "min_size": 4}):

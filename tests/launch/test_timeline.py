@@ -11,7 +11,7 @@ from common import __version__
 from engine.planning.batch import BranchBatch
 from engine.planning.costs import cost_model_from_json, cost_model_to_json
 from engine.planning.simulator import simulate
-from engine.topology import chain, fork, merged
+from engine.topology import fork, merged
 from engine.trace import COMPUTE, WAIT, Span
 from launch.reporting.timelines import (
     COMPUTING,
@@ -142,7 +142,7 @@ def test_tracks_are_ranks_and_in_a_large_world_one_of_each_stage(run_dir):
 
 GRAPHS = {
     "batch_sync": fork(CUTS, {"image": 2, "text": 2}),
-    "replay": chain(CUTS, 3),
+    "replay": merged({"image": [range(3), range(3, 6)], "text": [range(2), range(2, 4)]}, 3),
     "per_micro_batch": GRAPH,
 }
 
@@ -217,7 +217,7 @@ def test_titles_are_short():
     ]
     assert [describe_graph(graph) for graph in graphs] == [
         "fork, image 2 × 2 | text 1 × 2 (stages × replicas)",
-        "chain, image 2 × 3 | text 1 × 3 (stages × replicas)",
+        "merged, 2 × 3 (stages × replicas)",
         "merged, 1 × 4 (stages × replicas)",
     ]
 
