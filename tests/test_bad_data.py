@@ -172,6 +172,18 @@ def test_images_that_break_after_the_index_was_made_are_left_out_and_listed_once
     assert json.loads((run_dir / "config.json").read_text())["data"]["bad_samples"] == {}
 
 
+def test_a_run_ends_where_too_many_images_break_while_it_loads_them(tmp_path, fork, emoji):
+    """With the table of reasons, as where it is known before: 100 that break may be few of many."""
+    samples = [(emoji[n % GOOD][0][: -300 if n % 4 else None], f"number {n}") for n in range(200)]
+    spec = write_jsonl(tmp_path / "set.jsonl", samples)
+    how = ["--data", spec, "--index-check", "header", "--val-fraction", 0.1, "--steps", 60]
+    status, output = finish(train(fork, *how, "--eval-every", 60, "--run-dir", tmp_path / "run"))
+    assert status != 0 and output.count("train.py: error:") == 1, output[-3000:]
+    assert "Traceback" not in output and "1.0% of --max-bad-fraction" in output
+    assert "  truncated-image  " in output and 100 <= len(reported(tmp_path / "run")) < 150
+    assert 12 <= max(metrics(tmp_path / "run")) < 30  # steps of 8
+
+
 def test_killed_loader_workers_end_the_run_with_one_message(tmp_path, fork, emoji):
     spec = write_jsonl(tmp_path / "set.jsonl", emoji)
     length = ["--steps", 100_000, "--save-every", 100_000, "--eval-every", 100_000]

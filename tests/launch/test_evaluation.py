@@ -25,7 +25,7 @@ from data.options import DataOptions
 from data.prepare import HeldOut, prepare_data
 from launch.exporting.writing import write_export
 from launch.inference.classes import classification
-from launch.inference.embedding import Embedder, as_source
+from launch.inference.embedding import Embedded, Embedder, Rows, as_source
 from launch.inference.evaluation import examples, retrieval, write_numbers
 from launch.inference.folders import (
     forget_embeddings,
@@ -566,3 +566,24 @@ def test_only_samples_with_an_image_and_a_text_are_compared(embedder, tmp_path, 
     )
     assert gaps.usable().tolist() == [*range(6)]
     assert embedder.embedded(gaps, np.array([0, 1, 3, 5])).samples.tolist() == [3, 5]
+
+
+def test_two_modalities_are_compared_over_the_samples_that_have_both():
+    """Each image has its own text. Further images, and a text, of samples without the other are as
+    near to what is asked for as its answer; they are neither asked nor found."""
+    apart, key = torch.eye(4), torch.arange(4)
+    samples = torch.tensor([2, 3, 5, 8])
+    whole = {name: Rows(samples, apart, key) for name in ("image", "text")}
+    alone = torch.tensor([0, 4, 9])
+    image = Rows(
+        torch.cat([samples, alone]).sort().values,
+        apart[[0, 0, 1, 1, 2, 3, 3]],
+        torch.tensor([10, 0, 1, 11, 2, 3, 12]),
+    )
+    text = Rows(
+        torch.tensor([2, 3, 5, 6, 8]), apart[[0, 1, 2, 2, 3]], torch.tensor([0, 1, 2, 9, 3])
+    )
+    pairs = (("image", "text"),)
+    found = retrieval(Embedded({"image": image, "text": text}, pairs))
+    assert found == retrieval(Embedded(whole, pairs))
+    assert found["image_to_text_R@1"] == found["text_to_image_R@1"] == 1.0

@@ -208,3 +208,13 @@ def test_a_misspelt_key_of_a_recipe_is_answered_with_the_nearest(tmp_path):
     (tmp_path / "mine.json").write_text(json.dumps(written))
     with pytest.raises(ValueError, match="'recipe.flag'; did you mean 'flags'"):
         RecipeFile.read(Path(tmp_path / "mine.json"))
+
+
+@pytest.mark.parametrize("flag", ["data", "run-dir", "import-module", "token"])
+def test_a_recipe_sets_what_trains_and_nothing_else(flag, tmp_path):
+    """It may come from somebody else: it says neither what is read nor what is run or written."""
+    written = json.loads(FILES[0].read_text())
+    written["recipe"]["flags"][flag] = "theirs"
+    (tmp_path / "mine.json").write_text(json.dumps(written))
+    with pytest.raises(ValueError, match=f"mine.json: .*a recipe cannot set --{flag}; give it on"):
+        RecipeFile.read(tmp_path / "mine.json")
