@@ -20,8 +20,8 @@ def make_parser() -> CommandParser:
         prog="export.py",
         description="Write a checkpoint as a folder with safetensors, tokenizer, preprocessing and "
         "modeling_export.py, which loads it with public libraries. transformers' CLIPModel, "
-        "SiglipModel, Siglip2Model, ChineseCLIPModel, VisionTextDualEncoderModel or ClapModel "
-        "loads it, too, where one of them has the same towers.",
+        "SiglipModel, Siglip2Model, ChineseCLIPModel or ClapModel loads it, too, where one of them "
+        "has the same towers.",
     )
     add = parser.add_argument
     add("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run of train.py")

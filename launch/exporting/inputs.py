@@ -19,7 +19,7 @@ from launch.exporting.loading import feature_extractor
 from launch.inference.trained import Trained
 from models.towers.layers import Tower
 
-CLAP, DUAL_ENCODER = "ClapModel", "VisionTextDualEncoderModel"
+CLAP = "ClapModel"
 THIS_FOLDER = "."  # a name is asked for, and read only where the model is not in a folder
 PIPELINE_TOKENS = 64  # to which transformers' pipeline and processor pad the texts of SigLIP
 WORDS_A_TEXT, MOST_TEXTS = 16, 200  # of those that two tokenizers are compared by

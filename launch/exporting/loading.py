@@ -3,14 +3,13 @@ output is pooled and projected, and how images, texts and sounds are prepared.""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping
 from typing import Any
 
 import transformers
 from transformers import ClapFeatureExtractor, SequenceFeatureExtractor
 
+from launch.inference.adapters import TOWER_IN
 from launch.inference.trained import Trained
 from launch.records import OPEN_CLIP, STATE_DICT, WEIGHTS
 from models.towers.audio import QUIET_DB, SPREAD_DB
@@ -23,16 +22,14 @@ from models.towers.of_image import holds_image, image_inside
 from models.towers.pooling import num_heads
 from models.towers.regions import MapTap
 from models.weights.names import AUDIO, REGIONS
-from models.weights.translation import Pair
 
 Record = dict[str, Any]
 # what the model's own classifier or mean becomes, in modeling_export.py's words
 NOTHING, MAX = "Identity", "AdaptiveMaxPool2d"
 
 
-def loading_record(trained: Trained, kind: str, pairs: Sequence[Pair] = ()) -> Record:
-    """Of an export of this kind. `pairs`: of its tensors and ours, where it is a whole model of
-    transformers."""
+def loading_record(trained: Trained, kind: str) -> Record:
+    """Of an export of this kind."""
     towers = trained.by_branch
     whole = None if kind == STATE_DICT else kind
     # an audio tower beside images has no place in any model
@@ -45,7 +42,7 @@ def loading_record(trained: Trained, kind: str, pairs: Sequence[Pair] = ()) -> R
         "texts": _texts(towers["text"]) if kind != OPEN_CLIP else None,
         "sounds": _sounds(towers["audio"]) if "audio" in towers else None,
         "towers": {name: tower_record(tower) for name, tower in own.items()},
-        **_regions(towers.get("image"), kind, pairs),
+        **_regions(towers.get("image"), kind),
         **_clips(trained),
     }
 
@@ -58,7 +55,7 @@ def _clips(trained: Trained) -> Record:
     return {"clips": {"frames": options["video_frames"], "rate": options.get("video_rate")}}
 
 
-def _regions(image: Tower | None, kind: str, pairs: Sequence[Pair]) -> Record:
+def _regions(image: Tower | None, kind: str) -> Record:
     """Where `modeling_regions.py` finds the maps that regions are cut out of; nothing where no
     region is embedded, or some map is made by no module of the library by itself."""
     if image is None or "regions" not in image.config:
@@ -67,7 +64,7 @@ def _regions(image: Tower | None, kind: str, pairs: Sequence[Pair]) -> Record:
     layer = ""
     for spec in image.specs:
         if isinstance(spec.template, MapTap):
-            module = _module_of(layer, image, kind, pairs)
+            module = _module_of(layer, image, kind)
             maps.append({"module": module, "channels_last": spec.template.last})
         layer = spec.name.partition(".")[2]
     if not all(each["module"] for each in maps):
@@ -75,18 +72,14 @@ def _regions(image: Tower | None, kind: str, pairs: Sequence[Pair]) -> Record:
     return {"regions": {"file": REGIONS, "maps": maps}}
 
 
-def _module_of(layer: str, image: Tower, kind: str, pairs: Sequence[Pair]) -> str:
+def _module_of(layer: str, image: Tower, kind: str) -> str:
     """What the export calls the module whose output is that of a layer of the image tower; "": none
     has it."""
     if layer in ("pool", "stem") or (kind == OPEN_CLIP and image.config["library"] != OPEN_CLIP):
         return ""
     if kind == OPEN_CLIP:
         return f"visual.{layer}"
-    if not pairs:
-        return layer
-    # under the names of transformers' model
-    theirs = [pair.theirs for pair in pairs if pair.ours[0].startswith(f"image.{layer}.")]
-    return os.path.commonprefix([*chain(*theirs)]).rpartition(".")[0]
+    return layer if kind == STATE_DICT else f"{TOWER_IN['image']}.{layer}"
 
 
 def _images(image: Tower) -> Record:

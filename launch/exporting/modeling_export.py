@@ -33,7 +33,7 @@ OF_PRETRAINING = "embeddings.mask_token"
 # libraries are some that run code of a folder, read other files or ask a server.
 MODELS = (
     *("CLIPModel", "SiglipModel", "Siglip2Model", "ChineseCLIPModel", "ClapModel"),
-    "VisionTextDualEncoderModel",
+    "VisionTextDualEncoderModel",  # of exports of version 0.1
 )
 TOWERS = (
     *("CLIPVisionModel", "ChineseCLIPVisionModel", "SiglipVisionModel", "Siglip2VisionModel"),

@@ -13,7 +13,7 @@ from common.files import read_json
 from common.markdown import code, fenced, words
 from engine.planning.batch import BranchBatch
 from launch.config.groups import first_weights
-from launch.exporting.inputs import CLAP, DUAL_ENCODER, PIPELINE_TOKENS, is_padded_otherwise
+from launch.exporting.inputs import CLAP, PIPELINE_TOKENS, is_padded_otherwise
 from launch.exporting.loading import seconds_of_clip
 from launch.inference.adapters import ADAPTERS, TOWER_IN
 from launch.inference.trained import Trained
@@ -323,11 +323,11 @@ def _of_transformers(kind: str, record: Mapping[str, Any]) -> str:
 
 
 def _pipeline(record: Mapping[str, Any], text: Tower) -> list[str]:
-    """What transformers' own pipeline makes of the model; nothing where it has none for it."""
+    """What transformers' own pipeline makes of the model; nothing where it cannot."""
     kind, images = record["kind"], record["loading"]["images"]
     if kind == CLAP:
         return [OF_SOUNDS]
-    if kind == DUAL_ENCODER or images["patch_size"] or not _has_processor(record):
+    if images["patch_size"] or not _has_processor(record):
         return []
     most = record["options"]["max_text_tokens"]
     if is_padded_otherwise(text, most):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import ClapConfig, PreTrainedConfig, VisionTextDualEncoderConfig
+from transformers import ClapConfig, PreTrainedConfig
 
 from common.files import replacing_folder, write_text
 from data.modalities.tokenizer_open_clip import PREFIX
@@ -20,7 +20,6 @@ from data.options import IMAGE_TEXT, loss_names
 from launch.config.imported import FUSION_OPTIONS, HERE
 from launch.exporting.inputs import (
     CLAP,
-    DUAL_ENCODER,
     is_read_otherwise,
     preprocess_cfg,
     tokens_of_open_clip,
@@ -40,16 +39,11 @@ from models.towers.names import TWO_LAYERS, join_name, split_name
 from models.towers.regions import REGION_NAMES
 from models.towers.video import frames_tower
 from models.weights.clap import clap_config, clap_pairs, scale_of, what_clap_lacks
-from models.weights.dual_encoder import (
-    dual_encoder_config,
-    dual_encoder_pairs,
-    library_config,
-    what_differs,
-)
 from models.weights.names import AUDIO, FUSION, REGIONS, TEXT_FOLDER
 from models.weights.of_image import as_image_layers, as_image_tower
+from models.weights.of_transformers import library_config
 from models.weights.open_clip_export import config_of_text, open_clip_model, what_open_clip_lacks
-from models.weights.translation import Pair, to_theirs
+from models.weights.translation import to_theirs
 from models.weights.whole_models import (
     WHOLE_MODELS,
     whole_model_config,
@@ -106,17 +100,17 @@ def write_export(
             elif _lacks_config(tower) and (kind != OPEN_CLIP or branch == "audio"):
                 (beside / branch).mkdir()
                 _write_json(beside / branch / OPEN_CLIP_FILES[0], model_config(tower.name))
-        config, pairs = _write_weights(trained, state, kind, beside)
+        config = _write_weights(trained, state, kind, beside)
         write_inputs(trained, kind, beside)
         apart = adapters if keep_adapters else ()
-        loading = loading_record(trained, kind, pairs)
+        loading = loading_record(trained, kind)
         record = {
             "format": FORMAT,
             "kind": kind,
             "differences": differences,
             "options": _options(trained, kind),
             "fusion": _fusion_options(towers),
-            "adapters": write_all(apart, towers, config, pairs, beside),
+            "adapters": write_all(apart, towers, config, beside),
             "step": trained.step,
             "trained_in": _trained_in(trained.layers),
             "versions": _versions(trained.towers),
@@ -273,11 +267,8 @@ def choose_form(trained: Trained, form: str) -> tuple[str, list[str]]:
     towers, kind = trained.by_branch, CLAP
     text = towers["text"]
     if _compares(trained, "image"):
-        key = whole_model_of(towers["image"], text)
-        kind, model_type = DUAL_ENCODER, VisionTextDualEncoderConfig.model_type
-        if key:
-            kind, model_type = WHOLE_MODELS[key].model.__name__, key
-        of_transformers = [] if key else what_differs(towers["image"], text)
+        model_type, of_transformers = whole_model_of(towers["image"], text)
+        kind = WHOLE_MODELS[model_type].model.__name__ if model_type else ""
         of_open_clip = what_open_clip_lacks(towers["image"], text)
     else:
         of_transformers = what_clap_lacks(towers["audio"], text)
@@ -326,12 +317,12 @@ def _refuse_adapters_apart(trained: Trained, kind: str, adapted: Sequence[str]) 
 
 def _write_weights(
     trained: Trained, state: dict[str, Tensor], kind: str, beside: Path
-) -> tuple[PreTrainedConfig | None, Sequence[Pair]]:
+) -> PreTrainedConfig | None:
     """Weights and configuration as `kind` has them, in `beside`. Returns the configuration of
-    transformers' model of both towers, if it is one, and the pairs of its tensors and ours."""
+    transformers' model of both towers, if it is one."""
     if kind == STATE_DICT:
         _save(beside / WEIGHTS, state)
-        return None, ()
+        return None
     pair = trained.by_branch["audio" if kind == CLAP else "image"], trained.by_branch["text"]
     if kind == OPEN_CLIP:
         tokens, at = tokens_of_open_clip(trained), beside / TEXT_FOLDER
@@ -341,18 +332,17 @@ def _write_weights(
         pixels = preprocess_cfg(trained.preprocessing)
         _write_json(beside / OPEN_CLIP_FILES[0], {"model_cfg": model, "preprocess_cfg": pixels})
         _save(beside / OPEN_CLIP_FILES[1], tensors)
-        return None, ()
+        return None
     learned = scale_of(*pair) if kind == CLAP else None
     scale = state[learned or "head.logit_scale"].item()
     if kind == CLAP:
         config, pairs = clap_config(*pair, scale), clap_pairs(*pair)
-    elif key := whole_model_of(*pair):
-        config, pairs = whole_model_config(key, *pair, scale), whole_model_pairs(*pair)
     else:
-        config, pairs = dual_encoder_config(*pair, scale), dual_encoder_pairs(*pair)
+        key, _ = whole_model_of(*pair)
+        config, pairs = whole_model_config(key, *pair, scale), whole_model_pairs(*pair)
     config.save_pretrained(beside)
     _save(beside / WEIGHTS, to_theirs(pairs, state))
-    return config, pairs
+    return config
 
 
 # -- the record

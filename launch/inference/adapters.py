@@ -19,7 +19,6 @@ from models.towers.adapters.lora import LoRA
 from models.towers.layers import Layer, Tower
 from models.towers.libraries.configurations import saved_state
 from models.towers.tracing.towers import on_meta
-from models.weights.translation import Pair, unchanged
 
 if TYPE_CHECKING:
     from launch.inference.trained import Trained
@@ -56,45 +55,24 @@ def taken_off(trained: Trained, merge: bool) -> tuple[Trained, list[Adapters]]:
 
 
 def names_in_library(
-    adapters: Adapters,
-    tower: Tower,
-    whole: PreTrainedConfig | None,
-    pairs: Sequence[Pair] = (),
+    adapters: Adapters, tower: Tower, whole: PreTrainedConfig | None
 ) -> dict[str, str]:
     """Canonical name of an adapted module -> its name in the library's model of the tower; in
-    `whole`, the configuration of transformers' model of both towers, in that model's tower.
-    `pairs`: as for its weights.
-
-    Raises ValueError where that model has other modules than the tower that was trained.
-    """
+    `whole`, the configuration of transformers' model of both towers, in that model's tower."""
+    own = {module: module.partition(".")[2] for module in adapters.modules}
+    if tower.config["library"] != "transformers":
+        return own
     if whole is None:
-        theirs = {
-            name: name.partition(".")[2]
-            for spec in tower.specs[:-1]
-            for name in spec.template.canonical_names.values()
-        }
-        if tower.config["library"] != "transformers":
-            return {module: module.partition(".")[2] for module in adapters.modules}
         kind, inside = tower.config["architecture"], ""
         config = type(getattr(transformers, kind).config_class())(**tower.config["config"])
     else:
-        theirs = {
-            pair.ours[0]: pair.theirs[0]
-            for pair in pairs
-            if len(pair.ours) == len(pair.theirs) == 1 and pair.there is unchanged
-        }
         config, (kind,), inside = whole, whole.architectures, f"{TOWER_IN[tower.branch]}."
     live = _live_names(on_meta(lambda: getattr(transformers, kind)(config)))
     found = {}
-    for module in adapters.modules:
-        last = "weight" if f"{module}.in_proj_weight" not in theirs else "in_proj_weight"
-        name = live.get(theirs.get(f"{module}.{last}", ""))
-        if name is None or not name.startswith(inside):
-            raise ValueError(
-                f"--keep-adapters: {module} is not a module of its own in transformers' {kind}; "
-                "give --format state_dict, or leave out --keep-adapters to merge the adapters"
-            )
-        found[module] = name.removeprefix(inside).removesuffix(f".{last}")
+    for module, name in own.items():
+        # of an nn.MultiheadAttention
+        last = "in_proj_weight" if f"{inside}{name}.in_proj_weight" in live else "weight"
+        found[module] = live[f"{inside}{name}.{last}"].removeprefix(inside).removesuffix(f".{last}")
     return found
 
 
@@ -113,16 +91,15 @@ def write_all(
     adapters: Sequence[Adapters],
     towers: Mapping[str, Tower],
     whole: PreTrainedConfig | None,
-    pairs: Sequence[Pair],
     folder: Path,
 ) -> dict[str, Any]:
     """Write the adapters of each tower into an export, as peft's `PeftModel.from_pretrained` reads
-    them around the library's model; returns what its record says of them, by branch. `whole`,
-    `pairs`: as in `names_in_library`."""
+    them around the library's model; returns what its record says of them, by branch. `whole`: as in
+    `names_in_library`."""
     record = {}
     for own in adapters:
         tower, there = towers[own.branch], folder / ADAPTERS / own.branch
-        names = names_in_library(own, tower, whole, pairs)
+        names = names_in_library(own, tower, whole)
         own.lora.config(sorted(names.values())).save_pretrained(str(there))
         tensors = {}
         for canonical, tensor in own.tensors.items():

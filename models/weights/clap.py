@@ -27,7 +27,7 @@ from models.towers.head import HIDDEN_ACT, HIDDEN_ACT_KEY, read_projection
 from models.towers.layers import Tower
 from models.towers.libraries.transformers_audio import EXTRACTORS, refuse_fusion
 from models.towers.names import TWO_LAYERS
-from models.weights.dual_encoder import OF_TRANSFORMERS, library_config, same_pairs
+from models.weights.of_transformers import OF_TRANSFORMERS, library_config, same_pairs
 from models.weights.translation import Pair, Source, pairs_of
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from models.towers.layers import Tower
 from models.towers.names import TWO_LAYERS
-from models.weights.dual_encoder import SCALE, ConvNeXtNames
+from models.weights.dual_encoder import ConvNeXtNames
+from models.weights.of_transformers import SCALE
 from models.weights.translation import Pair, pairs_of
 
 SIDES = ("open_clip", "timm")  # the libraries of image towers that OpenCLIP has as they are

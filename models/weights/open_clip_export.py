@@ -22,7 +22,7 @@ from models.towers.layers import Tower
 from models.towers.libraries.open_clip import library
 from models.towers.names import TWO_LAYERS
 from models.towers.tracing.towers import on_meta, refusals
-from models.weights.dual_encoder import library_config
+from models.weights.of_transformers import library_config
 from models.weights.open_clip import (
     MT5,
     SIDES,

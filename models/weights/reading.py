@@ -34,7 +34,7 @@ from models.towers.libraries import (
 )
 from models.towers.names import HF, nearest, refuse, split_name
 from models.weights.clap import clap_pairs, is_clap, note_scales
-from models.weights.dual_encoder import OF_TRANSFORMERS, dual_encoder_pairs, towers_differ
+from models.weights.dual_encoder import dual_encoder_pairs, what_differs
 from models.weights.libraries import (
     converted_by_timm,
     named_as_tower,
@@ -42,6 +42,7 @@ from models.weights.libraries import (
     published_timm,
 )
 from models.weights.names import AUDIO, FUSION, REGIONS
+from models.weights.of_transformers import OF_TRANSFORMERS
 from models.weights.open_clip import is_open_clip, open_clip_pairs, refuse_other_architecture
 from models.weights.open_clip_models import folder_of, local_model, weights_of
 from models.weights.positions import TOKENS, Resize, resizers
@@ -302,7 +303,7 @@ def _of_images(where: str, source: Source, image: Tower, text: Tower) -> Source:
     ):
         return as_ours(whole_model_pairs(image, text), source)
     if "visual_projection.weight" in source:
-        differences = towers_differ(image, text)
+        differences = what_differs(image, text)
         if differences:
             raise ValueError(
                 f"--import {where}: holds transformers' dual encoder, which the towers asked for "

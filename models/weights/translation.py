@@ -56,19 +56,16 @@ class Pair:
     there: Callable[..., tuple[Tensor, ...]] = unchanged
 
 
-# how tensors of one library are made of another's: to ours, and back
-HOW: Mapping[str, tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Tensor, ...]]]] = {
+# how tensors of one library are made of another's: to ours, and back where models are written
+HOW: Mapping[str, tuple[Callable[..., tuple[Tensor, ...]], ...]] = {
     "": (unchanged, unchanged),
     "transposed": (lambda matrix: (matrix.t(),), lambda matrix: (matrix.t(),)),
     # queries, keys and values: one tensor here, or one there
-    "joined": (lambda *three: (torch.cat(three),), lambda one: one.chunk(3)),
-    "parted": (lambda one: one.chunk(3), lambda *three: (torch.cat(three),)),
-    # behind a linear of theirs each output is scaled: by 1 where it was made of ours
-    "scaled": (
-        lambda weight, bias, scale: (scale[:, None] * weight, scale * bias),
-        lambda weight, bias: (weight, bias, torch.ones_like(bias)),
-    ),
-    "of places": (lambda scale: (scale[:, None, None],), lambda scale: (scale.flatten(),)),
+    "joined": (lambda *three: (torch.cat(three),),),
+    "parted": (lambda one: one.chunk(3),),
+    # behind a linear of theirs each output is scaled
+    "scaled": (lambda weight, bias, scale: (scale[:, None] * weight, scale * bias),),
+    "of places": (lambda scale: (scale[:, None, None],),),
     "number": (lambda number: (number.reshape(1),), lambda number: (number.reshape(()),)),
 }
 

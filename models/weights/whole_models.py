@@ -1,12 +1,13 @@
 """transformers' models of images and texts, and of sounds and texts: which of them two towers with
-their heads are, what one in a folder says of a run, and its names.
+their heads are, what one in a folder says of a run, and its names. A tower is written as a part of
+such a model only where the model has that very tower.
 
 | model | image and text tower | head | loss |
 |---|---|---|---|
 | `CLIPModel` | CLIP's | projections | infonce |
 | `ChineseCLIPModel` | Chinese-CLIP's | projections | infonce |
 | `SiglipModel`, `Siglip2Model` | SigLIP's, SigLIP 2's | none: features are embeddings | sigmoid |
-| `VisionTextDualEncoderModel` | any two (`dual_encoder.py`) | projections | infonce |
+| `VisionTextDualEncoderModel` | any two; read only (also `dual_encoder.py`) | projections | infonce |
 | `ClapModel` (`clap.py`) | CLAP's of sounds and texts | projections of two layers | infonce |
 """
 
@@ -34,7 +35,7 @@ from models.towers.layers import Tower
 from models.towers.libraries.transformers_text import first_position
 from models.towers.names import TWO_LAYERS
 from models.weights import clap
-from models.weights.dual_encoder import HEADS, OF_TRANSFORMERS, library_config, same_pairs
+from models.weights.of_transformers import HEADS, library_config, same_pairs
 from models.weights.translation import Pair, pairs_of
 
 DUAL_ENCODER = "vision-text-dual-encoder"
@@ -129,27 +130,35 @@ def _text_tokens(folder: Path, config: PreTrainedConfig) -> int:
     return int(min(lengths))
 
 
-def whole_model_of(image: Tower, text: Tower) -> str | None:
-    """The key in `WHOLE_MODELS` of the model of images and texts that these towers with their heads
-    are; None: of none."""
-    if not all(tower.config.get("library") == OF_TRANSFORMERS for tower in (image, text)):
-        return None
+def whole_model_of(image: Tower, text: Tower) -> tuple[str, list[str]]:
+    """The key in `WHOLE_MODELS` of the model that has these towers, "" for none; and why they are
+    not that model with their heads and scalars, a reason each."""
+    types = [tower.config.get("config", {}).get("model_type") for tower in (image, text)]
+    keys = [key for key, kind in WHOLE_MODELS.items() if types == [kind.image[0], kind.text[0]]]
+    if not keys:
+        towers = (f"{t.config['architecture']} of {t.config['library']}" for t in (image, text))
+        return "", [f"transformers has no model with the towers {' and '.join(towers)}"]
+    kind = WHOLE_MODELS[keys[0]]
+    name, reasons = kind.model.__name__, []
+    for tower, (_, pool) in zip((image, text), (kind.image, kind.text)):
+        if tower.config["pool"] != pool:
+            found = tower.config["pool"]
+            reasons.append(f"{name} pools {tower.branch}s by pool={pool}, not {found}")
     if TWO_LAYERS in text.config:
-        return None
-    towers = tuple((t.config["config"]["model_type"], t.config["pool"]) for t in (image, text))
-    projection = image.config.get("projection", "linear")
-    if projection not in ("linear", "none"):
-        return None
-    projected = projection == "linear"
-    has_bias = "logit_bias" in image.specs[-1].template.scalars
-    for key, kind in WHOLE_MODELS.items():
-        if (kind.image, kind.text) == towers and projected == kind.projected != has_bias:
-            return key
-    return None
+        reasons.append(f"{name} has no {TWO_LAYERS} behind its text tower")
+    # 2 stands in old configurations, and there for something else
+    if kind.text[1] == "eos" and text.config["eos_token_id"] == 2:
+        reasons.append(f"{name} takes eos_token_id 2 for 'the highest id of the text'")
+    expected = "linear" if kind.projected else "none"
+    if (projection := image.config.get("projection", "linear")) != expected:
+        reasons.append(f"{name} has --projection {expected}, not {projection}")
+    if ("logit_bias" in image.specs[-1].template.scalars) == kind.projected:
+        reasons.append(f"{name} has {'no' if kind.projected else 'a'} logit_bias")
+    return keys[0], reasons
 
 
 def whole_model_config(key: str, image: Tower, text: Tower, logit_scale: float) -> PreTrainedConfig:
-    """Of the model that `whole_model_of` names."""
+    """Of the model that `whole_model_of` names, where nothing differs."""
     kind = WHOLE_MODELS[key]
     heads: Mapping[str, Any] = (
         {"projection_dim": image.config["embed_dim"], "logit_scale_init_value": logit_scale}

@@ -191,10 +191,18 @@ OTHERS = {  # flags of the model, what its record must say of how it is loaded
     "three branches": (
         [
             "--pairs", "image:text,audio:text:0.5", "--image-size", "32", "--audio-tower", f"hf:ast:{TINY},num_mel_bins=16,pool=avg",
-            "--audio-seconds", "0.5", "--image-tower", "vit_b_32:patch_size=16,num_layers=1,num_heads=2,hidden_dim=32,mlp_dim=64",
+            "--audio-seconds", "0.5", "--image-tower", f"hf:clip-vit-base-patch16:{TINY}",
+            "--text-tower", f"clip-text-base:{TINY}",
+        ],
+        "CLIPModel",
+    ),
+    "three branches of three libraries": (
+        [
+            "--pairs", "image:text,audio:text", "--image-size", "32", "--audio-tower", "timm:resnet10t", *SPECTROGRAM,
+            "--image-tower", "vit_b_32:patch_size=16,num_layers=1,num_heads=2,hidden_dim=32,mlp_dim=64",
             "--text-tower", f"bert-tiny:{TINY},pool=pooler",
         ],
-        "VisionTextDualEncoderModel",
+        "VisionTransformer",
     ),
 }  # fmt: skip
 
@@ -205,6 +213,7 @@ def trained_by(flags):
     options = parse_options(["--data", "demo", *pairs, *flags, "--embed-dim", "24"])
     options = replace(options, label_smoothing=0.0, max_text_tokens=TOKENS)
     tokenizer = train_tokenizer(CAPTIONS)
+    tokenizer.eos_token = "[SEP]"  # where CLIP pools
     model = RunModel.of(options, tokenizer)
     layers = [model.build_layer(spec).eval() for specs in model.layers.values() for spec in specs]
     draw = torch.Generator().manual_seed(0)
