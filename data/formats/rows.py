@@ -116,9 +116,8 @@ class Sample:
     media: dict[str, Media] = field(default_factory=dict)  # by modality
     lacks: dict[str, BadSample] = field(default_factory=dict)  # modality -> why there is none
     dropped: list[BadSample] = field(default_factory=list)  # captions beside good ones
-    # not in `repr`, which is a part of what an index is compared by
-    regions: Regions | None = field(default=None, repr=False)
-    span: Span = field(default=WHOLE_FILM, repr=False)
+    regions: Regions | None = None
+    span: Span = WHOLE_FILM
     problem: BadSample | None = None
 
 

@@ -1,8 +1,7 @@
-"""Makes the index of a data set: checks its rows, reads every image and sound, writes columns; a
-part that has not changed is not read again."""
+"""Makes the index of a data set: checks its rows, reads every image and sound, writes columns. A
+shard, an image, a sound or a film that has not changed is not read again."""
 
 import contextlib
-import hashlib
 import json
 import math
 import os
@@ -25,7 +24,7 @@ from filelock import FileLock
 from common.cpus import usable_cpus
 from common.files import make_folder, move, remove, remove_folder, write_text
 from data.bad_samples import ABSENCES, CODES, BadSample
-from data.clips import WHOLE_FILM, is_cut, placed_span
+from data.clips import is_cut, placed_span
 from data.decoding.images import may_turn_late
 from data.formats.rows import CAPTION_LINES, Format, Media, Part, Sample, Unused
 from data.identity import fingerprint
@@ -46,6 +45,7 @@ from data.index.mapped import (
     texts_of,
 )
 from data.index.media import MEDIA, film_hash, media_of, refuse_too_long
+from data.index.memo import Memo, memo_key
 from data.keys import HASH_BYTES, content_hash, hash64
 from data.processes import end_with_parent, start_method
 from data.progress import progress_bar
@@ -79,9 +79,9 @@ def load_index(
 
     workers: processes that read images; None: a core each, at most 16. check: "decode" decodes
     every image, so that all who open the index agree on which are bad; "header" reads sizes only,
-    and leaves the rest to be found in training. refresh: list all parts, and read again those of
-    which a row, or the size or the time of a file, is another; else that is done only where the
-    data set's own files, or one of up to 100,000 images or sounds, are seen to have changed.
+    and leaves the rest to be found in training. refresh: list all parts, and read again what has
+    another size or time; else that is done only where the data set's own files, or one of up to
+    100,000 images or sounds, are seen to have changed.
     max_audio_seconds: longer sounds are bad; None: as far as they are read at all. Errors:
     ValueError, OSError.
     """
@@ -120,6 +120,7 @@ class _Work:
     check: str
     max_audio_seconds: float | None
     known: frozenset[str] = frozenset()  # stamps of the parts that the index of before has
+    memo: Memo | None = None  # what that index has measured
 
 
 @dataclass
@@ -140,9 +141,10 @@ def _build(work: _Work, target: Path, workers: int | None, progress: bool) -> No
         if stamp:
             known[stamp] = (range(first, first + len(batches)), unused)
         first += len(batches)
-    work = replace(work, known=frozenset(known))
     build = make_folder(target / f"build-{os.getpid()}-{uuid.uuid4().hex[:8]}")
     try:
+        memo = Memo(old, make_folder(build / "orders")) if old else None
+        work = replace(work, known=frozenset(known), memo=memo)
         with IndexWriter(build, format.modalities) as writer:
             for part, found in _indexed(work, workers, progress):
                 if old is not None and found.batches is None:
@@ -151,6 +153,7 @@ def _build(work: _Work, target: Path, workers: int | None, progress: bool) -> No
                 writer.append(found.stamp, part.file, found.batches or [], found.unused)
         if not writer.rows:
             raise ValueError(f"{format.spec} holds no sample")
+        remove_folder(build / "orders", build)
         writer.publish(target, made_of)
     finally:
         remove_folder(build, target)
@@ -298,17 +301,11 @@ def _index_part_in_worker(part: Part) -> _Indexed:
 def _index_part(work: _Work, part: Part) -> _Indexed:
     """Check the rows of a part and read its images and sounds, unless its stamp is known."""
     stamp = fingerprint(part.stamp) if part.stamp else ""
-    if not stamp and work.known:
-        digest = hashlib.blake2b(digest_size=HASH_BYTES)
-        deque(_noted_in(digest, work.format.samples(part)), maxlen=0)
-        stamp = digest.hexdigest()
     if stamp in work.known:
         return _Indexed(stamp)
-    found, rows = _Indexed(stamp), []
+    found, rows, may_pass = _Indexed(stamp), [], False
     batches = found.batches = []
-    digest = hashlib.blake2b(digest_size=HASH_BYTES)
-    samples, may_pass = work.format.samples(part), False
-    for sample in samples if stamp else _noted_in(digest, samples):
+    for sample in work.format.samples(part):
         add_unused(found.unused, _unused_of(work.format, part, sample))
         if isinstance(sample, Unused):
             continue
@@ -321,21 +318,9 @@ def _index_part(work: _Work, part: Part) -> _Indexed:
             rows = []
     if rows:
         batches.append(_as_batch(work.format, rows))
-    found.stamp = "" if may_pass else stamp or digest.hexdigest()
+    if may_pass:
+        found.stamp = ""
     return found
-
-
-def _noted_in(digest: Any, samples: Iterator[Sample | Unused]) -> Iterator[Sample | Unused]:
-    """The samples, each of which goes into the stamp of its part, with the files that it names."""
-    for sample in samples:
-        digest.update(repr(sample).encode(errors="backslashreplace"))
-        for media in sample.media.values() if isinstance(sample, Sample) else ():
-            digest.update(media.content or b"")
-        if isinstance(sample, Sample) and sample.regions is not None:
-            digest.update(sample.regions.stamp())
-        if isinstance(sample, Sample) and sample.span != WHOLE_FILM:
-            digest.update(repr(sample.span).encode())
-        yield sample
 
 
 def _as_batch(format: Format, rows: list[dict[str, Any]]) -> tuple[pa.RecordBatch, np.ndarray]:
@@ -367,16 +352,9 @@ def _row(work: _Work, part: Part, sample: Sample) -> tuple[dict[str, Any], bool]
             continue
         content = media.content
         try:
-            if modality == "video":
-                row |= _film_columns(work, part, sample, media)
-                continue
-            if content is None:
+            if content is None and not media.true_path:
                 content = format.read(modality, part.file, sample.number, media)
-            row[f"{modality}_hash"] = content_hash(content)
-            decode = work.check == "decode" or sample.regions and may_turn_late(content)
-            measured = MEDIA[modality].measure(content, bool(decode))
-            refuse_too_long(measured.get("audio_seconds", 0), work.max_audio_seconds)
-            row |= measured
+            row |= _measured(work, part, sample, modality, content)
         except BadSample as wrong:
             lacks[modality] = wrong
             # FFmpeg gives what is wrong with the content the numbers of the system's errors
@@ -400,16 +378,32 @@ def _row(work: _Work, part: Part, sample: Sample) -> tuple[dict[str, Any], bool]
     return row, may_pass
 
 
-def _film_columns(work: _Work, part: Part, sample: Sample, media: Media) -> dict[str, Any]:
-    """Of the film, and where the clip is on it. Raises BadSample."""
-    film: bytes | str | None = media.true_path or media.content
-    if film is None:
-        film = work.format.read("video", part.file, sample.number, media)
-    own = (media.size, media.mtime_ns) if media.true_path else ()
-    columns = _measured_film(film, work.check == "decode", own)
-    lengths = (columns[f"video_{name}"] for name in ("seconds", "first_s"))
-    start_s, end_s = placed_span(sample.span, *lengths)
-    return columns | {"video_start_s": start_s, "video_end_s": end_s}
+def _measured(
+    work: _Work, part: Part, sample: Sample, modality: str, content: bytes | None
+) -> dict[str, Any]:
+    """The columns of an image, a sound or a film, which is read unless it is known. `content`: None
+    where it is a file of its own. Raises BadSample."""
+    media, hashed = sample.media[modality], b"" if content is None else content_hash(content)
+    decodes = work.check == "decode"
+    # boxes need to know how an image is turned, which may stand behind its pixels
+    may_decode = decodes or modality == "image" and sample.regions is not None
+    key = memo_key(media, hashed, may_decode)
+    measured = work.memo.find(modality, key) if work.memo else {}
+    if not measured and modality == "video":
+        film = media.true_path if content is None else content
+        own = (media.size, media.mtime_ns) if content is None else ()
+        measured = {**_measured_film(film, decodes, own)}
+    elif not measured:
+        if content is None:
+            content = work.format.read(modality, part.file, sample.number, media)
+        decodes = decodes or may_decode and may_turn_late(content)
+        measured = MEDIA[modality].measure(content, decodes)
+        measured[f"{modality}_hash"] = hashed or content_hash(content)
+        refuse_too_long(measured.get("audio_seconds", 0), work.max_audio_seconds)
+    if modality == "video":
+        lengths = (measured[f"video_{name}"] for name in ("seconds", "first_s"))
+        measured["video_start_s"], measured["video_end_s"] = placed_span(sample.span, *lengths)
+    return measured | {f"{modality}_known_by": key}
 
 
 @lru_cache(1)  # the clips of a film are often neighbours

@@ -1,6 +1,7 @@
 """The index of a data set: a row per sample, made once and then memory-mapped by every process.
 
     building.py   makes it
+    memo.py       what the one before knows, for the next
     Index         reads it: whole columns without a copy, single values in microseconds
 
 On disk, in `index/<hash of the spec>/` of the cache folder:
@@ -29,7 +30,7 @@ from data.formats.specs import cache_folder
 from data.identity import MISSING, Identity, fingerprint
 from data.index.media import MEDIA, PLACE, media_of
 
-VERSION = 8  # raised when an index of before would say other things of the same data
+VERSION = 9  # raised when an index of before would say other things of the same data
 NUMBERS, TEXTS, REPEATS, META = "numbers", "texts.arrow", "repeats.npy", "meta.json"
 # Images that are files: up to so many, each one's size and time are compared whenever the index is
 # opened.

@@ -25,9 +25,10 @@ HASH_SIDE = 8  # of the perceptual hash, bits; 8 * 8 = 64
 KEY_FRAMES = 4  # of a film, by which equal films are found
 PIECE = 1 << 20  # bytes
 
-PLACE = {"offset": "i8", "size": "i8", "mtime_ns": "i8", "hash": f"V{HASH_BYTES}"}
-"""What all kinds of media have, under the modality's name (`image_offset`): see `rows.Media`; and
-the hash of the encoded bytes, zeros where they were not read."""
+PLACE = {"offset": "i8", "size": "i8", "mtime_ns": "i8", "hash": f"V{HASH_BYTES}", "known_by": "u8"}
+"""What all kinds of media have, under the modality's name (`image_offset`): see `rows.Media`; the
+hash of the encoded bytes, and by what they are known again (`memo.py`): zeros where nothing could be
+measured."""
 
 
 class Medium(NamedTuple):
@@ -139,6 +140,7 @@ MEDIA = {
         {
             "width": "i4",  # pixels, as shown (upright)
             "height": "i4",
+            "orientation": "i1",  # EXIF's, of the file
             # bytes of the encoded image / pixels: what an entropy coder needs, a cheap measure of
             # detail
             "complexity": "f4",

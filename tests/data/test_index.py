@@ -20,6 +20,7 @@ from PIL import Image
 from data.bad_samples import CODES
 from data.batching.mixture import open_sources
 from data.batching.requests import MicroBatchRequest
+from data.decoding.images import decode_bytes
 from data.index.building import load_index
 from data.index.mapped import index_folder, numbers_of, texts_of
 from data.index.media import perceptual_hash
@@ -32,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from bad_sets import BAD_IMAGES, add, encoded_image, png_of_palette  # noqa: E402
 from large_index import CAPTIONS, write_large_index  # noqa: E402
 from test_formats import write_shard  # noqa: E402
+from test_regions import turned_image  # noqa: E402
 
 OPENED: deque[str] = deque(maxlen=1000)  # files that this process opened last
 sys.addaudithook(lambda event, given: OPENED.append(str(given[0])) if event == "open" else None)
@@ -84,14 +86,19 @@ def test_only_what_changed_is_read_again(tmp_path):
     write_set(tmp_path, 10)
     assert opened(spec, tmp_path) == (10, images(8, 9))
     (tmp_path / "images/3.png").write_bytes(encoded_image(99))
-    assert opened(spec, tmp_path) == (10, images(0, 1, 2, 3))
+    assert opened(spec, tmp_path) == (10, images(3))
     (tmp_path / "images/5.png").unlink()
-    assert opened(spec, tmp_path) == (10, images(4, 6, 7))
+    assert opened(spec, tmp_path) == (10, images())
     assert [row[0] for row in open_source(spec).bad_samples()] == ["id 5"]
     # back: what was missing is looked for
     (tmp_path / "images/5.png").write_bytes(encoded_image(5))
-    assert opened(spec, tmp_path) == (10, images(4, 5, 6, 7))
+    assert opened(spec, tmp_path) == (10, images(5))
     assert len(open_source(spec).usable()) == 10
+    # no image is another because its row is, or stands elsewhere
+    first, *others = (tmp_path / "set.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "set.jsonl").write_text("".join([*others, first.replace("number 0", "words")]))
+    assert opened(spec, tmp_path) == (10, images())
+    assert [open_source(spec).captions(i)[0] for i in (0, 9)] == ["number 1", "words"]
 
 
 def test_an_index_made_step_by_step_equals_one_made_at_once(tmp_path):
@@ -102,6 +109,69 @@ def test_an_index_made_step_by_step_equals_one_made_at_once(tmp_path):
     step_by_step, at_once = open_source(spec), open_source(spec, folder=tmp_path / "other index")
     assert step_by_step.index.folder != at_once.index.folder
     assert rows_of(step_by_step) == rows_of(at_once)
+
+
+@pytest.mark.parametrize("check", ("decode", "header"))
+def test_what_is_known_of_files_is_what_would_be_read(tmp_path, check):
+    """Of every kind, where all of the rows that name them is another."""
+    pytest.importorskip("av", reason="pip install -r requirements-audio.txt")
+    from bad_audio import tone, wav
+    from bad_films import film
+
+    kinds = [("JPEG", 6, False), ("WEBP", 3, False), ("PNG", 6, True)]
+    contents = {f"{n}": turned_image(*kind) for n, kind in enumerate(kinds)}
+    contents |= {"sound": wav(tone(0.2)), "film": film()}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "broken").write_bytes(b"hello")
+    spec = f"jsonl:{tmp_path}/set.jsonl"
+    pairs = tuple((name, "text") for name in ("image", "audio", "video", "region"))
+    files = [("0", "sound", "film"), ("1", "sound", "film"), ("2", None, None)]
+    files += [("broken", "sound", None)]
+
+    def write(text: str, start_s: float, box: list[int], bare: str) -> None:
+        lines = []
+        for image, sound, clip in sorted(files, key=lambda of: (of[0] == bare, of)):
+            line = {"image_path": image, "audio_path": sound, "video_path": clip, "id": image}
+            line |= {"start_s": start_s} if clip else {}
+            regions = [{"box": box, "text": text}] if image != bare else None
+            lines.append(json.dumps(line | {"text": text, "regions": regions}))
+        (tmp_path / "set.jsonl").write_text("\n".join(lines))
+
+    write("red", 0.2, [4, 2, 8, 8], bare="2")
+    before = open_source(spec, pairs, check=check, workers=1)
+    assert before.lacking("region").tolist() == [False, False, True, True]
+    write("blue", 0.4, [5, 3, 6, 6], bare="1")
+    OPENED.clear()
+    known = open_source(spec, pairs, check=check, workers=1)
+    found = {os.path.relpath(file, tmp_path) for file in OPENED if file.startswith(str(tmp_path))}
+    # what turns an image may stand behind its pixels, which are read where there are boxes
+    assert found == {"set.jsonl", "broken", *(("1", "2") if check == "header" else ())}
+    assert known.lacking("region").tolist() == [False, False, True, True]
+    at_once = open_source(spec, pairs, check=check, workers=1, folder=tmp_path / "other index")
+    assert rows_of(known) == rows_of(at_once)
+
+
+def test_encoded_bytes_that_are_known_are_not_decoded_again(tmp_path, monkeypatch):
+    """Where a shard is written anew, with other captions."""
+    images = [encoded_image(n) for n in range(4)]
+
+    def write(text: str, images: list[bytes]) -> None:
+        texts = [f"{text} {n}" for n in range(len(images))]
+        pq.write_table(pa.table({"image": images, "text": texts}), tmp_path / "a.parquet")
+
+    write("before", images[:3])
+    spec, decoded = f"parquet:{tmp_path}/a.parquet", []
+    open_source(spec)
+    monkeypatch.setattr(
+        "data.index.media.decode_bytes",
+        lambda content, **named: decoded.append(content) or decode_bytes(content, **named),
+    )
+    write("after", images[1:])
+    known = open_source(spec, workers=1)
+    assert decoded == images[3:] and known.captions(0) == ["after 0"]
+    at_once = open_source(spec, workers=1, folder=tmp_path / "other index")
+    assert rows_of(known) == rows_of(at_once)
 
 
 def rows_of(source) -> list:
