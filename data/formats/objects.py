@@ -168,7 +168,10 @@ def _store(root: str, settings: tuple[tuple[str, str], ...]) -> Any:
     # redirects are followed, and none of an encrypted address leads to what is asked without
     # encryption, as services of this machine and of its network are
     client["allow_http"] = not root.startswith("https:")
-    how = {"client_options": client, "retry_config": {"max_retries": 0}}  # `_Patience` does that
+    # `_Patience` does that. obstore would try again what never passes (a name that is not known, a
+    # 501), say nothing meanwhile and let no Ctrl-C through; and where a server without ranges breaks
+    # off, it asks for one, and ends the download.
+    how = {"client_options": client, "retry_config": {"max_retries": 0}}
     if not root.startswith("http"):
         return from_url(root, **how, **(_of_profile(dict(settings)) if root[:2] == "s3" else {}))
     parts = urlsplit(root)
