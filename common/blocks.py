@@ -26,7 +26,6 @@ Kind = TypeVar("Kind")
 STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 Switch = Annotated[bool, Field(description="true or false")]
-Number = Annotated[float, Field(description="a number")]
 NotNegative = Annotated[float, Field(ge=0, description="a number of at least 0")]
 Positive = Annotated[float, Field(gt=0, description="a number above 0")]
 Fraction = Annotated[float, Field(ge=0, lt=1, description="a number from 0, below 1")]

@@ -9,7 +9,6 @@ hold is dealt to them evenly.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -113,8 +112,7 @@ def num_bytes(tensors: Mapping[Fragment, Tensor]) -> int:
 
 
 def snapshot(engine: ForkEngine) -> Snapshot:
-    """What this rank is to save. Raises ValueError for an optimizer whose state cannot be
-    divided by parameter."""
+    """What this rank is to save."""
     optimizer = get_torch_optimizer(engine.optimizer)
     runs, stateless = runs_of(engine), []
     tensors: dict[Fragment, Tensor] = {}
@@ -142,14 +140,8 @@ def snapshot(engine: ForkEngine) -> Snapshot:
         for key, value in kept.items():
             if isinstance(value, Tensor) and value.shape == run.held.shape:
                 tensors[run.fragment(OPTIMIZER + key)] = run.of(value)
-            elif isinstance(value, Tensor) and value.dim() and run.shape == run.held.shape:
-                # of a shape of its own (Adafactor's rows and columns), whole beside the first part
-                if run.offset == 0:
-                    shape, numel = tuple(value.shape), value.numel()
-                    whole = Fragment(OPTIMIZER + key, run.name, shape, 0, numel)
-                    tensors[whole] = value.detach().reshape(-1)
             else:
-                scalars.setdefault(run.name, {})[key] = _scalar_to_json(key, value)
+                scalars.setdefault(run.name, {})[key] = _scalar_to_json(value)
     if replica == 0:  # the replicas' buffers are equal after every step
         for name, buffer in engine.module.canonical_buffers.items():
             tensors[Fragment(BUFFER, name, tuple(buffer.shape), 0, buffer.numel())] = (
@@ -177,18 +169,10 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _scalar_to_json(key: str, value: Any) -> Any:
-    if isinstance(value, Tensor) and value.dim() == 0:
+def _scalar_to_json(value: Any) -> Any:
+    if isinstance(value, Tensor):
         return {"dtype": str(value.dtype).removeprefix("torch."), "value": value.item()}
-    if _is_number(value):
-        return value
-    is_tensor = isinstance(value, Tensor)
-    what = f"tensor of shape {list(value.shape)}" if is_tensor else type(value).__name__
-    raise ValueError(
-        f"the optimizer keeps a {what} as {key!r} for a parameter of another shape, which no other "
-        "topology could read; use an optimizer such as AdamW, SGD or Lion, which keeps numbers and "
-        "tensors of the parameter's own shape"
-    )
+    return value
 
 
 def _scalar_from_json(value: Any) -> Any:
@@ -250,7 +234,8 @@ def _restore_optimizer(engine: ForkEngine, shared: SharedReader, runs: list[Run]
         raise ValueError(
             f"checkpoint {reader.checkpoint}: was trained with the optimizer {saved['type']}, and "
             f"this run has {type(optimizer).__name__}; go on with the optimizer that it was "
-            "trained with, or choose another checkpoint"
+            "trained with, choose another checkpoint, or export.py its model and begin another run "
+            "with --import"
         )
     by_held: dict[int, list[Run]] = {}
     for run in runs:
@@ -278,17 +263,8 @@ def _state_of(held: Tensor, runs: list[Run], shared: SharedReader) -> dict[str, 
         return {}
     state: dict[str, Any] = {}
     for kind in reader.optimizer_kinds:
-        key = kind.removeprefix(OPTIMIZER)
-        saved = {r: shape for r in with_state if (shape := reader.shape(kind, r.name)) is not None}
-        if runs and not saved:
-            continue  # of other parameters
-        state[key] = whole = torch.zeros_like(held)
-        for run, shape in saved.items():
-            if shape != run.shape:  # of its own, as the whole parameter's that `held` is
-                state[key] = held.new_empty(shape)
-                of_state = replace(run, shape=shape, offset=0, numel=math.prod(shape), start=0)
-                _fill(state[key], of_state, kind, shared)
-                break
+        state[kind.removeprefix(OPTIMIZER)] = whole = torch.zeros_like(held)
+        for run in with_state:
             _fill(whole, run, kind, shared)
     scalars = [reader.scalars(run.name) for run in with_state] if runs else reader.all_scalars()
     for key in {key for found in scalars for key in found}:

@@ -27,7 +27,6 @@ from common.blocks import (
     Count,
     Fraction,
     NotNegative,
-    Number,
     Positive,
     Share,
     Switch,
@@ -36,7 +35,13 @@ from common.blocks import (
     refuse_unknown,
 )
 from engine.checks import AUTO
-from engine.optimizer.classes import ADAM_SWITCHES, RATES, optimizer_class, schedule_class
+from engine.optimizer.classes import (
+    ADAM_SWITCHES,
+    MOMENTA,
+    RATES,
+    optimizer_class,
+    schedule_class,
+)
 
 CountOrAuto = Annotated[
     Count | Literal["auto"], Field(description='"auto" or a whole number of at least 1')
@@ -133,33 +138,26 @@ MODELS: dict[str, type[BaseModel]] = {
     "comet": CometConfig,
 }
 # Of params, what a signature does not say. Others are a number of at least 0, a whole number of at
-# least 1, true or false, or one of some words.
+# least 1, or true or false.
 RULES: dict[str, Any] = {
     "lr": Positive,
     "eps": Positive,
     "weight_decay": NotNegative,
     "betas": _pair(Fraction),
-    "etas": _pair(Positive),
-    "step_sizes": _pair(Positive),
-    "beta2_decay": Number,
-    "Adafactor.eps": _pair(Annotated[Positive | None, Field(description="a number above 0")]),
-    "milestones": Annotated[list[Count], Field(description="a list of whole numbers")],
     "total_num_steps": Annotated[
         Count, Field(description='"auto" or a whole number of at least 1')
     ],
     "warmup_type": Annotated[Literal["log", "linear"], Field(description="log or linear")],
-    **dict.fromkeys(("momentum", "rho", "alpha"), Fraction),
-    **dict.fromkeys(("cycle_min_mom", "cycle_max_mom"), Fraction),
-    **dict.fromkeys(("base_momentum", "max_momentum"), Fraction),
+    **dict.fromkeys(("momentum", *MOMENTA), Fraction),
     **dict.fromkeys(("dampening", "warmup_min_ratio", "cos_min_ratio"), Share),
-    **dict.fromkeys((*RATES.values(), "gamma", "div_factor", "final_div_factor"), Positive),
-    **dict.fromkeys(("cycle_min_lr", "base_lr"), NotNegative),
+    **dict.fromkeys(RATES.values(), Positive),
+    "cycle_min_lr": NotNegative,
     **dict.fromkeys(("warmup_num_steps", "decay_step_size", "cycle_second_step_size"), Whole),
     **dict.fromkeys(("cycle_first_stair_count", "cycle_second_stair_count"), Whole),
 }
 # What a run fills in, and what no run has: CUDA graphs, gradients through a step.
 NOT_WRITTEN = {"params", "model_params", "optimizer", "adamw_mode", "max_grad_norm"}
-NOT_WRITTEN |= {"last_epoch", "last_batch_iteration", "capturable", "differentiable"}
+NOT_WRITTEN |= {"last_batch_iteration", "capturable", "differentiable"}
 
 
 def check_keys(config: Mapping[str, Any]) -> None:
@@ -190,7 +188,7 @@ def params_model(config: Mapping[str, Any], where: str) -> type[BaseModel]:
 def _params_model(cls: Any, switches: tuple[str, ...] = ()) -> type[BaseModel]:
     fields: dict[str, Any] = {name: (Switch, False) for name in switches}
     for name, parameter in inspect.signature(cls).parameters.items():
-        rule = RULES.get(f"{cls.__name__}.{name}") or RULES.get(name) or _by_type(parameter)
+        rule = RULES.get(name) or _by_type(parameter)
         if name in NOT_WRITTEN or rule is None:
             continue
         required = parameter.default is parameter.empty and name not in RATES.values()
@@ -211,12 +209,9 @@ def _by_type(parameter: inspect.Parameter) -> Any:
     written = str(parameter.annotation)
     if parameter.annotation is parameter.empty:
         written = type(parameter.default).__name__
-    if written.startswith("Literal"):
-        choices = tuple(re.findall(r"'(\w+)'", written))
-        return Annotated[Literal[choices], Field(description=" or ".join(choices))]
     kinds = {"bool": Switch, "float": NotNegative, "int": Count}
     known = [rule for kind, rule in kinds.items() if re.search(rf"\b{kind}\b", written)]
-    return known[0] if known and "Callable" not in written else None
+    return known[0] if known else None
 
 
 def _block(config: Mapping[str, Any], where: str) -> Mapping[str, Any]:

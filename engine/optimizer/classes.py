@@ -8,20 +8,17 @@ counted from 1, is step k of the schedule, so a linear warm-up of N steps has k 
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from common.spelling import nearest
 
@@ -29,76 +26,53 @@ from common.spelling import nearest
 _DEEPSPEED_OPTIMIZERS: dict[str, tuple[type[Optimizer], type[Optimizer]]] = {
     "adam": (FusedAdam, DeepSpeedCPUAdam),
     "adamw": (FusedAdam, DeepSpeedCPUAdam),
-    "adagrad": (torch.optim.Adagrad, DeepSpeedCPUAdagrad),
     "lamb": (FusedLamb, FusedLamb),
     "lion": (FusedLion, DeepSpeedCPULion),
 }
-_MARKED = "needs parameters marked for it, which these towers are not"
-_NOT_DRIVEN = {
-    **dict.fromkeys(("muon", "muadam", "muadamw", "musgd"), _MARKED),
-    "lbfgs": "computes the loss several times in a step",
-    "sparseadam": "needs sparse gradients",
-}
+OPTIMIZERS = ("AdamW", "Adam", "Lion", "Lamb", "SGD")
 # DeepSpeed's own params of Adam beside the arguments of the class.
 ADAM_SWITCHES = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
-# Each element's update depends on that element alone, so flat slices of the parameters, which ZeRO-1
-# and bf16 step, get the same update. Others (Adafactor, LAMB) use a tensor's shape or norm.
-_ELEMENTWISE = (
-    *(FusedAdam, DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, FusedLion, DeepSpeedCPULion),
-    *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam),
-    *(torch.optim.RAdam, torch.optim.SGD, torch.optim.ASGD, torch.optim.RMSprop),
-    *(torch.optim.Rprop, torch.optim.Adadelta, torch.optim.Adagrad),
-)
-# The bounds of the momentum that a schedule cycles, unless `cycle_momentum` is false.
-MOMENTA = {
-    "OneCycle": ("cycle_min_mom", "cycle_max_mom"),
-    "OneCycleLR": ("base_momentum", "max_momentum"),
-    "CyclicLR": ("base_momentum", "max_momentum"),
-}
+# The bounds of the momentum that OneCycle cycles, unless `cycle_momentum` is false.
+MOMENTA = ("cycle_min_mom", "cycle_max_mom")
 # The parameter of a schedule that is its highest rate (of a range test: the first).
 RATES = {
     "WarmupLR": "warmup_max_lr",
     "WarmupDecayLR": "warmup_max_lr",
     "OneCycle": "cycle_max_lr",
     "LRRangeTest": "lr_range_test_min_lr",
-    "OneCycleLR": "max_lr",
-    "CyclicLR": "max_lr",
+}
+# What takes the place of a schedule of torch.
+INSTEAD = {
+    "CosineAnnealingLR": "use WarmupCosineLR",
+    "LinearLR": "use WarmupDecayLR",
+    "ConstantLR": 'for a constant rate leave "scheduler" out',
 }
 
 SHORT_DECAY = 100  # steps
 
 
-def is_elementwise(optimizer: type[Optimizer]) -> bool:
-    """Whether flat slices of the parameters get the update that the whole ones would get."""
-    return optimizer in _ELEMENTWISE
-
-
 def optimizer_class(config: Mapping[str, Any]) -> type[Optimizer]:
     """The class that DeepSpeed makes of the `optimizer` block. Errors: ValueError for a type that
-    is unknown or that the engine cannot drive."""
+    is none of `OPTIMIZERS`."""
     kind, params = config["optimizer"]["type"], config["optimizer"].get("params", {})
     zero = config.get("zero_optimization", {})
     offloaded = (zero.get("offload_optimizer") or {}).get("device") == "cpu"
-    known = {
-        name: cls
-        for name, cls in vars(torch.optim).items()
-        if inspect.isclass(cls) and issubclass(cls, Optimizer) and cls is not Optimizer
-    }
-    named = ["AdamW", "Adam", "Adagrad", "Lamb", "Lion"]
-    if kind.lower() in _NOT_DRIVEN:
-        raise ValueError(
-            f"optimizer.type: {kind} {_NOT_DRIVEN[kind.lower()]}; use AdamW, SGD, Lamb or Lion"
-        )
     if kind.lower() in ("adam", "adamw") and params.get("torch_adam"):
         decoupled = kind.lower() == "adamw" or params.get("adam_w_mode", True)
         return torch.optim.AdamW if decoupled else torch.optim.Adam
     if kind.lower() in _DEEPSPEED_OPTIMIZERS:
         return _DEEPSPEED_OPTIMIZERS[kind.lower()][offloaded]
-    if kind not in known:
-        valid = list(dict.fromkeys([*named, *(n for n in known if n.lower() not in _NOT_DRIVEN)]))
-        meant = next((name for name in valid if name.lower() == kind.lower()), kind)
-        raise ValueError(f"optimizer.type: unknown value {kind!r}{nearest(meant, valid)}")
-    return known[kind]
+    if kind == "SGD":
+        return torch.optim.SGD
+    if kind.lower() in {name.lower() for name in vars(torch.optim)} - {"sgd"}:
+        raise ValueError(
+            f"optimizer.type: got {kind!r}; only {_listed(OPTIMIZERS)} are taken, so use AdamW"
+        )
+    raise ValueError(f"optimizer.type: unknown value {kind!r}{nearest(kind, OPTIMIZERS)}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 class _WarmsUp:
@@ -154,29 +128,22 @@ class OneCycle(lr_schedules.OneCycle):
             group["betas"] = betas
 
 
-def schedules() -> dict[str, type]:
-    """By name: those that count steps. The others wait for a metric, or are made of other
-    schedules."""
-    own = (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, lr_schedules.LRRangeTest)
-    return {cls.__name__: cls for cls in own} | {
-        name: cls
-        for name, cls in vars(torch.optim.lr_scheduler).items()
-        if inspect.isclass(cls)
-        and issubclass(cls, LRScheduler)
-        and cls.get_lr is not LRScheduler.get_lr
-        and not inspect.signature(cls).parameters.keys() & {"lr_lambda"}
-    }
+SCHEDULES: dict[str, type] = {
+    cls.__name__: cls
+    for cls in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, lr_schedules.LRRangeTest)
+}
 
 
-def schedule_class(kind: Any) -> type:
-    """Errors: ValueError for a type that is unknown or that the engine cannot drive."""
-    valid = schedules()
-    if kind in valid:
-        return valid[kind]
+def schedule_class(kind: str) -> type:
+    """Errors: ValueError for a type that is none of `SCHEDULES`."""
+    if kind in SCHEDULES:
+        return SCHEDULES[kind]
     if kind in vars(torch.optim.lr_scheduler):
-        why = "is unusable here: it needs a metric or Python objects; use one of"
-        raise ValueError(f"scheduler.type: {kind} {why} {', '.join(valid)}")
-    raise ValueError(f"scheduler.type: unknown value {kind!r}{nearest(str(kind), list(valid))}")
+        raise ValueError(
+            f"scheduler.type: got {kind!r}; only {_listed(list(SCHEDULES))} are taken, so "
+            f"{INSTEAD.get(kind, 'use one of them')}"
+        )
+    raise ValueError(f"scheduler.type: unknown value {kind!r}{nearest(kind, list(SCHEDULES))}")
 
 
 def make_schedule(
@@ -216,25 +183,26 @@ def check_schedule(config: Mapping[str, Any]) -> None:
             f"{params['lr']!r}; {kind} takes the place of that rate, so give one of the two"
         )
     momentum = next((key for key in ("betas", "momentum") if key in params), None)
-    cycles = kind in MOMENTA and own.get("cycle_momentum", True)
-    if cycles and momentum and not {"cycle_momentum", *MOMENTA[kind]} <= own.keys():
+    cycles = kind == "OneCycle" and own.get("cycle_momentum", True)
+    if cycles and momentum and not {"cycle_momentum", *MOMENTA} <= own.keys():
         raise ValueError(
             f"scheduler.params.cycle_momentum: {kind} would replace optimizer.params.{momentum} by "
             f'values of its own; write "cycle_momentum": false, or true with '
-            f"{' and '.join(MOMENTA[kind])}"
+            f"{' and '.join(MOMENTA)}"
         )
 
 
 def check_optimizer(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for an optimizer that ZeRO-1, which steps flat slices, would change."""
+    """Raise ValueError for an optimizer that ZeRO-1, which steps flat slices, would change, and for
+    one that DeepSpeed asks about."""
     zero, kind = config.get("zero_optimization", {}), config["optimizer"]["type"]
     cls = optimizer_class(config)
     sharded = zero.get("stage", 0) == 1
-    if sharded and not is_elementwise(cls):
+    if sharded and cls is FusedLamb:
         raise ValueError(
-            f"optimizer.type: {kind} uses the shape or the norm of whole tensors, and ZeRO-1 steps "
-            'flat slices of them, which trains otherwise; use "zero_optimization": {"stage": 0} in '
-            "fp32, or an optimizer such as AdamW"
+            f"optimizer.type: {kind} uses the norm of whole tensors, and ZeRO-1 steps flat slices of "
+            'them, which trains otherwise; use "zero_optimization": {"stage": 0} in fp32, or an '
+            "optimizer such as AdamW"
         )
     untested = sharded and cls not in ZERO_SUPPORTED_OPTIMIZERS
     if untested and not config.get("zero_allow_untested_optimizer"):

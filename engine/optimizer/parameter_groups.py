@@ -230,7 +230,6 @@ class GroupSchedule:
         """After an applied step."""
         for warmup, schedule in self.schedules.items():
             if schedule is not None:
-                self._set([self.rates[warmup]] * len(self.settings))
                 schedule.step(**given)
                 self.rates[warmup] = self.optimizer.param_groups[0]["lr"]
         self._scale()
@@ -259,13 +258,18 @@ class GroupSchedule:
                 f"and this run of {list(self.rates)} (None: the scheduler's own); go on with the "
                 "optimizer_groups that the checkpoint was made with"
             )
+        if any("last_batch_iteration" not in own for own in state["schedules"].values()):
+            raise ValueError(
+                "learning-rate schedule: the checkpoint was trained with one of torch's, which are "
+                "no longer taken; export.py its model and begin another run with --import"
+            )
         self.rates = {warmup: state["rates"][str(warmup)] for warmup in self.rates}
         for warmup, schedule in self.schedules.items():
             if schedule is not None:
                 own = state["schedules"][str(warmup)]
                 schedule.load_state_dict(own)
-                if (done := own.get("last_batch_iteration", -1)) >= 0:
-                    # DeepSpeed's own: what it makes of so many steps in a run of this length
+                if (done := own["last_batch_iteration"]) >= 0:
+                    # what it makes of so many steps in a run of this length
                     schedule.step(done)
                     self.rates[warmup] = self.optimizer.param_groups[0]["lr"]
         self._scale()

@@ -7,7 +7,6 @@ DeepSpeed's compiled optimizers are not built: torch's base class holds their se
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -38,8 +37,7 @@ def preview(
     peaks: dict[str, float] = {}
     with _refusals("optimizer", config["optimizer"]["type"]):
         optimizer = _stand_in(config)
-    with _refusals("scheduler", kind), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch misses the optimizer's own steps
+    with _refusals("scheduler", kind):
         schedule = GroupSchedule(
             optimizer,
             partial(make_schedule, optimizer, kind, _without_auto(params)),
@@ -51,7 +49,6 @@ def preview(
             momenta.append(_momentum(optimizer.param_groups[0]))
             for group, rate in groups.rates(schedule.rates, base).items():
                 peaks[group] = max(rate, peaks.get(group, rate))
-        schedule.step()  # as after the last step of a run
     own = "".join(f", {group} at most {peak:.4g}" for group, peak in peaks.items())
     name = optimizer_class(config).__name__
     return f"{_settings(name, optimizer, momenta)}; {_rates(kind, rates)}{own}"
@@ -87,10 +84,6 @@ def _walk(schedule: GroupSchedule, total_num_steps: int) -> Iterator[int]:
 
 def _advance(schedule: GroupSchedule, steps: int) -> None:
     state = schedule.state_dict()
-    if steps == 1 or any("last_batch_iteration" not in s for s in state["schedules"].values()):
-        for _ in range(steps):
-            schedule.step()
-        return
     for own in state["schedules"].values():  # DeepSpeed's go on from any step
         own["last_batch_iteration"] += steps
     schedule.load_state_dict(state)
