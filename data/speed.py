@@ -26,8 +26,8 @@ from data.clips import Clip
 from data.decoding.films import FilmReader, even_times
 from data.formats.specs import is_remote
 from data.index.building import load_index
-from data.index.media import MEDIA
 from data.index.sources import IndexedSource
+from data.stored.kinds import files_of
 from data.streams.cache import Held
 from data.streams.prefetch import AT_ONCE
 from data.streams.source import StreamSource
@@ -168,7 +168,7 @@ def _read(speed: Speed, samples: Iterable[tuple[IndexedSource, int]], seconds: f
             break
         began = time.perf_counter()
         own, found = source.captions(i)[:1], dict[str, Any]()
-        for name in MEDIA:
+        for name in (kind.name for kind in files_of()):
             with contextlib.suppress(Absent, BadSample):
                 found[name] = source.value(name, i)
         took = time.perf_counter() - began

@@ -9,9 +9,10 @@ hold is simpler: `examples/dataset.py`.
 import os
 from collections.abc import Iterator
 
-from data.formats.rows import IMAGE_ENDINGS, Format, Part, Roots, Row, in_parts
+from data.formats.rows import Format, Part, Roots, Row, in_parts
 from data.formats.specs import existing
 from data.index.sources import KINDS
+from data.stored.image import IMAGE
 
 USAGE = "named:FOLDER"
 
@@ -37,7 +38,7 @@ class NamedFormat(Format):
 
 
 def is_image(name: str) -> bool:
-    return name.rpartition(".")[2].lower() in IMAGE_ENDINGS
+    return name.rpartition(".")[2].lower() in IMAGE.endings
 
 
 KINDS["named"] = (USAGE, NamedFormat)

@@ -16,8 +16,10 @@ from data.clips import Clip
 from data.decoding.films import describe_film, strip_of
 from data.decoding.images import decode_bytes, upright_8bit
 from data.decoding.sounds import Sound, decode_audio
-from data.formats.rows import AUDIO_ENDINGS, IMAGE_ENDINGS, VIDEO_ENDINGS
 from data.modalities.audio.picture import playable, spectrogram_of
+from data.stored.audio import AUDIO
+from data.stored.image import IMAGE
+from data.stored.video import VIDEO
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -79,7 +81,7 @@ class View(ABC):
 
 
 class ImageView(View):
-    several, endings = "images", IMAGE_ENDINGS
+    several, endings = "images", IMAGE.endings
     others, side = frozenset({"not-an-image"}), 96
 
     @classmethod
@@ -108,7 +110,7 @@ class ImageView(View):
 
 
 class SoundView(View):
-    several, endings = "sounds", AUDIO_ENDINGS
+    several, endings = "sounds", AUDIO.endings
     others, side = frozenset({"not-audio", "no-sound"}), 180
 
     @classmethod
@@ -172,7 +174,7 @@ class FilmView(View):
     """Of a clip, or of a whole film, as bytes or as the path of its file."""
 
     data: bytes | Clip  # type: ignore[assignment]
-    several, endings = "films", VIDEO_ENDINGS
+    several, endings = "films", VIDEO.endings
     others, side = frozenset({"not-a-film"}), 240
 
     @classmethod

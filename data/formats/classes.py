@@ -24,9 +24,10 @@ from data.formats.prompts import (
     read_templates,
     read_text,
 )
-from data.formats.rows import Stamp, is_inside, stamp
+from data.formats.rows import Stamp, stamp
 from data.formats.shards import local_copies
 from data.formats.specs import existing, is_remote, local_path
+from data.stored.roots import is_inside
 
 TEMPLATES_FILE = "zeroshot_classification_templates.txt"
 NUMBER = re.compile(r"[+-]?\d+", re.ASCII)

@@ -14,11 +14,8 @@ from common.spelling import near
 from data.bad_samples import BadSample
 from data.formats.prompts import OPTIONS, TEMPLATES, class_captions
 from data.formats.rows import (
-    AUDIO_ENDINGS,
-    IMAGE_ENDINGS,
     LEFTOVER,
     LIST_LIMIT,
-    VIDEO_ENDINGS,
     EntriesFormat,
     Format,
     Part,
@@ -27,11 +24,14 @@ from data.formats.rows import (
     Stamp,
     Unused,
     attempt,
-    is_inside,
     stamp,
 )
 from data.formats.specs import ROOT, existing, images_and, split_options
 from data.regions import BOX_OPTIONS, BoxOptions
+from data.stored.audio import AUDIO
+from data.stored.image import IMAGE
+from data.stored.roots import is_inside
+from data.stored.video import VIDEO
 
 DEPTH_LIMIT = 100  # folders within a class
 
@@ -47,12 +47,12 @@ class ImageFolderFormat(Format):
     unit = "class"
     kind = "imagefolder"
     modality = "image"
-    endings: tuple[str, ...] = IMAGE_ENDINGS
+    endings: tuple[str, ...] = IMAGE.endings
     unread: tuple[str, ...] = (
         *("heic", "heif", "avif", "jxl", "jp2", "svg", "tga", "psd", "ico"),
         *("dng", "raw", "cr2"),
     )
-    not_of_its_kind = "not-an-image"
+    not_of_its_kind = IMAGE.not_of_its_kind
     usual_templates = TEMPLATES
 
     def __init__(self, where: str) -> None:
@@ -137,9 +137,9 @@ class AudioFolderFormat(ImageFolderFormat):
 
     kind = "audiofolder"
     modality = "audio"
-    endings = AUDIO_ENDINGS
+    endings = AUDIO.endings
     unread = ("wma", "amr", "ape", "ac3", "mp4", "mkv", "mov", "webm")
-    not_of_its_kind = "not-audio"
+    not_of_its_kind = AUDIO.not_of_its_kind
     holds = ("audio", "text")
     usual_templates = (
         "the sound of {}",
@@ -155,9 +155,9 @@ class VideoFolderFormat(ImageFolderFormat):
 
     kind = "videofolder"
     modality = "video"
-    endings = VIDEO_ENDINGS
+    endings = VIDEO.endings
     unread = ("gif", "apng", "ogv", "3gp", "rmvb")
-    not_of_its_kind = "not-a-film"
+    not_of_its_kind = VIDEO.not_of_its_kind
     holds = ("video", "text")
     usual_templates = (
         "a video of {}",

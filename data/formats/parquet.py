@@ -18,10 +18,8 @@ import pyarrow.parquet as pq
 
 from common.output import brief
 from data.bad_samples import CAPTION_LIMIT, FILE_LIMIT, REGION_LIMIT, BadSample
-from data.clips import KEYS
 from data.formats.rows import (
     DEFAULT_PAIRS,
-    ENCODED,
     Media,
     Part,
     Roots,
@@ -33,26 +31,19 @@ from data.formats.shards import Shard, ShardsFormat
 from data.formats.specs import ROOT, chosen_columns, is_remote, split_options
 from data.formats.tables import READING
 from data.regions import BoxOptions, Regions, checked_regions
+from data.stored.kinds import STORED, is_file, names_of_rows, stored
+from data.stored.record import PARQUET
+from data.stored.regions import StoredRegions
+from data.stored.text import StoredText
 from data.values import plain, whole
 
 USAGE = (
     "parquet:FILE_OR_PATTERN or "
     "parquet:FILE_OR_PATTERN?image=COLUMN&text=COLUMN&audio=COLUMN&id=COLUMN&root=DIR"
 )
-COLUMNS = {
-    "image": ("image", "image_path", "filepath"),
-    "text": ("text", "caption", "title"),
-    "audio": ("audio", "audio_path"),
-    "video": ("video", "video_path"),
-    "start_s": ("start_s",),
-    "end_s": ("end_s",),
-    "region": ("regions",),
-    "id": ("id",),
-}
 # A dictionary page repeats one value of megabytes in thousands of rows for a few bytes each. Only
 # what was decoded tells how large rows are, so they are decoded one by one.
 ROWS_AT_ONCE = 1
-HELD = ("image", "text", "audio", "video", "region")
 GROUP = 1 << 32  # a place in a file is the number of the row group times this, plus the row in it
 # bytes of a row group that is kept; of a larger one only the rows up to the wanted one are read
 KEPT_LIMIT = 256 << 20
@@ -87,19 +78,20 @@ class ParquetFormat(ShardsFormat):
     def __init__(self, where: str, shard: Shard | None = None) -> None:
         """`where`: `PATTERN[?image=COLUMN&…&root=DIR]`. `shard`: instead of what the pattern names.
         Errors: ValueError, OSError."""
-        pattern, options, more = split_options("parquet", where, (*COLUMNS, *READING, ROOT))
+        usual = columns()
+        pattern, options, more = split_options("parquet", where, (*usual, *READING, ROOT))
         spec = f"data spec 'parquet:{where}':"
         self.boxes = BoxOptions.of(spec, options)
         self.captions = take_captions(spec, options, self.caption_ways)
         super().__init__("parquet", pattern, USAGE, shard)
         schema = self._schema(spec)
-        self.columns = chosen_columns(spec, schema.names, COLUMNS, options)
-        self.holds = tuple(key for key in HELD if key in self.columns)
+        self.columns = chosen_columns(spec, schema.names, usual, options)
+        self.holds = tuple(key for key in STORED if key in self.columns)
         # modality -> "bytes", also within a structure, "path", or "either", in {bytes, path}
         self.stored = {
             key: _stored_as(schema, column, spec)
             for key, column in self.columns.items()
-            if key in ENCODED
+            if is_file(key)
         }
         self.spec += f"?{self.columns}{self.boxes.words()}"
         self.spec += f"?captions={self.captions}" if self.captions else ""
@@ -132,8 +124,8 @@ class ParquetFormat(ShardsFormat):
         folders = {os.path.dirname(name) for name in self.names}
         if not remote and len(folders) == 1:
             return folders.pop()
-        for key, stored in self.stored.items():
-            if stored == "path":
+        for key, how in self.stored.items():
+            if how == "path":
                 found = f"the files are in {len(folders)} folders"
                 raise ValueError(
                     f"{spec} column '{self.columns[key]}' holds paths that count from the file's "
@@ -180,7 +172,8 @@ class ParquetFormat(ShardsFormat):
         size = os.path.getsize(part.file)
         number, decoded, limit = first, 0, FILE_LIMIT + DECODED_FACTOR * size
         # Of images and sounds those that are compared are read.
-        keys = ("id", *self.modalities, *(KEYS if "video" in self.modalities else ()))
+        beside = (key for name in self.modalities for key in stored(name).beside)
+        keys = ("id", *self.modalities, *beside)
         columns = {key: self.columns.get(key) for key in keys}
         wanted = {key: column for key, column in columns.items() if column is not None}
         try:
@@ -231,25 +224,26 @@ class ParquetFormat(ShardsFormat):
 
     def _value(self, key: str, scalar: pa.Scalar, place: int) -> Any:
         """Raises BadSample."""
-        if key == "text":
-            return self._checked(key, _texts(scalar), scalar.type, "the text", str)
-        if key == "region":
+        kind = STORED.get(key)
+        if isinstance(kind, StoredText):
+            return self._checked(key, _texts(scalar), scalar.type, "the text", (str,))
+        if isinstance(kind, StoredRegions):
             return _regions(scalar, self.boxes.unit)
-        if key in KEYS:
-            return self._checked(key, _python(scalar), scalar.type, key, (int, float, str))
-        if key not in ENCODED:
+        if key == "id":
             return self._checked(key, whole(_python(scalar)), scalar.type, "the id", (int, str))
+        if not is_file(key):
+            return self._checked(key, _python(scalar), scalar.type, key, (int, float, str))
         found = self._content(key, _python(scalar))
         return Media("", place, len(found), content=found) if isinstance(found, bytes) else found
 
-    def _checked(self, key: str, given: Any, kind: pa.DataType, what: str, needed: Any) -> Any:
+    def _checked(self, key: str, given: Any, kind: pa.DataType, what: str, needed: tuple) -> Any:
         """What is given, or each of a list of texts, if it is of a Python type that is `needed`.
         Raises BadSample with the column and its type."""
-        for each in given if isinstance(given, list) and key == "text" else [given]:
+        for each in given if isinstance(given, list) and needed == (str,) else [given]:
             is_known = isinstance(each, needed) and not isinstance(each, bool)
             if not is_known and each is not None and each == each:  # NaN: it is missing
                 column = self.columns[key]
-                to = "DOUBLE" if key in KEYS else "VARCHAR"
+                to = "DOUBLE" if float in needed else "VARCHAR"
                 raise BadSample(
                     "invalid-row",
                     f"{what} is {brief(each)}; column '{column}' is {kind!s:.100}: write it as "
@@ -266,7 +260,7 @@ class ParquetFormat(ShardsFormat):
             content, path = None, given
         if content is None and path is not None and self.stored[modality] != "bytes":
             return path
-        may_lack = modality != "image" or self.pairs != DEFAULT_PAIRS
+        may_lack = self.pairs != DEFAULT_PAIRS
         if isinstance(content, bytes) or (given is None and may_lack):
             return content
         column = self.columns[modality]
@@ -307,6 +301,11 @@ class ParquetFormat(ShardsFormat):
 
     def where(self, file: str, path: str, number: int) -> str:
         return f"{self.shown.get(file, file)}#row {number}"
+
+
+def columns() -> dict[str, tuple[str, ...]]:
+    """What rows may hold -> the columns that it may stand under."""
+    return names_of_rows(PARQUET) | {"id": ("id",)}
 
 
 def open_parquet(source: Any) -> pq.ParquetFile:

@@ -15,8 +15,8 @@ from typing import Any
 
 from common.files import JSON_LIMIT, read_bounded
 from common.spelling import near
-from data.formats.rows import is_inside
 from data.formats.specs import existing
+from data.stored.roots import is_inside
 
 TEMPLATES = (
     "a photo of a {}",

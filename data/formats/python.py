@@ -4,38 +4,31 @@
 from __future__ import annotations
 
 import importlib
-import io
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-from PIL import Image
-
 from common.spelling import near
-from data.bad_samples import Absent, BadSample, check_sound, refusing
-from data.decoding.images import upright_8bit
+from data.bad_samples import Absent, BadSample
 from data.formats.rows import (
     EntriesFormat,
     Media,
-    Roots,
     Stamp,
     attempt,
     stamp,
 )
-from data.formats.specs import local_path, split_options
+from data.formats.specs import split_options
 from data.regions import BOX_OPTIONS, BoxOptions
+from data.stored.kinds import files_of
+from data.stored.regions import REGIONS
 
 USAGE = (
     "python:MODULE:NAME, where NAME is a data set, or what makes one when it is called without "
     "arguments"
 )
-# that a PNG file can hold; of others, such as CMYK, it holds what a viewer would show
-PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16", "I;16B")
 ITEM = '{"image": ..., "text": ...} or (image, text)'
-ANYWHERE = Roots(("/",))
 
 
 class PythonFormat(EntriesFormat):
@@ -107,11 +100,11 @@ class PythonFormat(EntriesFormat):
     def values(self, content: int) -> dict[str, Any]:
         item = self._item(content)
         values = {key: item.get(key) for key in ("id", "language", *self.modalities)}
-        if "region" in values:
-            values["region"] = item.get("regions")
-        for modality in values.keys() & ENCODERS.keys():
-            if values[modality] is not None:
-                values[modality] = attempt(ENCODERS[modality], values[modality])
+        if REGIONS.name in values:
+            values[REGIONS.name] = item.get("regions")
+        for kind in files_of(self.modalities):
+            if values[kind.name] is not None:
+                values[kind.name] = attempt(kind.encode, values[kind.name])
         return values
 
     def _item(self, number: int) -> Mapping[str, Any]:
@@ -131,7 +124,8 @@ class PythonFormat(EntriesFormat):
         )
 
     def read(self, modality: str, file: str, number: int, media: Media) -> bytes:
-        return ENCODERS[modality](self._item(number).get(modality))
+        (kind,) = files_of([modality])
+        return kind.encode(self._item(number).get(modality))
 
     def value(self, modality: str, number: int) -> Any:
         value = self._item(number).get(modality)
@@ -141,73 +135,3 @@ class PythonFormat(EntriesFormat):
 
     def where(self, file: str, path: str, number: int) -> str:
         return f"{self.spec}#{number}"
-
-
-def encoded(image: Any) -> bytes:
-    """An image as the bytes of a file: PNG where it is not encoded yet. Raises BadSample."""
-    image = _bytes_or_path(image, "image")
-    if isinstance(image, bytes):
-        return image
-    if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim in (2, 3):
-        with refusing():
-            image = Image.fromarray(image)
-    if not isinstance(image, Image.Image):
-        what = f"a {type(image).__name__}" + (
-            f" of {image.dtype}, shape {image.shape}" if isinstance(image, np.ndarray) else ""
-        )
-        raise BadSample(
-            "not-an-image",
-            f"the image is {what}; bytes, a path, {{bytes, path}}, a PIL image or a uint8 array "
-            "[H, W, 3] is needed",
-        )
-    held = image if image.mode in PNG_MODES else upright_8bit(image)
-    with refusing(), io.BytesIO() as file:
-        held.save(file, "PNG", compress_level=1)  # whatever the level, the pixels stay
-        return file.getvalue()
-
-
-def encoded_audio(sound: Any) -> bytes:
-    """A sound as the bytes of a file: WAV of float32 where it is not encoded yet. Raises
-    BadSample."""
-    if isinstance(sound, Mapping) and "array" in sound:
-        from scipy.io import wavfile  # half a second, which only such data sets wait for
-
-        with refusing():
-            samples = np.asarray(sound["array"], np.float32)
-        if samples.ndim in (1, 2) and isinstance(rate := sound.get("sampling_rate"), int):
-            with refusing(), io.BytesIO() as file:
-                check_sound(rate, 1 if samples.ndim == 1 else len(samples))
-                wavfile.write(file, rate, samples.T)
-                return file.getvalue()
-    sound = _bytes_or_path(sound, "audio")
-    if isinstance(sound, bytes):
-        return sound
-    raise BadSample(
-        "not-audio",
-        f"the sound is a {type(sound).__name__}; bytes, a path, {{bytes, path}} or {{array, "
-        "sampling_rate}} is needed",
-    )
-
-
-def encoded_film(film: Any) -> bytes:
-    """Raises BadSample."""
-    film = _bytes_or_path(film, "video")
-    if isinstance(film, bytes):
-        return film
-    raise BadSample(
-        "not-a-film",
-        f"the film is a {type(film).__name__}; bytes, a path or {{bytes, path}} is needed",
-    )
-
-
-ENCODERS = {"image": encoded, "audio": encoded_audio, "video": encoded_film}
-
-
-def _bytes_or_path(given: Any, modality: str) -> Any:
-    """The content of a path, and of {bytes, path}, as Hugging Face's data sets give what they do
-    not decode; all else as it is. Raises BadSample."""
-    if isinstance(given, Mapping) and {"bytes", "path"} & {*given}:
-        given = given.get("path") if given.get("bytes") is None else given["bytes"]
-    if isinstance(given, (str, os.PathLike)):
-        return ANYWHERE.read(local_path(os.fspath(given)), modality)
-    return given

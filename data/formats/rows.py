@@ -9,44 +9,26 @@ them. Listing parts is cheap and happens in one process, reading a part happens 
 import math
 import os
 import re
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from common.output import brief
-from data.bad_samples import (
-    FILE_LIMIT,
-    Absent,
-    BadSample,
-    Captions,
-    check_characters,
-    checked_captions,
-)
-from data.clips import KEYS, WHOLE_FILM, Span, checked_span
-from data.identity import MISSING, Identity
-from data.regions import BoxOptions, Regions, checked_regions
+from data.bad_samples import Absent, BadSample, check_characters
+from data.clips import WHOLE_FILM, Span
+from data.identity import Identity
+from data.regions import BoxOptions, Regions
+from data.stored.kinds import stored
+from data.stored.record import Media
+from data.stored.roots import Roots
 from data.values import plain, whole
 
 ROWS_OF_A_PART = 1024
 WEIGHT_OF_A_PART = 8 << 20
 NAME_LIMIT = 1000  # characters of an id or a language that is given
 NAME_NEEDED = "a text or a whole number is needed"
-ROOTS_SHOWN = 3
 CAPTION_LINES = "samples with a caption of several lines"
-WITHOUT_DOTS = "write the path of the file without '..'"
-AUDIO_ENDINGS = ("wav", "flac", "ogg", "opus", "mp3", "m4a", "aac", "aif", "aiff")
-IMAGE_ENDINGS = (
-    *("jpg", "jpeg", "jpe", "jfif", "png", "webp", "gif", "bmp", "tif", "tiff"),
-    *("ppm", "pgm", "pbm", "pnm"),
-)
-VIDEO_ENDINGS = ("mp4", "webm", "mkv", "mov", "m4v", "avi", "mpg", "mpeg", "ts", "flv", "wmv")
-ENCODED = ("image", "audio", "video")  # modalities whose values are encoded files
-NOT_OF_ITS_KIND = {"image": "not-an-image", "audio": "not-audio", "video": "not-a-film"}
-TEXTS = ("text", "caption", "annotation")  # what files are read for, beside modalities
-TEXT_FILE_LIMIT = 16 << 20  # bytes of a file of subtitles or sentences
 LIST_LIMIT = 4 << 30  # bytes of a file that is one JSON value, and is read as a whole
 # What systems and tools leave beside data: no part of it, and not counted.
 LEFTOVER = re.compile(
@@ -93,18 +75,6 @@ class Unused(NamedTuple):
 
 
 @dataclass
-class Media:
-    """Where the encoded image, sound or film of a sample is."""
-
-    path: str = ""  # as the data set gives it, or of the member in its archive
-    offset: int = 0  # in its archive: bytes, or whatever place its format finds it by
-    size: int = -1  # bytes; -1: not known
-    mtime_ns: int = 0  # of a file of its own; 0: it is none; -1: the file is missing
-    true_path: str = ""  # of a file of its own that was just found
-    content: bytes | None = field(default=None, repr=False)  # where listing has read it anyway
-
-
-@dataclass
 class Sample:
     """A row that was checked; its image and sound have not been read yet."""
 
@@ -130,7 +100,7 @@ class Format:
 
     spec: str  # kind, absolute paths and options: what the index is filed under
     files: Sequence[str] = ()  # all that the rows follow from
-    roots: "Roots"  # unused where no image or sound is a file of its own
+    roots: Roots  # unused where no image or sound is a file of its own
     unit = "sample"  # of `total` and the weights of parts
     holds: tuple[str, ...] | None = ("image", "text")  # modalities; None: any, each sample some
     boxes = BoxOptions()
@@ -197,50 +167,13 @@ class Format:
             return sample
         for modality in self.modalities:
             try:
-                self._fill(sample, modality, row.values)
+                value = row.values.get(modality)
+                if isinstance(value, BadSample):
+                    raise value
+                stored(modality).check(value, sample, row.values, self)
             except BadSample as problem:
                 sample.lacks[modality] = problem
         return sample
-
-    def _fill(self, sample: Sample, modality: str, row: Mapping[str, Any]) -> None:
-        """Give the sample its value of a modality, as the values of its row have it. Raises
-        BadSample."""
-        value = row.get(modality)
-        if isinstance(value, BadSample):
-            raise value
-        if modality == "text":
-            if self.captions == "lines" and not isinstance(value, Captions):
-                value = lines_of(value)
-            found = value if isinstance(value, Captions) else checked_captions(value)
-            sample.captions, sample.dropped = found
-        elif modality == "region":
-            known = isinstance(value, Regions)
-            sample.regions = value if known else checked_regions(value, unit=self.boxes.unit)
-        elif value is None:
-            raise BadSample("no-value", f"no {modality} is given")
-        elif modality in ENCODED:
-            media = sample.media[modality] = value if isinstance(value, Media) else Media()
-            if isinstance(value, bytes):
-                media.content, media.size = value, len(value)
-            elif isinstance(value, Media):
-                check_characters(value.path, "the name of the member")
-            else:
-                if modality == "video":
-                    value = self.roots.with_ending(value, VIDEO_ENDINGS)
-                media.path = value if isinstance(value, str) else ""
-                try:
-                    media.true_path, status = self.roots.find(value, modality)
-                except BadSample as problem:
-                    if problem.reason == "missing-file":
-                        media.size, media.mtime_ns = MISSING.size, MISSING.mtime_ns
-                    raise
-                is_now = Identity.of(status)
-                media.size, media.mtime_ns = is_now.size, is_now.mtime_ns
-            if modality == "video":
-                sample.span = checked_span(*(row.get(key) for key in KEYS))
-            # a film in a file of its own is never read as a whole
-            if media.size > FILE_LIMIT and not (modality == "video" and media.true_path):
-                raise BadSample("unreadable", f"the {modality} has {_too_large(media.size)}")
 
     def problem(self, sample: Sample) -> BadSample | None:
         """What is wrong with a sample that has both values of no pair."""
@@ -302,121 +235,6 @@ def stamp(path: str) -> Stamp:
     return path, found.size, found.mtime_ns
 
 
-# -- files of their own
-
-
-@dataclass(frozen=True)
-class Roots:
-    """The folders that images and sounds may lie below, absolute and without links, in the order in
-    which they are searched. Nothing outside of them is opened."""
-
-    folders: tuple[str, ...]
-    more_allowed: bool = False  # may a spec name further ones?
-
-    @classmethod
-    def of(cls, own: str, more: Sequence[str] | None = None) -> "Roots":
-        """Make them of existing folders, each once. `more`: those named beside the own one;
-        None: its kind takes none."""
-        folders = dict.fromkeys(os.path.realpath(folder) for folder in (own, *(more or ())))
-        return cls(tuple(folders), more is not None)
-
-    @property
-    def own(self) -> str:
-        return self.folders[0]
-
-    def options(self) -> str:
-        """The folders beside the own one, as a spec names them."""
-        return "".join(f"?root={folder}" for folder in self.folders[1:])
-
-    def find(self, path: Any, modality: str = "image") -> tuple[str, os.stat_result]:
-        """The true path and the status of the file that a path of a data set leads to.
-
-        A relative path counts from each root in order, and the first below which it exists wins,
-        whatever is there. An absolute one may lie below any root. Links are followed as far as
-        they stay below the roots; a path with `..` counts from the roots from which it stays below
-        one, and its `..` may not stand behind a link. Raises BadSample.
-        """
-        if not isinstance(path, str) or not path:
-            raise BadSample(
-                "invalid-row", f"the {modality}'s path is {brief(path)}; a path as text is needed"
-            )
-        check_characters(path, f"the {modality}'s path")
-        climbs = ".." in PurePosixPath(path).parts
-        refused = ""
-        for folder in self.folders:
-            # `join` gives an absolute path as it is
-            joined = os.path.join(folder, path)
-            true = os.path.realpath(joined)
-            # behind a link, `..` is the parent of what the link leads to, which may be anywhere
-            if climbs and true != os.path.realpath(os.path.normpath(joined)):
-                raise BadSample("outside-root", f"'{path}' has '..' behind a link; {WITHOUT_DOTS}")
-            if not self._hold(true):
-                refused = refused or self._refusal(path, true)
-                if climbs:
-                    continue
-                raise BadSample("outside-root", refused)
-            try:
-                status = os.stat(true)
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-            except OSError as error:
-                raise BadSample("unreadable", f"{true}: {error.strerror}") from error
-            if not stat.S_ISREG(status.st_mode):
-                what = "folder" if stat.S_ISDIR(status.st_mode) else "pipe or device"
-                reason = NOT_OF_ITS_KIND.get(modality, "not-an-image")
-                raise BadSample(reason, f"{true} is a {what}, not a file")
-            return true, status
-        if refused:
-            raise BadSample("outside-root", refused)
-        raise BadSample(
-            "missing-file", f"'{path}' does not exist; paths count from {self._shown()}, in order"
-        )
-
-    def read(self, path: str, modality: str = "image", true: str = "") -> bytes:
-        """All bytes of a file. `true`: where `find` just found it. Raises BadSample."""
-        true = true or self.find(path, modality)[0]
-        try:
-            with open(true, "rb") as file:
-                most = TEXT_FILE_LIMIT if modality in TEXTS else FILE_LIMIT
-                if (size := os.fstat(file.fileno()).st_size) > most:
-                    raise BadSample("unreadable", f"{true} has {_too_large(size, most)}")
-                return file.read()
-        except OSError as error:
-            raise BadSample("unreadable", f"{true}: {error.strerror}") from error
-
-    def with_ending(self, path: Any, endings: Sequence[str]) -> Any:
-        """A path as it is, or with the first ending that a file has, where it has none: lists of
-        films often name them without."""
-        if not isinstance(path, str) or os.path.splitext(path)[1][1:].lower() in endings:
-            return path
-        for ending in endings:
-            for folder in self.folders:
-                if os.path.isfile(os.path.join(folder, f"{path}.{ending}")):
-                    return f"{path}.{ending}"
-        return path
-
-    def _hold(self, true: str) -> bool:
-        return any(true == folder or is_inside(folder, true) for folder in self.folders)
-
-    def _refusal(self, path: str, true: str) -> str:
-        remedy = "; allow its folder with --data-root DIR, or ?root=DIR in the data spec"
-        return f"'{path}' leads to {true}; only files below {self._shown()} are read" + (
-            remedy if self.more_allowed else ""
-        )
-
-    def _shown(self) -> str:
-        hidden = len(self.folders) - ROOTS_SHOWN
-        return ", ".join(self.folders[:ROOTS_SHOWN]) + (f" and {hidden} more" if hidden > 0 else "")
-
-
-def is_inside(root: str, true: str) -> bool:
-    return true.startswith(root.rstrip("/") + "/")
-
-
-def _too_large(size: int, most: int = FILE_LIMIT) -> str:
-    return f"{size:,} bytes; at most {most:,} are read"
-
-
 # -- checks
 
 
@@ -457,18 +275,6 @@ def checked_name(given: Any, what: str) -> str | int | None:
             f"{what} has {len(given):,} characters; at most {NAME_LIMIT:,} are allowed",
         )
     return given
-
-
-def lines_of(texts: Any) -> Any:
-    """A text, or several, as one for each line; what is no text stays."""
-    if hasattr(texts, "tolist"):
-        texts = texts.tolist()  # of numpy or pandas
-    every = texts if isinstance(texts, (list, tuple)) else [texts]
-    return [
-        line
-        for each in every
-        for line in ((each.splitlines() or [each]) if isinstance(each, str) else [each])
-    ]
 
 
 def take_captions(spec: str, options: dict[str, str], known: Sequence[str]) -> str | None:

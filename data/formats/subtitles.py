@@ -14,7 +14,6 @@ from common.output import brief
 from data.bad_samples import BadSample
 from data.formats.folders import files_below, kind_of
 from data.formats.rows import (
-    VIDEO_ENDINGS,
     Format,
     Part,
     Roots,
@@ -26,9 +25,10 @@ from data.formats.rows import (
 )
 from data.formats.specs import existing, split_options
 from data.formats.tables import number_of_texts, with_near_texts
+from data.stored.video import VIDEO
 
 ENDINGS = ("srt", "vtt")
-USED = (*ENDINGS, *VIDEO_ENDINGS)
+USED = (*ENDINGS, *VIDEO.endings)
 LANGUAGE = re.compile(r"[A-Za-z]{2,3}(-[A-Za-z0-9]+)*")
 TIME = r"(?:(\d{1,5}):)?(\d{1,2}):(\d{1,2}(?:[.,]\d{1,9})?)"  # WebVTT may leave out the hours
 TIMES = re.compile(rf"[ \t]*{TIME}[ \t]*-->[ \t]*{TIME}(?![\d.,:])")
@@ -92,7 +92,7 @@ class SubtitlesFormat(Format):
         found: list[Any] = []
         for path, leads_out in files_below(self.roots.own):
             stem, ending = os.path.splitext(path)[0], _ending(path)
-            if leads_out or ending in VIDEO_ENDINGS:
+            if leads_out or ending in VIDEO.endings:
                 if films.setdefault(stem, path) != path:
                     found.append((path, None, None))
             elif ending in ENDINGS:

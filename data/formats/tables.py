@@ -29,19 +29,10 @@ from data.formats.rows import (
 )
 from data.formats.specs import ROOT, chosen_columns, existing, names_of, split_options
 from data.regions import BOX_OPTIONS, BoxOptions
+from data.stored.kinds import STORED, files_of, is_file, names_of_rows, stored
+from data.stored.record import JSON, TABLE
 
-# Of each, the first that a line has. Hugging Face's metadata.jsonl has `file_name`.
-KEYS = {
-    "image": ("image_path", "file_name"),
-    "text": ("text",),
-    "audio": ("audio_path", "audio"),
-    "video": ("video_path", "video", "video_id"),
-    "start_s": ("start_s",),
-    "end_s": ("end_s",),
-    "region": ("regions",),
-    "id": ("id",),
-    "language": ("language",),
-}
+NAMES = {"id": ("id",), "language": ("language",)}  # beside the modalities
 JSONL = "jsonl:FILE or jsonl:FILE?image=KEY&text=KEY&audio=KEY&video=KEY&id=KEY&language=KEY"
 JSONL += "&root=DIR"
 LINE = (
@@ -53,10 +44,6 @@ LINE_LIMIT = 16 << 20  # bytes, or characters of a table
 LIST = re.compile(rb"(\xef\xbb\xbf)?\s*\[\s*\{")  # how a JSON list of objects begins
 BETWEEN = (" ", "\t", "\r", "\n", ",")  # two of its objects
 
-COLUMNS = KEYS | {"image": ("filepath",), "text": ("title",)}
-del COLUMNS["region"]
-FILES = ("image", "audio", "video")
-FILES_AND_TEXT = ("image", "text", "audio", "video")
 FIELD_LIMIT = 1 << 20  # characters; a quote that is never closed takes no more than this with it
 # Stands for the character NUL within the reader, which before Python 3.11 refuses the whole row; no
 # other byte is read as it.
@@ -71,19 +58,20 @@ class JsonlFormat(EntriesFormat):
     its own."""
 
     unit = "B"
-    holds = ("image", "text", "audio", "video", "region")
     caption_ways = ("lines",)
 
     def __init__(self, where: str) -> None:
         """`where`: `FILE[?image=KEY&…&near=K&root=DIR]`. Errors: ValueError, FileNotFoundError."""
-        known = (*KEYS, *READING, "near", ROOT)
+        usual = names_of_rows(JSON) | NAMES
+        known = (*usual, *READING, "near", ROOT)
         name, options, more = split_options("jsonl", where, known)
         spec = f"data spec 'jsonl:{where}':"
         self.boxes = BoxOptions.of(spec, options)
         self.captions = take_captions(spec, options, self.caption_ways)
         self.near = number_of_texts(spec, options)
         self.files = [existing(spec, name, "file", f"a file of {LINE}: {JSONL}")]
-        self.keys = names_of(KEYS, options)
+        self.keys = names_of(usual, options)
+        self.holds = tuple(name for name in STORED if name in usual)
         self.roots = Roots.of(os.path.dirname(self.file), more)
         self.spec = f"jsonl:{self.file}{options or ''}{self.roots.options()}"
         self.spec += f"?near={self.near}" if self.near > 1 else ""
@@ -122,7 +110,7 @@ class JsonlFormat(EntriesFormat):
         fields = parsed_object(content, "the line") if is_line else an_object(content, "the entry")
         fields = with_usual_keys(fields)
         segments = fields.get("segments")
-        if "video" not in self.modalities or not isinstance(segments, list):
+        if not isinstance(segments, list) or not any(stored(m).beside for m in self.modalities):
             return self._values(fields)
         rows = [attempt(self._of_segment, fields, k) for k in range(len(segments))]
         return rows if self.near == 1 else with_near_texts(rows, self.near)
@@ -144,9 +132,10 @@ class JsonlFormat(EntriesFormat):
                 hint = near(wanted, fields)
                 hint += hint and f" or name it: ?{what}=KEY"
                 # clips or sounds, without the pairs that read them
-                for other in ("video", "audio"):
-                    if found := next((key for key in KEYS[other] if key in fields), None):
-                        hint = f"; '{found}' is read with --pairs {other}:text"
+                for other in files_of():
+                    own = () if other.name in self.modalities else other.names_in(JSON)
+                    if found := next((key for key in own if key in fields), None):
+                        hint = f"; '{found}' is read with --pairs {other.name}:text"
                 listed = ", ".join(fields) or "none"
                 detail = f"no key '{wanted}'; given: {listed}{hint}"
                 values[what] = BadSample("invalid-row", detail)
@@ -293,7 +282,8 @@ class TableFormat(EntriesFormat):
     def __init__(self, kind: str, where: str) -> None:
         """`where`: `FILE[?image=COLUMN&…&separator=;&root=DIR]`. Errors: ValueError,
         FileNotFoundError."""
-        known = (*COLUMNS, "captions", "separator", ROOT)
+        usual = names_of_rows(TABLE) | NAMES
+        known = (*usual, "captions", "separator", ROOT)
         name, options, more = split_options(kind, where, known)
         usage = f"{kind}:FILE or {kind}:FILE?image=COLUMN&text=COLUMN&audio=COLUMN&id=COLUMN"
         usage += "&language=COLUMN&separator=CHARACTER&root=DIR"
@@ -310,9 +300,9 @@ class TableFormat(EntriesFormat):
         header = self._header()
         self.num_columns = len(header)
         given = f"{spec} separator '{self.separator}' (or give another: ?separator=CHARACTER):"
-        self.columns = chosen_columns(given, header, COLUMNS, options)
+        self.columns = chosen_columns(given, header, usual, options)
         self.positions = {key: header.index(column) for key, column in self.columns.items()}
-        self.holds = tuple(key for key in FILES_AND_TEXT if key in self.columns)
+        self.holds = tuple(key for key in STORED if key in self.columns)
         self.spec = f"{kind}:{self.file}?{self.columns}{self.separator}{self.roots.options()}"
         self.spec += f"?captions={self.captions}" if self.captions else ""
 
@@ -374,7 +364,7 @@ class TableFormat(EntriesFormat):
         ends a text of several lines has a quote too many for that."""
         cells = self._cells(line)
         if isinstance(cells, list) and len(cells) == self.num_columns and not line.count('"') % 2:
-            at = next((self.positions[key] for key in FILES if key in self.positions), 0)
+            at = next((self.positions[key] for key in self.positions if is_file(key)), 0)
             with contextlib.suppress(BadSample):
                 self.roots.find(cells[at])
                 return True
@@ -391,7 +381,7 @@ class TableFormat(EntriesFormat):
             raise content
         given = f"{len(content)} column{'s' if len(content) != 1 else ''}"
         # a row may end before these
-        needed = [key for key in self.columns if key not in ("language", "start_s", "end_s")]
+        needed = [key for key in self.columns if key == "id" or key in STORED]
         if len(content) <= max(self.positions[key] for key in needed):
             names = ", ".join(self.columns[key] for key in needed)
             raise BadSample("invalid-row", f"{given}, but {names} are further on")
@@ -407,7 +397,7 @@ class TableFormat(EntriesFormat):
             if position < len(content)
         }
         # An empty cell is how a table says that there is no file.
-        return cells | {key: cells.get(key) or None for key in FILES}
+        return cells | {kind.name: cells.get(kind.name) or None for kind in files_of()}
 
 
 def _noted(file: TextIO, lines: list[str]) -> Iterator[str]:

@@ -13,32 +13,31 @@ import tarfile
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from functools import cached_property, lru_cache
-from itertools import chain
 from posixpath import splitext
 from typing import Any, BinaryIO, cast
 
 from common.secrets import redact
 from data.bad_samples import ABSENCES, BadSample, Captions, checked_captions
-from data.clips import KEYS
 from data.formats.classes import Classes, classes_beside, local_stamps
 from data.formats.prompts import OPTIONS
 from data.formats.rows import (
-    AUDIO_ENDINGS,
-    IMAGE_ENDINGS,
     LEFTOVER,
-    VIDEO_ENDINGS,
     Media,
     Part,
     Row,
     Stamp,
     Unused,
     attempt,
-    lines_of,
     take_captions,
 )
 from data.formats.shards import Shard, ShardsFormat, split_pattern
 from data.formats.tables import parsed_object
 from data.regions import BOX_OPTIONS, BoxOptions
+from data.stored.image import ENDINGS as IMAGE_ENDINGS
+from data.stored.kinds import STORED, files_of, stored
+from data.stored.record import StoredFile
+from data.stored.regions import StoredRegions
+from data.stored.text import StoredText, lines_of
 
 CLASS = "cls"  # the ending of a class
 OF_TARS = (*BOX_OPTIONS, "captions", *OPTIONS)
@@ -46,8 +45,6 @@ USAGE = "webdataset:PATTERN, for example webdataset:shards/{000..012}.tar"
 PACKED = (".gz", ".tgz", ".bz2", ".xz", ".zst")
 # Ending and, of JSON, key: the first good text is taken.
 TEXTS = (("txt", None), ("json", "caption"), ("json", "text"))
-ENDINGS = {"image": IMAGE_ENDINGS, "audio": AUDIO_ENDINGS, "video": VIDEO_ENDINGS}
-READ_ENDINGS = {*chain(*ENDINGS.values()), *(ending for ending, _ in TEXTS)}
 OF_THE_ARCHIVE = re.compile(r"__[^/]*__($|/)")
 HIDDEN = re.compile(r"(^|/)[.][^./]")
 TEXT_LIMIT = 1 << 20  # bytes of a text member
@@ -67,8 +64,6 @@ class WebdatasetFormat(ShardsFormat):
     """The samples of all shards. An id is SHARD/KEY, where the key is the members' common name."""
 
     unit = "B"
-    holds = ("image", "text", "audio", "video", "region")
-
     caption_ways = ("lines", "classes")
 
     def __init__(self, where: str, shard: Shard | None = None) -> None:
@@ -79,6 +74,7 @@ class WebdatasetFormat(ShardsFormat):
         self.boxes = BoxOptions.of(self.described, options)
         self.captions = take_captions(self.described, options, self.caption_ways)
         super().__init__("webdataset", pattern, USAGE, shard)
+        self.holds = tuple(STORED)
         self.class_options = options
         self.spec += self.boxes.words() + (f"?captions={self.captions}" if self.captions else "")
         self.spec += f"?{options}" if options else ""
@@ -159,26 +155,28 @@ class WebdatasetFormat(ShardsFormat):
         listed = ", ".join(members)
         for modality in self.modalities:
             missing = BadSample("orphan-member", f"no {modality} among {listed}")
-            if modality == "text":
+            kind = stored(modality)
+            if isinstance(kind, StoredText):
                 values[modality] = self._text(shard, members, used)
                 if values[modality] is None and CLASS in members:
                     used.add(CLASS)
                     found = attempt(self._class_captions, file, shard, members[CLASS])
                     values |= found if isinstance(found, dict) else {modality: found}
                 values[modality] = values[modality] or missing
-            elif modality == "region":
+            elif isinstance(kind, StoredRegions):
                 values[modality] = None
                 if "json" in members:
                     used.add("json")
                     values[modality] = attempt(shard.text, members["json"], "regions")
-            elif modality in ENDINGS:
-                found = next((each for each in members if each in ENDINGS[modality]), None)
+            elif isinstance(kind, StoredFile):
+                found = next((each for each in members if each in kind.endings), None)
                 values[modality] = missing if found is None else members[found]
                 used |= {found} if found else set()
-                if modality == "video" and "json" in members:
+                if kind.beside and "json" in members:
                     used.add("json")
                     fields = attempt(shard.text, members["json"], "")
-                    values |= {key: fields.get(key) for key in KEYS if isinstance(fields, dict)}
+                    beside = kind.beside if isinstance(fields, dict) else ()
+                    values |= {key: fields.get(key) for key in beside}
         names = {ending: member.path for ending, member in members.items() if ending not in used}
         return values, [Unused(f"members .{ending}", path) for ending, path in names.items()]
 
@@ -406,12 +404,13 @@ def _samples_of(key: str, members: Members) -> Iterator[tuple[str, Members] | Un
     if not any("." in ending for ending in members):
         yield from [(key, members)] if members else []
         return
+    read_endings = {"txt", "json", *(e for kind in files_of() for e in kind.endings)}
     apart: dict[str, Members] = {}
     for member in members.values():
         stem, ending = splitext(member.path)
         apart.setdefault(stem, Members())[ending[1:].lower()] = member
-    read = {stem: own for stem, own in apart.items() if own.keys() & READ_ENDINGS}
-    if members.keys() & READ_ENDINGS:
+    read = {stem: own for stem, own in apart.items() if own.keys() & read_endings}
+    if members.keys() & read_endings:
         paired = {
             stem: own
             for stem, own in read.items()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,7 @@ from filelock import FileLock
 from common.cpus import usable_cpus
 from common.files import make_folder, move, remove, remove_folder, write_text
 from data.bad_samples import ABSENCES, CODES, BadSample
-from data.clips import is_cut, placed_span
-from data.decoding.images import may_turn_late
+from data.clips import is_cut
 from data.formats.rows import CAPTION_LINES, Format, Media, Part, Sample, Unused
 from data.identity import fingerprint
 from data.index.mapped import (
@@ -44,12 +43,15 @@ from data.index.mapped import (
     open_index,
     texts_of,
 )
-from data.index.media import MEDIA, film_hash, media_of, refuse_too_long
 from data.index.memo import Memo, memo_key
 from data.keys import HASH_BYTES, content_hash, hash64
 from data.processes import end_with_parent, start_method
 from data.progress import progress_bar
 from data.regions import Region, placed, written
+from data.stored.audio import refuse_too_long
+from data.stored.kinds import STORED, files_of
+from data.stored.record import StoredFile
+from data.stored.regions import REGIONS
 
 CHECKS = ("decode", "header")
 ROWS_AT_ONCE = 4096
@@ -103,7 +105,12 @@ def load_index(
             return index  # made by another process while this one waited
         for left in target.glob("build-*"):  # by a process that was killed
             remove_folder(left, target)
-        _build(_Work(format, check, max_audio_seconds), target, workers, progress)
+        _build(
+            _Work(format, check, max_audio_seconds, files_of(format.modalities)),
+            target,
+            workers,
+            progress,
+        )
     index = kept_index(target)
     if index is None:
         raise OSError(
@@ -119,6 +126,7 @@ class _Work:
     format: Format
     check: str
     max_audio_seconds: float | None
+    kinds: Sequence[StoredFile]  # of the modalities, which a module may have registered
     known: frozenset[str] = frozenset()  # stamps of the parts that the index of before has
     memo: Memo | None = None  # what that index has measured
 
@@ -291,6 +299,7 @@ _work: _Work  # of a worker process
 def _start_worker(work: _Work) -> None:
     global _work
     end_with_parent()
+    STORED.update((kind.name, kind) for kind in work.kinds)
     _work = work
 
 
@@ -339,7 +348,8 @@ def _row(work: _Work, part: Part, sample: Sample) -> tuple[dict[str, Any], bool]
     format, lacks = work.format, sample.lacks
     row: dict[str, Any] = {}
     may_pass = _is_of_the_system(sample.problem)
-    for modality in media_of(format.modalities):
+    for kind in work.kinds:
+        modality = kind.name
         media = sample.media.get(modality, Media())
         row |= {
             f"{modality}_path": _clean(media.path),
@@ -354,12 +364,12 @@ def _row(work: _Work, part: Part, sample: Sample) -> tuple[dict[str, Any], bool]
         try:
             if content is None and not media.true_path:
                 content = format.read(modality, part.file, sample.number, media)
-            row |= _measured(work, part, sample, modality, content)
+            row |= _measured(work, part, sample, kind, content)
         except BadSample as wrong:
             lacks[modality] = wrong
             # FFmpeg gives what is wrong with the content the numbers of the system's errors
             may_pass = may_pass or content is None and _is_of_the_system(wrong)
-    if "region" in format.modalities:
+    if REGIONS.name in format.modalities:
         row |= _region_columns(sample, row, format.boxes.upright)
     problem = format.problem(sample)
     row |= {
@@ -379,37 +389,25 @@ def _row(work: _Work, part: Part, sample: Sample) -> tuple[dict[str, Any], bool]
 
 
 def _measured(
-    work: _Work, part: Part, sample: Sample, modality: str, content: bytes | None
+    work: _Work, part: Part, sample: Sample, kind: StoredFile, content: bytes | None
 ) -> dict[str, Any]:
-    """The columns of an image, a sound or a film, which is read unless it is known. `content`: None
-    where it is a file of its own. Raises BadSample."""
-    media, hashed = sample.media[modality], b"" if content is None else content_hash(content)
+    """The columns of a value, which is read unless it is known. `content`: None where it is a file
+    of its own. Raises BadSample."""
+    media, hashed = sample.media[kind.name], b"" if content is None else content_hash(content)
     decodes = work.check == "decode"
-    # boxes need to know how an image is turned, which may stand behind its pixels
-    may_decode = decodes or modality == "image" and sample.regions is not None
+    may_decode = decodes or kind.may_decode(sample)
     key = memo_key(media, hashed, may_decode)
-    measured = work.memo.find(modality, key) if work.memo else {}
-    if not measured and modality == "video":
-        film = media.true_path if content is None else content
-        own = (media.size, media.mtime_ns) if content is None else ()
-        measured = {**_measured_film(film, decodes, own)}
-    elif not measured:
-        if content is None:
-            content = work.format.read(modality, part.file, sample.number, media)
-        decodes = decodes or may_decode and may_turn_late(content)
-        measured = MEDIA[modality].measure(content, decodes)
-        measured[f"{modality}_hash"] = hashed or content_hash(content)
-        refuse_too_long(measured.get("audio_seconds", 0), work.max_audio_seconds)
-    if modality == "video":
-        lengths = (measured[f"video_{name}"] for name in ("seconds", "first_s"))
-        measured["video_start_s"], measured["video_end_s"] = placed_span(sample.span, *lengths)
-    return measured | {f"{modality}_known_by": key}
-
-
-@lru_cache(1)  # the clips of a film are often neighbours
-def _measured_film(film: bytes | str, decode: bool, _: Sequence[int]) -> dict[str, Any]:
-    measured = MEDIA["video"].measure(film, decode)
-    return {"video_hash": film_hash(film)} | measured
+    found = work.memo.find(kind, key) if work.memo else {}
+    if not found:
+        value: Any = content
+        if content is None and kind.stays(media):
+            value = media.true_path
+        elif content is None:
+            value = work.format.read(kind.name, part.file, sample.number, media)
+        decodes = decodes or may_decode and kind.must_decode(value)
+        found = kind.look(value, decodes, media)
+        refuse_too_long(found.get("audio_seconds", 0), work.max_audio_seconds)
+    return found | kind.of_sample(sample, found) | {f"{kind.name}_known_by": key}
 
 
 def _region_columns(sample: Sample, measured: dict[str, Any], upright: bool) -> dict[str, Any]:

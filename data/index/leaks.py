@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from data.index.sources import KnownSource
+from data.stored.kinds import other_files
 
 MAX_SHOWN = 5
 HASH_BITS = 64
@@ -20,7 +21,7 @@ class Leak:
     """Training samples [n] that also are in a held-out set, and their partners there [n]; the first
     found of each."""
 
-    kind: str  # "content", "audio", "video", "id" or "near"
+    kind: str  # "content", the name of another modality whose values are files, "id" or "near"
     train: np.ndarray
     held_out: np.ndarray
 
@@ -43,7 +44,7 @@ def find_leaks(
     """
     found, left = [], np.ones(len(train_subset), bool)
     sides = ((train, train_subset), (held_out, held_out_subset))
-    for kind in ("content", "audio", "video", "id"):
+    for kind in ("content", *other_files(), "id"):
         own, other = _equal(*(source.keys(kind)[subset] for source, subset in sides))
         fresh = left[own]
         if kind == "id":
@@ -119,7 +120,7 @@ def describe_leaks(train: KnownSource, held_out: KnownSource, name: str, leaks: 
     ]
     lines = [f"{len(pairs)} training samples are also in the held-out set '{name}' ({counts}):"]
     for kind, i, j in pairs[:MAX_SHOWN]:
-        of = kind if kind in ("audio", "video") else None
+        of = kind if kind in other_files() else None
         lines.append(f"    {train.where(i, of)} is {held_out.where(j, of)} ({kind})")
     if len(pairs) > MAX_SHOWN:
         lines.append(f"    ... and {len(pairs) - MAX_SHOWN} more")

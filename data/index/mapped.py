@@ -28,7 +28,8 @@ from data.box_checks import DOUBTS
 from data.formats.rows import CAPTION_LINES, DEFAULT_PAIRS, Format
 from data.formats.specs import cache_folder
 from data.identity import MISSING, Identity, fingerprint
-from data.index.media import MEDIA, PLACE, media_of
+from data.stored.audio import AUDIO
+from data.stored.kinds import STORED, files_of, stored
 
 VERSION = 9  # raised when an index of before would say other things of the same data
 NUMBERS, TEXTS, REPEATS, META = "numbers", "texts.arrow", "repeats.npy", "meta.json"
@@ -56,11 +57,8 @@ def numbers_of(modalities: Sequence[str]) -> np.dtype:
         "bad": "i1",  # 0: usable, else 1 + position in REASONS
         "id_hash": "u8",
     }
-    for modality in media_of(modalities):
-        columns |= {f"{modality}_{name}": kind for name, kind in PLACE.items()}
-        columns |= MEDIA[modality].columns
-    if "region" in modalities:
-        columns |= {"num_regions": "i4", "num_negatives": "i4"}  # of all together
+    for name in modalities:
+        columns |= stored(name).numbers()
     if tuple(modalities) != DEFAULT_PAIRS[0]:
         columns[ABSENT] = "i8"
     # The widest first: one after the other in a file, each is aligned.
@@ -70,10 +68,8 @@ def numbers_of(modalities: Sequence[str]) -> np.dtype:
 def texts_of(modalities: Sequence[str]) -> pa.Schema:
     """The columns of texts: class (`label`), id, what is wrong with the sample or was dropped of it, the texts'
     language as JSON, paths as the data set gives them, regions as JSON, and captions."""
-    names = ["id", "detail", "language", *(f"{each}_path" for each in media_of(modalities))]
-    names += ["label"] if "text" in modalities else []
-    names += ["video_codec"] if "video" in modalities else []
-    names += ["regions"] if "region" in modalities else []
+    names = ["id", "detail", "language"]
+    names += [column for name in modalities for column in stored(name).texts()]
     captions = pa.large_list(pa.large_string())
     return pa.schema([*((name, pa.large_string()) for name in names), ("captions", captions)])
 
@@ -135,7 +131,7 @@ class Index:
         """[N], one of `numbers_of`, without a copy and not to be written to; zeros for media that
         the index has not."""
         if name not in self._columns:
-            return np.zeros(len(self), numbers_of([*MEDIA, "region"])[name])
+            return np.zeros(len(self), numbers_of(tuple(STORED))[name])
         return self._columns[name]
 
     def text(self, name: str, i: int) -> Any:
@@ -225,11 +221,11 @@ def index_folder(
     as `load_index` has it."""
     words: list[Any] = [VERSION, check, format.spec, format.pairs]
     # what one decoder refuses, another may read once it is installed
-    words += [MEDIA[modality].missing_decoders() for modality in media_of(format.modalities)]
-    if "audio" in format.modalities:
+    words += [kind.missing_decoders() for kind in files_of(format.modalities)]
+    # of a modality that has an entry now and had none before, the index says more
+    words += [name for name in format.modalities if name in STORED]
+    if AUDIO.name in format.modalities:
         words.append(max_audio_seconds)
-    if "region" in format.modalities:
-        words.append("regions")  # a data set class could have a modality of this name before
     return (folder or cache_folder() / "index") / fingerprint(words)
 
 
@@ -253,7 +249,7 @@ def kept_index(folder: Path) -> Index | None:
 
 
 def _files_changed(format: Format, index: Index) -> bool:
-    for modality in media_of(index.modalities):
+    for modality in (kind.name for kind in files_of(index.modalities)):
         # a time of 0: no file of its own
         sizes, times = (index.column(f"{modality}_{name}") for name in ("size", "mtime_ns"))
         if not 0 < np.count_nonzero(times) <= RECHECKED_FILES:

@@ -8,8 +8,9 @@ import numpy as np
 
 from data.formats.rows import Media
 from data.index.mapped import Index
-from data.index.media import MEDIA, media_of
 from data.keys import hash64
+from data.stored.kinds import files_of
+from data.stored.record import StoredFile
 
 
 def memo_key(media: Media, hashed: bytes, may_decode: bool) -> int:
@@ -24,23 +25,21 @@ class Memo:
 
     def __init__(self, index: Index, folder: Path) -> None:
         self._index, self._folder, self._orders = index, folder, dict[str, np.ndarray]()
-        for modality in media_of(index.modalities):
-            file = folder / f"{modality}_order.npy"  # one for all processes: it grows with the rows
+        for name in (kind.name for kind in files_of(index.modalities)):
+            file = folder / f"{name}_order.npy"  # one for all processes: it grows with the rows
             if not file.exists():
-                np.save(file, np.argsort(index.column(f"{modality}_known_by")))
-            self._orders[modality] = np.load(file, mmap_mode="r")
+                np.save(file, np.argsort(index.column(f"{name}_known_by")))
+            self._orders[name] = np.load(file, mmap_mode="r")
 
     def __reduce__(self):
         return Memo, (self._index, self._folder)
 
-    def find(self, modality: str, key: int) -> dict[str, Any]:
+    def find(self, kind: StoredFile, key: int) -> dict[str, Any]:
         """The columns of what was measured; empty: the key is not known."""
-        keys, order = self._index.column(f"{modality}_known_by"), self._orders[modality]
+        keys, order = self._index.column(f"{kind.name}_known_by"), self._orders[kind.name]
         place = int(np.searchsorted(keys, np.uint64(key), sorter=order))
         if place == len(order) or keys[i := int(order[place])] != key:
             return {}
-        names = (f"{modality}_hash", *MEDIA[modality].columns)
+        names = (f"{kind.name}_hash", *kind.measured)
         found = {name: self._index.column(name)[i].item() for name in names}
-        if modality == "video":
-            found["video_codec"] = self._index.text("video_codec", i)
-        return found
+        return found | {name: self._index.text(name, i) for name in kind.said}

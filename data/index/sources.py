@@ -14,7 +14,6 @@ from common.secrets import HIDDEN, redact
 from common.spelling import near
 from data.bad_samples import CODES, REASON_OF_CODE, Absent, BadSample
 from data.box_checks import doubtful_boxes, refuse_wrong_unit
-from data.clips import KEYS, Clip
 from data.formats.boxes import Flickr30kEntitiesFormat, RefCocoFormat, VisualGenomeFormat
 from data.formats.clips import ClipsFormat
 from data.formats.demo import Concept, DemoFormat
@@ -35,9 +34,12 @@ from data.formats.webdataset import WebdatasetFormat
 from data.identity import Identity, fingerprint
 from data.index.building import load_index
 from data.index.mapped import ABSENT, TEXTS, Index, UnusedCounts
-from data.index.media import MEDIA
 from data.keys import content_hash
 from data.regions import read
+from data.stored.image import IMAGE
+from data.stored.kinds import STORED, files_of, stored
+from data.stored.record import StoredFile
+from data.stored.regions import StoredRegions
 
 MAX_SHOWN = 5
 LINES_SHARE = 0.1  # of the samples have a caption of several lines: each may be one
@@ -112,7 +114,8 @@ class KnownSource(Source, Protocol):
 
     def keys(self, kind: str) -> np.ndarray:
         """[N] uint64, equal for samples with equal encoded images (kind "content"), equal decoded
-        sounds ("audio"), clips of equal films ("video") or equal ids ("id"); 0: there is none.
+        sounds ("audio"), clips of equal films ("video"), equal files of another modality (its name)
+        or equal ids ("id"); 0: there is none.
         Different ones are equal by chance once in 10^19 pairs."""
 
     def usable(self) -> np.ndarray:
@@ -148,21 +151,22 @@ class IndexedSource:
         return self.format.label(self.identity(i)) or self.index.text("label", i) or None
 
     def value(self, modality: str, i: int) -> Any:
-        if modality in (*MEDIA, "region") and (code := int(self.column("bad")[i])):
+        kind = stored(modality)
+        if modality in STORED and (code := int(self.column("bad")[i])):
             raise BadSample(REASON_OF_CODE[code], self._detail(i))
         if self._lacks(modality, i):
             raise Absent(f"{self.where(i)} has no {modality}")
-        if modality == "region":
+        if isinstance(kind, StoredRegions):
             return read(self.index.text("regions", i))
         number = int(self.column("row")[i])
-        if modality not in MEDIA:
+        if not isinstance(kind, StoredFile):
             return self.format.value(modality, number)
         offset, size, mtime_ns = (
             int(self.column(f"{modality}_{name}")[i]) for name in ("offset", "size", "mtime_ns")
         )
         media = Media(self.index.text(f"{modality}_path", i), offset, size, mtime_ns)
         content: bytes | str
-        if modality == "video" and media.mtime_ns:  # it is not read as a whole
+        if kind.stays(media):
             content, status = self.format.roots.find(media.path, modality)
             is_same = Identity.of(status) == Identity(media.size, media.mtime_ns)
         else:
@@ -176,9 +180,7 @@ class IndexedSource:
                 "anew. Of a Python data set, change the attribute `fingerprint` first; of one with "
                 "over 100,000 files, call open_source(SPEC, refresh=True)",
             )
-        if modality == "video":
-            return Clip(content, *(float(self.column(f"video_{key}")[i]) for key in KEYS))
-        return content
+        return kind.of_index(content, lambda name: self.column(name)[i])
 
     def lacking(self, modality: str) -> np.ndarray:
         return self._lacking(modality, slice(None))
@@ -196,8 +198,9 @@ class IndexedSource:
         return self.column(f"{modality}_hash")[i].tobytes()
 
     def where(self, i: int, modality: str | None = None) -> str:
-        names = [modality] if modality in MEDIA else []
-        paths = (self.index.text(f"{name}_path", i) for name in (*names, *MEDIA))
+        files = [kind.name for kind in files_of()]
+        names = [*([modality] if modality in files else []), *files]
+        paths = (self.index.text(f"{name}_path", i) for name in names)
         path = next(filter(None, paths), None) or self.identity(i)
         return self.format.where(self.index.container(i), path, int(self.column("row")[i]))
 
@@ -208,9 +211,10 @@ class IndexedSource:
         return self.column(name)[index]
 
     def keys(self, kind: str) -> np.ndarray:
-        if kind == "content":
-            return self.column("image_hash").view(np.uint64)[::2]  # the first half of each
-        return self.column(f"{kind}_key" if kind in ("audio", "video") else "id_hash")
+        if kind == "id":
+            return self.column("id_hash")
+        (file,) = files_of([IMAGE.name if kind == "content" else kind])
+        return file.keys(self.column)
 
     def usable(self) -> np.ndarray:
         return np.flatnonzero(self.column("bad") == 0).astype(np.int64, copy=False)

@@ -19,6 +19,9 @@ from data.formats.demo import SPOKEN
 from data.index.sources import ConceptSource, KnownSource
 from data.keys import hash64, plain_caption
 from data.progress import progress_bar
+from data.stored.image import IMAGE
+from data.stored.kinds import other_files
+from data.stored.text import TEXT
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,9 +103,10 @@ def _of_trained(source: KnownSource, spoken: np.ndarray, train: np.ndarray) -> n
 def content_groups(source: KnownSource, subset: np.ndarray, progress: bool = False) -> np.ndarray:
     """[n] int64: equal numbers for samples of the subset joined, directly or through others, by an
     equal image, sound, film or caption."""
+    others = other_files()
     has = {
         modality: np.flatnonzero(~source.lacking(modality)[subset])
-        for modality in ("image", "audio", "video", "text")
+        for modality in (IMAGE.name, TEXT.name, *others)
     }
     # compact, for there are as many as captions
     with_text, text_keys = array("q"), array("Q")
@@ -111,10 +115,12 @@ def content_groups(source: KnownSource, subset: np.ndarray, progress: bool = Fal
         with_text.extend([sample] * len(texts))
         text_keys.extend(map(hash64, texts))
     keys = [_image_keys(source, subset[has["image"]])]
-    keys += [source.keys(name)[subset[has[name]]] for name in ("audio", "video")]
+    keys += [source.keys(name)[subset[has[name]]] for name in others]
     return _connected(
         len(subset),
-        np.concatenate([has["image"], has["audio"], has["video"], np.array(with_text, np.int64)]),
+        np.concatenate(
+            [has["image"], *(has[name] for name in others), np.array(with_text, np.int64)]
+        ),
         np.concatenate([*keys, np.array(text_keys, np.uint64)]),
     )
 

@@ -20,11 +20,13 @@ import pyarrow.parquet as pq
 from common.secrets import redact
 from common.sizes import sized
 from common.spelling import near
-from data.formats.parquet import COLUMNS, DELTA, VALUES_LIMIT, open_parquet, text_bytes
+from data.formats.parquet import DELTA, VALUES_LIMIT, open_parquet, text_bytes
 from data.formats.specs import is_remote
 from data.formats.store import identity_of, open_file
 from data.formats.webdataset import records
 from data.identity import Identity
+from data.stored.record import PARQUET
+from data.stored.text import TEXT
 from data.streams.bloom import CAPTION
 from data.streams.counts import SAMPLES_LIMIT, checked_rows, is_parquet, without_query
 from data.streams.where import columns
@@ -60,7 +62,7 @@ def metadata_of(
     wanted |= {} if by is None or words else {by: None}
     if is_parquet(name):
         stored = identity_of(name, limit_s)
-        titles = (text,) if text else COLUMNS["text"]
+        titles = (text,) if text else TEXT.names_in(PARQUET)
         for table in _columns(name, stored, [*wanted], titles if words else (), limit_s):
             yield Metadata(table, None, len(table))
     elif there := beside(name, limit_s):

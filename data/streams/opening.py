@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import quote
 
 from common.sizes import sized
-from data.formats.parquet import COLUMNS
+from data.formats.parquet import columns
 from data.formats.prompts import OPTIONS as CLASS_OPTIONS
 from data.formats.rows import DEFAULT_PAIRS, Pairs
 from data.formats.shards import expand
@@ -25,9 +25,13 @@ USAGE = "stream:PATTERN, for example stream:s3://bucket/{00000..01242}.tar"
 MIXED = 64  # shards
 SPARE = 2  # that come while as many leave
 OPTIONS = ("mixed", "where", "unseen", "unseen_by")
-OF_SHARDS = (*COLUMNS, *READING, *CLASS_OPTIONS)  # what the format of a shard is told
 PLAIN = "/:{} ,.'()+@~"  # what stands as it is in the value of an option
 DISK_SHARE = 0.5  # of what is free, where no limit is given
+
+
+def of_shards_known() -> tuple[str, ...]:
+    """What the format of a shard may be told."""
+    return (*columns(), *READING, *CLASS_OPTIONS)
 
 
 def is_stream(spec: str) -> bool:
@@ -52,7 +56,7 @@ def open_stream_listed(
     `cache_bytes`: limit of the shards that are kept on this machine; None: half of what is free
     there. Errors: ValueError, OSError."""
     names, options = named_shards(spec)
-    of_shards = {key: value for key, value in options.items() if key in OF_SHARDS}
+    of_shards = {key: value for key, value in options.items() if key in of_shards_known()}
     folder = cache_folder() / "streams"
     asked = Filter(
         options.get("where"),
@@ -75,7 +79,7 @@ def named_shards(spec: str) -> tuple[list[str], dict[str, str]]:
     OSError."""
     refuse_hidden(spec)
     where = spec.partition(":")[2]
-    pattern, options, _ = split_options("stream", where, (*OPTIONS, *OF_SHARDS))
+    pattern, options, _ = split_options("stream", where, (*OPTIONS, *of_shards_known()))
     names = [
         name
         for each in expand("stream", pattern, USAGE, must_exist=False)
@@ -87,7 +91,7 @@ def named_shards(spec: str) -> tuple[list[str], dict[str, str]]:
             f"data spec '{spec:.1000}': its shards end in {', '.join(endings) or 'nothing'}; a "
             f"stream has shards that all end in one of {', '.join(FORMATS)}"
         )
-    if options.keys() & COLUMNS.keys() and endings[0] != ".parquet":
+    if options.keys() & columns().keys() and endings[0] != ".parquet":
         raise ValueError(f"data spec '{spec:.1000}': only .parquet has columns; leave them out")
     if options.keys() & {*CLASS_OPTIONS} and endings[0] != ".tar":
         raise ValueError(f"data spec '{spec:.1000}': only .tar has classes; leave them out")

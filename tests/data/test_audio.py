@@ -447,7 +447,7 @@ def test_only_what_changed_is_heard_again(tmp_path, monkeypatch):
     (tmp_path / "set/b.wav").write_bytes(wav(tone(0.3, 900)))
     heard = []
     monkeypatch.setattr(
-        "data.index.media.decode_audio",
+        "data.stored.audio.decode_audio",
         lambda data, strict: heard.append(data) or decode_audio(data, strict),
     )
     source = open_source(spec, pairs)

@@ -23,11 +23,11 @@ from data.batching.requests import MicroBatchRequest
 from data.decoding.images import decode_bytes
 from data.index.building import load_index
 from data.index.mapped import index_folder, numbers_of, texts_of
-from data.index.media import perceptual_hash
 from data.index.sources import open_format, open_source
 from data.loader import MicroBatchDataset
 from data.modalities.image import ImageModality
 from data.modalities.transforms import EvalTransform, TrainTransform
+from data.stored.image import perceptual_hash
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bad_sets import BAD_IMAGES, add, encoded_image, png_of_palette  # noqa: E402
@@ -164,7 +164,7 @@ def test_encoded_bytes_that_are_known_are_not_decoded_again(tmp_path, monkeypatc
     spec, decoded = f"parquet:{tmp_path}/a.parquet", []
     open_source(spec)
     monkeypatch.setattr(
-        "data.index.media.decode_bytes",
+        "data.stored.image.decode_bytes",
         lambda content, **named: decoded.append(content) or decode_bytes(content, **named),
     )
     write("after", images[1:])
@@ -250,7 +250,7 @@ def test_what_the_system_could_not_read_is_tried_again(tmp_path, monkeypatch):
     pq.write_table(table, tmp_path / "a.parquet")
     tables = f"parquet:{tmp_path}/a.parquet"
     with monkeypatch.context() as patch:
-        patch.setattr("data.formats.rows.open", failing, raising=False)
+        patch.setattr("data.stored.roots.open", failing, raising=False)
         patch.setattr(pq.ParquetFile, "iter_batches", lambda *given, **named: failing("0.png"))
         for each in (spec, tables):
             with pytest.raises(ValueError, match="unreadable 2.*(?s:.)*Input/output error"):

@@ -26,7 +26,8 @@ if __name__ == "__main__":
     dataset = MicroBatchDataset(open_source("demo"), [images])
     batches = micro_batches(dataset, (MicroBatchRequest(n, 0, np.array([n]), np.array([0]), True) for n in itertools.count()), 2)
     next(batches)
-    pool = ProcessPoolExecutor(1, processes.start_method(), index_build._start_worker, (None,))
+    work = index_build._Work(None, "decode", None, ())
+    pool = ProcessPoolExecutor(1, processes.start_method(), index_build._start_worker, (work,))
     pool.submit(os.getpid).result()
     print("ready", flush=True)
     THEN

@@ -14,7 +14,6 @@ from data.bad_samples import BadSample
 from data.batching.mixture import open_sources
 from data.batching.requests import MicroBatchRequest
 from data.decoding.images import decode_bytes
-from data.formats.python import encoded, encoded_audio
 from data.index.sources import open_source
 from data.index.splits import split_source
 from data.inspect import main as inspect
@@ -26,6 +25,8 @@ from data.modalities.text import Languages, TextModality
 from data.modalities.transforms import EvalTransform
 from data.options import DataOptions
 from data.prepare import prepare_data
+from data.stored.audio import encoded_audio
+from data.stored.image import encoded
 
 PAIRS = (("image", "text"), ("tone", "text"))
 
@@ -68,7 +69,7 @@ class Tuples:
 made = Tuples()
 
 class Undecoded(Tuples):
-    from data.formats.python import encoded
+    from data.stored.image import encoded
     items = [{"image": {"bytes": None, "path": "own.png"}, "text": np.array(["a", None], object)},
              {"image": {"bytes": encoded(Tuples.items[1][0]), "path": "gone"}, "text": ("b", "c")}]
 

@@ -16,8 +16,8 @@ from data.formats.demo import (
     text_of,
     toneless_key,
 )
-from data.index.media import perceptual_hash
 from data.index.sources import ConceptSource, Source, open_source
+from data.stored.image import perceptual_hash
 
 WOMAN, MAN, PERSON = "\U0001f469", "\U0001f468", "\U0001f9d1"
 DARK, LIGHT = "\U0001f3ff", "\U0001f3fb"

@@ -1,0 +1,49 @@
+"""All modalities as data sets know them, by name: see `record.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from data.stored.audio import AUDIO
+from data.stored.image import IMAGE
+from data.stored.record import FORMS, Stored, StoredFile
+from data.stored.regions import REGIONS
+from data.stored.text import TEXT
+from data.stored.video import VIDEO
+
+STORED: dict[str, Stored] = {each.name: each for each in (IMAGE, TEXT, AUDIO, VIDEO, REGIONS)}
+
+
+def stored(name: str) -> Stored:
+    """Of a modality that has no entry, one whose values are no files."""
+    return STORED.get(name) or Stored(name)
+
+
+def files_of(modalities: Sequence[str] | None = None) -> list[StoredFile]:
+    """Those whose values are encoded files, of all modalities or of some, in the order of
+    `STORED`."""
+    return [
+        kind
+        for name, kind in STORED.items()
+        if isinstance(kind, StoredFile) and (modalities is None or name in modalities)
+    ]
+
+
+def other_files() -> list[str]:
+    """The names of the modalities whose values are encoded files, but for images."""
+    return [kind.name for kind in files_of() if kind is not IMAGE]
+
+
+def is_file(name: str) -> bool:
+    return isinstance(STORED.get(name), StoredFile)
+
+
+def names_of_rows(form: str) -> dict[str, tuple[str, ...]]:
+    """What rows of a form may hold of all modalities -> the keys or columns that it may stand
+    under. `form`: of `FORMS`."""
+    assert form in FORMS
+    found: dict[str, tuple[str, ...]] = {}
+    for name, kind in STORED.items():
+        if names := kind.names_in(form):
+            found |= {name: names, **{key: (key,) for key in kind.beside}}
+    return found

@@ -1,0 +1,174 @@
+"""What data sets know of a modality: the names under which rows hold it, and how a value is checked;
+where its values are encoded files, also how these end and what is measured of them.
+
+`kinds.py` has all of them. One of your own, which every data format then reads:
+
+    from data.stored.kinds import STORED
+    from data.stored.record import StoredFile
+
+    STORED["depth"] = StoredFile("depth", endings=("depth.png",), measure=measured_depth)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from data.bad_samples import FILE_LIMIT, BadSample, check_characters
+from data.identity import MISSING, Identity
+from data.keys import HASH_BYTES, content_hash
+from data.stored.items import encoded_file
+from data.stored.roots import too_large
+
+if TYPE_CHECKING:
+    from data.formats.rows import Format, Sample
+
+JSON, TABLE, PARQUET = FORMS = ("json", "table", "parquet")
+"""Rows as JSON objects, below a line of column names, and of parquet files."""
+
+
+@dataclass
+class Media:
+    """Where the encoded value of a sample is."""
+
+    path: str = ""  # as the data set gives it, or of the member in its archive
+    offset: int = 0  # in its archive: bytes, or whatever place its format finds it by
+    size: int = -1  # bytes; -1: not known
+    mtime_ns: int = 0  # of a file of its own; 0: it is none; -1: the file is missing
+    true_path: str = ""  # of a file of its own that was just found
+    content: bytes | None = field(default=None, repr=False)  # where listing has read it anyway
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One modality in data sets. `names`: of `FORMS`, the keys or columns of rows that hold it, of
+    which the first is proposed; those of a form that is not named are its own name. `beside`:
+    further keys that say more of a value.
+
+    Of values that are no encoded files, formats read texts and regions; those of a modality of
+    one's own come from `python:` data alone.
+    """
+
+    name: str
+    names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    beside: tuple[str, ...] = ()
+
+    def names_in(self, form: str) -> tuple[str, ...]:
+        return self.names.get(form, (self.name,))
+
+    def numbers(self) -> Mapping[str, str]:
+        """Columns of the index, name -> numpy type."""
+        return {}
+
+    def texts(self) -> tuple[str, ...]:
+        """Its columns of texts."""
+        return ()
+
+    def check(self, value: Any, sample: Sample, row: Mapping[str, Any], format: Format) -> None:
+        """Give the sample a value as the data set has it. `row`: all values. Raises BadSample."""
+        if value is None:
+            raise BadSample("no-value", f"no {self.name} is given")
+
+
+def no_columns(value: Any, decode: bool) -> dict[str, Any]:
+    """What is measured of files whose content is looked at when they are loaded."""
+    return {}
+
+
+def no_decoders() -> list[str]:
+    return []
+
+
+PLACE = {"offset": "i8", "size": "i8", "mtime_ns": "i8", "hash": f"V{HASH_BYTES}", "known_by": "u8"}
+"""What the index has of every file, under the modality's name (`image_offset`): see `Media`; the hash
+of the encoded bytes, and by what they are known again (`data/index/memo.py`): zeros where nothing
+could be measured."""
+
+
+@dataclass(frozen=True)
+class StoredFile(Stored):
+    """A modality whose values are encoded files: in folders, in archives or within rows.
+
+    `endings`: of files and of members of an archive, there behind the first dot of a name.
+    `not_of_its_kind`: the reason of `data.bad_samples.REASONS` for what is no such file. `measured`:
+    columns of the index, name -> numpy type, 0 where it was not, and `said`: columns of texts.
+    `measure`: makes them of a value; whether it is decoded. Raises BadSample. `missing_decoders`: what could be read if it were
+    installed. `encode`: an item of a Python data set -> its bytes; raises BadSample.
+    """
+
+    endings: tuple[str, ...] = ()
+    not_of_its_kind: str = "unreadable"
+    measured: Mapping[str, str] = field(default_factory=dict)
+    said: tuple[str, ...] = ()
+    measure: Callable[[Any, bool], dict[str, Any]] = no_columns
+    missing_decoders: Callable[[], list[str]] = no_decoders
+    encode: Callable[[Any], bytes] = encoded_file
+
+    def names_in(self, form: str) -> tuple[str, ...]:
+        usual = (f"{self.name}_path", self.name)
+        return self.names.get(form, usual[::-1] if form == PARQUET else usual)
+
+    def numbers(self) -> Mapping[str, str]:
+        return {f"{self.name}_{name}": kind for name, kind in PLACE.items()} | {**self.measured}
+
+    def texts(self) -> tuple[str, ...]:
+        return (f"{self.name}_path", *self.said)
+
+    def check(self, value: Any, sample: Sample, row: Mapping[str, Any], format: Format) -> None:
+        super().check(value, sample, row, format)
+        media = sample.media[self.name] = value if isinstance(value, Media) else Media()
+        if isinstance(value, bytes):
+            media.content, media.size = value, len(value)
+        elif isinstance(value, Media):
+            check_characters(value.path, "the name of the member")
+        else:
+            self.find(value, media, format)
+        if media.size > FILE_LIMIT and not self.stays(media):
+            raise BadSample("unreadable", f"the {self.name} has {too_large(media.size)}")
+
+    def find(self, path: Any, media: Media, format: Format) -> None:
+        """Look a path up below the roots of the data set. Raises BadSample."""
+        media.path = path if isinstance(path, str) else ""
+        try:
+            media.true_path, status = format.roots.find(path, self.name, self.not_of_its_kind)
+        except BadSample as problem:
+            if problem.reason == "missing-file":
+                media.size, media.mtime_ns = MISSING.size, MISSING.mtime_ns
+            raise
+        is_now = Identity.of(status)
+        media.size, media.mtime_ns = is_now.size, is_now.mtime_ns
+
+    def stays(self, media: Media) -> bool:
+        """Whether what is known of a value is the path of its file, which is never read as a
+        whole."""
+        return False
+
+    def look(self, value: Any, decode: bool, media: Media) -> dict[str, Any]:
+        """What the index has of a value. Raises BadSample."""
+        return {f"{self.name}_hash": content_hash(value), **self.measure(value, decode)}
+
+    def may_decode(self, sample: Sample) -> bool:
+        """Whether something of the sample may need the value decoded where others are not."""
+        return False
+
+    def must_decode(self, value: Any) -> bool:
+        """Whether it does, where it may."""
+        return False
+
+    def of_sample(self, sample: Sample, found: Mapping[str, Any]) -> dict[str, Any]:
+        """Further columns, of the sample and what was found of its value. Raises BadSample."""
+        return {}
+
+    def of_index(self, value: Any, number: Callable[[str], Any]) -> Any:
+        """A value as a modality loads it. `number`: of a column."""
+        return value
+
+    def keys(self, column: Callable[[str], np.ndarray]) -> np.ndarray:
+        """[N] uint64, equal for samples with equal values; 0: there is none."""
+        name = f"{self.name}_key"
+        if name in self.measured:
+            return column(name)
+        return column(f"{self.name}_hash").view(np.uint64)[::2]  # the first half of each

@@ -1,0 +1,175 @@
+"""A modality of one's own whose values are files: every format reads it, and what is known of files is
+known of its own."""
+
+import csv
+import io
+import json
+import subprocess
+import sys
+import tarfile
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from launched import ROOT
+from PIL import Image
+
+from data.bad_samples import BadSample
+from data.decoding.images import decode_bytes
+from data.index.leaks import find_leaks
+from data.index.sources import open_source
+from data.index.splits import content_groups
+from data.stored.kinds import STORED
+from data.stored.record import StoredFile
+
+PAIRS = (("image", "text"), ("image", "depth"))
+NUMBER = 6  # samples; the last has no depth, that of the one before is broken
+FORMATS = ("jsonl", "csv", "parquet", "parquet of bytes", "webdataset", "python")
+OWN = """
+import json, sys
+from pathlib import Path
+{register}
+class Rows:
+    def __len__(self): return {number}
+    def __getitem__(self, i):
+        lines = Path({file!r}).read_text().splitlines()
+        row = json.loads(lines[i])
+        row["image"], row["depth"] = (
+            row[key] and str(Path({file!r}).parent / row[key]) for key in ("image_path", "depth_path")
+        )
+        return row
+"""
+
+
+def measured_depth(content: bytes, decode: bool) -> dict[str, float]:
+    """The nearest of its 16-bit distances. Raises BadSample."""
+    image = decode_bytes(content)
+    if not image.mode.startswith("I;16"):
+        raise BadSample("unreadable", f"a depth of mode {image.mode}; 16 bits of grey are needed")
+    return {"depth_nearest": float(np.asarray(image).min())}
+
+
+DEPTH = StoredFile(
+    "depth",
+    endings=("depth.png",),
+    measured={"depth_nearest": "f4"},
+    measure=measured_depth,
+)
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    monkeypatch.setitem(STORED, "depth", DEPTH)
+
+
+def png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def contents(n: int) -> tuple[bytes, bytes | None]:
+    """Of image and depth; depths of 0 and 2 are equal."""
+    depth = Image.fromarray(np.full((4, 6), 1000 * (n % 2 + 1 if n < 4 else n), np.uint16))
+    values = [png(depth), png(Image.new("RGB", (6, 4))), None]
+    return png(Image.new("RGB", (6, 4), (40 * n, 9, 9))), values[max(0, n - NUMBER + 3)]
+
+
+def written(folder, form: str) -> str:
+    """The same samples in each format."""
+    rows, lines = [], []
+    with tarfile.open(folder / "a.tar", "w") as tar:
+        for n in range(NUMBER):
+            image, depth = contents(n)
+            members = {"png": image, "txt": f"number {n}".encode(), "depth.png": depth}
+            for ending, content in members.items():
+                if content is not None:
+                    (folder / f"{n}.{ending}").write_bytes(content)
+                    entry = tarfile.TarInfo(f"{n}.{ending}")
+                    entry.size = len(content)
+                    tar.addfile(entry, io.BytesIO(content))
+            paths = (f"{n}.png", f"{n}.depth.png" if depth else None)
+            lines.append(
+                dict(zip(("image_path", "depth_path"), paths), text=f"number {n}", id=str(n))
+            )
+            rows.append({"image": image, "text": f"number {n}", "depth": depth, "id": str(n)})
+    (folder / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with (folder / "a.csv").open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["filepath", "title", "depth_path", "id"])
+        table.writerows(
+            [*map(line.get, ("image_path", "text", "depth_path", "id"))] for line in lines
+        )
+    paths = {
+        key: [line[key] for line in lines] for key in ("image_path", "depth_path", "text", "id")
+    }
+    pq.write_table(pa.table(paths), folder / "a.parquet")
+    held = {key: [row[key] for row in rows] for key in rows[0]}
+    pq.write_table(pa.table(held), folder / "b.parquet")
+    module = OWN.format(number=NUMBER, file=str(folder / "a.jsonl"), register="")
+    (folder / "own_depths.py").write_text(module)
+    return {
+        "jsonl": f"jsonl:{folder}/a.jsonl",
+        "csv": f"csv:{folder}/a.csv",
+        "parquet": f"parquet:{folder}/a.parquet",
+        "parquet of bytes": f"parquet:{folder}/b.parquet",
+        "webdataset": f"webdataset:{folder}/a.tar",
+        "python": "python:own_depths:Rows",
+    }[form]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_format_reads_it(form, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_depths", raising=False)
+    source = open_source(written(tmp_path, form), PAIRS, folder=tmp_path / "index", workers=1)
+    assert source.usable().tolist() == [*range(NUMBER)]
+    assert source.lacking("depth").tolist() == [n >= NUMBER - 2 for n in range(NUMBER)]
+    for n in range(NUMBER - 2):
+        assert (source.value("image", n), source.value("depth", n)) == contents(n)
+    ((broken, _, reason, detail),) = source.broken_values()
+    assert (source.captions(4), reason) == (["number 4"], "unreadable") and "mode RGB" in detail
+    assert broken == source.identity(4) and "used without its depth" in detail
+    assert source.column("depth_nearest").tolist() == [1000, 2000, 1000, 2000, 0, 0]
+    groups = content_groups(source, source.usable())
+    assert groups[0] == groups[2] != groups[1] == groups[3] and len({*groups.tolist()}) == 4
+    whole, own = source.usable(), source.usable()[:1]
+    leaks = find_leaks(source, whole[2:3], source, own)
+    assert [(leak.kind, leak.train.tolist()) for leak in leaks] == [("depth", [2])]
+
+
+def test_it_is_no_file_where_nothing_registers_it(tmp_path, monkeypatch):
+    spec = written(tmp_path, "jsonl")
+    monkeypatch.delitem(STORED, "depth")
+    with pytest.raises(ValueError, match="it holds image and text and .*, and --pairs compares"):
+        open_source(spec, (("text", "depth"),), folder=tmp_path / "index")
+
+
+def test_a_column_of_another_name_is_given(tmp_path):
+    written(tmp_path, "csv")
+    text = (tmp_path / "a.csv").read_text().replace("depth_path", "zmap", 1)
+    (tmp_path / "a.csv").write_text(text)
+    source = open_source(f"csv:{tmp_path}/a.csv?depth=zmap", PAIRS, folder=tmp_path / "index")
+    assert source.value("depth", 0) == contents(0)[1]
+
+
+def test_processes_that_read_for_the_index_know_it(tmp_path):
+    """They import nothing of the command's; the module that registers it comes with its entry."""
+    spec = written(tmp_path, "jsonl")
+    program = "from test_stored import DEPTH; from data.stored.kinds import STORED; import pathlib;"
+    program += "STORED['depth'] = DEPTH; from data.index.sources import open_source;"
+    program += "import data.index.building as building; building.POOL_AFTER_S = -1.0;"
+    program += f"folder = pathlib.Path({str(tmp_path / 'index')!r});"
+    program += f"source = open_source({spec!r}, {PAIRS!r}, workers=2, folder=folder);"
+    program += "print(source.column('depth_nearest').tolist())"
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        env={"PYTHONPATH": f"{ROOT}:{ROOT}/tests:{ROOT}/tests/data", "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ran.stdout.splitlines()[-1:] == ["[1000.0, 2000.0, 1000.0, 2000.0, 0.0, 0.0]"], (
+        ran.stderr
+    )
