@@ -258,6 +258,13 @@ class GroupSchedule:
                 f"and this run of {list(self.rates)} (None: the scheduler's own); go on with the "
                 "optimizer_groups that the checkpoint was made with"
             )
+        planned = {str(warmup) for warmup, own in self.schedules.items() if own is not None}
+        if planned - state["schedules"].keys():
+            raise ValueError(
+                "learning-rate schedule: the checkpoint was trained at a constant rate, and this run "
+                "has a scheduler; take the scheduler out, or export.py the model and begin another "
+                "run with --import"
+            )
         if any("last_batch_iteration" not in own for own in state["schedules"].values()):
             raise ValueError(
                 "learning-rate schedule: the checkpoint was trained with one of torch's, which are "

@@ -143,6 +143,15 @@ def test_a_state_of_a_schedule_of_torch_is_refused():
         schedule.load_state_dict({"rates": {"None": 0.1}, "schedules": {"None": theirs}})
 
 
+def test_a_schedule_does_not_begin_in_the_middle_of_a_run_at_a_constant_rate():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    settings = [Setting(1.0, None, None)]
+    constant = GroupSchedule(optimizer, lambda own: None, settings, [])
+    schedule = GroupSchedule(optimizer, warmup(4)(optimizer), settings, [])
+    with refused("the checkpoint was trained at a constant rate … take the scheduler out"):
+        schedule.load_state_dict(constant.state_dict())
+
+
 def test_a_schedule_that_goes_on_in_a_run_of_another_length_has_its_rates_from_the_next_step_on():
     def schedule(total_num_steps):
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
