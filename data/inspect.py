@@ -39,6 +39,7 @@ from data.options import add_pairs_flags, compared
 from data.prepare import bad_values, count_bad
 from data.regions import Region
 from data.speed import NEEDED, measured
+from data.stored.kinds import files_of
 from data.streams.opening import is_stream, open_stream
 from data.streams.source import StreamSource
 
@@ -47,12 +48,6 @@ DOTS_PER_INCH, CELL_INCHES = 100, (1.8, 2.3)
 CAPTION_LINES, LETTERS, LETTER_POINTS = 3, 26, 7.5
 BAR = 30  # characters
 COLOURS = "magma"  # of spectrograms, as evaluate.py draws them
-# modality -> by what equal ones are known, and what they are called
-SEVERAL = {
-    "image": ("content", "images"),
-    "audio": ("audio", "sounds"),
-    "video": ("video", "films"),
-}
 BOX_COLOURS = "tab10"
 STRIP = 3  # frames of a clip
 COLUMNS = (
@@ -92,11 +87,11 @@ def report(source: IndexedSource, most_bad: int = 10) -> list[Table]:
     counts = Table(title=plain(source.spec), title_justify="left", show_header=False)
     counts.add_row("samples", f"{len(source):,}")
     counts.add_row("usable", f"{len(usable):,}")
-    for modality, (kind, several) in SEVERAL.items():
-        if modality in source.index.modalities:
-            there = usable[~source.lacking(modality)[usable]]
-            different = len(np.unique(source.keys(kind)[there]))
-            counts.add_row(f"different {several}", f"{different:,}")
+    for kind in files_of(source.index.modalities):
+        there = usable[~source.lacking(kind.name)[usable]]
+        different = len(np.unique(source.keys(kind.name)[there]))
+        several = kind.several or f"values of {kind.name}"
+        counts.add_row(f"different {several}", f"{different:,}")
     if "region" in source.index.modalities:
         each = source.column("num_regions")[usable]
         counts.add_row("regions", f"{each.sum(dtype=int):,} in {np.count_nonzero(each):,} images")
@@ -174,7 +169,7 @@ def contact_sheet(
 def _tile(source: KnownSource, i: int) -> Image.Image:
     """RGBA, at most `TILE` a side: the image, frames of the film and the spectrogram of the sound,
     as far as it has them, one above the other. Raises Absent where it has none, BadSample."""
-    there = [m for m in SEVERAL if not source.lacking(m)[i]] or ["image"]
+    there = [m for m in _PICTURES if not source.lacking(m)[i]] or ["image"]
     sides = (TILE, TILE // len(there))
     shown = [_PICTURES[modality](source.value(modality, i), sides) for modality in there]
     if "image" in there and not source.lacking("region")[i]:

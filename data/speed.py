@@ -185,7 +185,7 @@ def _read(speed: Speed, samples: Iterable[tuple[IndexedSource, int]], seconds: f
             began = time.perf_counter()
             with contextlib.suppress(BadSample):
                 decode[name](value, random)
-            speed.add(DECODING[name], 1, 0, time.perf_counter() - began)
+            speed.add(_decoding(name), 1, 0, time.perf_counter() - began)
     if any(texts):
         tokenizer = train_tokenizer(texts)
         for start in range(0, len(texts), TEXTS_AT_ONCE):
@@ -196,7 +196,14 @@ def _read(speed: Speed, samples: Iterable[tuple[IndexedSource, int]], seconds: f
     torch.set_num_threads(threads)
 
 
+def _decoding(modality: str) -> str:
+    return DECODING.get(modality, f"decoding {modality}")
+
+
 def _decoder(modality: str) -> Callable[..., object]:
+    if modality not in DECODING:  # one of a user's own
+        (kind,) = files_of([modality])
+        return lambda value, random: kind.measure(value, True)
     if modality in ("image", "video"):
         from data.modalities.transforms import TrainTransform
 

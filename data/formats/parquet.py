@@ -28,8 +28,8 @@ from data.formats.rows import (
     take_captions,
 )
 from data.formats.shards import Shard, ShardsFormat
-from data.formats.specs import ROOT, chosen_columns, is_remote, split_options
-from data.formats.tables import READING
+from data.formats.specs import ROOT, is_remote, split_options
+from data.formats.tables import READING, chosen_columns
 from data.regions import BoxOptions, Regions, checked_regions
 from data.stored.kinds import STORED, is_file, names_of_rows, stored
 from data.stored.record import PARQUET

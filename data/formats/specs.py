@@ -2,15 +2,12 @@
 
 import importlib.util
 import os
-from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from urllib.parse import unquote
 
 from common.spelling import near
-from data.stored.kinds import is_file
 
-DEFAULT = ("image", "text")  # the modalities that are compared where nothing is said
 NAMING = ("id", "language")  # what a row holds beside its modalities
 ROOT = "root"  # the option that names a further folder in which images may lie
 
@@ -74,30 +71,6 @@ def names_of(
         for key, names in usual.items()
     }
     return free | {key: (name,) for key, name in options.items()}
-
-
-def chosen_columns(
-    spec: str, columns: Sequence[str], usual: dict[str, tuple[str, ...]], options: dict[str, str]
-) -> dict[str, str]:
-    """What a table has -> its column, the first of `names_of`. Images and texts are needed unless
-    there are other files, such as sounds, to compare one of them with. `spec` begins messages.
-    Errors: ValueError."""
-    names = names_of(usual, options)
-    found = {key: name for key in usual for name in reversed(names[key]) if name in columns}
-    needed, files = {*options}, [key for key in found if is_file(key)]
-    if not {*files} - {*DEFAULT}:
-        needed |= {*DEFAULT}
-    elif len(files) == 1:
-        needed.add("text")  # a sound or a film alone is compared with nothing
-    for key in usual:
-        if key in needed and key not in found:
-            wanted = names[key] or (key,)
-            raise ValueError(
-                f"{spec} no column {' or '.join(wanted)}; there are: "
-                f"{', '.join(columns) or 'none'}{near(wanted[0], columns)}; name it: "
-                f"?{key}=COLUMN"
-            )
-    return found
 
 
 def images_and(

@@ -27,7 +27,7 @@ from data.formats.rows import (
     attempt,
     take_captions,
 )
-from data.formats.specs import ROOT, chosen_columns, existing, names_of, split_options
+from data.formats.specs import ROOT, existing, names_of, split_options
 from data.regions import BOX_OPTIONS, BoxOptions
 from data.stored.kinds import STORED, files_of, is_file, names_of_rows, stored
 from data.stored.record import JSON, TABLE
@@ -140,6 +140,30 @@ class JsonlFormat(EntriesFormat):
                 detail = f"no key '{wanted}'; given: {listed}{hint}"
                 values[what] = BadSample("invalid-row", detail)
         return values
+
+
+def chosen_columns(
+    spec: str, columns: Sequence[str], usual: dict[str, tuple[str, ...]], options: dict[str, str]
+) -> dict[str, str]:
+    """What a table has -> its column, the first of `names_of`. Images and texts are needed unless
+    there are other files, such as sounds, to compare one of them with. `spec` begins messages.
+    Errors: ValueError."""
+    names = names_of(usual, options)
+    found = {key: name for key in usual for name in reversed(names[key]) if name in columns}
+    needed, files = {*options}, [key for key in found if is_file(key)]
+    if not {*files} - {*DEFAULT_PAIRS[0]}:
+        needed |= {*DEFAULT_PAIRS[0]}
+    elif len(files) == 1:
+        needed.add("text")  # a sound or a film alone is compared with nothing
+    for key in usual:
+        if key in needed and key not in found:
+            wanted = names[key] or (key,)
+            raise ValueError(
+                f"{spec} no column {' or '.join(wanted)}; there are: "
+                f"{', '.join(columns) or 'none'}{near(wanted[0], columns)}; name it: "
+                f"?{key}=COLUMN"
+            )
+    return found
 
 
 def number_of_texts(spec: str, options: dict[str, str]) -> int:

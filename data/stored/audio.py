@@ -67,6 +67,7 @@ def encoded_audio(sound: Any) -> bytes:
 
 AUDIO = StoredFile(
     "audio",
+    several="sounds",
     endings=ENDINGS,
     not_of_its_kind="not-audio",
     measured={

@@ -105,6 +105,7 @@ IMAGE = StoredImage(
         TABLE: ("filepath",),
         PARQUET: ("image", "image_path", "filepath"),
     },
+    several="images",
     endings=ENDINGS,
     not_of_its_kind="not-an-image",
     measured={

@@ -92,13 +92,14 @@ could be measured."""
 class StoredFile(Stored):
     """A modality whose values are encoded files: in folders, in archives or within rows.
 
-    `endings`: of files and of members of an archive, there behind the first dot of a name.
+    `several`: what such values are called. `endings`: of files and of members of an archive, there behind the first dot of a name.
     `not_of_its_kind`: the reason of `data.bad_samples.REASONS` for what is no such file. `measured`:
     columns of the index, name -> numpy type, 0 where it was not, and `said`: columns of texts.
     `measure`: makes them of a value; whether it is decoded. Raises BadSample. `missing_decoders`: what could be read if it were
     installed. `encode`: an item of a Python data set -> its bytes; raises BadSample.
     """
 
+    several: str = ""
     endings: tuple[str, ...] = ()
     not_of_its_kind: str = "unreadable"
     measured: Mapping[str, str] = field(default_factory=dict)

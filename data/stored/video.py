@@ -111,6 +111,7 @@ VIDEO = StoredFilm(
     "video",
     {JSON: NAMES, TABLE: NAMES},
     beside=KEYS,
+    several="films",
     endings=ENDINGS,
     not_of_its_kind="not-a-film",
     measured={

@@ -20,6 +20,7 @@ from data.decoding.images import decode_bytes
 from data.index.leaks import find_leaks
 from data.index.sources import open_source
 from data.index.splits import content_groups
+from data.inspect import main as inspect
 from data.stored.kinds import STORED
 from data.stored.record import StoredFile
 
@@ -137,6 +138,16 @@ def test_every_format_reads_it(form, tmp_path, monkeypatch):
     whole, own = source.usable(), source.usable()[:1]
     leaks = find_leaks(source, whole[2:3], source, own)
     assert [(leak.kind, leak.train.tolist()) for leak in leaks] == [("depth", [2])]
+
+
+def test_it_is_inspected_and_its_speed_measured(tmp_path, capsys):
+    spec = written(tmp_path, "jsonl")
+    pairs = ["--pairs", ",".join(map(":".join, PAIRS))]
+    assert inspect([spec, *pairs, "--sheet", str(tmp_path / "sheet.png")]) == 0
+    said = capsys.readouterr().out
+    assert "different values of depth" in said and "without depth" in said, said
+    assert inspect([spec, *pairs, "--speed", "--seconds", "1"]) == 0
+    assert "decoding depth, one process" in capsys.readouterr().out
 
 
 def test_it_is_no_file_where_nothing_registers_it(tmp_path, monkeypatch):
