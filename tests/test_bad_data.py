@@ -184,6 +184,7 @@ def test_a_run_ends_where_too_many_images_break_while_it_loads_them(tmp_path, fo
     assert 12 <= max(metrics(tmp_path / "run")) < 30  # steps of 8
 
 
+@pytest.mark.all("kills processes of a run")
 def test_killed_loader_workers_end_the_run_with_one_message(tmp_path, fork, emoji):
     spec = write_jsonl(tmp_path / "set.jsonl", emoji)
     length = ["--steps", 100_000, "--save-every", 100_000, "--eval-every", 100_000]

@@ -67,6 +67,7 @@ def measurements(run_dir):
     return [json.loads(line) for line in (run_dir / "balance.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.all("trains until the feed moves")
 def test_what_waits_is_fed_more_and_then_what_all_wait_for_is_relieved(whole):
     """Three measurements ask before each move; a move holds two steps after its measurement, for
     loading is that far ahead. Measurements that saw a step from before it do not count."""

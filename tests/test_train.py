@@ -154,6 +154,7 @@ def test_a_run_that_was_asked_to_stop_goes_on_as_if_it_had_not_been_stopped(
         assert updates[0] == updates[1] and 8 in updates[0]
 
 
+@pytest.mark.all("a second layout")
 def test_a_line_of_stages_trains_as_one_rank_does(tmp_path, merged, pairs):
     """Images of several shapes and texts of any length, which a worker loads: the second stage
     learns the shapes of a step from the loader, before the first loads it."""
@@ -304,6 +305,7 @@ def test_a_build_that_was_killed_does_not_hold_up_a_run_that_offloads(tmp_path, 
     assert not lock.exists() or not lock.read_text()  # it was taken away, not waited for
 
 
+@pytest.mark.all("starts programs that end in an error")
 def test_ranks_without_a_gpu_that_are_told_to_use_one_are_answered_once():
     """Two nodes, by what their environment says: the first rank says it, and none waits."""
     ranks = []
@@ -389,6 +391,7 @@ def test_own_data_and_pretrained_text_weights_then_an_export_to_go_on_from(tmp_p
         assert (first[name] - then[name]).abs().max() < 2e-3, name
 
 
+@pytest.mark.all("starts one more run")
 def test_images_in_another_folder_are_found_from_any_working_directory(tmp_path, merged):
     """Trained with a relative --data-root, evaluated in another working directory; then on other
     samples, their root named in both ways."""

@@ -12,6 +12,7 @@ from bench.towers import configuration
 @pytest.mark.parametrize(
     "micro_batch_size", [None, SETUP.micro_batch_size], ids=["ddp", "ddp_cached"]
 )
+@pytest.mark.all("measures as the bench does")
 def test_two_ranks_equal_one_process(micro_batch_size):
     whole = train_whole()
     for rank in run_ranks(2, train_baseline, micro_batch_size):

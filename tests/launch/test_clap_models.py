@@ -243,6 +243,7 @@ def exports(folders, module_folder):
     }
 
 
+@pytest.mark.all("more models of a kind")
 def test_a_model_comes_out_as_it_went_in(folders, exports):
     _, out, differences, _ = exports["the library's"]
     assert differences == []

@@ -111,6 +111,7 @@ def test_too_few_open_files(tmp_path):
     assert status == 1 and faults == {("", "open files"): "at most 128"}
 
 
+@pytest.mark.all("starts the doctor once more")
 def test_unreadable_data(tmp_path):
     options = ["--", "--data", f"jsonl:{tmp_path / 'absent.jsonl'}"]
     status, faults, _ = examined(tmp_path, *options)

@@ -216,6 +216,7 @@ def assert_equal(found, expected):
     assert not [name for name in expected if not torch.equal(found[name], expected[name])]
 
 
+@pytest.mark.all("starts one more run")
 def test_an_export_is_gone_on_with_without_a_change(exports, subtests):
     """By a run, for which it is enough what the folder says about towers, sizes and tokenizer, and
     by evaluate.py."""

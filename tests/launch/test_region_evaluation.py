@@ -194,6 +194,7 @@ def test_a_folder_of_embeddings_has_regions_and_phrases_with_their_boxes(run, tm
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.all("evaluates one more model")
 def test_a_model_that_learned_no_regions_has_them_by_its_last_map(tmp_path, monkeypatch, capfd):
     """Of the samples that its run held out: a box of the whole image is what the image is."""
     spec, run_dir = write_scenes(tmp_path / "data"), tmp_path / "run"
