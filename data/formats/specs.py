@@ -7,6 +7,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 from common.spelling import near
+from data.stored.roots import local_path
 
 NAMING = ("id", "language")  # what a row holds beside its modalities
 ROOT = "root"  # the option that names a further folder in which images may lie
@@ -128,8 +129,3 @@ def root_folder(given: str, of: str) -> str:
 
 def is_remote(path: str) -> bool:
     return "://" in path and not path.startswith("file://")
-
-
-def local_path(path: str) -> str:
-    """Absolute, of a path or a file:// address."""
-    return os.path.abspath(os.path.expanduser(path.removeprefix("file://")))

@@ -404,7 +404,7 @@ def _samples_of(key: str, members: Members) -> Iterator[tuple[str, Members] | Un
     if not any("." in ending for ending in members):
         yield from [(key, members)] if members else []
         return
-    read_endings = {"txt", "json", *(e for kind in files_of() for e in kind.endings)}
+    read_endings = {*(e for e, _ in TEXTS), *(e for kind in files_of() for e in kind.endings)}
     apart: dict[str, Members] = {}
     for member in members.values():
         stem, ending = splitext(member.path)

@@ -34,10 +34,11 @@ def find_leaks(
     near_bits: int | None = None,
 ) -> list[Leak]:
     """Each training sample once, as the strongest kind of leak that it is: content before audio
-    before video before id before near.
+    before video before other files before id before near.
 
     content: the encoded images are equal byte for byte. audio: the sounds are equal sample by
-    sample, once decoded. video: frames of the films look equal. id: the ids are equal and so is a
+    sample, once decoded. video: frames of the films look equal. Another modality whose values are
+    files: its own key, else its bytes. id: the ids are equal and so is a
     caption (ids that only number the samples of a shard are equal by chance). near: perceptual
     hashes differ in at most `near_bits` of 64 bits; None: not looked for. Samples that have
     neither images nor captions are compared by their ids alone, unless these are numbers.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from data.bad_samples import BadSample
-from data.stored.roots import Roots
+from data.stored.roots import Roots, local_path
 
 ANYWHERE = Roots(("/",))
 
@@ -18,8 +18,7 @@ def bytes_or_path(given: Any, modality: str) -> Any:
     if isinstance(given, Mapping) and {"bytes", "path"} & {*given}:
         given = given.get("path") if given.get("bytes") is None else given["bytes"]
     if isinstance(given, (str, os.PathLike)):
-        path = os.path.expanduser(os.fspath(given).removeprefix("file://"))
-        return ANYWHERE.read(os.path.abspath(path), modality)
+        return ANYWHERE.read(local_path(os.fspath(given)), modality)
     return given
 
 

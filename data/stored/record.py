@@ -45,7 +45,8 @@ class Media:
 @dataclass(frozen=True)
 class Stored:
     """One modality in data sets. `names`: of `FORMS`, the keys or columns of rows that hold it, of
-    which the first is proposed; those of a form that is not named are its own name. `beside`:
+    which the first is proposed; those of a form that is not named
+    are its own name, and of files NAME_path. `beside`:
     further keys that say more of a value.
 
     Of values that are no encoded files, formats read texts and regions; those of a modality of

@@ -128,5 +128,10 @@ def is_inside(root: str, true: str) -> bool:
     return true.startswith(root.rstrip("/") + "/")
 
 
+def local_path(path: str) -> str:
+    """Absolute, of a path or a file:// address."""
+    return os.path.abspath(os.path.expanduser(path.removeprefix("file://")))
+
+
 def too_large(size: int, most: int = FILE_LIMIT) -> str:
     return f"{size:,} bytes; at most {most:,} are read"

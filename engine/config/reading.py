@@ -60,7 +60,7 @@ NOT_WITH_A_PIPELINE = {
 }
 
 
-def _one_of(
+def _known_word(
     value: Any, words: Sequence[str], removed: Mapping[str, str], instead: Sequence[str]
 ) -> Any:
     """The value. Raises ValueError for one that is not among these words, with the reason where it
@@ -73,11 +73,11 @@ def _one_of(
 
 
 def _is_schedule(value: Any) -> Any:
-    return _one_of(value, (AUTO, *SCHEDULES), REMOVED_SCHEDULES, exact_schedules())
+    return _known_word(value, (AUTO, *SCHEDULES), REMOVED_SCHEDULES, exact_schedules())
 
 
 def _is_layout(value: Any) -> Any:
-    return _one_of(value, (AUTO, *LAYOUTS), REMOVED_LAYOUTS, LAYOUTS)
+    return _known_word(value, (AUTO, *LAYOUTS), REMOVED_LAYOUTS, LAYOUTS)
 
 
 def _is_compiling(value: Any) -> Any:

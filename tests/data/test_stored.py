@@ -184,3 +184,15 @@ def test_processes_that_read_for_the_index_know_it(tmp_path):
     assert ran.stdout.splitlines()[-1:] == ["[1000.0, 2000.0, 1000.0, 2000.0, 0.0, 0.0]"], (
         ran.stderr
     )
+
+
+def test_a_table_of_two_kinds_of_files_needs_no_texts(tmp_path):
+    written(tmp_path, "csv")
+    lines = (tmp_path / "a.csv").read_text().splitlines()
+    rows = [line.split(",") for line in lines]
+    (tmp_path / "b.csv").write_text("".join(f"{row[0]},{row[2]}\n" for row in rows))
+    source = open_source(f"csv:{tmp_path}/b.csv", PAIRS[1:], folder=tmp_path / "index")
+    assert source.usable().tolist() == [*range(NUMBER - 2)]
+    (tmp_path / "c.csv").write_text("".join(f"{row[2]}\n" for row in rows))
+    with pytest.raises(ValueError, match="no column title; there are: depth_path"):
+        open_source(f"csv:{tmp_path}/c.csv", PAIRS[1:], folder=tmp_path / "index")
