@@ -49,6 +49,7 @@ if __name__ != "__mp_main__":
     from data.index.sources import KnownSource
     from data.loader import resolve_workers
     from data.modules import import_named
+    from data.stored.derived import DERIVED
     from launch.inference.classes import (
         benchmark_metrics,
         classification,
@@ -57,7 +58,7 @@ if __name__ != "__mp_main__":
         modality_to_classify,
     )
     from launch.inference.clips import PROTOCOL as CLIPS_PROTOCOL
-    from launch.inference.clips import clip_figures, clip_rows, frames_of
+    from launch.inference.clips import clip_figures, clip_rows, in_time
     from launch.inference.embedding import Embedded, Embedder
     from launch.inference.evaluation import (
         DUAL_SOFTMAX_PROTOCOL,
@@ -75,6 +76,7 @@ if __name__ != "__mp_main__":
     from launch.inference.samples import held_out, left_out, opened
     from launch.inference.seen import seen_of
     from launch.inference.trained import Trained, open_model_folder, public_model
+    from launch.modalities import part_seen
     from launch.terminal.tables import Table as PrintedTable
     from launch.terminal.tables import retrieval_table, show
     from models.metrics.retrieval import TIES
@@ -96,7 +98,7 @@ def main(arguments: argparse.Namespace) -> None:
     cpus = usable_cpus()
     workers = resolve_workers(workers, 1, cpus, device.type != "cpu")
     torch.set_num_threads(min(torch.get_num_threads(), cpus))  # torch sees no container's limit
-    if arguments.regions or arguments.find == "region":
+    if arguments.regions or arguments.find in DERIVED:
         trained = trained.with_regions()
     embedder = Embedder(trained, device, arguments.batch_size, workers, arguments.precision)
     # what embeddings are of
@@ -170,8 +172,8 @@ def of_classes(
     about |= seen.record() if seen else {}
     words = seen.words if seen else ""
     table = classification_table(results, f"Classes of {arguments.classify}, {name}{words}")
-    if modality_to_classify(embedder, test) == "video":
-        about["frames"] = table.caption = frames_of(embedder.trained.options)
+    if part := part_seen(modality_to_classify(embedder, test), embedder.trained.options):
+        about["frames"] = table.caption = part
     return {**about, **results}, table
 
 
@@ -209,9 +211,9 @@ def of_pairs(
             of_regions += regions_rows(figures, part_name)
             views.append(figures)
             found |= figures
-        in_time = clip_figures(embedder, embedded, part.source)
-        of_clips += clip_rows(in_time, part_name)
-        found |= in_time
+        of_windows = clip_figures(embedder, embedded, part.source)
+        of_clips += clip_rows(of_windows, part_name)
+        found |= of_windows
         results |= {f"{part_name}/{key}": value for key, value in found.items()}
         for language, own in by_language(embedded, part.source).items():
             found = {"num_samples": len(own.samples), **retrieval(own)}
@@ -246,9 +248,9 @@ def of_pairs(
     numbers |= {"languages": languages} if languages else {}
     note = protocol(views, arguments.captions == "all", embedder.pooled is not None)
     numbers |= {"protocol_of_regions": note} if views else {}
-    if "video" in embedder.branches:
-        frames = frames_of(embedder.trained.options)
-        numbers["protocol_of_clips"] = f"{frames}; {CLIPS_PROTOCOL}; {DUAL_SOFTMAX_PROTOCOL}"
+    if branch := in_time(embedder.branches):
+        part_of_film = part_seen(branch, embedder.trained.options)
+        numbers["protocol_of_clips"] = f"{part_of_film}; {CLIPS_PROTOCOL}; {DUAL_SOFTMAX_PROTOCOL}"
     numbers |= {"left_out": left_out(parts["validation"])} if arguments.val_data else {}
     numbers |= seen.record() if seen else {}
     numbers |= results

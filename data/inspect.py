@@ -39,7 +39,8 @@ from data.options import add_pairs_flags, compared
 from data.prepare import bad_values, count_bad
 from data.regions import Region
 from data.speed import NEEDED, measured
-from data.stored.kinds import files_of
+from data.stored.derived import DERIVED
+from data.stored.kinds import files_of, several_of, stored
 from data.streams.opening import is_stream, open_stream
 from data.streams.source import StreamSource
 
@@ -90,11 +91,11 @@ def report(source: IndexedSource, most_bad: int = 10) -> list[Table]:
     for kind in files_of(source.index.modalities):
         there = usable[~source.lacking(kind.name)[usable]]
         different = len(np.unique(source.keys(kind.name)[there]))
-        several = kind.several or f"values of {kind.name}"
-        counts.add_row(f"different {several}", f"{different:,}")
-    if "region" in source.index.modalities:
-        each = source.column("num_regions")[usable]
-        counts.add_row("regions", f"{each.sum(dtype=int):,} in {np.count_nonzero(each):,} images")
+        counts.add_row(f"different {several_of(kind.name)}", f"{different:,}")
+    for derived in map(stored, DERIVED.keys() & source.index.modalities):
+        each, of = source.column(f"num_{derived.several}")[usable], DERIVED[derived.name].of[0]
+        found = f"{each.sum(dtype=int):,} in {np.count_nonzero(each):,} {several_of(of)}"
+        counts.add_row(derived.several, found)
     for modality in source.index.modalities:
         if lacking := int(source.lacking(modality)[usable].sum()):
             counts.add_row(f"usable, without {modality}", f"{lacking:,}")
@@ -172,8 +173,9 @@ def _tile(source: KnownSource, i: int) -> Image.Image:
     there = [m for m in _PICTURES if not source.lacking(m)[i]] or ["image"]
     sides = (TILE, TILE // len(there))
     shown = [_PICTURES[modality](source.value(modality, i), sides) for modality in there]
-    if "image" in there and not source.lacking("region")[i]:
-        _draw_boxes(shown[there.index("image")], source.value("region", i))
+    for name, derived in DERIVED.items():
+        if derived.of[0] in there and not source.lacking(name)[i]:
+            _draw_boxes(shown[there.index(derived.of[0])], source.value(name, i))
     tile = Image.new("RGBA", (TILE, sum(image.height for image in shown)))
     top = 0
     for image in shown:

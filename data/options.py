@@ -22,9 +22,9 @@ from common.options import (
 from data.bad_samples import SECONDS_LIMIT
 from data.index.roots import KINDS_WITH_PATHS, root, takes_roots
 from data.modules import add_module_flag
+from data.stored.derived import DERIVED, Derived
 
 IMAGE_TEXT = "image:text"
-REGION_TEXT = "region", "text"
 DEFAULT_LOSS = "infonce"
 SPECS = (
     "demo | demo:LANG[+LANG...] | demo:voices | demo:scenes | demo:clips | "
@@ -38,27 +38,35 @@ SPECS = (
 
 @dataclass(frozen=True)
 class PairOption:
-    """One pair of `--pairs`: two modalities, and what their loss counts in the sum over the pairs.
-    Regions are of images, and their texts, called phrases, are their own."""
+    """One pair of `--pairs`: two modalities, and what their loss counts in the sum of all."""
 
     first: str
     second: str
     weight: float = 1.0
 
     @property
+    def derived(self) -> Derived | None:
+        """The kind of rows that are compared, where they are not those of the samples."""
+        kind = DERIVED.get(self.first)
+        return kind if kind and kind.pair == (self.first, self.second) else None
+
+    @property
     def modalities(self) -> tuple[str, str]:
         """Of which a sample must have both."""
-        return ("image", "region") if self.made else (self.first, self.second)
+        kind = self.derived
+        return (kind.of[0], kind.name) if kind else (self.first, self.second)
 
     @property
     def branches(self) -> tuple[str, str]:
         """That make what is compared."""
-        return ("image", "text") if self.made else (self.first, self.second)
+        kind = self.derived
+        return kind.of if kind else (self.first, self.second)
 
     @property
     def made(self) -> tuple[str, str] | None:
         """Names of the rows that are compared, where they are not those of the samples."""
-        return ("region", "phrase") if (self.first, self.second) == REGION_TEXT else None
+        kind = self.derived
+        return kind.rows if kind else None
 
     @property
     def name(self) -> str:
@@ -73,7 +81,9 @@ def read_pairs(given: str) -> tuple[PairOption, ...]:
         words = each.strip().split(":")
         try:
             first, second, weight = words if len(words) == 3 else (*words, "1")
-            if (first, second) in (("text", "image"), ("text", "video"), REGION_TEXT[::-1]):
+            turned = [("text", "image"), ("text", "video")]
+            turned += [kind.pair[::-1] for kind in DERIVED.values()]
+            if (first, second) in turned:
                 first, second = second, first  # its scalars have the names of one pair
             pairs.append(PairOption(first, second, float(weight)))
         except ValueError:

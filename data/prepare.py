@@ -29,6 +29,7 @@ from data.index.sources import KnownSource, Source, open_source
 from data.index.splits import Splits, split_source
 from data.modalities.tokenizer import load_tokenizer, refuse_unknown_words, train_tokenizer
 from data.options import DataOptions, compared, has_regions
+from data.stored.kinds import text_of
 from data.streams.division import MOST_HELD_OUT, divide_shards
 from data.streams.filters import Kept
 from data.streams.listing import Listing, ShardRules, refuse_lost
@@ -350,7 +351,7 @@ def _tokenizer(
     options: DataOptions, where: str | None, kept: Path, data: PreparedData
 ) -> PreTrainedTokenizerBase | None:
     """The tokenizer at `where`, else the one that is kept or trained into the folder `kept`."""
-    if "text" not in options.branches:
+    if text_of(options.branches) is None:
         return None
     if where is None and kept.is_dir():
         return load_tokenizer(str(kept))

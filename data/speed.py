@@ -27,7 +27,7 @@ from data.decoding.films import FilmReader, even_times
 from data.formats.specs import is_remote
 from data.index.building import load_index
 from data.index.sources import IndexedSource
-from data.stored.kinds import files_of
+from data.stored.kinds import files_of, stored
 from data.streams.cache import Held
 from data.streams.prefetch import AT_ONCE
 from data.streams.source import StreamSource
@@ -38,7 +38,6 @@ CLIP = 10 * 48_000  # samples that CLAP reads
 TEXTS_AT_ONCE = 64
 MOST_SHARDS = 16  # that samples are read of
 FETCHING, LISTING, READING, TOKENS_OF = "fetching shards", "listing shards", "reading", "tokenizing"
-DECODING = {"image": "decoding images", "audio": "decoding sounds", "video": "decoding clips"}
 FRAMES = 8  # of a clip, as --video-frames is by default
 
 
@@ -197,29 +196,42 @@ def _read(speed: Speed, samples: Iterable[tuple[IndexedSource, int]], seconds: f
 
 
 def _decoding(modality: str) -> str:
-    return DECODING.get(modality, f"decoding {modality}")
+    return f"decoding {stored(modality).several or modality}"
 
 
 def _decoder(modality: str) -> Callable[..., object]:
-    if modality not in DECODING:  # one of a user's own
-        (kind,) = files_of([modality])
-        return lambda value, random: kind.measure(value, True)
-    if modality in ("image", "video"):
-        from data.modalities.transforms import TrainTransform
+    if modality in DECODERS:
+        return DECODERS[modality]()
+    (kind,) = files_of([modality])  # one of a user's own
+    return lambda value, random: kind.measure(value, True)
 
-        transform = TrainTransform((SIDE, SIDE))
-        if modality == "image":
-            return lambda value, random: transform(transform.stored(value), random)
-        reader = FilmReader()
 
-        def decode(clip: Clip, random: np.random.Generator) -> list[np.ndarray]:
-            times = even_times(clip.start_s, clip.end_s, FRAMES)
-            frames = reader.frames(clip.film, times).transpose(0, 2, 3, 1)
-            return [transform(transform.stored.of(Image.fromarray(f)), random) for f in frames]
+def _of_images() -> Callable[..., object]:
+    from data.modalities.transforms import TrainTransform
 
-        return decode
+    transform = TrainTransform((SIDE, SIDE))
+    return lambda value, random: transform(transform.stored(value), random)
+
+
+def _of_films() -> Callable[..., object]:
+    from data.modalities.transforms import TrainTransform
+
+    transform, reader = TrainTransform((SIDE, SIDE)), FilmReader()
+
+    def decode(clip: Clip, random: np.random.Generator) -> list[np.ndarray]:
+        times = even_times(clip.start_s, clip.end_s, FRAMES)
+        frames = reader.frames(clip.film, times).transpose(0, 2, 3, 1)
+        return [transform(transform.stored.of(Image.fromarray(f)), random) for f in frames]
+
+    return decode
+
+
+def _of_sounds() -> Callable[..., object]:
     from data.modalities.audio.features import AudioFeatures
     from data.modalities.audio.modality import AudioModality
 
     values = {"truncation": "rand_trunc"}
     return AudioModality(AudioFeatures("ClapFeatureExtractor", values, CLIP, ("crop",))).encode
+
+
+DECODERS = {"image": _of_images, "audio": _of_sounds, "video": _of_films}

@@ -24,6 +24,7 @@ from data.modalities.text import Languages
 from data.options import LoadingOptions
 from data.prepare import PreparedData, bad_table
 from data.processes import start_early
+from data.stored.kinds import is_file, text_of
 from data.streams.lengths import of_streams
 from data.streams.prefetch import Prefetcher
 from data.streams.source import COUNTS as STREAM_COUNTS
@@ -37,7 +38,6 @@ from launch.run.folder import RunFolder
 
 MicroBatches = Generator[dict[str, Tensor] | list[dict[str, Tensor]], None, None]
 OF_STORAGE = ("unreadable", "missing-file")
-CACHED = frozenset(("image", "audio", "video"))
 # of shards that are left out as a whole, whose share was judged when the run started
 JUDGED_BEFORE = ("missing-shard", "changed-shard")
 BAD_TO_JUDGE = 100  # a few images that break are no fraction yet
@@ -71,7 +71,7 @@ class Feeding:
             inputs,
             data.tokenizer,
             data.length_multiple,
-            sample_cache(loading) if CACHED & self.modalities else None,
+            sample_cache(loading) if any(map(is_file, self.modalities)) else None,
             batching.patch_size,
             languages,
         )
@@ -109,9 +109,9 @@ class Feeding:
         """The requests, of which a process of this rank knows the coming shards."""
         batches = self.batching.batches
         in_order = batches.buckets is batches.weights_of is batches.regions is None
-        alone = in_order and "text" not in self.modalities
+        alone = in_order and text_of(self.modalities) is None
         share = (self.engine.comm.replica, self.batch.replicas) if alone else None
-        texts = batches.texts if "text" in self.modalities else None
+        texts = batches.texts if text_of(self.modalities) else None
         tokens = of_streams(texts.tokens) if texts else {}
         known = (self.data.source, self._order(), share, start_step, tokens)
         with Prefetcher(*known) as self._prefetcher:

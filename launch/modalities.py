@@ -17,6 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -32,7 +33,8 @@ from data.modalities.text import Languages, TextModality
 from data.modalities.tokenizer import num_ids
 from data.modalities.transforms import EvalTransform, augmented, normalise
 from data.modalities.video import FrameTimes, VideoModality
-from data.options import IMAGE_TEXT, branches_of, has_regions, read_pairs
+from data.options import IMAGE_TEXT, branches_of, read_pairs
+from data.stored.derived import DERIVED
 from launch.config.groups import by_modality
 from launch.views import FilmView, ImageView, SoundView, View
 from models.towers.audio import audio_tower
@@ -46,8 +48,10 @@ from models.weights.audio import open_audio_weights
 from models.weights.of_image import open_inner_weights
 
 if TYPE_CHECKING:
-    from data.index.sources import KnownSource
-    from launch.config.groups import InputOptions
+    from data.index.sources import KnownSource, Source
+    from launch.config.groups import BatchingOptions, InputOptions
+
+    Cost = Callable[[Source, np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -82,13 +86,15 @@ class ModalityEntry:
     without a head; its `example` says what enters it. `view`: how values are shown; None: they are
     not, and no file is a query of the modality. `from_bytes`: of tensors that are loaded as bytes,
     by name, what makes values of them. `weights`: opens the weights that the tower starts from, a
-    name, folder or file."""
+    name, folder or file. `cost`: the options of a run -> what says of a source and indices of its
+    samples what their values cost beside each other; None: all alike."""
 
     load: Callable[[Inputs], Modality]
     tower: Callable[[Wanted], Tower]
     view: type[View] | None = None
     from_bytes: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict)
     weights: Callable[[str, Tower], Weights] = open_inner_weights
+    cost: Callable[[BatchingOptions], Cost | None] = lambda options: None
 
 
 class Vocabulary(NamedTuple):
@@ -153,6 +159,14 @@ def _load_video(inputs: Inputs) -> Modality:
     )
 
 
+def _frame_counts(options: BatchingOptions) -> Cost | None:
+    """Frames, where their number follows from the length of a clip."""
+    if options.video_rate is None:
+        return None
+    assert options.video_frames is not None
+    return FrameTimes(options.video_frames, options.video_rate).of
+
+
 def _text_tower(wanted: Wanted) -> Tower:
     options, (size, pad_id, end_id) = wanted.options, wanted.vocabulary
     return text_tower(options["text_tower"], size, options["max_text_tokens"], pad_id, end_id)
@@ -181,6 +195,7 @@ MODALITIES: dict[str, ModalityEntry] = {
         ),
         FilmView,
         {"video_frames": normalise},
+        cost=_frame_counts,
     ),
 }
 OWN = dict(MODALITIES)  # which have flags of their own, while no module replaces them
@@ -242,7 +257,8 @@ def tower_of(
     name = by_modality(options.get("tower")).get(branch, "")
     tower = MODALITIES[branch].tower(Wanted(options, name, vocabulary))
     projection = options.get("projection", "linear")
-    regions = branch in ("image", "text") and has_regions(options.get("pairs", IMAGE_TEXT))
+    pairs = read_pairs(options.get("pairs", IMAGE_TEXT))
+    regions = any(pair.derived and branch in pair.derived.of for pair in pairs)
     return with_head(tower, options["embed_dim"], scalars, fusion, projection, regions)
 
 
@@ -264,8 +280,22 @@ def _audio_input(tower: str, seconds: float | None, size: int) -> Mapping[str, A
 
 
 def view_of(modality: str) -> type[View] | None:
-    """How its values are shown; None: they are not."""
-    return MODALITIES[modality].view if modality in MODALITIES else None
+    """How its values are shown, and derived rows with the sample that has them; None: they are
+    not."""
+    shown = DERIVED[modality].of[0] if modality in DERIVED else modality
+    return MODALITIES[shown].view if shown in MODALITIES else None
+
+
+def in_windows(modality: str) -> bool:
+    """Whether windows of its values are looked for, see `View.in_windows`."""
+    view = view_of(modality)
+    return view is not None and view.in_windows
+
+
+def part_seen(modality: str, options: Mapping[str, Any]) -> str:
+    """How much of a value a model sees, for a protocol; "": all of it. `options`: of its run."""
+    view = view_of(modality)
+    return view.part_seen(options) if view else ""
 
 
 def encoded(source: KnownSource, modality: str, i: int) -> View | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -38,15 +38,16 @@ _KEPT: dict[tuple[bytes, Callable], Any] = {}
 class View(ABC):
     """A value as a file has it. Its methods raise BadSample.
 
-    `several`: such values, in messages. `endings`: of their files. `others`: the reasons of
-    `decode` for a file of another kind. `side`: pixels of a small picture, at most.
+    `endings`: of the files. `others`: the reasons of `decode` for a file of another kind. `side`:
+    pixels of a small picture, at most. `in_windows`: whether values are spans of time among which a
+    text is looked for, as it is among those of films.
     """
 
     data: bytes
-    several: ClassVar[str]
     endings: ClassVar[tuple[str, ...]]
     others: ClassVar[frozenset[str]]
     side: ClassVar[int]
+    in_windows: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod
@@ -79,10 +80,14 @@ class View(ABC):
         """A small MP3 file, where the value can be heard and is short."""
         return None
 
+    @staticmethod
+    def part_seen(options: Mapping[str, Any]) -> str:
+        """How much of a value a model sees whose run has these options; "": all of it."""
+        return ""
+
 
 class ImageView(View):
-    several, endings = "images", IMAGE.endings
-    others, side = frozenset({"not-an-image"}), 96
+    endings, others, side = IMAGE.endings, frozenset({"not-an-image"}), 96
 
     @classmethod
     def of(cls, source: KnownSource, i: int) -> Self:
@@ -110,8 +115,7 @@ class ImageView(View):
 
 
 class SoundView(View):
-    several, endings = "sounds", AUDIO.endings
-    others, side = frozenset({"not-audio", "no-sound"}), 180
+    endings, others, side = AUDIO.endings, frozenset({"not-audio", "no-sound"}), 180
 
     @classmethod
     def of(cls, source: KnownSource, i: int) -> Self:
@@ -174,8 +178,8 @@ class FilmView(View):
     """Of a clip, or of a whole film, as bytes or as the path of its file."""
 
     data: bytes | Clip  # type: ignore[assignment]
-    several, endings = "films", VIDEO.endings
-    others, side = frozenset({"not-a-film"}), 240
+    in_windows = True
+    endings, others, side = VIDEO.endings, frozenset({"not-a-film"}), 240
 
     @classmethod
     def of(cls, source: KnownSource, i: int) -> Self:
@@ -184,6 +188,12 @@ class FilmView(View):
     @staticmethod
     def content(source: KnownSource, i: int) -> str:
         return f"{int(source.keys('video')[i]):016x}"
+
+    @staticmethod
+    def part_seen(options: Mapping[str, Any]) -> str:
+        rate = options.get("video_rate")
+        most = f" at {rate:g}/s at most" if rate else ""
+        return f"{options['video_frames']} frames a clip{most}"
 
     @property
     def clip(self) -> Clip:

@@ -10,7 +10,7 @@ G: samples of a global batch, R: replicas of a branch, M: micro-batches of each,
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,6 +26,7 @@ from data.batching.rows import Rows
 from data.batching.settings import Setting, setting_at
 from data.batching.shown import Places, ShownRegions
 from data.batching.stream_order import StreamOrder
+from data.stored.kinds import is_text, text_of
 
 if TYPE_CHECKING:
     from data.modalities.lengths import Counts
@@ -122,11 +123,12 @@ class Batches:
 
     `train` [N]: the source's indices of the training samples. `buckets`: the shapes of their
     images; None: one square. `texts`: what packs texts by cost; None: they come with their samples,
-    which are packed in order. `num_frames`: the source's indices of samples -> frames of their
-    clips; None: all have equally many. `regions`: which are shown, where a pair has them.
-    `weights_of`: a global batch -> what its samples count in its loss, [G] int64 millionths; None:
-    all the same. `examples`: numbers of training samples that stand for others that are not known
-    yet; None: all are known. `keeps_shares`: whether `shares` is asked for every step.
+    which are packed in order. `costs`: by branch, of those whose values do not cost alike, the
+    source's indices of samples -> what each costs, such as the frames of its clip. `regions`: which
+    are shown, where a pair has them. `weights_of`: a global batch -> what its samples count in its
+    loss, [G] int64 millionths; None: all the same. `examples`: numbers of training samples that
+    stand for others that are not known yet; None: all are known. `keeps_shares`: whether `shares`
+    is asked for every step.
 
     `order` and `settings` change in the course of a run, for steps that no loader has begun with.
     """
@@ -136,7 +138,7 @@ class Batches:
     settings: list[Setting]
     buckets: Buckets | None = None
     texts: TextPacker | None = None
-    num_frames: Callable[[np.ndarray], np.ndarray] | None = None
+    costs: Mapping[str, Callable[[np.ndarray], np.ndarray]] = field(default_factory=dict)
     regions: ShownRegions | None = None
     weights_of: Callable[[GlobalBatch], np.ndarray] | None = None
     examples: np.ndarray | None = None
@@ -217,10 +219,10 @@ class Batches:
         nothing = np.zeros(0, dtype=np.int64)
         samples: list[tuple[np.ndarray, Size | None]]
         samples = [(nothing, None) for _ in range(replicas * number)]
-        if self.texts is None or any(name != "text" for name in loads):
-            samples = self._samples(branch, loads, batch, replicas, number)
+        if self.texts is None or not all(map(is_text, loads)):
+            samples = self._samples(branch, batch, replicas, number)
         packed: Packing | None = None
-        if self.texts is not None and "text" in loads:
+        if self.texts is not None and text_of(loads):
             packed = self.texts.pack(batch, replicas, (number,))
         if self.keeps_shares:
             parts = [part for part, _ in samples]
@@ -247,16 +249,16 @@ class Batches:
         ]
 
     def _samples(
-        self, branch: str, loads: Sequence[str], batch: GlobalBatch, replicas: int, number: int
+        self, branch: str, batch: GlobalBatch, replicas: int, number: int
     ) -> list[tuple[np.ndarray, Size | None]]:
         """Positions of each micro-batch and the size of its images, R · M of them: as equal as the
         global batch and the shares allow, and in the order of their buckets, so that most have one
-        alone. The others have neighbouring shapes, and the size of most of their images. Clips of
-        unequal lengths, where no images come with them: as many frames in each."""
+        alone. The others have neighbouring shapes, and the size of most of their images. Where
+        values of the branch do not cost alike: as much to do in each."""
         shares = batch.setting.shares.get(branch)
-        if self.num_frames is not None and "video" in loads and "image" not in loads:
-            frames = self.num_frames(batch.indices)
-            return [(part, None) for part in dealt_by_frames(frames, replicas, number, shares)]
+        if cost := self.costs.get(branch):
+            each = cost(batch.indices)
+            return [(part, None) for part in dealt_by_cost(each, replicas, number, shares)]
         parts = in_parts(len(batch.visited), replicas, number, shares)
         if self.buckets is None:
             return [(part, None) for part in parts]
@@ -282,22 +284,23 @@ def _shares_of(
     themselves."""
     places, captions = batch.places, batch.setting.feed_rates.captions_per_image
     found = {
-        name: [len(own) * (captions if name == "text" else 1) for own in samples] for name in loads
+        name: [len(own) * (captions if is_text(name) else 1) for own in samples] for name in loads
     }
     made = {}
-    if places is not None:
-        phrases = places.regions + places.negatives
-        made = {"region": int(places.regions.sum()), "phrase": int(phrases.sum())}
-        if "image" in loads:
-            found["region"] = [int(places.regions[own].sum()) for own in samples]
-        if "text" in loads:
-            found["phrase"] = [int(phrases[own].sum()) for own in samples]
+    further = places.numbers() if places is not None else {}
+    for (name, branch), numbers in further.items():
+        made[name] = int(numbers.sum())
+        if branch in loads:
+            found[name] = [int(numbers[own].sum()) for own in samples]
     if packed is not None:
         texts, every = captions * len(batch.indices), map(np.concatenate, packed)
-        numbers = [(int((own < texts).sum()), len(own)) for own in every]
-        found["text"] = [number for number, _ in numbers]
-        if places is not None:
-            found["phrase"] = [both - number for number, both in numbers]
+        counted = [(int((own < texts).sum()), len(own)) for own in every]
+        text = text_of(loads)
+        assert text is not None
+        found[text] = [number for number, _ in counted]
+        for name, branch in further:
+            if branch == text:
+                found[name] = [both - number for number, both in counted]
     return Shares(found, made)
 
 
@@ -324,25 +327,24 @@ def in_parts(
     return [part for own in of_replicas for part in np.array_split(own, num_micro_batches)]
 
 
-def dealt_by_frames(
-    num_frames: np.ndarray,
+def dealt_by_cost(
+    costs: np.ndarray,
     replicas: int,
     num_micro_batches: int,
     shares: Sequence[float] | None = None,
 ) -> list[np.ndarray]:
-    """As `in_parts`, with about as many frames, of `num_frames` [G], in each micro-batch, or as the
-    replica's share says: the longest clip first, each to the one that has least so far (LPT, Graham
-    1969)."""
+    """As `in_parts`, with about as much of the `costs` [G] in each micro-batch, or as the replica's
+    share says: the dearest first, each to the one that has least so far (LPT, Graham 1969)."""
     pieces = replicas * num_micro_batches
-    if len(num_frames) < pieces:
-        in_parts(len(num_frames), replicas, num_micro_batches)  # which says what is wrong
+    if len(costs) < pieces:
+        in_parts(len(costs), replicas, num_micro_batches)  # which says what is wrong
     share = np.repeat(np.ones(replicas) if shares is None else shares, num_micro_batches)
     lowest = [(0.0, piece) for piece in range(pieces)]
-    dealt = np.empty(len(num_frames), dtype=np.int64)
-    for position in np.argsort(-num_frames, kind="stable").tolist():
+    dealt = np.empty(len(costs), dtype=np.int64)
+    for position in np.argsort(-costs, kind="stable").tolist():
         load, piece = lowest[0]
         dealt[position] = piece
-        heapq.heapreplace(lowest, (load + int(num_frames[position]) / share[piece], piece))
+        heapq.heapreplace(lowest, (load + int(costs[position]) / share[piece], piece))
     return [np.flatnonzero(dealt == piece) for piece in range(pieces)]
 
 

@@ -32,7 +32,7 @@ class FeedRates:
 
     def load(self, branch: str) -> float:
         """In proportion to the seconds of a branch; only quotients mean something."""
-        if branch == "text":
+        if branch == BRANCH_OF["captions_per_image"]:
             return float(self.captions_per_image)
         return self.kept_patches * max(1, self.image_size) ** 2
 

@@ -16,6 +16,7 @@ import numpy as np
 from data.batching.draws import phrase_number, region_numbers
 from data.index.sources import Source
 from data.regions import Region
+from data.stored.derived import REGIONS
 
 
 class Places(NamedTuple):
@@ -29,6 +30,11 @@ class Places(NamedTuple):
 
     def of(self, rows: np.ndarray) -> Places:
         return Places(*(each[rows] for each in self))
+
+    def numbers(self) -> dict[tuple[str, str], np.ndarray]:
+        """How many rows each sample has, by their name and the branch that makes them."""
+        each = self.regions, self.regions + self.negatives
+        return dict(zip(zip(REGIONS.rows, REGIONS.of), each))
 
     def samples(self, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of each region of these samples, whose numbers in the source are `index`: its sample

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from data.stored.audio import AUDIO
 from data.stored.image import IMAGE
 from data.stored.record import FORMS, Stored, StoredFile
 from data.stored.regions import REGIONS
-from data.stored.text import TEXT
+from data.stored.text import TEXT, StoredText
 from data.stored.video import VIDEO
 
 STORED: dict[str, Stored] = {each.name: each for each in (IMAGE, TEXT, AUDIO, VIDEO, REGIONS)}
@@ -36,6 +36,30 @@ def other_files() -> list[str]:
 
 def is_file(name: str) -> bool:
     return isinstance(STORED.get(name), StoredFile)
+
+
+def several_of(name: str) -> str:
+    """What values of a modality are called together."""
+    return stored(name).several or f"values of {name}"
+
+
+def whole_of(part: str, names: Collection[str]) -> str:
+    """The one of some modalities whose values are made of those of `part`, where `part` is not
+    itself among them; else `part`."""
+    if part in names:
+        return part
+    return next((name for name in names if stored(name).parts == part), part)
+
+
+def is_text(name: str) -> bool:
+    """Whether values are texts: a sample may have several, its captions, which were read with the
+    index and are made tokens of."""
+    return isinstance(STORED.get(name), StoredText)
+
+
+def text_of(names: Iterable[str]) -> str | None:
+    """The one of some modalities whose values are texts; None: there is none."""
+    return next(filter(is_text, names), None)
 
 
 def names_of_rows(form: str) -> dict[str, tuple[str, ...]]:

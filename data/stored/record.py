@@ -47,7 +47,9 @@ class Stored:
     """One modality in data sets. `names`: of `FORMS`, the keys or columns of rows that hold it, of
     which the first is proposed; those of a form that is not named
     are its own name, and of files NAME_path. `beside`:
-    further keys that say more of a value.
+    further keys that say more of a value. `several`: what values are called together.
+    `parts`: the modality of what a value is made of, whose towers and weights serve it too where a
+    run does not have that modality itself.
 
     Of values that are no encoded files, formats read texts and regions; those of a modality of
     one's own come from `python:` data alone.
@@ -56,6 +58,8 @@ class Stored:
     name: str
     names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     beside: tuple[str, ...] = ()
+    several: str = ""
+    parts: str = ""
 
     def names_in(self, form: str) -> tuple[str, ...]:
         return self.names.get(form, (self.name,))
@@ -93,14 +97,13 @@ could be measured."""
 class StoredFile(Stored):
     """A modality whose values are encoded files: in folders, in archives or within rows.
 
-    `several`: what such values are called. `endings`: of files and of members of an archive, there behind the first dot of a name.
+    `endings`: of files and of members of an archive, there behind the first dot of a name.
     `not_of_its_kind`: the reason of `data.bad_samples.REASONS` for what is no such file. `measured`:
     columns of the index, name -> numpy type, 0 where it was not, and `said`: columns of texts.
     `measure`: makes them of a value; whether it is decoded. Raises BadSample. `missing_decoders`: what could be read if it were
     installed. `encode`: an item of a Python data set -> its bytes; raises BadSample.
     """
 
-    several: str = ""
     endings: tuple[str, ...] = ()
     not_of_its_kind: str = "unreadable"
     measured: Mapping[str, str] = field(default_factory=dict)

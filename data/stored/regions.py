@@ -24,4 +24,6 @@ class StoredRegions(Stored):
         sample.regions = value if known else checked_regions(value, unit=format.boxes.unit)
 
 
-REGIONS = StoredRegions("region", {JSON: ("regions",), PARQUET: ("regions",), TABLE: ()})
+REGIONS = StoredRegions(
+    "region", {JSON: ("regions",), PARQUET: ("regions",), TABLE: ()}, several="regions"
+)

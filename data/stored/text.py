@@ -35,4 +35,6 @@ def lines_of(texts: Any) -> Any:
     ]
 
 
-TEXT = StoredText("text", {TABLE: ("title",), PARQUET: ("text", "caption", "title")})
+TEXT = StoredText(
+    "text", {TABLE: ("title",), PARQUET: ("text", "caption", "title")}, several="texts"
+)

@@ -112,6 +112,7 @@ VIDEO = StoredFilm(
     {JSON: NAMES, TABLE: NAMES},
     beside=KEYS,
     several="films",
+    parts="image",
     endings=ENDINGS,
     not_of_its_kind="not-a-film",
     measured={

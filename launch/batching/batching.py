@@ -24,6 +24,7 @@ from data.batching.order import GlobalOrder, Parts
 from data.batching.requests import MicroBatchRequest
 from data.batching.settings import Setting, setting_at
 from data.prepare import PreparedData
+from data.stored.kinds import is_text
 from engine.config.reading import BranchesBlock
 from engine.executor import ForkEngine, StepSpec
 from engine.json_messages import from_first_rank, to_first_rank
@@ -43,7 +44,6 @@ from launch.batching.measured import (
 from launch.batching.planned import (
     adaptation,
     explain_batches,
-    frame_counts,
     image_buckets,
     load_control,
     mean_length,
@@ -53,6 +53,7 @@ from launch.batching.planned import (
     shown_regions_of,
     text_cost,
     text_packer,
+    value_costs,
     with_numbers,
 )
 from launch.config.blocks import balancing, weighting
@@ -114,7 +115,8 @@ class Batching:
         self.adaptation = adaptation(self.balance, self.order.parts, self.options)
         refuse_missing_branches(self.balance, plan)
         self.batches.buckets = image_buckets(self.data, self.options, patch_size)
-        self.batches.num_frames = frame_counts(self.balance, plan, self.data, self.options)
+        in_sizes = self.batches.buckets is not None
+        self.batches.costs = value_costs(self.balance, plan, self.data, self.options, in_sizes)
         self.batches.texts = text_packer(self.balance, plan, self.data, self.options, self.folder)
         self.control = LoadControl()
         self.first = Setting(0, {b: batch.num_micro_batches for b, batch in plan.batches.items()})
@@ -142,7 +144,7 @@ class Batching:
     def equal_shares(self) -> bool:
         """Does every replica of a branch get equally many samples?"""
         even = all(batch.is_even for batch in self.plan.batches.values())
-        packed = self.batches.texts is not None or self.batches.num_frames is not None
+        packed = self.batches.texts is not None or bool(self.batches.costs)
         return even and not packed and self.balance.ranks == "equal"
 
     # -- what a step is
@@ -180,7 +182,7 @@ class Batching:
     def step_spec(self, step: int, loss_weights: Mapping[str, float]) -> StepSpec:
         """Numbers of micro-batches and rows of a step."""
         setting = setting_at(self.batches.settings, step)
-        captions = {"text": setting.feed_rates.captions_per_image}
+        captions = setting.feed_rates.captions_per_image
         shares = Shares({}, {})
         if self.batches.keeps_shares:
             replicas = self.plan.batches[self._branch].replicas
@@ -188,7 +190,7 @@ class Batching:
         return StepSpec(
             num_micro_batches=setting.num_micro_batches[self._branch],
             num_kept=num_kept(self.plan, self._branch, setting),
-            rows_per_sample=captions if "text" in self.plan.batches else {},
+            rows_per_sample=dict.fromkeys(filter(is_text, self.plan.batches), captions),
             loss_weights=loss_weights,
             shares=shares.of_replicas,
             num_made=shares.made,
@@ -273,8 +275,8 @@ class Batching:
         """What this rank measured."""
         points: list[Point] = []
         texts = self.batches.texts
-        if self._branch == "text" and texts is not None:  # others cost all the same
-            replicas = self.plan.batches["text"].replicas
+        if is_text(self._branch) and texts is not None:  # others cost all the same
+            replicas = self.plan.batches[self._branch].replicas
             for step, spans in self._spans:
                 points += points_of(texts, self.batches.at(step), spans, self._replica, replicas)
         return Report(self._stage.name, points, self._ahead)

@@ -25,13 +25,14 @@ from data.batching.weights import loss_weights
 from data.index.sources import Source
 from data.modalities.lengths import Counts, token_counts
 from data.modalities.tokenizer import token_lengths
-from data.modalities.video import FrameTimes
 from data.options import has_regions
 from data.prepare import PreparedData
+from data.stored.kinds import is_text, text_of
 from data.streams.lengths import stream_token_counts
 from engine.planning.planner import RunPlan
 from launch.config.blocks import BalanceBlock, SampleWeightsBlock
 from launch.config.groups import BatchingOptions, InputOptions
+from launch.modalities import MODALITIES
 
 TRIED_PHRASES = 500  # samples of which the lengths of phrases are taken
 NEARLY_ALL = 0.95
@@ -161,7 +162,7 @@ def text_packer(
             max_size=block.max_size or Bounds.max_size,
             max_tokens=planned.micro_batch_size * options.max_text_tokens,
         ),
-        num_stages=sum("text" in stage.layers for stage in plan.graph.stages if fork)
+        num_stages=sum(text_of(stage.layers) is not None for stage in plan.graph.stages if fork)
         or len(plan.graph.stages),
         length_multiple=data.length_multiple,
         phrase_tokens=each,
@@ -169,16 +170,28 @@ def text_packer(
     )
 
 
-def frame_counts(
-    block: BalanceBlock, plan: RunPlan, data: PreparedData, options: BatchingOptions
-) -> Callable[[np.ndarray], np.ndarray] | None:
-    """The source's indices of samples -> frames of their clips; None: clips are not dealt by
-    them."""
-    rate, packs = options.video_rate, not plan.schedule_type.loss_per_micro_batch
-    if rate is None or block.strategy == "off" or not packs or "video" not in plan.batches:
-        return None
-    assert options.video_frames is not None
-    return partial(FrameTimes(options.video_frames, rate).of, data.source)
+def value_costs(
+    block: BalanceBlock,
+    plan: RunPlan,
+    data: PreparedData,
+    options: BatchingOptions,
+    in_sizes: bool,
+) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
+    """By branch whose samples are dealt by what their values cost: the source's indices of samples
+    -> that. `in_sizes`: whether images are dealt by their sizes, which go before where all
+    branches have their samples together."""
+    if block.strategy == "off" or plan.schedule_type.loss_per_micro_batch:
+        return {}
+    differ: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+        branch: partial(cost, data.source)
+        for branch in plan.batches
+        if (cost := MODALITIES[branch].cost(options))
+    }
+    if plan.graph.layout == "fork":
+        return differ
+    return (
+        dict.fromkeys(plan.batches, next(iter(differ.values()))) if differ and not in_sizes else {}
+    )
 
 
 def mean_length(texts: TextPacker) -> float:
@@ -192,9 +205,10 @@ def text_cost(plan: RunPlan, typical_length: float) -> BranchCost:
     """The cost of the slowest stage with texts: a line through the seconds of its smallest and
     largest measured micro-batch. A text's seconds are in proportion to the length it is padded
     to."""
-    costs, found = plan.costs, []
+    costs, branch, found = plan.costs, text_of(plan.batches), []
+    assert branch is not None
     for stage in plan.graph.stages:
-        layers = [costs.layers["text"][i] for i in stage.layers.get("text", ())]
+        layers = [costs.layers[branch][i] for i in stage.layers.get(branch, ())]
         if not layers:
             continue
         sizes = layers[0].forward_s.sizes
@@ -203,7 +217,7 @@ def text_cost(plan: RunPlan, typical_length: float) -> BranchCost:
         if len(sizes) > 1 and many > few:
             slope = (many - few) / (sizes[-1] - sizes[0])
         found.append((max(0.0, few - slope * sizes[0]), slope))
-    size = plan.batches["text"].micro_batch_size
+    size = plan.batches[branch].micro_batch_size
     fixed_s, per_sample_s = max(found, key=lambda line: line[0] + size * line[1])
     fixed_s += INSTRUCTIONS * costs.machine.instruction_s
     return BranchCost(fixed_s, 0.0, per_sample_s / typical_length)
@@ -226,8 +240,8 @@ def with_numbers(
     apart = batches.texts is not None and plan.graph.layout == "fork"
     start = setting.from_step if step is None else step
     numbers = {
-        branch: _num_packed(setting, batches, plan, block, start)
-        if apart and branch == "text"
+        branch: _num_packed(setting, batches, plan, block, branch, start)
+        if apart and is_text(branch)
         else _num_in_order(setting, batches.order.global_batch_size, plan, block, branch)
         for branch in plan.batches
     }
@@ -249,11 +263,11 @@ def _num_in_order(
 
 
 def _num_packed(
-    setting: Setting, batches: Batches, plan: RunPlan, block: BalanceBlock, step: int
+    setting: Setting, batches: Batches, plan: RunPlan, block: BalanceBlock, branch: str, step: int
 ) -> int:
-    planned, texts = plan.batches["text"], batches.texts
+    planned, texts = plan.batches[branch], batches.texts
     assert texts is not None
-    captions = _captions("text", setting)
+    captions = _captions(branch, setting)
     positions = batches.order.global_batch_size * captions
     # Texts of several captions are so many more. Shorter texts together need less memory than the
     # planned micro-batches, so there may be more of them.
@@ -271,7 +285,7 @@ def _num_packed(
 
 def _captions(branch: str, setting: Setting) -> int:
     """Of each image. More than one are drawn in a fork alone, whose images are apart."""
-    return setting.feed_rates.captions_per_image if branch == "text" else 1
+    return setting.feed_rates.captions_per_image if is_text(branch) else 1
 
 
 def num_kept(plan: RunPlan, branch: str, setting: Setting) -> int:
@@ -286,7 +300,7 @@ def explain_batches(batches: Batches, plan: RunPlan, steps: range) -> str:
     """Tables of how the texts of these steps are packed by cost; one line of other branches."""
     lines = []
     for branch, own in plan.batches.items():
-        texts = batches.texts if branch == "text" else None
+        texts = batches.texts if is_text(branch) else None
         if texts is None:
             how = "in order" if batches.buckets is None else "by shape"
             most = "" if own.is_even else "at most "
@@ -315,7 +329,7 @@ def refuse_missing_branches(block: BalanceBlock, plan: RunPlan) -> None:
                 f"branches.balance.{key}: it moves how much the {branch} branch takes in, and "
                 f"{there}"
             )
-    if "text" not in plan.batches and block.strategy == "feed":
+    if text_of(plan.batches) is None and block.strategy == "feed":
         raise ValueError(f"branches.balance.strategy: 'feed' packs texts, and {there}")
 
 

@@ -102,8 +102,9 @@ def branches_held(where: str | Path | None, named: Collection[str]) -> tuple[str
 def as_branches(held: Sequence[str], named: Collection[str]) -> tuple[str, ...]:
     """Branches of a model in a run with those `named`: where that has films and no images, the
     tower of images is for the frames of films."""
-    is_of_frames = "video" in named and "image" not in named
-    return tuple("video" if each == "image" and is_of_frames else each for each in held)
+    from data.stored.kinds import whole_of  # imports numpy, which --help can do without
+
+    return tuple(whole_of(each, named) for each in held)
 
 
 def is_published(folder: Path) -> bool:

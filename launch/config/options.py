@@ -258,12 +258,16 @@ def _of_import(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...
             said = options_of_open_clip(model) if model else {}
     except (ValueError, OSError) as error:
         raise ValueError(f"argument --import: {error}") from error
+    from data.stored.kinds import stored  # imports numpy, which --help can do without
+
     pairs = given.get("pairs") or said.get("pairs", IMAGE_TEXT)
     named = branches_of(pairs)
     held = as_branches(branches_of(said.get("pairs", IMAGE_TEXT)), named)
     lacking = [branch for branch in held if branch not in named]
-    if "video" in held and "image_tower" in said:
-        said["video_tower"] = said.pop("image_tower")
+    for branch in held:
+        part = f"{stored(branch).parts}_tower"
+        if part in said and stored(branch).parts not in held:
+            said[f"{branch}_tower"] = said.pop(part)
     # what export.py wrote of three towers goes on with two of them too
     if lacking and not (lacking == ["audio"] and read_export(where)):
         raise ValueError(

@@ -20,6 +20,7 @@ from PIL import Image
 from common.files import read_json
 from data.modalities.preprocessing import CLIP, INTERPOLATIONS, NORMALIZATIONS, Preprocessing
 from data.options import branches_of, has_regions
+from data.stored.kinds import stored, whole_of
 from launch.config.groups import PIXELS, ImageOptions
 from launch.config.imported import branches_held, options_of_export
 from models.towers.image import full_name
@@ -91,9 +92,9 @@ def _what_shows(
 ) -> tuple[Any, str | None, str]:
     """Weights, tower and flag that say how pixels are prepared: of images, without any those of the
     frames of films."""
-    branch, tower = "image", values["image_tower"]
-    if "image" not in branches and "video" in branches:
-        branch, tower = "video", frames_tower(values["video_tower"])
+    branch, tower = whole_of("image", branches), values["image_tower"]
+    if stored(branch).parts:
+        tower = frames_tower(values[f"{branch}_tower"])
     if branch in held:
         return values["imported"], tower, "--import"
     return values[f"{branch}_weights"], tower, f"--{branch}-weights"

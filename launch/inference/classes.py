@@ -12,6 +12,7 @@ from torch import Tensor
 
 from data.index.sources import IndexedSource, Source
 from data.prepare import HeldOut
+from data.stored.kinds import is_text
 from launch.inference.embedding import Embedder
 from models.metrics.classification import (
     LEAST_TO_PROBE,
@@ -27,9 +28,9 @@ from models.metrics.classification import (
 def modality_to_classify(embedder: Embedder, test: HeldOut) -> str:
     """The one beside texts that the samples and the model have. Raises ValueError where it is none
     or several, and for a model without texts."""
-    known = [branch for branch in embedder.branches if branch != "text"]
+    known = [branch for branch in embedder.branches if not is_text(branch)]
     there = [name for name in known if not test.source.lacking(name)[test.subset].all()]
-    if "text" not in embedder.branches:
+    if len(known) == len(embedder.branches):
         raise ValueError(
             "--classify: zero-shot classes are told apart by their prompts, and this model was "
             f"trained with {' and '.join(known)}, without texts"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 from torch import Tensor
@@ -11,7 +10,9 @@ from torch import Tensor
 from data.bad_samples import Absent, BadSample
 from data.clips import Clip
 from data.index.sources import KnownSource
+from data.stored.kinds import text_of
 from launch.inference.embedding import Embedded, Embedder, as_source
+from launch.modalities import in_windows
 from models.metrics.grounding import (
     MOST,
     OVERLAPS,
@@ -36,16 +37,25 @@ PROTOCOL = (
 )
 
 
+def in_time(branches: Iterable[str]) -> str | None:
+    """The branch in whose values windows are looked for, if one is."""
+    return next(filter(in_windows, branches), None)
+
+
 def clip_figures(embedder: Embedder, embedded: Embedded, source: KnownSource) -> dict[str, float]:
     """Of the samples with a film and a text; none where there is nothing to ask."""
-    if not {"video", "text"} <= embedded.rows.keys():
+    films, text = in_time(embedded.rows), text_of(embedded.rows)
+    if films is None or text is None:
         return {}
-    return _order(embedder, embedded, source) | _grounding(embedder, embedded, source)
+    asked = embedder, embedded, source, films, text
+    return _order(*asked) | _grounding(*asked)
 
 
-def _order(embedder: Embedder, embedded: Embedded, source: KnownSource) -> dict[str, float]:
+def _order(
+    embedder: Embedder, embedded: Embedded, source: KnownSource, branch: str, text_branch: str
+) -> dict[str, float]:
     reverse = getattr(source, "reversed_caption", lambda i: None)
-    films, texts = embedded.both("video", "text")
+    films, texts = embedded.both(branch, text_branch)
     reversals = enumerate(map(reverse, films.sample.tolist()))
     backwards = {row: text for row, text in reversals if text is not None}
     if not backwards:
@@ -58,19 +68,31 @@ def _order(embedder: Embedder, embedded: Embedded, source: KnownSource) -> dict[
     return {f"{ORDER}_right": right.float().mean().item(), f"{ORDER}_queries": float(len(asked))}
 
 
+def _spans(
+    source: KnownSource, branch: str, samples: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Where the clips of samples [n] begin and end in their films, and how long these are, in
+    seconds: [n] each."""
+    start, end, whole = (f"{branch}_{name}" for name in ("start_s", "end_s", "seconds"))
+    return (
+        source.numbers(start, samples),
+        source.numbers(end, samples),
+        source.numbers(whole, samples),
+    )
+
+
 def _film_windows(
-    source: KnownSource, samples: np.ndarray
+    source: KnownSource, branch: str, samples: np.ndarray
 ) -> dict[bytes, tuple[list[int], np.ndarray]]:
     """By film: the samples, of `samples` [n], that are clips of it, and its windows [w, 2],
     seconds, as long as the quartiles of those clips that are a part of their films; where none is,
     as parts of the film."""
-    columns = ("video_start_s", "video_end_s", "video_seconds")
-    starts, ends, films_s = (source.numbers(name, samples) for name in columns)
+    starts, ends, films_s = _spans(source, branch, samples)
     lengths = (ends - starts)[ends - starts < PART * films_s]
     usual = np.quantile(lengths, LENGTHS).tolist() if len(lengths) else None
     of_film: dict[bytes, list[int]] = {}
     for i in samples.tolist():
-        of_film.setdefault(source.content_hash("video", i), []).append(i)
+        of_film.setdefault(source.content_hash(branch, i), []).append(i)
     seconds = dict(zip(samples.tolist(), films_s.tolist()))
     found = {}
     for key, own in of_film.items():
@@ -86,17 +108,19 @@ def embedded_windows(
 ) -> Iterator[tuple[list[int], np.ndarray, Tensor]]:
     """Of each film of which some of `samples` [n] are clips: these, its windows [w, 2], seconds, as
     they begin, and their embeddings [w, D]. What cannot be read is left out, with a message."""
+    branch = in_time(embedder.branches)
+    assert branch is not None
     films: list[tuple[list[int], np.ndarray]] = []
     clips: list[Clip] = []
-    for own, every in _film_windows(source, samples).values():
+    for own, every in _film_windows(source, branch, samples).values():
         try:
-            film = source.value("video", own[0]).film
+            film = source.value(branch, own[0]).film
         except (BadSample, Absent) as problem:
-            print(f"{source.where(own[0], 'video')}: {problem}. Its windows are left out.")
+            print(f"{source.where(own[0], branch)}: {problem}. Its windows are left out.")
             continue
         films.append((own, every))
         clips += [Clip(film, *span) for span in every.tolist()]
-    rows = embedder.rows("video", as_source(clips, source.spec), np.arange(len(clips)))
+    rows = embedder.rows(branch, as_source(clips, source.spec), np.arange(len(clips)))
     number, at = rows.sample.numpy(), 0
     for own, every in films:
         begin, end = np.searchsorted(number, (at, at + len(every))).tolist()
@@ -104,10 +128,11 @@ def embedded_windows(
         at += len(every)
 
 
-def _grounding(embedder: Embedder, embedded: Embedded, source: KnownSource) -> dict[str, float]:
-    texts, rows = embedded.rows["text"], embedded.rows["video"].sample.numpy()
-    columns = ("video_start_s", "video_end_s", "video_seconds")
-    starts, ends, films_s = (source.numbers(name, rows) for name in columns)
+def _grounding(
+    embedder: Embedder, embedded: Embedded, source: KnownSource, branch: str, text_branch: str
+) -> dict[str, float]:
+    texts, rows = embedded.rows[text_branch], embedded.rows[branch].sample.numpy()
+    starts, ends, films_s = _spans(source, branch, rows)
     is_part = ends - starts < PART * films_s
     if not is_part.any():
         return {}
@@ -146,9 +171,3 @@ def clip_rows(values: Mapping[str, float], held_out: str) -> list[dict[str, str]
         }
         for question, queries, right, chance in lines
     ]
-
-
-def frames_of(options: Mapping[str, Any]) -> str:
-    """How many frames the model sees, for a protocol."""
-    rate = options.get("video_rate")
-    return f"{options['video_frames']} frames a clip" + (f" at {rate:g}/s at most" if rate else "")

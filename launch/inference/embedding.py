@@ -23,11 +23,13 @@ from data.keys import content_hash
 from data.loader import LoadReport, micro_batches
 from data.modalities.tokenizer import length_multiple
 from data.progress import progress_bar
+from data.stored.derived import REGIONS
+from data.stored.kinds import is_text, several_of, text_of
 from launch.config.groups import InputOptions
 from launch.inference.flags import PRECISIONS
 from launch.inference.trained import Trained
 from launch.inputs import as_values, languages_of, micro_batch_dataset
-from launch.modalities import Inputs, view_of
+from launch.modalities import Inputs
 from launch.terminal.tables import show
 from models.towers.building import meta_inputs
 from models.towers.regions import PooledRegions
@@ -197,7 +199,7 @@ class Embedder:
         compared = self.trained.compared
         with_regions = self.trained.compares_regions and not source.lacking("region").all()
         lacking = {name: source.lacking(name) for name in (*self.branches, "region")}
-        rows, found = {}, None
+        rows, found, text = {}, None, text_of(self.branches)
         # values first: a text is embedded where some other value of its sample could be read
         for name in self.branches:
             others = [
@@ -206,17 +208,17 @@ class Embedder:
                 if name in two
                 for other in {*two} - {name}
             ]
-            if name == "text":
+            if name == text:
                 continue
             unused = lacking[name] | np.logical_and.reduce(others)
             used = subset[~unused[subset]]
-            if name == "image" and with_regions:
+            if with_regions and name == REGIONS.of[0]:
                 rows[name], found = self.with_regions(source, used, all_captions)
             else:
                 rows[name] = self.rows(name, source, used)
-        if "text" in self.branches:
+        if text is not None:
             samples = torch.cat([own.sample for own in rows.values()]).unique()
-            rows["text"] = self.rows("text", source, samples.numpy(), all_captions)
+            rows[text] = self.rows(text, source, samples.numpy(), all_captions)
         return Embedded({name: rows[name] for name in self.branches}, compared, found)
 
     def with_regions(
@@ -252,7 +254,7 @@ class Embedder:
     ) -> Rows:
         """Of the samples `subset` that have a value of this modality that can be read; of texts the
         first one of each sample, or all. Raises OSError where none can be read."""
-        if branch == "text":
+        if is_text(branch):
             captions = [source.captions(i)[: None if all_captions else 1] for i in subset.tolist()]
             texts = [text for own in captions for text in own]
             whose = np.repeat(subset, [len(own) for own in captions])
@@ -265,8 +267,9 @@ class Embedder:
         return self._texts(texts).embeds
 
     def _texts(self, texts: Sequence[str], languages: Sequence[Any] | None = None) -> Rows:
-        source = as_source(texts, languages=languages)
-        return _as_rows(*self._gathered(("text",), source, np.arange(len(texts))))
+        source, branch = as_source(texts, languages=languages), text_of(self.branches)
+        assert branch is not None
+        return _as_rows(*self._gathered((branch,), source, np.arange(len(texts))))
 
     def _gathered(
         self,
@@ -301,10 +304,9 @@ class Embedder:
         requests = evaluation_requests(subset, 0, 1, self.batch_size, regions)
         reports: list[LoadReport] = []
         # texts are there already
-        workers = 0 if branch == "text" else self.workers
+        workers = 0 if is_text(branch) else self.workers
         batches = micro_batches(dataset, requests, workers, on_load=reports.append)
-        view = view_of(branch)
-        values = view.several if view else f"values of {branch}"
+        values = several_of(branch)
         for batch in progress_bar(batches, values, "batch", len(requests)):
             yield batch, self._run(branch, batch)
         bad = [f"{where} ({reason})" for report in reports for _, reason, where in report.bad]

@@ -17,7 +17,7 @@ from common.secrets import redacted
 from data.index.sources import KnownSource
 from launch.inference.embedding import Embedded, Rows
 from launch.inference.gallery import Cell, Row
-from launch.modalities import encoded
+from launch.modalities import encoded, in_windows
 from models.metrics.alignment import alignment_figures, alignment_sums
 from models.metrics.retrieval import (
     DUAL_SCALE,
@@ -56,7 +56,7 @@ def retrieval(embedded: Embedded) -> dict[str, float]:
         for direction, own, candidates, relevance in directions(embedded, pair):
             ranks = relevant_ranks(own.embeds, candidates.embeds, relevance)
             values |= rank_figures(direction, ranks, relevance)
-            if "video" in pair:
+            if any(map(in_windows, pair)):
                 ranks = dual_softmax_ranks(own.embeds, candidates.embeds, relevance)
                 values |= rank_figures(f"{direction}{DUAL_SOFTMAX}", ranks, relevance)
         # pairs of rows, which all captions of an image are not

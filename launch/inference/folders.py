@@ -25,6 +25,8 @@ from common.files import make_folder, read_json, remove, replacing, write_text
 from common.secrets import redacted
 from data.batching.mixture import specs_of
 from data.index.sources import KnownSource
+from data.stored.derived import place_of
+from data.stored.kinds import is_text
 from launch.inference.embedding import Regions, Rows
 from launch.modalities import view_of
 
@@ -69,7 +71,7 @@ def lines_for(rows: Mapping[str, Rows], source: KnownSource, modality: str) -> I
     }
     for row, i in enumerate(own.sample.tolist()):
         line = {"index": i, "id": source.identity(i), "where": source.where(i, modality)}
-        if modality == "text":
+        if is_text(modality):
             line |= {name: known[i] for name, known in first.items() if i in known}
             yield line | {"text": own.texts[row]}
         else:
@@ -99,7 +101,7 @@ def region_lines(regions: Regions, source: KnownSource, modality: str) -> Iterat
 
 
 def _content(source: KnownSource, i: int, modality: str) -> str:
-    view = view_of("image" if modality in ("region", "phrase") else modality)
+    view = view_of(place_of(modality))
     return view.content(source, i) if view else source.identity(i)
 
 
@@ -108,7 +110,7 @@ def refuse_other_data(
 ) -> None:
     """Errors: ValueError where the samples of `source` are not those that were embedded. A text is
     as it was written down."""
-    for line in () if modality == "text" else lines:
+    for line in () if is_text(modality) else lines:
         i = line["index"]
         if i >= len(source) or _content(source, i, modality) != line["content"]:
             raise ValueError(
@@ -128,7 +130,7 @@ def read_embeddings(
     embeds: list[np.ndarray] = []
     lines: list[Line] = []
     specs: list[str] = []
-    needed = ("index", "id", "where", "text" if modality == "text" else "content")
+    needed = ("index", "id", "where", "text" if is_text(modality) else "content")
     for part in _parts(folder) or [folder]:
         if not (part / ABOUT).is_file():
             raise FileNotFoundError(

@@ -19,7 +19,9 @@ from data.batching.mixture import open_sources
 from data.clips import Clip
 from data.index.sources import KnownSource
 from data.modules import import_recorded, modules_of_specs
-from launch.inference.clips import embedded_windows
+from data.stored.derived import DERIVED
+from data.stored.kinds import text_of
+from launch.inference.clips import embedded_windows, in_time
 from launch.inference.embedding import Embedder, as_source
 from launch.inference.evaluation import caption_of
 from launch.inference.folders import lines_for, read_embeddings, refuse_other_data, region_lines
@@ -57,12 +59,12 @@ def read_query(given: str, branches: Sequence[str]) -> Query:
             f"--query {given}: there is no such file; give the path of a file, or a text of "
             "several words"
         )
-    if "text" not in branches:
+    if (text := text_of(branches)) is None:
         raise ValueError(
             f"--query {given!r}: is a text, and this model was trained with "
             f"{' and '.join(branches)}; give a file of one of these"
         )
-    return Query("text", given)
+    return Query(text, given)
 
 
 def answers_of(query: Query, embedder: Embedder, asked: str | None) -> str:
@@ -72,8 +74,8 @@ def answers_of(query: Query, embedder: Embedder, asked: str | None) -> str:
         first = next(pair for pair in embedder.trained.compared if query.modality in pair)
         return next(name for name in first if name != query.modality)
     more = {
-        "region": embedder.trained.compares_regions,
-        WINDOW: "video" in embedder.branches,
+        **dict.fromkeys(DERIVED, embedder.trained.compares_regions),
+        WINDOW: in_time(embedder.branches) is not None,
     }
     known = (*embedder.branches, *(name for name, is_there in more.items() if is_there))
     if asked not in known:
@@ -101,7 +103,8 @@ def find(
     show(search_table(query.words, found))
     if arguments.picture and source is not None:
         label = Path(query.words).name if query.value else query.words
-        cells = [_cell(source, modality, line) for line in found]
+        of = in_time(embedder.branches) if modality == WINDOW else modality
+        cells = [_cell(source, of or modality, line) for line in found]
         # the query stands before the first row only
         rows = [
             [None if i else Cell(query.value, label), *cells[i : i + IN_A_ROW]]
@@ -160,7 +163,8 @@ def _searched(
         source = open_sources(given, pairs=embedder.trained.read, progress=True)
         refuse_other_data(arguments.embeddings, lines, source, modality)
         return embeds, lines, source
-    there_is = "video" if modality == WINDOW else modality
+    there_is = in_time(embedder.branches) if modality == WINDOW else modality
+    assert there_is is not None
     parts = list(held_out(arguments, embedder.trained).values())
     source = parts[0].source  # of all parts
     subset = np.concatenate([part.subset for part in parts])
@@ -170,32 +174,35 @@ def _searched(
             f"--query: no sample of {source.spec} has {there_is} to find; give others with "
             "--val-data, or another modality with --find"
         )
-    if modality == "region":
+    if modality in DERIVED:
         _, regions = embedder.with_regions(source, there)
         return regions.region.embeds, [*region_lines(regions, source, modality)], source
     if modality == WINDOW:
         films = [*embedded_windows(embedder, source, there)]
         of_windows = [
-            line for own, spans, _ in films for line in _window_lines(source, own[0], spans)
+            line
+            for own, spans, _ in films
+            for line in _window_lines(source, there_is, own[0], spans)
         ]
         return torch.cat([found for *_, found in films]), of_windows, source
     rows = {modality: embedder.rows(modality, source, there)}
     return rows[modality].embeds, [*lines_for(rows, source, modality)], source
 
 
-def _window_lines(source: KnownSource, i: int, windows: np.ndarray) -> Iterator[Line]:
+def _window_lines(source: KnownSource, branch: str, i: int, windows: np.ndarray) -> Iterator[Line]:
     """Of each window of the film of sample i; its text says when it is."""
-    where, identity = source.where(i, "video"), source.identity(i)
+    where, identity = source.where(i, branch), source.identity(i)
     for start_s, end_s in windows.tolist():
         text, span = f"{start_s:.1f} – {end_s:.1f} s", (start_s, end_s)
         yield {"index": i, "id": identity, "where": where, "text": text, "span": span}
 
 
 def _cell(source: KnownSource, modality: str, line: Line) -> Cell:
-    if modality == WINDOW:
-        clip: Any = Clip(source.value("video", line["index"]).film, *line["span"])
+    if "span" in line:  # a window of a film
+        clip: Any = Clip(source.value(modality, line["index"]).film, *line["span"])
         value: View | None = FilmView(clip)
     else:
-        value = encoded(source, "image" if modality == "region" else modality, line["index"])
-    text = line["text"] if "text" in line else caption_of(source, line["index"])
+        value = encoded(source, modality, line["index"])
+    text = line.get("text")
+    text = caption_of(source, line["index"]) if text is None else text
     return Cell(value, text, line["similarity"], box=line.get("box"))

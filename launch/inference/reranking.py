@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from data.index.sources import KnownSource
+from data.stored.kinds import text_of
 from launch.inference.embedding import Embedded, Embedder, as_source
 from launch.inference.evaluation import directions, rank_figures
 from models.metrics.retrieval import nearest, relevant_ranks, reranked
@@ -51,7 +52,8 @@ def reranked_retrieval(
 
 def fusion_of(embedder: Embedder) -> Fusion | None:
     """What scores pairs of tokens; None: the model was trained without."""
-    head = embedder.layers["text"][-1] if "text" in embedder.branches else None
+    text = text_of(embedder.branches)
+    head = embedder.layers[text][-1] if text else None
     return head.fusion if isinstance(head, TextTokensHead) else None
 
 

@@ -22,6 +22,7 @@ from data.options import (
     has_regions,
     read_pairs,
 )
+from data.stored.kinds import is_text, text_of
 from engine.checkpoint.layout import (
     AVERAGE,
     MANIFEST,
@@ -230,8 +231,9 @@ def open_run(
     record = record_of_run(run_dir)
     # a tokenizer that the run trained lies in its folder
     found, options = find_checkpoint(run_dir / "checkpoints", checkpoint), record["options"]
-    texts = "text" in branches_of(options["pairs"])
-    tokenizer = load_tokenizer(record["tokenizer"] or str(run_dir / "tokenizer")) if texts else None
+    tokenizer = None
+    if text_of(branches_of(options["pairs"])):
+        tokenizer = load_tokenizer(record["tokenizer"] or str(run_dir / "tokenizer"))
     towers = adapted_towers(
         towers_of({**options, "run_dir": run_dir}, tokenizer),
         record["training"]["branches"].get("train"),
@@ -300,7 +302,7 @@ def towers_of(
     fusion, towers = fusion_sizes(options), []
     for branch in dict.fromkeys(name for pair in pairs for name in pair.branches):
         tower = tower_of(branch, options, vocabulary, scalars_of(pairs, branch), fusion)
-        if tokenizer is not None and branch == "text":
+        if tokenizer is not None and is_text(branch):
             _refuse_other_tokenizer(tower, tokenizer)
         towers.append(tower)
     return tuple(towers)

@@ -130,11 +130,11 @@ def _sample(source: KnownSource, name: str, modalities: Sequence[str]) -> dict[s
         "id": source.identity(i),
         "text": captions[0][:MOST_LETTERS] if captions else "",
     }
-    for modality in filter(lambda each: each == "region" or view_of(each), modalities):
+    for modality in filter(view_of, modalities):
         file = io.BytesIO()
         sample[f"{modality}_picture"] = None
         try:
-            value = encoded(source, "image" if modality == "region" else modality, i)
+            value = encoded(source, modality, i)
             if value is None:
                 continue
             picture = value.small_picture()

@@ -6,9 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from data.stored.kinds import files_of
+from launch.tracking.names import rate_of
+
 if TYPE_CHECKING:  # who reads lines needs none of it
     from data.batching.order import GlobalOrder
     from engine.step_metrics import StepMetrics
+
+PADDED = "padded_"
 
 
 def step_line(
@@ -35,17 +40,18 @@ def step_line(
 
 
 def _rates(line: Mapping[str, float]) -> dict[str, float]:
-    """Images and sounds (where the run has such a branch; samples without one count too) and text
-    tokens per second, and the shares of the texts' rectangles and of the clips that are padding."""
+    """Values of each modality of files that the run has (samples without one count too) and text
+    tokens per second, and the share of padding in what is padded, by branch: `padded_text_tokens`
+    is of `text`."""
     found = {
-        f"{name}_per_s": line["samples_per_s"]
-        for branch, name in (("image", "images"), ("audio", "sounds"))
-        if f"grad_norm/{branch}" in line
+        rate_of(kind): line["samples_per_s"]
+        for kind in files_of()
+        if f"grad_norm/{kind.name}" in line
     }
     found["text_tokens_per_s"] = round(line.get("text_tokens", 0) / line["step_s"], 2)
-    for branch, unit in (("text", "text_tokens"), ("audio", "audio_seconds")):
-        padded = line.get(f"padded_{unit}", 0)
-        if branch == "text" or f"padded_{unit}" in line:
-            share = round(1 - line[unit] / padded, 4) if padded else 0.0
-            found[f"padding_share/{branch}"] = share
-    return found
+    shares = {"text": 0.0}
+    for key, padded in line.items():
+        if key.startswith(PADDED):
+            unit = key.removeprefix(PADDED)
+            shares[unit.partition("_")[0]] = round(1 - line[unit] / padded, 4) if padded else 0.0
+    return found | {f"padding_share/{branch}": share for branch, share in shares.items()}

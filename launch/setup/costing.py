@@ -20,6 +20,7 @@ from data.modalities.tokenizer import token_lengths
 from data.options import LoadingOptions, has_regions
 from data.prepare import PreparedData
 from data.progress import progress_bar
+from data.stored.kinds import is_text, text_of
 from engine.config.reading import AUTO, MEASURE, BranchesBlock
 from engine.json_messages import from_first_rank
 from engine.planning.costs import (
@@ -91,7 +92,7 @@ def run_costs(
     if costs is None:
         # where texts are packed by cost, those of about equal lengths come together
         by_cost = balancing(block).strategy != "off" and not block.loss_per_micro_batch
-        lengths = _text_lengths(data, inputs) if by_cost and "text" in inputs.branches else None
+        lengths = _text_lengths(data, inputs) if by_cost and text_of(inputs.branches) else None
         compiling = {tower.branch: block.compiling(tower.branch) for tower in model.towers}
         if AUTO in (block.layout, *compiling.values()):
             sizes = _sizes(config, block, processes.device.type, inputs.branches)
@@ -144,7 +145,7 @@ def run_plan(
         limited = replace(costs, machine=replace(costs.machine, memory_bytes=limit_bytes))
         return plan_run(config, block, processes.world_size, limited)
 
-    lengths = _text_lengths(data, inputs) if "text" in inputs.branches else None
+    lengths = _text_lengths(data, inputs) if text_of(inputs.branches) else None
     longest = None if lengths is None else lengths.max()
     memory = {
         branch: [(layer.name, layer.num_parameters, asdict(layer.activation_bytes)) for layer in of]
@@ -308,7 +309,7 @@ def _with_phrases(
     longest = inputs.max_text_tokens if lengths is None else float(lengths.mean())
     factor = 1 + of_sample / longest
     texts = {
-        b: [each.longer(factor) for each in of] for b, of in costs.layers.items() if b == "text"
+        b: [each.longer(factor) for each in of] for b, of in costs.layers.items() if is_text(b)
     }
     return replace(costs, layers={**costs.layers, **texts})
 
@@ -344,13 +345,13 @@ def _example(
     known = Inputs(inputs, data.tokenizer, data.length_multiple)
     dataset = micro_batch_dataset(data.source, known, {branch})
     number = np.arange(size)
-    if branch == "text" and lengths is not None:
+    if is_text(branch) and lengths is not None:
         wanted = lengths.mean() if num_tokens is None else num_tokens
         number = np.resize(np.argsort(np.abs(lengths - wanted), kind="stable"), size)
     examples = data.examples(size)
     index = examples[number % len(examples)]
     regions = shown_regions_of(data.source, inputs)
-    alone = branch == "text" and not phrases
+    alone = is_text(branch) and not phrases
     places = None if regions is None or alone else regions.places(index)
     example = dataset[MicroBatchRequest(0, 0, index, np.arange(size), True, places=places)]
     return as_values(example, inputs.preprocessing)

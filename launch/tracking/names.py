@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from data.stored.kinds import files_of
+from data.stored.record import StoredFile
 from models.metrics.retrieval import FIGURES
 
 # panel -> keys of a step's line that keep their name in it
@@ -31,8 +33,6 @@ NAMES = {key: f"{panel}/{key}" for panel, keys in PANELS.items() for key in keys
     "matching_loss": "loss/matching",
     "clip_coefficient": "clipping/coefficient",
     "clipped_share": "clipping/share",
-    "images_per_s": "throughput/image/samples_per_s",
-    "sounds_per_s": "throughput/audio/samples_per_s",
     "text_tokens_per_s": "throughput/text/tokens_per_s",
     "data_wait_s": "data_wait",
     "peak_memory_bytes": "memory/most_bytes",
@@ -57,8 +57,16 @@ def _renamed(key: str) -> str:
     for scalar in SCALARS:  # `audio_text_logit_scale_exp` is of one of several pairs
         if key.endswith(f"_{scalar}"):
             return f"{NAMES[scalar]}/{key.removesuffix(f'_{scalar}')}"
+    for kind in files_of():
+        if key == rate_of(kind):
+            return f"throughput/{kind.name}/samples_per_s"
     # the loss of a data set, `loss/<set>`, is a name already
     return key if key.startswith("loss/") else NAMES.get(first, first) + slash + rest
+
+
+def rate_of(kind: StoredFile) -> str:
+    """The key of a step's line for values of a modality per second: `images_per_s`."""
+    return f"{(kind.several or kind.name).replace(' ', '_')}_per_s"
 
 
 def rank_names(

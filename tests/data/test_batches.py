@@ -11,7 +11,7 @@ from plain_requests import plain_requests
 from data.batching.batches import (
     Batches,
     TextPacker,
-    dealt_by_frames,
+    dealt_by_cost,
     in_parts,
     sizes_of_shares,
 )
@@ -59,7 +59,7 @@ def texts_of(requests):
 def test_each_micro_batch_gets_about_as_many_frames():
     frames = np.random.default_rng(1).integers(1, 9, 96)
     for replicas, number in ((1, 4), (3, 2), (2, 3), (8, 12)):
-        parts = dealt_by_frames(frames, replicas, number)
+        parts = dealt_by_cost(frames, replicas, number)
         assert len(parts) == replicas * number and all(map(len, parts))
         assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(96))
         assert all((np.diff(part) > 0).all() for part in parts)
@@ -68,18 +68,20 @@ def test_each_micro_batch_gets_about_as_many_frames():
         if replicas * number == 6:
             in_order = [int(frames[part].sum()) for part in in_parts(96, replicas, number)]
             assert max(in_order) > 1.1 * max(sums)  # what it is for
-    twice = [int(frames[part].sum()) for part in dealt_by_frames(frames, 2, 1, (2.0, 1.0))]
+    twice = [int(frames[part].sum()) for part in dealt_by_cost(frames, 2, 1, (2.0, 1.0))]
     assert twice[0] / twice[1] == pytest.approx(2, abs=0.1)
-    assert [len(part) for part in dealt_by_frames(np.full(96, 8), 2, 2)] == [24] * 4
+    assert [len(part) for part in dealt_by_cost(np.full(96, 8), 2, 2)] == [24] * 4
     with pytest.raises(ValueError, match="every micro-batch needs a sample"):
-        dealt_by_frames(frames[:5], 2, 3)
+        dealt_by_cost(frames[:5], 2, 3)
 
 
 def test_clips_are_dealt_by_their_frames_where_no_images_come_with_them():
     frames = np.random.default_rng(2).integers(1, 9, 1103)
     setting = Setting(0, {"video": 3, "image": 3})
     buckets = Buckets(((32, 64), (64, 32)), np.arange(103, dtype=np.int8) % 2)
-    batches = Batches(ORDER, SUBSET, [setting], buckets, num_frames=lambda index: frames[index])
+    batches = Batches(
+        ORDER, SUBSET, [setting], buckets, costs={"video": lambda index: frames[index]}
+    )
 
     def sums(branch, loads=()):
         requests = [*batches.requests(branch, 0, 1, 0, 1, loads)]

@@ -10,10 +10,10 @@ from stores import Faults, http_server
 
 from data.index.sources import open_source
 from data.inspect import main
-from data.speed import DECODING, FETCHING, LISTING, READING, TOKENS_OF, Speed, measured
+from data.speed import FETCHING, LISTING, READING, TOKENS_OF, Speed, measured
 from data.streams.opening import open_stream
 
-WORKERS = [READING, DECODING["image"], TOKENS_OF]
+WORKERS = [READING, "decoding images", TOKENS_OF]
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_a_store_is_measured_until_its_shards_are_at_hand(shards):
 
 def test_the_limit_is_what_gives_least():
     speed = Speed()
-    for part, rate in ((FETCHING, 900), (LISTING, 400), (READING, 1000), (DECODING["image"], 250)):
+    for part, rate in ((FETCHING, 900), (LISTING, 400), (READING, 1000), ("decoding images", 250)):
         speed.add(part, rate, 0, 1.0)
     assert math.isclose(speed.of_worker(), 200)
 

@@ -34,7 +34,7 @@ from data.index.splits import split_source
 from data.inspect import TILE, _tile, main
 from data.modalities.transforms import EvalTransform
 from data.modalities.video import CANDIDATES, FrameTimes, VideoModality
-from data.speed import DECODING, measured
+from data.speed import measured
 
 pytest.importorskip("av", reason="pip install -r requirements-audio.txt")
 
@@ -382,7 +382,7 @@ def test_what_is_in_films_is_shown_and_how_fast_they_are_read(source, tmp_path, 
     assert (pixels[0][: TILE // 4, TILE // 2] == [255, 0, 0]).all(1).any()
     assert pixels[0].shape[0] > pixels[1].shape[0] and pixels[1].max() > 200 > pixels[1].min()
     speed = measured(source, 30)
-    assert speed.parts[DECODING["video"]][0] == 2
+    assert speed.parts["decoding films"][0] == 2
 
 
 def test_how_many_frames_a_clip_has():

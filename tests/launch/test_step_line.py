@@ -7,6 +7,7 @@ import pytest
 from data.batching.order import GlobalOrder
 from engine.step_metrics import SourceLoss, StepMetrics
 from launch.run.step_line import step_line
+from launch.tracking.names import step_names
 
 METRICS = StepMetrics(
     loss=3.5,
@@ -47,6 +48,9 @@ def test_rates_are_of_the_step():
     heard = replace(METRICS, counts={"audio_seconds": 30.0, "padded_audio_seconds": 40.0})
     assert line_of(6, metrics=heard)["padding_share/audio"] == 0.25
     assert line_of(6, metrics=replace(METRICS, counts={}))["padding_share/text"] == 0.0
+    seen = line_of(6, metrics=replace(METRICS, grad_norm={"video": 1.0, "text": 1.0}))
+    assert seen["films_per_s"] == 5.0 and "images_per_s" not in seen
+    assert step_names(seen)["throughput/video/samples_per_s"] == 5.0
     assert line_of(4, feed_rates={"captions_per_image": 2})["captions_per_image"] == 2
     assert "captions_per_image" not in line_of(4)
 
