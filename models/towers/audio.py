@@ -9,8 +9,8 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from models.towers.image import image_tower
@@ -39,12 +39,27 @@ def audio_tower(name: str, seconds: float | None = None, size: int = 64) -> Towe
     base = split_name(name)[0]
     if base in OWN:
         return OWN[base](name, seconds, size)
-    if base.startswith(HF) and _is_audio(base):
+    if _is_audio(base):
         return transformers_audio.audio_tower(name, seconds)
-    return _of_image(image_tower(name, size), SECONDS if seconds is None else seconds, size)
+    return _of_image(image_tower(name, size), _spectrogram(seconds, size))
+
+
+def audio_input(name: str, seconds: float | None = None, size: int = 64) -> dict[str, Any]:
+    """The `config["audio_input"]` of the tower that `audio_tower` makes of the same arguments: the
+    fields of `AudioInput`. It follows from the configuration, so no tower is built; only one of
+    your own is. Errors: as there, but an image tower's name is not looked up."""
+    base = split_name(name)[0]
+    if base in OWN:
+        return OWN[base](name, seconds, size).config["audio_input"]
+    if _is_audio(base):
+        return transformers_audio.audio_input(name, seconds)
+    return _spectrogram(seconds, size)
 
 
 def _is_audio(base: str) -> bool:
+    """Is it one of transformers' audio models, and no image tower?"""
+    if not base.startswith(HF):
+        return False
     try:
         return transformers_audio.is_audio(base)
     except ValueError as error:
@@ -55,7 +70,9 @@ def _is_audio(base: str) -> bool:
         raise error
 
 
-def _of_image(tower: Tower, seconds: float, size: int) -> Tower:
+def _spectrogram(seconds: float | None, size: int) -> dict[str, Any]:
+    """What an image tower reads of a clip: a log-mel spectrogram of `size` bins and frames."""
+    seconds = SECONDS if seconds is None else seconds
     hop = round(seconds * RATE / (size - 1)) if size > 1 else 0
     if not 0 < hop:
         raise ValueError(
@@ -71,24 +88,23 @@ def _of_image(tower: Tower, seconds: float, size: int) -> Tower:
         "truncation": "rand_trunc",
     }
     # one frame more than there are steps
-    reads = {
+    return {
         "extractor": "ClapFeatureExtractor",
         "values": values,
         "num_samples": (size - 1) * hop,
         "shape": [1, size, size],
     }
+
+
+def _of_image(tower: Tower, reads: dict[str, Any]) -> Tower:
     return Tower(
         branch="audio",
         name=tower.name,
         width=tower.width,
         specs=renamed_specs(tower, "audio", Spectrogram),
         config={**tower.config, "audio_input": reads},
-        example=partial(_example, size),
+        example=partial(transformers_audio.example, reads["shape"]),
     )
-
-
-def _example(size: int, samples: int) -> dict[str, Tensor]:
-    return {READS: torch.empty(samples, 1, size, size, device="meta")}
 
 
 class Spectrogram(OfImage):

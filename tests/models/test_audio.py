@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 from transformers import (
     ASTConfig,
     ASTFeatureExtractor,
@@ -16,9 +17,10 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
-from models.towers.audio import QUIET_DB, SPREAD_DB, audio_tower
+from models.towers.audio import QUIET_DB, SPREAD_DB, audio_input, audio_tower
 from models.towers.image import image_tower
 from models.towers.layers import library_models_kept
+from models.towers.libraries.transformers_audio import FAMILIES
 from models.weights.audio import open_audio_weights
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -63,6 +65,12 @@ OF_FOLDERS = {  # model, seconds, feature extractor, the library's own features 
     ),
 }
 
+OF_FAMILIES = {  # a tower of each
+    "audio-spectrogram-transformer": "hf:ast",
+    "clap_audio_model": "hf:clap",
+    "whisper": "hf:whisper-tiny",
+}
+
 
 def features(tower, layers, inputs):
     tensors = {"input_features": inputs}
@@ -90,6 +98,40 @@ def test_tower_and_weights_of_a_folder_are_the_librarys(kind, tmp_path):
     inputs = torch.randn(3, *tower.config["audio_input"]["shape"])
     with torch.no_grad():
         assert torch.equal(features(tower, layers, inputs), theirs(model, inputs))
+
+
+def refuse_modules(monkeypatch):
+    def init(self):
+        raise AssertionError(f"{type(self).__name__} is built")
+
+    monkeypatch.setattr(nn.Module, "__init__", init)
+
+
+@pytest.mark.parametrize("seconds", [None, 2.0])
+@pytest.mark.parametrize("name", [*OF_FAMILIES.values(), "hf:vit-base-patch16-224", "resnet18"])
+def test_the_input_follows_from_the_configuration_alone(name, seconds, monkeypatch):
+    assert {*OF_FAMILIES} == {*FAMILIES}
+    with monkeypatch.context() as patched:
+        refuse_modules(patched)
+        reads = audio_input(name, seconds, 32)
+        with pytest.raises(AssertionError, match="is built"):
+            audio_tower(name, seconds, 32)
+    tower = audio_tower(name, seconds, 32)
+    assert reads == tower.config["audio_input"]
+    assert reads["shape"] == [*tower.example(3)["input_features"].shape[1:]]
+
+
+@pytest.mark.parametrize("kind", OF_FOLDERS)
+def test_the_input_of_a_folder_is_that_of_its_extractor(kind, tmp_path, monkeypatch):
+    make, seconds, extractor, _ = OF_FOLDERS[kind]
+    make().config.save_pretrained(tmp_path)
+    rate = 8_000
+    extractor(feature_size=16, sampling_rate=rate).save_pretrained(tmp_path)
+    with monkeypatch.context() as patched:
+        refuse_modules(patched)
+        reads = audio_input(f"hf:{tmp_path}", seconds)
+    assert reads["values"]["sampling_rate"] == rate
+    assert reads == audio_tower(f"hf:{tmp_path}", seconds).config["audio_input"]
 
 
 @pytest.mark.parametrize(

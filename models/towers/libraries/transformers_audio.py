@@ -5,7 +5,7 @@ B micro-batch, T frames of a spectrogram, F mel bins, N tokens, D width.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from common.model_sizes import read_model_config
 from models.towers.layers import Layer, Tower, cut
 from models.towers.libraries.configurations import (
     Catalogue,
+    Chosen,
     Family,
     Preset,
     initialise,
@@ -275,13 +276,7 @@ def audio_tower(name: str, seconds: float | None = None) -> Tower:
     takes the mean. `config["audio_input"]` has the fields of `AudioInput`. Errors: ValueError,
     FileNotFoundError.
     """
-    config, hub_id, family, pool, values = CATALOGUE.read(name)
-    if seconds is not None:
-        values |= family.seconds(seconds)
-    config = remade(name, config, values)
-    _check(name, config)
-    published = _published(split_name(name)[0].removeprefix(HF))
-    reads = family.reads(config, published or {}, seconds)
+    (config, hub_id, family, pool, _), found, reads = _configured(name, seconds)
     with torch.device("meta"):
         model = with_exact_statistics(family.made(config))
         layers = family.layers(model, pool)
@@ -297,12 +292,33 @@ def audio_tower(name: str, seconds: float | None = None) -> Tower:
         "architecture": family.model,
         "pool": pool,
         "hub_id": hub_id,
-        "audio_input": {**vars(reads), "shape": list(reads.shape)},
-        "extractor_found": published is not None,
+        "audio_input": reads,
+        "extractor_found": found,
         "config": config.to_dict(),
     }
-    example = partial(_example, reads.shape)
-    return Tower("audio", name, family.width(config), specs, record, example)
+    inputs = partial(example, reads["shape"])
+    return Tower("audio", name, family.width(config), specs, record, inputs)
+
+
+def audio_input(name: str, seconds: float | None = None) -> dict[str, Any]:
+    """The `config["audio_input"]` of the tower that `audio_tower` makes of the same arguments,
+    without building it. Errors: as there."""
+    return _configured(name, seconds)[2]
+
+
+def _configured(name: str, seconds: float | None) -> tuple[Chosen, bool, dict[str, Any]]:
+    """What a tower's name says, with the configuration for clips of `seconds`; whether an extractor
+    was found; and the fields of `AudioInput`."""
+    chosen = CATALOGUE.read(name)
+    family, values = chosen.family, chosen.values
+    if seconds is not None:
+        values = {**values, **family.seconds(seconds)}
+    config = remade(name, chosen.config, values)
+    _check(name, config)
+    published = _published(split_name(name)[0].removeprefix(HF))
+    reads = family.reads(config, published or {}, seconds)
+    fields = {**vars(reads), "shape": list(reads.shape)}
+    return chosen._replace(config=config), published is not None, fields
 
 
 def is_audio(base: str) -> bool:
@@ -363,7 +379,8 @@ def _check(name: str, config: PreTrainedConfig) -> None:
         )
 
 
-def _example(shape: tuple[int, ...], samples: int) -> dict[str, Tensor]:
+def example(shape: Sequence[int], samples: int) -> dict[str, Tensor]:
+    """So many inputs of one `shape` on the meta device, as `Tower.example`."""
     return {READS: torch.empty(samples, *shape, device="meta")}
 
 
