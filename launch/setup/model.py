@@ -90,13 +90,15 @@ class RunModel:
         """Of each layer how many parameters learn; None: all."""
         return {tower.branch: num_learned(tower.specs) for tower in self.towers}
 
+    @property
+    def _image_tower(self) -> Tower | None:
+        return {tower.branch: tower for tower in self.towers}.get("image")
+
     @cached_property
     def patch_size(self) -> int | None:
         """Of the image tower, pixels; None: it has no patches, or there is none."""
-        return next(
-            (tower.config.get("patch_size") for tower in self.towers if tower.branch == "image"),
-            None,
-        )
+        tower = self._image_tower
+        return None if tower is None else tower.config.get("patch_size")
 
     def describe_cuts(self) -> str:
         """A line for each tower with fewer layers than blocks; empty where there is none."""
@@ -108,17 +110,17 @@ class RunModel:
 
     def describe_patches(self) -> str:
         """A line where --image-size is no multiple of a ViT's patches; empty where it is."""
-        for tower in self.towers:
-            size, patch = tower.config.get("image_size"), patch_side(tower)
-            if tower.branch == "image" and size and patch and size % patch:
-                rest = size % patch
-                return (
-                    f"{tower.name} reads patches of {patch} × {patch} pixels: of images of {size} "
-                    f"it leaves out {rest} {'pixel' if rest == 1 else 'pixels'} at the right and "
-                    f"the bottom, as its library does; --image-size {size - rest} or "
-                    f"{size - rest + patch} leaves out none"
-                )
-        return ""
+        if (tower := self._image_tower) is None:
+            return ""
+        size, patch = tower.config.get("image_size"), patch_side(tower)
+        if not size or not patch or not (rest := size % patch):
+            return ""
+        return (
+            f"{tower.name} reads patches of {patch} × {patch} pixels: of images of {size} "
+            f"it leaves out {rest} {'pixel' if rest == 1 else 'pixels'} at the right and "
+            f"the bottom, as its library does; --image-size {size - rest} or "
+            f"{size - rest + patch} leaves out none"
+        )
 
     def describe_adapters(self) -> str:
         """A line for each tower with adapters; empty where there is none."""
@@ -132,10 +134,10 @@ class RunModel:
             "branches.balance.image_size": balance.image_size is not None,
         }
         asked = [name for name, is_asked in several.items() if is_asked]
-        images = [tower for tower in self.towers if tower.branch == "image"]
-        if asked and images and not takes_other_sizes(images[0]):
+        tower = self._image_tower
+        if asked and tower is not None and not takes_other_sizes(tower):
             raise ValueError(
-                f"{asked[0]}: image tower {images[0].name} takes images of one size only"
+                f"{asked[0]}: image tower {tower.name} takes images of one size only"
                 f"{', as every ViT with regions does' * self.objective.has_further_rows}; leave it "
                 "out, or use another tower (timm's ViTs: dynamic_img_size=true)"
             )

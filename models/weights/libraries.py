@@ -93,14 +93,14 @@ def named_as_tower(source: Source, tower: Tower) -> Source:
     side."""
     if tower.config.get("library") != "open_clip":
         return source
-    source, visual = plain_names(source), "visual."
+    source, visual = plain_names(source), open_clip.SIDE_PREFIXES["image"]
     if not any(name.startswith(visual) for name in source):
         return source
-    images = tower.branch == "image"
+    side = open_clip.SIDE_PREFIXES[tower.branch]
     return {
-        name.removeprefix(visual): stored
+        name.removeprefix(side): stored
         for name, stored in source.items()
-        if name.startswith(visual) == images
+        if name.startswith(visual) == bool(side)
     }
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from models.towers.layers import Tower
+from models.towers.libraries.open_clip import SIDE_PREFIXES
 from models.towers.names import TWO_LAYERS
 from models.weights.dual_encoder import ConvNeXtNames
 from models.weights.of_transformers import SCALE
@@ -215,7 +216,7 @@ def _prefix(tower: Tower) -> str:
         return TIMM
     if tower.config["library"] == "transformers":
         return HF_TEXT
-    return "visual." if tower.branch == "image" else ""
+    return SIDE_PREFIXES[tower.branch]
 
 
 def _joined(head: Tensor, *last: Tensor) -> tuple[Tensor, ...]:

@@ -180,12 +180,18 @@ def _head_pairs(tower: Tower, head: Tensor, pairs: list[Pair]) -> list[Pair]:
     return [pair for pair in pairs if name not in pair.ours] + _projection(name, added)
 
 
+# by branch: the key that says whether a side has a projection of its own, and the name of the one
+# that it may get
+ADDED_PROJECTIONS = {
+    "image": ("timm_proj", "visual.head.proj.weight"),
+    "text": ("proj_type", "text_projection"),
+}
+
+
 def _added_projection(tower: Tower) -> str | None:
     """Where OpenCLIP would have a projection behind a side that has none; None: nowhere."""
-    config = tower.config["config"]
-    if tower.branch == "text":
-        return "text_projection" if config.get("proj_type") == "none" else None
-    return "visual.head.proj.weight" if config.get("timm_proj") == "none" else None
+    key, added = ADDED_PROJECTIONS[tower.branch]
+    return added if tower.config["config"].get(key) == "none" else None
 
 
 def _vision(image: Tower, head: Tensor) -> dict[str, Any]:

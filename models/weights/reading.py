@@ -260,8 +260,8 @@ def open_model(where: str, *towers: Tower) -> WeightReader:
     of_branch = {tower.branch: tower for tower in towers}
     if is_clap(source):
         source = _of_clap(where, source, of_branch)
-    elif {"image", "text"} <= set(of_branch):
-        source = _of_images(where, source, of_branch["image"], of_branch["text"])
+    else:
+        source = _of_images(where, source, of_branch)
     if not any(key.startswith("head.") for key in source):
         raise ValueError(
             f"--import {where}: holds neither both towers and heads, as export.py writes them, nor "
@@ -293,8 +293,11 @@ def _of_clap(where: str, source: Source, of_branch: Mapping[str, Tower]) -> Sour
     return as_ours(clap_pairs(audio, text), source)
 
 
-def _of_images(where: str, source: Source, image: Tower, text: Tower) -> Source:
-    """The same under our names, where it is of another library."""
+def _of_images(where: str, source: Source, of_branch: Mapping[str, Tower]) -> Source:
+    """The same under our names, where it is of another library and there are both towers."""
+    image, text = of_branch.get("image"), of_branch.get("text")
+    if image is None or text is None:
+        return source
     if is_open_clip(source):
         refuse_other_architecture(where, source, image, text)
         return as_ours(open_clip_pairs(image, text), source)

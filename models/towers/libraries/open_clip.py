@@ -38,6 +38,8 @@ PREFIX = "open_clip:"
 VOCABULARY = 49408  # of CLIP's tokenizer, where a configuration does not say another number
 CONFIG = "open_clip_config.json"
 PARTS = ("embed_dim", "vision_cfg", "text_cfg")  # of a configuration
+# how the names of a whole model's tensors begin, by the branch of the side
+SIDE_PREFIXES = {"image": "visual.", "text": ""}
 # The other side of a model while one side is made.
 SMALL_IMAGE = {"layers": 1, "width": 64, "patch_size": 32, "image_size": 32}
 SMALL_TEXT = {"layers": 1, "width": 64, "heads": 1, "vocab_size": 2, "context_length": 2}
