@@ -215,10 +215,10 @@ def opened(medium: str, spec: str, cache: Any) -> tuple[Any, Any]:
 
     if medium == "image":
         from data.modalities.image import ImageModality
-        from data.modalities.transforms import EvalTransform, TrainTransform
+        from data.modalities.transforms import EvalTransform, TrainTransform, Views
 
         side = (IMAGE_SIZE, IMAGE_SIZE)
-        modality: Any = ImageModality(TrainTransform(side), EvalTransform(side), cache)
+        modality: Any = ImageModality(Views(TrainTransform(side), EvalTransform(side)), cache)
     else:
         from data.modalities.audio.features import AudioFeatures
         from data.modalities.audio.modality import AudioModality

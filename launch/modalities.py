@@ -5,6 +5,7 @@ which tower its branch has, and how its values are shown. A module of one's own 
         lambda inputs: Tone(), lambda wanted: tone_tower(wanted.name)
     )
 
+With an entry of `data.stored.kinds.STORED` every data format reads its values (`examples/depth/`).
 It is then asked for by `--pairs image:text,tone:text` and `--tower tone=NAME` (`data/README.md`,
 "Add a modality").
 """
@@ -31,7 +32,7 @@ from data.modalities.image import ImageModality
 from data.modalities.modality import Modality
 from data.modalities.text import Languages, TextModality
 from data.modalities.tokenizer import num_ids
-from data.modalities.transforms import EvalTransform, augmented, normalise
+from data.modalities.transforms import EvalTransform, Views, augmented, normalise
 from data.modalities.video import FrameTimes, VideoModality
 from data.options import IMAGE_TEXT, branches_of, read_pairs
 from data.stored.derived import DERIVED
@@ -113,16 +114,19 @@ class Vocabulary(NamedTuple):
         )
 
 
-def _load_image(inputs: Inputs) -> Modality:
+def views_of(inputs: Inputs) -> Views:
+    """What is shown of images, and of all that lies on them (`data/modalities/placed.py`)."""
     options = inputs.options
     size = (options.image_size, options.image_size)
-    return ImageModality(
+    return Views(
         augmented(size, options.augmentation or (), options.preprocessing),
         EvalTransform(size, options.preprocessing),
-        inputs.cache,
         side_multiple(inputs.patch_size),
-        inputs.patch_size,
     )
+
+
+def _load_image(inputs: Inputs) -> Modality:
+    return ImageModality(views_of(inputs), inputs.cache, inputs.patch_size)
 
 
 def _load_text(inputs: Inputs) -> Modality:
@@ -149,10 +153,10 @@ def _load_video(inputs: Inputs) -> Modality:
     options = inputs.options
     if options.video_frames is None:
         raise ValueError("a pair with video needs --video-tower and --video-frames")
-    size = (options.image_size, options.image_size)
+    views = views_of(inputs)
     return VideoModality(
-        augmented(size, options.augmentation or (), options.preprocessing),
-        EvalTransform(size, options.preprocessing),
+        views.train,
+        views.evaluation,
         FrameTimes(options.video_frames, options.video_rate),
         inputs.cache,
         inputs.share_frames,
@@ -305,10 +309,17 @@ def encoded(source: KnownSource, modality: str, i: int) -> View | None:
 
 
 def read_value(file: Path, modalities: Sequence[str]) -> tuple[str, View]:
-    """The one of `modalities` that a file is of, by its content, and its value. Raises ValueError
-    where it is of none, and where it is damaged."""
+    """The one of `modalities` that a file is of, by its content, and its value; where it may be of
+    several, that whose files end most nearly as it does (`1.depth.png`). Raises ValueError where it
+    is of none, and where it is damaged."""
     data, reasons = file.read_bytes(), {}
-    for name in modalities:
+
+    def in_common(name: str) -> int:
+        view = view_of(name)
+        endings = view.endings if view else ()
+        return max((len(each) for each in endings if file.name.endswith(f".{each}")), default=0)
+
+    for name in sorted(modalities, key=in_common, reverse=True):
         if (view := view_of(name)) is None:
             continue
         value = view(data)

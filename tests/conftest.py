@@ -129,12 +129,13 @@ def module_folder(
 def registries(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What a module of one's own registers in a test is gone behind it."""
     from data.index.sources import KINDS
+    from data.stored.kinds import STORED
     from engine.schedule import SCHEDULES
     from launch.modalities import MODALITIES
     from models.losses import LOSSES
     from models.towers.image import OWN
 
-    before = [(each, dict(each)) for each in (KINDS, LOSSES, OWN, MODALITIES, SCHEDULES)]
+    before = [(each, dict(each)) for each in (KINDS, LOSSES, OWN, MODALITIES, SCHEDULES, STORED)]
     for name in [name for name in sys.modules if name.startswith("examples.")]:
         monkeypatch.delitem(sys.modules, name)
     yield

@@ -6,7 +6,7 @@ from data.batching.batches import Batches
 from data.batching.requests import MicroBatchRequest
 from data.batching.settings import Setting
 from data.modalities.image import ImageModality
-from data.modalities.transforms import EvalTransform, TrainTransform
+from data.modalities.transforms import EvalTransform, TrainTransform, Views
 
 
 def plain_requests(order, subset, replica, replicas, num_micro_batches, start, stop, buckets=None):
@@ -21,5 +21,8 @@ def request_of(samples, epoch=0, training=True, **more):
     return MicroBatchRequest(0, epoch, index, np.arange(len(index)), training, **more)
 
 
-def square_images(side, *more, **how):
-    return ImageModality(TrainTransform((side, side)), EvalTransform((side, side)), *more, **how)
+def square_images(side, *more, side_multiple=1, **how):
+    size = side, side
+    return ImageModality(
+        Views(TrainTransform(size), EvalTransform(size), side_multiple), *more, **how
+    )

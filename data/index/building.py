@@ -49,7 +49,7 @@ from data.processes import end_with_parent, start_method
 from data.progress import progress_bar
 from data.regions import Region, placed, written
 from data.stored.audio import refuse_too_long
-from data.stored.kinds import STORED, files_of
+from data.stored.kinds import Registered, files_of
 from data.stored.record import StoredFile
 from data.stored.regions import REGIONS
 
@@ -126,7 +126,7 @@ class _Work:
     format: Format
     check: str
     max_audio_seconds: float | None
-    kinds: Sequence[StoredFile]  # of the modalities, which a module may have registered
+    kinds: Sequence[StoredFile]  # of the modalities
     known: frozenset[str] = frozenset()  # stamps of the parts that the index of before has
     memo: Memo | None = None  # what that index has measured
 
@@ -280,7 +280,10 @@ def _indexed(work: _Work, workers: int | None, progress: bool) -> Iterator[tuple
         for part in format.parts():
             if pool is None and workers > 1 and time.monotonic() - began > POOL_AFTER_S:
                 pool = ProcessPoolExecutor(
-                    workers, start_method(), initializer=_start_worker, initargs=(work,)
+                    workers,
+                    start_method(),
+                    initializer=_start_worker,
+                    initargs=(Registered(), work),
                 )
                 stack.callback(pool.shutdown, cancel_futures=True)
             if pool is None or fingerprint(part.stamp) in work.known:
@@ -296,10 +299,9 @@ def _indexed(work: _Work, workers: int | None, progress: bool) -> Iterator[tuple
 _work: _Work  # of a worker process
 
 
-def _start_worker(work: _Work) -> None:
+def _start_worker(kinds: Registered, work: _Work) -> None:
     global _work
     end_with_parent()
-    STORED.update((kind.name, kind) for kind in work.kinds)
     _work = work
 
 

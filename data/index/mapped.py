@@ -29,7 +29,7 @@ from data.formats.rows import CAPTION_LINES, DEFAULT_PAIRS, Format
 from data.formats.specs import cache_folder
 from data.identity import MISSING, Identity, fingerprint
 from data.stored.audio import AUDIO
-from data.stored.kinds import STORED, files_of, stored
+from data.stored.kinds import STORED, Registered, files_of, stored
 
 VERSION = 9  # raised when an index of before would say other things of the same data
 NUMBERS, TEXTS, REPEATS, META = "numbers", "texts.arrow", "repeats.npy", "meta.json"
@@ -125,7 +125,7 @@ class Index:
         return int(self._starts[-1])
 
     def __reduce__(self):
-        return Index, (self.folder,)
+        return _opened, (Registered(), self.folder)
 
     def column(self, name: str) -> np.ndarray:
         """[N], one of `numbers_of`, without a copy and not to be written to; zeros for media that
@@ -185,6 +185,10 @@ class Index:
         for name, column in self._columns.items():
             numbers[name] = column[rows]
         return self._batches.get_batch(number), numbers
+
+
+def _opened(kinds: Registered, folder: Path) -> Index:
+    return Index(folder)
 
 
 def _map(file: Path) -> mmap.mmap:

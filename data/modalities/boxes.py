@@ -35,6 +35,17 @@ class Placed(NamedTuple):
         (top, left, height, width), (h, w) = crop, image
         return cls(left / w, top / h, (left + width) / w, (top + height) / h, size, mirrored)
 
+    def nearest(self, values: np.ndarray, beyond: float = 0) -> np.ndarray:
+        """What the view shows of values that lie on the image, [h, w, ...] of any sides and type ->
+        [H, W, ...]: in each pixel the value that is nearest to its centre, and `beyond` where the
+        view shows more than the image."""
+        rows, down = _nearest(self.top, self.bottom, values.shape[0], self.size[0])
+        columns, across = _nearest(self.left, self.right, values.shape[1], self.size[1])
+        found = values[rows][:, columns]
+        found[~down] = beyond
+        found[:, ~across] = beyond
+        return np.ascontiguousarray(found[:, ::-1]) if self.mirrored else found
+
     def boxes(self, boxes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """x1, y1, x2, y2 as fractions of the image's sides [n, 4] -> the same in pixels of the
         view, cut off at its edges, float32 [n, 4]; and which part of each one's area the view
@@ -50,3 +61,11 @@ class Placed(NamedTuple):
         # a box without an area is not shown
         inside = np.divide(part, area, out=np.zeros(len(whole)), where=area > 0)
         return shown.astype(np.float32), inside.astype(np.float32)
+
+
+def _nearest(begin: float, end: float, side: int, pixels: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of each of `pixels` between two fractions of a side: the number of the value at its centre
+    [pixels] int64, and whether there is one."""
+    at = np.floor((begin + (np.arange(pixels) + 0.5) / pixels * (end - begin)) * side)
+    at = at.astype(np.int64)
+    return at.clip(0, side - 1), (at >= 0) & (at < side)

@@ -17,12 +17,12 @@ from torch import Tensor
 from common.boxes import WHOLE
 from data.bad_samples import REGION_LIMIT
 from data.batching.draws import patch_numbers
-from data.batching.load_control import kept_number, scaled_size
+from data.batching.load_control import kept_number
 from data.batching.shown import shown_regions
 from data.keys import keys_of
 from data.modalities.boxes import KEPT_AREA, Placed
 from data.modalities.modality import Loaded, Modality, read_values
-from data.modalities.transforms import ImageTransform, stacked
+from data.modalities.transforms import ImageTransform, Views, stacked
 
 if TYPE_CHECKING:
     from data.batching.requests import MicroBatchRequest
@@ -38,7 +38,7 @@ class ImageModality(Modality):
     (`data/modalities/transforms.py`) makes what the tower reads, on the tower's device; with
     `patch_size` (ViT) and fewer patches asked for kept_patches int64 [b, K], ascending.
 
-    `side_multiple`: of the sides that the tower takes. `cache` changes no value. An image that
+    `cache` changes no value. An image that
     cannot be read shows another one of the micro-batch.
 
     Where a pair has regions also the rows `region`: region_boxes int32 [n, 4] (x1, y1, x2, y2 in
@@ -52,17 +52,14 @@ class ImageModality(Modality):
 
     def __init__(
         self,
-        transform_train: ImageTransform,
-        transform_eval: ImageTransform,
+        views: Views,
         cache: SampleCache | None = None,
-        side_multiple: int = 1,
         patch_size: int | None = None,
     ) -> None:
-        self.transform_train, self.transform_eval = transform_train, transform_eval
-        self.cache, self.side_multiple, self.patch_size = cache, side_multiple, patch_size
+        self.views, self.cache, self.patch_size = views, cache, patch_size
 
     def load(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
-        transform = self._transform(request)
+        transform = self.views.of(request)
 
         def read(i: int, generator: np.random.Generator) -> tuple[np.ndarray, Placed]:
             return transform.view(self._stored(source, transform, i), generator)
@@ -83,22 +80,13 @@ class ImageModality(Modality):
         )
 
     def meta_batch(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
-        size = self._transform(request).size
+        size = self.views.of(request).size
         shape = (len(request.index), 3, *size)
         tensors = {"pixel_values": torch.empty(shape, dtype=torch.uint8, device="meta")}
         tensors |= self._kept_patches(request, seed, size)
         loaded = Loaded.of(request, tensors)
         placed = [NOWHERE] * len(request.index)
         return replace(loaded, further=_regions(source, request, seed, placed, loaded))
-
-    def _transform(self, request: MicroBatchRequest) -> ImageTransform:
-        transform = self.transform_train if request.training else self.transform_eval
-        size = request.size or transform.size
-        if request.training and request.feed_rates.image_size:
-            size = scaled_size(
-                size, request.feed_rates.image_size, max(transform.size), self.side_multiple
-            )
-        return replace(transform, size=size)
 
     def _stored(self, source: Source, transform: ImageTransform, i: int) -> np.ndarray:
         """The image before augmentation. The source knows the bytes by their hash, so what is

@@ -6,7 +6,7 @@ b: samples of a micro-batch, n: rows that a modality makes of them (b, or severa
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -107,18 +107,27 @@ class ValueModality(Modality):
         def read(i: int, generator: np.random.Generator) -> dict[str, Tensor]:
             return self.row(source, i, generator if request.training else None)
 
-        rows, loaded = read_values(self.name, source, request, seed, read, self.blank)
-        for name, first in rows[0].items():
-            out = empty((len(rows), *first.shape), first.dtype)
-            loaded.tensors[name] = torch.stack([row[name] for row in rows], out=out)
-        return loaded
+        return with_tensors(*read_values(self.name, source, request, seed, read, self.blank))
 
     def meta_batch(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
-        tensors = {
-            name: row.to("meta").expand(len(request.index), *row.shape)
-            for name, row in self.blank().items()
-        }
-        return Loaded.of(request, tensors)
+        return shaped_as(self.blank(), request)
+
+
+def with_tensors(rows: Sequence[Mapping[str, Tensor]], loaded: Loaded) -> Loaded:
+    """Rows of a micro-batch that have no tensors yet, with those of each row."""
+    for name, first in rows[0].items():
+        out = empty((len(rows), *first.shape), first.dtype)
+        loaded.tensors[name] = torch.stack([row[name] for row in rows], out=out)
+    return loaded
+
+
+def shaped_as(row: Mapping[str, Tensor], request: MicroBatchRequest) -> Loaded:
+    """The rows of a micro-batch, each with tensors shaped as those of `row`, without values."""
+    tensors = {
+        name: tensor.to("meta").expand(len(request.index), *tensor.shape)
+        for name, tensor in row.items()
+    }
+    return Loaded.of(request, tensors)
 
 
 def read_values(

@@ -13,11 +13,13 @@ the tower computes. H, W: the tower's input; h, w: a stored image. Chance comes 
 Generator that the caller seeds for each sample.
 """
 
+from __future__ import annotations
+
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -26,10 +28,14 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
+from data.batching.load_control import scaled_size
 from data.decoding.images import decode_bytes, upright_8bit
 from data.modalities.boxes import Placed
 from data.modalities.memory import empty
 from data.modalities.preprocessing import CLIP, Preprocessing
+
+if TYPE_CHECKING:
+    from data.batching.requests import MicroBatchRequest
 
 # of phase A: to be raised when `Stored` gives other pixels, or caches answer with old ones
 VERSION = "1"
@@ -67,13 +73,19 @@ class Stored:
         image = upright_8bit(image)
         if image.mode == "RGBA" and image.getchannel("A").getextrema()[0] == 255:
             image = image.convert("RGB")
-        larger = min(image.height / self.size[0], image.width / self.size[1])
-        if larger <= KEPT:
+        size = self.sides((image.height, image.width))
+        if size == (image.height, image.width):
             return np.array(image)
-        size = round(image.height * SHRUNK / larger), round(image.width * SHRUNK / larger)
         if image.mode == "RGBA":  # Pillow weighs colours by their opacity
             return np.array(image.resize(size[::-1], Image.Resampling[self.interpolation.upper()]))
         return _resized(np.array(image), size, self.interpolation)
+
+    def sides(self, image: Size) -> Size:
+        """(h, w) of what becomes of an image of these sides."""
+        larger = min(image[0] / self.size[0], image[1] / self.size[1])
+        if larger <= KEPT:
+            return image
+        return round(image[0] * SHRUNK / larger), round(image[1] * SHRUNK / larger)
 
     @property
     def name(self) -> str:
@@ -117,6 +129,15 @@ class ImageTransform(ABC):
     ) -> tuple[np.ndarray, Placed]:
         """The same, and what of the image it shows. What draws nothing needs no `generator`."""
 
+    @abstractmethod
+    def placed(self, sides: Size, generator: np.random.Generator | None = None) -> Placed:
+        """What `view` shows of an image of these sides (h, w), without its pixels: the same where
+        the generator is the same."""
+
+    def placed_on(self, sides: Size, generator: np.random.Generator | None = None) -> Placed:
+        """The same of a file whose image has these sides, before phase A."""
+        return self.placed(self.stored.sides(sides), generator)
+
 
 @dataclass(frozen=True)
 class TrainTransform(ImageTransform):
@@ -137,29 +158,18 @@ class TrainTransform(ImageTransform):
     def view(
         self, image: np.ndarray, generator: np.random.Generator | None = None
     ) -> tuple[np.ndarray, Placed]:
-        assert generator is not None, "training draws by chance"
-        # all at once, and always all: what one option draws never shifts another
-        drawn = generator.random(10)
+        drawn = _drawn(generator)
         spread = WHITE + 1 - LIGHTEST_DARK
         colour = tuple(LIGHTEST_DARK + int(part * spread) for part in drawn[:3])
         image = _on_background(image, (WHITE, WHITE, WHITE) if self.white else colour)
-        mode, sides = self.preprocessing.train_resize_mode, image.shape[:2]
-        shape = self.size if mode == "shortest" else sides
-        box = _crop_box(sides, shape, *drawn[3:7])
-        rows, columns = (
-            _windows(box, sides, self.size)
-            if mode == "longest"
-            else [_Window(a, a + n, to, 0) for a, n, to in zip(box[:2], box[2:], self.size)]
-        )
-        mirrored = bool(drawn[7] < self.flip)
+        rows, columns = self._windows(image.shape[:2], drawn)
+        placed = self._placed(image.shape[:2], drawn)
         crop = np.array(image[rows.start : rows.stop, columns.start : columns.stop])
         inner = rows.length, columns.length
         image = _on_black(
             _resized(crop, inner, self.preprocessing.interpolation), self.size, rows.at, columns.at
         )
-        (top, height), (left, width) = rows.shown(self.size[0]), columns.shown(self.size[1])
-        placed = Placed.of((top, left, height, width), sides, self.size, mirrored)
-        if mirrored:
+        if placed.mirrored:
             image = np.ascontiguousarray(image[:, ::-1])
         if self.colour_jitter:
             brightness, contrast = (1 + self.colour_jitter * (2 * part - 1) for part in drawn[8:10])
@@ -168,6 +178,23 @@ class TrainTransform(ImageTransform):
             pixels = functional.adjust_contrast(pixels, contrast)
             image = np.ascontiguousarray(pixels.permute(1, 2, 0).numpy())
         return image, placed
+
+    def placed(self, sides: Size, generator: np.random.Generator | None = None) -> Placed:
+        return self._placed(sides, _drawn(generator))
+
+    def _placed(self, sides: Size, drawn: np.ndarray) -> Placed:
+        rows, columns = self._windows(sides, drawn)
+        (top, height), (left, width) = rows.shown(self.size[0]), columns.shown(self.size[1])
+        mirrored = bool(drawn[7] < self.flip)
+        return Placed.of((top, left, height, width), sides, self.size, mirrored)
+
+    def _windows(self, sides: Size, drawn: np.ndarray) -> list[_Window]:
+        """Rows and columns of an image of these sides (h, w) that are shown."""
+        mode = self.preprocessing.train_resize_mode
+        box = _crop_box(sides, self.size if mode == "shortest" else sides, *drawn[3:7])
+        if mode == "longest":
+            return _windows(box, sides, self.size)
+        return [_Window(a, a + n, to, 0) for a, n, to in zip(box[:2], box[2:], self.size)]
 
 
 @dataclass(frozen=True)
@@ -183,6 +210,9 @@ class StoredWhole(Stored):
     def of(self, image: Image.Image) -> np.ndarray:
         image = np.array(upright_8bit(image))
         return _resized_to_crop(image, self.size, self.interpolation, self.resize_mode)
+
+    def sides(self, image: Size) -> Size:
+        return _sides_to_crop(image, self.size, self.resize_mode)
 
     @property
     def name(self) -> str:
@@ -218,11 +248,29 @@ class EvalTransform(ImageTransform):
         placed = Placed.of((top, left, height, width), sides, self.size)
         return np.ascontiguousarray(_centred(image, self.size)), placed
 
-    def placed(self, sides: Size) -> Placed:
-        """What the view shows of an image of these sides (h, w), without its pixels."""
+    def placed(self, sides: Size, generator: np.random.Generator | None = None) -> Placed:
         least = self.preprocessing.resized(self.size)
         sides = _sides_to_crop(sides, least, self.preprocessing.resize_mode)
         return Placed.of((*_margins(sides, self.size), *self.size), sides, self.size)
+
+
+@dataclass(frozen=True)
+class Views:
+    """The transforms of a run, which all that lies on an image shares: where the generator is the
+    same, it shows the same part. `side_multiple`: of the sides that the tower takes."""
+
+    train: ImageTransform
+    evaluation: ImageTransform
+    side_multiple: int = 1
+
+    def of(self, request: MicroBatchRequest) -> ImageTransform:
+        """For the images of a micro-batch, of the size that it is to have."""
+        transform = self.train if request.training else self.evaluation
+        size = request.size or transform.size
+        if request.training and request.feed_rates.image_size:
+            rate = request.feed_rates.image_size
+            size = scaled_size(size, rate, max(transform.size), self.side_multiple)
+        return replace(transform, size=size)
 
 
 def augmented(
@@ -288,6 +336,12 @@ def _scale_and_shift(
             torch.tensor(scale, device=device).repeat(width),
             torch.tensor(shift, device=device).repeat(width),
         )
+
+
+def _drawn(generator: np.random.Generator | None) -> np.ndarray:
+    """All at once, and always all: what one option draws never shifts another. [10] of 0..1"""
+    assert generator is not None, "training draws by chance"
+    return generator.random(10)
 
 
 def _crop_box(

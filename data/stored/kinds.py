@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 from data.stored.audio import AUDIO
 from data.stored.image import IMAGE
@@ -13,10 +14,25 @@ from data.stored.video import VIDEO
 
 STORED: dict[str, Stored] = {each.name: each for each in (IMAGE, TEXT, AUDIO, VIDEO, REGIONS)}
 
+OWN = dict(STORED)  # which no module added
+
 
 def stored(name: str) -> Stored:
     """Of a modality that has no entry, one whose values are no files."""
     return STORED.get(name) or Stored(name)
+
+
+class Registered:
+    """What a module added to `STORED`. Pickled before what needs it, it is registered where it is
+    unpickled: in a process that may not have imported that module."""
+
+    def __reduce__(self) -> tuple[Callable[..., Registered], tuple[Any, ...]]:
+        return _registered, (*(kind for name, kind in STORED.items() if kind is not OWN.get(name)),)
+
+
+def _registered(*kinds: Stored) -> Registered:
+    STORED.update((kind.name, kind) for kind in kinds)
+    return Registered()
 
 
 def files_of(modalities: Sequence[str] | None = None) -> list[StoredFile]:

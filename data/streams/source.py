@@ -32,6 +32,7 @@ from data.index.building import load_index
 from data.index.mapped import UnusedCounts
 from data.index.sources import IndexedSource
 from data.keys import HASH_BYTES
+from data.stored.kinds import Registered
 from data.streams.cache import Held, ShardCache
 from data.streams.filters import Kept
 
@@ -153,12 +154,13 @@ class StreamSource:
         self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {name: value for name, value in self.__dict__.items()}
+        state = {"kinds": Registered(), **self.__dict__}
         for name in ("_open", "_is_told", "_numbers", "_counts", "_lock"):
             del state[name]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        state.pop("kinds")
         self.__dict__.update(state)
         self._reset()
 

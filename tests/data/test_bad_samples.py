@@ -13,7 +13,7 @@ from data.batching.requests import MicroBatchRequest
 from data.index.sources import open_source
 from data.loader import MicroBatchDataset
 from data.modalities.image import ImageModality
-from data.modalities.transforms import EvalTransform
+from data.modalities.transforms import EvalTransform, Views
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bad_audio import BAD_AUDIO  # noqa: E402
@@ -108,7 +108,7 @@ def test_an_error_of_our_own_in_making_a_tensor_ends_the_run(demo):
         def view(self, image, generator=None):
             raise KeyError("ours")
 
-    images = ImageModality(Faulty((8, 8)), Faulty((8, 8)))
+    images = ImageModality(Views(Faulty((8, 8)), Faulty((8, 8))))
     rows = MicroBatchRequest(0, 0, np.arange(2), np.arange(2), training=True)
     with pytest.raises(KeyError, match="ours"):
         MicroBatchDataset(demo, [images]).load(rows)

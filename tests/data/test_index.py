@@ -26,7 +26,7 @@ from data.index.mapped import index_folder, numbers_of, texts_of
 from data.index.sources import open_format, open_source
 from data.loader import MicroBatchDataset
 from data.modalities.image import ImageModality
-from data.modalities.transforms import EvalTransform, TrainTransform
+from data.modalities.transforms import EvalTransform, TrainTransform, Views
 from data.stored.image import perceptual_hash
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -360,7 +360,7 @@ def test_an_image_that_decodes_and_cannot_be_converted_is_a_bad_sample_of_its_fi
     assert headers.usable().tolist() == [0, 1, 2] and decoded.usable().tolist() == [0, 2]
     (_, where, reason, detail), *_ = decoded.bad_samples()
     assert reason == "unreadable" and detail.startswith("ValueError: ") and ":2" in where
-    images = ImageModality(TrainTransform((8, 8)), EvalTransform((8, 8)))
+    images = ImageModality(Views(TrainTransform((8, 8)), EvalTransform((8, 8))))
     rows = MicroBatchRequest(0, 0, np.arange(3), np.arange(3), training=True)
     _, report = MicroBatchDataset(headers, [images]).load(rows)
     assert report.bad == [(1, "unreadable", f"{where}: {detail}")]

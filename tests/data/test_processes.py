@@ -20,14 +20,15 @@ if __name__ == "__main__":
     from data.modalities.image import ImageModality
     from data.batching.requests import MicroBatchRequest
     from data.index.sources import open_source
-    from data.modalities.transforms import EvalTransform, TrainTransform
+    from data.modalities.transforms import EvalTransform, TrainTransform, Views
+    from data.stored.kinds import Registered
 
-    images = ImageModality(TrainTransform((16, 16)), EvalTransform((16, 16)))
+    images = ImageModality(Views(TrainTransform((16, 16)), EvalTransform((16, 16))))
     dataset = MicroBatchDataset(open_source("demo"), [images])
     batches = micro_batches(dataset, (MicroBatchRequest(n, 0, np.array([n]), np.array([0]), True) for n in itertools.count()), 2)
     next(batches)
     work = index_build._Work(None, "decode", None, ())
-    pool = ProcessPoolExecutor(1, processes.start_method(), index_build._start_worker, (work,))
+    pool = ProcessPoolExecutor(1, processes.start_method(), index_build._start_worker, (Registered(), work))
     pool.submit(os.getpid).result()
     print("ready", flush=True)
     THEN

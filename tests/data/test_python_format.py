@@ -22,7 +22,7 @@ from data.modalities.image import ImageModality
 from data.modalities.lengths import token_counts
 from data.modalities.modality import ValueModality
 from data.modalities.text import Languages, TextModality
-from data.modalities.transforms import EvalTransform
+from data.modalities.transforms import EvalTransform, Views
 from data.options import DataOptions
 from data.prepare import prepare_data
 from data.stored.audio import encoded_audio
@@ -164,7 +164,7 @@ def test_languages_of_texts(module, tokenizer):
 def test_what_a_sample_lacks_has_a_stand_in_that_is_marked(module, tokenizer):
     source = open_source(f"python:{module}:Own", PAIRS)
     transform = EvalTransform((16, 16))
-    modalities = [ImageModality(transform, transform), TextModality(tokenizer, 16), Tone()]
+    modalities = [ImageModality(Views(transform, transform)), TextModality(tokenizer, 16), Tone()]
     dataset = MicroBatchDataset(source, modalities)
     batch = dataset[request(3, 4, 5, 9, 15)]
     assert batch["image_index"].tolist() == [3, -5, 5, -10, -16]

@@ -23,7 +23,7 @@ from data.modalities.image import ImageModality
 from data.modalities.lengths import TokenCounts
 from data.modalities.text import TextModality
 from data.modalities.tokenizer import train_tokenizer
-from data.modalities.transforms import EvalTransform, TrainTransform
+from data.modalities.transforms import EvalTransform, TrainTransform, Views
 
 G, SIZE = 12, (32, 32)
 PAIRS = (("image", "text"), ("image", "region"))
@@ -55,7 +55,9 @@ def source(tmp_path_factory):
 def modalities(source, tmp_path_factory):
     words = [phrase for i in range(G) for phrase in ([f"picture {i}"] + _phrases(source, i))]
     tokenizer = train_tokenizer(iter(words), tmp_path_factory.mktemp("words") / "tokenizer")
-    return ImageModality(TrainTransform(SIZE), EvalTransform(SIZE)), TextModality(tokenizer, 16)
+    return ImageModality(Views(TrainTransform(SIZE), EvalTransform(SIZE))), TextModality(
+        tokenizer, 16
+    )
 
 
 def _regions(source, i):
@@ -171,7 +173,9 @@ def test_a_region_of_which_the_view_shows_little_is_left_out(source, modalities)
     assert (loaded["region_index"] >= 0).tolist() == expected
     box = loaded["region_boxes"][8].numpy() / WHOLE
     assert box == pytest.approx([8 / 40, 6 / 40, 18 / 40, 18 / 40], abs=1e-4)
-    upright = ImageModality(TrainTransform((48, 32)), EvalTransform((48, 32)))  # as the image is
+    upright = ImageModality(
+        Views(TrainTransform((48, 32)), EvalTransform((48, 32)))
+    )  # as the image is
     loaded = MicroBatchDataset(source, [upright])[request]
     shown = loaded["region_boxes"].numpy() / WHOLE
     given = [region.box for region in _regions(source, 4)]

@@ -18,7 +18,7 @@ from data.index.sources import open_source
 from data.loader import MicroBatchDataset
 from data.modalities.image import ImageModality
 from data.modalities.preprocessing import CLIP, NORMALIZATIONS, RESIZE_MODES, Preprocessing
-from data.modalities.transforms import EvalTransform
+from data.modalities.transforms import EvalTransform, Views
 from launch.config.options import parse_options
 from launch.config.pixels import describe_pixels, trained_with
 from launch.inputs import as_values
@@ -56,7 +56,7 @@ def run_s_pixels(options, spec, number):
     """[number, 3, H, W] as a run with these options evaluates them."""
     preprocessing = options.preprocessing
     transform = EvalTransform((options.image_size, options.image_size), preprocessing)
-    dataset = MicroBatchDataset(open_source(spec), [ImageModality(transform, transform)])
+    dataset = MicroBatchDataset(open_source(spec), [ImageModality(Views(transform, transform))])
     (request,) = evaluation_requests(np.arange(number), 0, 1, number)
     return as_values(dataset[request], preprocessing)["pixel_values"]
 

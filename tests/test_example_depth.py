@@ -1,0 +1,243 @@
+"""`examples/depth/`: a modality of files in three files, which no other file knows of. It shows the part
+that its image shows, and is trained from every kind of data, resumed, evaluated and exported."""
+
+import base64
+import csv
+import io
+import json
+import tarfile
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from launched import ROOT, metrics, run_to_end, words
+from PIL import Image
+from plain_requests import request_of
+from safetensors.torch import load_file
+
+from data.batching.load_control import FeedRates
+from data.index.sources import open_source
+from data.loader import MicroBatchDataset
+from data.modalities.image import ImageModality
+from data.modalities.preprocessing import CLIP
+from data.modalities.transforms import EvalTransform, TrainTransform, Views
+
+NUMBER, WITHOUT = 40, 3  # samples, the first of which have no depth
+HEIGHT, WIDTH = 60, 84
+PAIRS = "image:text,depth:text,image:depth"
+FLAGS = ["--import-module", "examples.depth.shown", "--pairs", PAIRS, "--augmentation", "crop+flip"]
+FLAGS += words("--image-tower resnet18:layers=1-1-1-1 --image-size 32 --text-tower bert-tiny")
+FLAGS += words("--embed-dim 16 --max-text-tokens 8 --val-fraction 0.2 --workers 0")
+FORK = {
+    "layout": "fork",
+    "stages": {"image": 1, "text": 1, "depth": 2},
+    "replicas": {"image": 1, "text": 1, "depth": 1},
+    "micro_batch_size": {"image": 6, "text": 12, "depth": 4},
+}
+
+
+pytestmark = pytest.mark.usefixtures("registries")
+
+
+def png(values: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(values).save(file, "PNG")
+    return file.getvalue()
+
+
+def contents(n: int) -> tuple[bytes, bytes | None]:
+    """An image and its depth: both say of each pixel where it is."""
+    rows, columns = np.mgrid[:HEIGHT, :WIDTH]
+    image = np.stack([2 * columns, 2 * rows, np.full_like(rows, 5 * n)], -1)
+    depth = (256 * columns + rows).astype(np.uint16)
+    depth[0, 0] = n  # equal files are on one side of a split
+    return png(image.astype(np.uint8)), png(depth) if n >= WITHOUT else None
+
+
+@pytest.fixture(scope="module")
+def data(module_folder):
+    """The same samples in each format -> their specs."""
+    folder, rows, lines = module_folder("data"), [], []
+    with tarfile.open(folder / "a.tar", "w") as tar:
+        for n in range(NUMBER):
+            image, depth = contents(n)
+            text = f"picture {n}".encode()
+            for ending, content in {"png": image, "depth.png": depth, "txt": text}.items():
+                if content is not None:
+                    entry = tarfile.TarInfo(f"{n:03}.{ending}")
+                    entry.size = len(content)
+                    tar.addfile(entry, io.BytesIO(content))
+                    (folder / f"{n:03}.{ending}").write_bytes(content)
+            rows.append({"id": f"{n:03}", "text": text.decode(), "image": image, "depth": depth})
+            line = {"id": f"{n:03}", "text": text.decode(), "image_path": f"{n:03}.png"}
+            lines.append(line | ({"depth_path": f"{n:03}.depth.png"} if depth else {}))
+    (folder / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with (folder / "a.csv").open("w", newline="") as file:
+        names = {"filepath": "image_path", "title": "text", "depth_path": "depth_path", "id": "id"}
+        table = csv.writer(file)
+        table.writerow(names)
+        table.writerows([[line.get(key) for key in names.values()] for line in lines])
+    columns = {key: [row[key] for row in rows] for key in rows[0]}
+    pq.write_table(pa.table(columns), folder / "a.parquet", row_group_size=16)
+    files = {"jsonl": "a.jsonl", "csv": "a.csv", "parquet": "a.parquet", "webdataset": "a.tar"}
+    specs = {kind: f"{kind}:{folder / name}" for kind, name in files.items()}
+    return {**specs, "stream": f"stream:{folder / 'a.tar'}", "folder": folder}
+
+
+# -- the same part as the image
+
+
+@pytest.mark.parametrize("mode", ("shortest", "squash", "longest"))
+def test_it_shows_the_part_that_its_image_shows(mode, data, tmp_path):
+    from examples.depth.shown import Depth
+
+    how = replace(CLIP, resize_mode=mode, train_resize_mode=mode)
+    size = (32, 32)
+    views = Views(TrainTransform(size, how, flip=0.5), EvalTransform(size, how), 8)
+    pairs = (("image", "text"), ("depth", "text"))
+    source = open_source(data["parquet"], pairs, folder=tmp_path, workers=1)
+    dataset = MicroBatchDataset(source, [ImageModality(views), Depth(views)])
+    asked = range(WITHOUT, NUMBER)
+    bucket = {"size": (24, 48), "feed_rates": FeedRates(image_size=16)}
+    requests = [request_of(asked, epoch) for epoch in range(3)]
+    requests += [request_of(asked, training=False), request_of(asked, 3, **bucket)]
+    mirrored = 0
+    for request in requests:
+        loaded = dataset[request]
+        pixels = loaded["pixel_values"].permute(0, 2, 3, 1).numpy().astype(int)
+        depth = np.rint(loaded["depth_values"][:, 0].numpy() * 65_535).astype(int)
+        assert pixels.shape[:3] == depth.shape
+        assert request.size is None or depth.shape[1:] == (16, 24)
+        columns, rows = depth // 256, depth % 256
+        # beyond the image is black, and 0, and what is beside that is mixed with it
+        inside = np.pad(depth > 0, ((0, 0), (1, 1), (1, 1)))
+        inner = inside[:, 1:-1, 1:-1].copy()
+        for down, across in ((0, 1), (2, 1), (1, 0), (1, 2)):
+            inner &= inside[:, down:, across:][:, : depth.shape[1], : depth.shape[2]]
+        step = max(HEIGHT / depth.shape[1], WIDTH / depth.shape[2])  # pixels of the file
+        for where, channel in ((columns, 0), (rows, 1)):
+            apart = np.abs(pixels[..., channel] / 2 - where)[inner]
+            assert apart.size and apart.max() <= 1 + 0.6 * step, (mode, request.size, apart.max())
+        to_the_right = np.diff(columns) * (inner[..., 1:] & inner[..., :-1])
+        mirrored += int((to_the_right.sum((1, 2)) < 0).sum())
+    assert 0.35 < mirrored / (4 * len(asked)) < 0.65  # an evaluation mirrors nothing
+
+
+@pytest.mark.parametrize("mode", ("shortest", "squash", "longest"))
+def test_the_part_is_equal_to_the_last_bit(mode):
+    how = replace(CLIP, resize_mode=mode, train_resize_mode=mode)
+    pixels = np.zeros((333, 517, 3), np.uint8)
+    for transform in (TrainTransform((32, 48), how, flip=0.5), EvalTransform((32, 48), how)):
+        for seed in range(20):
+            generators = [np.random.default_rng(seed) for _ in range(2)]
+            stored = transform.stored.of(Image.fromarray(pixels))
+            placed = transform.view(stored, generators[0])[1]
+            assert transform.placed_on(pixels.shape[:2], generators[1]) == placed
+
+
+def test_every_format_gives_the_same_values(data, tmp_path):
+    from examples.depth.shown import Depth
+
+    views, found = Views(TrainTransform((32, 32)), EvalTransform((32, 32))), []
+    pairs = (("image", "text"), ("depth", "text"))
+    for kind in ("jsonl", "csv", "parquet", "webdataset"):
+        source = open_source(data[kind], pairs, folder=tmp_path / kind, workers=1)
+        loaded = MicroBatchDataset(source, [Depth(views)])[request_of(range(NUMBER))]
+        assert (loaded["depth_index"] < 0).sum() == WITHOUT, kind
+        found.append(loaded["depth_values"])
+    assert all(np.array_equal(found[0], other) for other in found[1:]) and found[0].std() > 0.05
+
+
+# -- trained
+
+
+def config(folder, batch: int = 12):
+    written = json.loads((ROOT / "ds_configs" / "cpu_fp32.json").read_text())
+    written |= {"train_batch_size": batch, "branches": written["branches"] | FORK}
+    file = folder / "fork.json"
+    file.write_text(json.dumps(written))
+    return ["--deepspeed_config", file]
+
+
+def trained(data, kind, folder, run_dir, *flags, ranks=4, expected=0):
+    how = [*FLAGS, *config(folder), "--data", data[kind], "--run-dir", run_dir, *flags]
+    if kind == "stream":  # with a process that loads, which did not import the module by itself
+        how += ["--val-data", data["webdataset"], "--workers", 1]
+    status, output = run_to_end("train.py", *how, ranks=ranks)
+    assert status == expected, output[-4000:]
+    return output
+
+
+@pytest.fixture(scope="module")
+def run(data, module_folder):
+    folder = module_folder("runs")
+    trained(data, "jsonl", folder, folder / "run", "--steps", 3)
+    return folder / "run"
+
+
+def test_it_is_trained_and_evaluated(run):
+    steps, (last,) = metrics(run), [metrics(run, "held_out")[3]]
+    assert len(steps) == 3 and steps[3]["grad_norm/depth"] > 0
+    assert steps[1]["depths_per_s"] == steps[1]["samples_per_s"]
+    assert steps[1]["loss"] == pytest.approx(
+        sum(steps[1][f"contrastive_loss/{a}"] for a in ("image_text", "depth_text", "image_depth"))
+    )
+    assert {"depth_to_text_R@10", "text_to_depth_R@10", "image_to_depth_R@10"} <= last.keys()
+
+
+def test_the_report_shows_it(run):
+    page = (run / "report.html").read_text()
+    samples = json.loads((run / "queries.json").read_text())["sets"]["validation"]["samples"]
+    pictures = [each["depth_picture"] for each in samples.values() if "depth_picture" in each]
+    assert pictures and all(each in page for each in pictures)
+    assert Image.open(io.BytesIO(base64.b64decode(pictures[0]))).size == (WIDTH, HEIGHT)
+
+
+def test_a_resumed_run_ends_where_an_undisturbed_one_ends(data, run, tmp_path):
+    trained(
+        data, "jsonl", tmp_path, tmp_path / "run", "--steps", 3, "--max-hours", 1e-9, expected=75
+    )
+    trained(data, "jsonl", tmp_path, tmp_path / "run", "--steps", 3)
+    again, whole = metrics(tmp_path / "run"), metrics(run)
+    assert [again[n]["loss"] for n in (1, 2, 3)] == [whole[n]["loss"] for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "stream",
+        *(
+            pytest.param(each, marks=pytest.mark.all("trains from more formats"))
+            for each in ("parquet", "webdataset")
+        ),
+    ],
+)
+def test_it_is_trained_from_others(kind, data, run, tmp_path):
+    trained(data, kind, tmp_path, tmp_path / "run", "--steps", 3)
+    losses = [[line["loss"] for line in metrics(each).values()] for each in (tmp_path / "run", run)]
+    # a stream has another order
+    assert losses[0] == losses[1] if kind != "stream" else len(losses[0]) == 3
+
+
+def test_it_is_asked_for_and_asks(data, run, tmp_path):
+    query = data["folder"] / "007.depth.png"
+    picture = tmp_path / "found.png"
+    for found in ("text", "depth", "image"):
+        status, output = run_to_end(
+            *("evaluate.py", run, "--trust-run", "--query", query, "--find", found),
+            *("--number", 3, "--picture", picture),
+        )
+        assert status == 0 and "007.depth.png" in output, output[-3000:]
+        assert np.asarray(Image.open(picture)).std() > 1
+    status, output = run_to_end("evaluate.py", run, "--trust-run", "--embeddings", tmp_path / "e")
+    assert status == 0 and (tmp_path / "e" / "depth.npy").exists(), output[-3000:]
+    assert "depth → text" in output
+
+
+def test_an_export_says_that_it_is_left_out(run, tmp_path):
+    """No library has its tower, so an export is of the others."""
+    status, output = run_to_end("export.py", run, tmp_path / "out", "--trust-run")
+    assert status == 0, output[-3000:]
+    assert not any("depth" in name for name in load_file(tmp_path / "out" / "model.safetensors"))
