@@ -38,7 +38,7 @@ from data.options import IMAGE_TEXT, branches_of, read_pairs
 from data.stored.derived import DERIVED
 from launch.config.groups import by_modality
 from launch.views import FilmView, ImageView, SoundView, View
-from models.towers.audio import audio_tower
+from models.towers.audio import audio_input, audio_tower
 from models.towers.building import with_head
 from models.towers.fusion import FusionSizes
 from models.towers.image import image_tower
@@ -275,9 +275,7 @@ def audio_features(
     return AudioFeatures(reads["extractor"], reads["values"], reads["num_samples"], augmentation)
 
 
-@lru_cache  # a loader is made for every evaluation
-def _audio_input(tower: str, seconds: float | None, size: int) -> Mapping[str, Any]:
-    return audio_tower(tower, seconds, size).config["audio_input"]
+_audio_input = lru_cache(audio_input)  # a loader is made for every evaluation
 
 
 # -- how values are shown
