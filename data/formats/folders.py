@@ -30,6 +30,7 @@ from data.formats.specs import ROOT, existing, images_and, split_options
 from data.regions import BOX_OPTIONS, BoxOptions
 from data.stored.audio import AUDIO
 from data.stored.image import IMAGE
+from data.stored.regions import REGIONS
 from data.stored.roots import is_inside
 from data.stored.video import VIDEO
 
@@ -301,7 +302,7 @@ class CocoFormat(ListFormat):
         they are needed."""
         regions: defaultdict[Any, list] = defaultdict(list)
         crowds: defaultdict[Any, list] = defaultdict(list)
-        if "region" not in self.modalities:
+        if REGIONS.name not in self.modalities:
             return [], regions, crowds
         keys = ("images", "annotations", "categories")
         images, boxes, categories = json_lists(

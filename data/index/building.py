@@ -447,7 +447,7 @@ def _noted(sample: Sample) -> str:
     if broken:
         of = f"{len(broken)} of {len(sample.captions) + len(sample.dropped)} captions"
         noted.append(("text", BadSample(broken[0].reason, f"{of}: {broken[0].detail}")))
-    if regions and "region" not in sample.lacks:
+    if regions and REGIONS.name not in sample.lacks:
         broken = [each for each in regions.phrases if each.reason not in ABSENCES]
         of = f"{len(broken)} phrases of its regions"
         if regions.dropped:

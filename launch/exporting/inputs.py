@@ -40,14 +40,14 @@ def write_inputs(trained: Trained, kind: str, beside: Path) -> None:
     towers = trained.by_branch
     tokenizer = exported_tokenizer(trained)
     tokenizer.save_pretrained(str(beside))
-    if "audio" in towers:
-        extractor = feature_extractor(towers["audio"])
+    if sounds := towers.get("audio"):
+        extractor = feature_extractor(sounds)
         extractor.save_pretrained(beside / "audio")
         if kind == CLAP:  # in both files, for all versions of transformers
             extractor.save_pretrained(beside)
             ClapProcessor(extractor, tokenizer).save_pretrained(beside)
     # it cannot fill up what is too short; `pixel_values` of modeling_export.py does
-    if "image" in towers and trained.preprocessing.resize_mode != "longest":
+    if towers.get("image") and trained.preprocessing.resize_mode != "longest":
         size = trained.options["image_size"]
         image_processor(trained.preprocessing, size).save_pretrained(beside)
 

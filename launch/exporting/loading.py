@@ -9,6 +9,7 @@ from typing import Any
 import transformers
 from transformers import ClapFeatureExtractor, SequenceFeatureExtractor
 
+from data.stored.kinds import is_text
 from launch.inference.adapters import TOWER_IN
 from launch.inference.trained import Trained
 from launch.records import OPEN_CLIP, STATE_DICT, WEIGHTS
@@ -25,6 +26,8 @@ from models.weights.names import AUDIO, REGIONS
 
 Record = dict[str, Any]
 # what the model's own classifier or mean becomes, in modeling_export.py's words
+APART = ("audio",)
+"""Branches whose towers are written beside the model of images and texts."""
 NOTHING, MAX = "Identity", "AdaptiveMaxPool2d"
 
 
@@ -32,17 +35,18 @@ def loading_record(trained: Trained, kind: str) -> Record:
     """Of an export of this kind."""
     towers = trained.by_branch
     whole = None if kind == STATE_DICT else kind
-    # an audio tower beside images has no place in any model
-    apart = ["audio"] if "image" in towers else []
+    images, sounds = towers.get("image"), towers.get("audio")
+    # beside images they have no place in any model
+    apart = APART if images else ()
     own = {name: tower for name, tower in towers.items() if not whole or name in apart}
     return {
         "model": whole,
         "file": AUDIO if whole else WEIGHTS,
-        "images": _images(towers["image"]) if "image" in towers else None,
+        "images": _images(images) if images else None,
         "texts": _texts(towers["text"]) if kind != OPEN_CLIP else None,
-        "sounds": _sounds(towers["audio"]) if "audio" in towers else None,
+        "sounds": _sounds(sounds) if sounds else None,
         "towers": {name: tower_record(tower) for name, tower in own.items()},
-        **_regions(towers.get("image"), kind),
+        **_regions(images, kind),
         **_clips(trained),
     }
 
@@ -157,7 +161,7 @@ def _of_library(tower: Tower) -> Record:
         makers = {"image": _transformers_image, "text": _transformers_text}
         return {"unused": [], **makers.get(tower.branch, _transformers_audio)(tower)}
     if config["library"] == "open_clip":
-        return _open_clip_text(config) if tower.branch == "text" else _open_clip_image(config)
+        return _open_clip_text(config) if is_text(tower.branch) else _open_clip_image(config)
     if config["library"] == "timm":
         unpooled = {"method": "forward_features"} if config["pool"] == "attention" else {}
         return {"arguments": config["arguments"], **unpooled, **_added_pool(config)}

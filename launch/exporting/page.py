@@ -248,7 +248,7 @@ def _card(trained: Trained, kind: str) -> str:
     """The header in YAML. No license: what the data and the weights allow is not known here."""
     branches = [branch for branch in TASKS if branch in trained.by_branch]
     compared = branches[0]
-    of_pairs = "clip" if compared == "image" else "clap"
+    of_pairs = {"image": "clip", "audio": "clap"}[compared]
     library = {OPEN_CLIP: OPEN_CLIP, STATE_DICT: "pytorch"}.get(kind, "transformers")
     data = ModelCardData(
         library_name=library,
@@ -298,7 +298,7 @@ def _loading(record: Mapping[str, Any], towers: dict[str, Tower]) -> list[str]:
     else:
         own.append(_of_transformers(kind, record))
         own += _pipeline(record, text)
-    if "image" in towers and "audio" in towers:
+    if towers.get("image") and towers.get("audio"):
         own.append(f"`{AUDIO}` has the audio tower, its projection, and the scalars of its pairs.")
     return own
 

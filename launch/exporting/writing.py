@@ -17,6 +17,7 @@ from transformers import ClapConfig, PreTrainedConfig
 from common.files import replacing_folder, write_text
 from data.modalities.tokenizer_open_clip import PREFIX
 from data.options import IMAGE_TEXT, loss_names
+from data.stored.kinds import is_text, text_of
 from launch.config.imported import FUSION_OPTIONS, HERE
 from launch.exporting.inputs import (
     CLAP,
@@ -25,7 +26,7 @@ from launch.exporting.inputs import (
     tokens_of_open_clip,
     write_inputs,
 )
-from launch.exporting.loading import loading_record, seconds_of_clip
+from launch.exporting.loading import APART, loading_record, seconds_of_clip
 from launch.exporting.page import export_page
 from launch.inference.adapters import taken_off, write_all
 from launch.inference.trained import Trained
@@ -95,9 +96,9 @@ def write_export(
         for branch, tower in towers.items():
             if tower.config["library"] == "transformers":
                 (beside / branch).mkdir()
-                own = config_of_text(tower) if (branch, kind) == ("text", OPEN_CLIP) else None
+                own = config_of_text(tower) if is_text(branch) and kind == OPEN_CLIP else None
                 _write_json(beside / branch / "config.json", own or library_config(tower))
-            elif _lacks_config(tower) and (kind != OPEN_CLIP or branch == "audio"):
+            elif _lacks_config(tower) and (kind != OPEN_CLIP or branch in APART):
                 (beside / branch).mkdir()
                 _write_json(beside / branch / OPEN_CLIP_FILES[0], model_config(tower.name))
         config = _write_weights(trained, state, kind, beside)
@@ -169,8 +170,9 @@ def exported(trained: Trained) -> Trained:
             "needs the scale that infonce and sigmoid learn"
         )
     towers = trained.by_branch
-    if images and "audio" in towers and "library" not in towers["audio"].config:
-        del towers["audio"]
+    for branch in APART if images else ():
+        if branch in towers and "library" not in towers[branch].config:
+            del towers[branch]
     chosen = [towers[branch] for branch in ("image", "audio", "text") if branch in towers]
     for tower in chosen:
         if "library" not in tower.config:
@@ -217,7 +219,9 @@ def _of_frames(trained: Trained) -> Trained:
 
 def _compares(trained: Trained, branch: str) -> bool:
     """Was it compared with texts?"""
-    return {branch, "text"} in [{*pair.branches} for pair in trained.pairs if not pair.made]
+    return {branch, text_of(trained.by_branch)} in [
+        {*pair.branches} for pair in trained.pairs if not pair.made
+    ]
 
 
 def canonical_state(layers: Sequence[Layer]) -> dict[str, Tensor]:
@@ -272,7 +276,7 @@ def choose_form(trained: Trained, form: str) -> tuple[str, list[str]]:
         of_open_clip = what_open_clip_lacks(towers["image"], text)
     else:
         of_transformers = what_clap_lacks(towers["audio"], text)
-        if "image" in towers:
+        if towers.get("image"):
             of_transformers.append("transformers' ClapModel has no images")
         of_open_clip = ["OpenCLIP has no models of sounds and texts"]
         model_type = ClapConfig.model_type
@@ -308,9 +312,9 @@ def _refuse_adapters_apart(trained: Trained, kind: str, adapted: Sequence[str]) 
             "--keep-adapters: peft's files name the modules of the tower's own library, and "
             "--format open_clip has others; leave out one of the two"
         )
-    if "audio" in adapted:
+    for branch in {*APART} & {*adapted}:
         raise ValueError(
-            "--keep-adapters: those of the audio tower are not written apart from its weights; "
+            f"--keep-adapters: those of the {branch} tower are not written apart from its weights; "
             "leave it out, and they are added to them"
         )
 
@@ -358,11 +362,10 @@ def _options(trained: Trained, kind: str) -> dict[str, object]:
         found[f"{branch}_tower"] = _tower_name(tower, options[f"{branch}_tower"], kind)
     if "regions" in towers.get("image", towers["text"]).config:
         found["pairs"] = _pairs(trained)
-    if "image" in towers:
+    if towers.get("image"):
         size = found["image_size"] = options["image_size"]
         found |= trained.preprocessing.options(size)
-    if "audio" in towers:
-        audio = towers["audio"]
+    if audio := towers.get("audio"):
         found |= {"pairs": _pairs(trained), "audio_size": options["audio_size"]}
         # the extractor of CLAP's tower is written in whole seconds
         is_clap = audio.config["architecture"] == "ClapAudioModel"
@@ -376,14 +379,14 @@ def _tower_name(tower: Tower, name: str, kind: str) -> str:
     config, branch = tower.config, tower.branch
     if config["library"] == "transformers":
         more = f",{TWO_LAYERS}={config[TWO_LAYERS]}" if TWO_LAYERS in config else ""
-        prefix = "" if branch == "text" else "hf:"
+        prefix = "" if is_text(branch) else "hf:"
         return f"{prefix}{HERE}/{branch}:pool={config['pool']}{more}"
-    if kind == OPEN_CLIP and branch != "audio":
+    if kind == OPEN_CLIP and branch not in APART:
         return f"open_clip:{HERE}"
     base, overrides = split_name(name)
     if _lacks_config(tower):
         base = f"{PREFIX}{HERE}/{branch}"
-    if branch != "text":
+    if not is_text(branch):
         return join_name(base, overrides)
     # its table of tokens may be of another size than the tokenizer
     return join_name(base, {**overrides, "vocab_size": str(config["config"]["vocab_size"])})
@@ -407,7 +410,8 @@ def _pairs(trained: Trained) -> str:
 
 def _fusion_options(towers: Mapping[str, Tower]) -> dict[str, object]:
     """train.py's, of a model that was trained with fusion."""
-    sizes = towers["image"].config.get("fusion") if "image" in towers else None
+    image = towers.get("image")
+    sizes = image.config.get("fusion") if image else None
     keys = ("layers", "width", "heads", "scales")
     return dict(zip(FUSION_OPTIONS, map(sizes.get, keys))) if sizes else {}
 

@@ -90,11 +90,11 @@ def with_head(
         scalars = InfoNCE.parameters if tower.branch == "image" else {}
     if fusion is not None and regions:
         raise ValueError("fusion scores images with texts alone; leave the regions out")
-    width, maps = tower.width, None
+    width, maps, of_pixels = tower.width, None, _reads_pixels(tower)
     config = {**tower.config, "tower": tower.name, "width": width, "embed_dim": embed_dim}
     if fusion is not None:
         config["fusion"] = asdict(fusion)
-        if tower.branch == "image":
+        if of_pixels:
             pixels = meta_inputs(tower, 2)["pixel_values"]
             tower, maps, config["num_image_tokens"] = tap_image(tower, pixels, fusion.scales)
         else:
@@ -102,15 +102,20 @@ def with_head(
     make: Callable[..., Head] | None = None
     if regions:
         config["regions"] = True
-        if tower.branch == "image":
+        if of_pixels:
             specs, maps = tap_maps(tower, meta_inputs(tower, 2)["pixel_values"])
-            tower, make = replace(tower, specs=specs), partial(RegionsHead, "image", maps)
+            tower, make = replace(tower, specs=specs), partial(RegionsHead, tower.branch, maps)
         else:
             make = partial(PhrasesHead, tower.branch)
     last = head(tower.branch, width, embed_dim, scalars, projection, fusion, maps, make)
     if projection != "linear":
         config["projection"] = projection
     return replace(tower, specs=(*tower.specs, last), config=config)
+
+
+def _reads_pixels(tower: Tower) -> bool:
+    """Whether it is of images, and not of texts."""
+    return "image_size" in tower.config
 
 
 def meta_inputs(
@@ -120,7 +125,7 @@ def meta_inputs(
     the tower's max_text_tokens."""
     if tower.example is not None:
         return tower.example(micro_batch_size)
-    if tower.branch == "image":
+    if _reads_pixels(tower):
         size = tower.config["image_size"]
         return {"pixel_values": torch.empty(micro_batch_size, 3, size, size, device="meta")}
     shape = (

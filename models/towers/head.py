@@ -174,8 +174,8 @@ def head(
             made = make(*given)
         elif fusion is None:
             made = Head(branch, *given)
-        elif branch == "image":
-            made = ImageTokensHead(fusion, maps or {}, *given)
+        elif maps is not None:
+            made = ImageTokensHead(fusion, maps, *given)
         else:
             made = TextTokensHead(fusion, *given)
     return LayerSpec(f"{branch}.head", branch, made, _initialise)
