@@ -116,6 +116,11 @@ class StoredFile(Stored):
         usual = (f"{self.name}_path", self.name)
         return self.names.get(form, usual[::-1] if form == PARQUET else usual)
 
+    @property
+    def rate(self) -> str:
+        """The key of a step's line for values per second: `images_per_s`."""
+        return f"{(self.several or self.name).replace(' ', '_')}_per_s"
+
     def numbers(self) -> Mapping[str, str]:
         return {f"{self.name}_{name}": kind for name, kind in PLACE.items()} | {**self.measured}
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from data.stored.kinds import files_of
-from launch.tracking.names import rate_of
 
 if TYPE_CHECKING:  # who reads lines needs none of it
     from data.batching.order import GlobalOrder
@@ -44,9 +43,7 @@ def _rates(line: Mapping[str, float]) -> dict[str, float]:
     tokens per second, and the share of padding in what is padded, by branch: `padded_text_tokens`
     is of `text`."""
     found = {
-        rate_of(kind): line["samples_per_s"]
-        for kind in files_of()
-        if f"grad_norm/{kind.name}" in line
+        kind.rate: line["samples_per_s"] for kind in files_of() if f"grad_norm/{kind.name}" in line
     }
     found["text_tokens_per_s"] = round(line.get("text_tokens", 0) / line["step_s"], 2)
     shares = {"text": 0.0}

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from data.stored.kinds import files_of
-from data.stored.record import StoredFile
 from models.metrics.retrieval import FIGURES
 
 # panel -> keys of a step's line that keep their name in it
@@ -58,15 +57,10 @@ def _renamed(key: str) -> str:
         if key.endswith(f"_{scalar}"):
             return f"{NAMES[scalar]}/{key.removesuffix(f'_{scalar}')}"
     for kind in files_of():
-        if key == rate_of(kind):
+        if key == kind.rate:
             return f"throughput/{kind.name}/samples_per_s"
     # the loss of a data set, `loss/<set>`, is a name already
     return key if key.startswith("loss/") else NAMES.get(first, first) + slash + rest
-
-
-def rate_of(kind: StoredFile) -> str:
-    """The key of a step's line for values of a modality per second: `images_per_s`."""
-    return f"{(kind.several or kind.name).replace(' ', '_')}_per_s"
 
 
 def rank_names(
