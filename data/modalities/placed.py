@@ -3,7 +3,7 @@ of which training and evaluation show the part that they show of the image."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from data.index.sources import Source
 
 
-class PlacedModality(Modality, ABC):
+class PlacedModality(Modality):
     """The base of one of your own. `views`: those of the images of the run; crop, mirroring and
     size of a sample are drawn from seed, epoch and sample, so they are the image's wherever the map
     has its sides. (A JPEG may be decoded at a reduced scale: its crop then begins within a pixel of

@@ -45,11 +45,10 @@ class Media:
 @dataclass(frozen=True)
 class Stored:
     """One modality in data sets. `names`: of `FORMS`, the keys or columns of rows that hold it, of
-    which the first is proposed; those of a form that is not named
-    are its own name, and of files NAME_path. `beside`:
-    further keys that say more of a value. `several`: what values are called together.
-    `parts`: the modality of what a value is made of, whose towers and weights serve it too where a
-    run does not have that modality itself.
+    which the first is proposed; those of a form that is not named are its own name, and of files
+    NAME_path. `beside`: further keys that say more of a value. `several`: what values are called
+    together. `parts`: the modality of what a value is made of, whose towers and weights serve it
+    where a run does not have that modality itself.
 
     Of values that are no encoded files, formats read texts and regions; those of a modality of
     one's own come from `python:` data alone.

@@ -178,8 +178,8 @@ def value_costs(
     in_sizes: bool,
 ) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
     """By branch whose samples are dealt by what their values cost: the source's indices of samples
-    -> that. `in_sizes`: whether images are dealt by their sizes, which go before where all
-    branches have their samples together."""
+    -> that. Branches that share stages have their samples together, which are dealt by one alone: by
+    the sizes of images (`in_sizes`), else by the first branch whose values do not cost alike."""
     if block.strategy == "off" or plan.schedule_type.loss_per_micro_batch:
         return {}
     differ: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -189,9 +189,8 @@ def value_costs(
     }
     if plan.graph.layout == "fork":
         return differ
-    return (
-        dict.fromkeys(plan.batches, next(iter(differ.values()))) if differ and not in_sizes else {}
-    )
+    first = [] if in_sizes else [*differ.values()][:1]
+    return {branch: cost for cost in first for branch in plan.batches}
 
 
 def mean_length(texts: TextPacker) -> float:

@@ -266,7 +266,7 @@ def _of_import(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...
     lacking = [branch for branch in held if branch not in named]
     for branch in held:
         part = f"{stored(branch).parts}_tower"
-        if part in said and stored(branch).parts not in held:
+        if part in said:  # the tower of images is for the frames of films
             said[f"{branch}_tower"] = said.pop(part)
     # what export.py wrote of three towers goes on with two of them too
     if lacking and not (lacking == ["audio"] and read_export(where)):

@@ -48,7 +48,7 @@ def _rates(line: Mapping[str, float]) -> dict[str, float]:
     found["text_tokens_per_s"] = round(line.get("text_tokens", 0) / line["step_s"], 2)
     shares = {"text": 0.0}
     for key, padded in line.items():
-        if key.startswith(PADDED):
-            unit = key.removeprefix(PADDED)
+        unit = key.removeprefix(PADDED)
+        if unit != key and unit in line:
             shares[unit.partition("_")[0]] = round(1 - line[unit] / padded, 4) if padded else 0.0
     return found | {f"padding_share/{branch}": share for branch, share in shares.items()}

@@ -47,6 +47,8 @@ def test_rates_are_of_the_step():
     assert METRICS.record(6, 1.0, 5.0, 2.0).items() <= line.items()
     heard = replace(METRICS, counts={"audio_seconds": 30.0, "padded_audio_seconds": 40.0})
     assert line_of(6, metrics=heard)["padding_share/audio"] == 0.25
+    alone = line_of(6, metrics=replace(METRICS, counts={"padded_depth_tokens": 9.0}))
+    assert "padding_share/depth" not in alone  # of what, nobody counted
     assert line_of(6, metrics=replace(METRICS, counts={}))["padding_share/text"] == 0.0
     seen = line_of(6, metrics=replace(METRICS, grad_norm={"video": 1.0, "text": 1.0}))
     assert seen["films_per_s"] == 5.0 and "images_per_s" not in seen
