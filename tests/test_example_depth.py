@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from launched import ROOT, metrics, run_to_end, words
 from PIL import Image
 from plain_requests import request_of
@@ -23,6 +24,11 @@ from data.loader import MicroBatchDataset
 from data.modalities.image import ImageModality
 from data.modalities.preprocessing import CLIP
 from data.modalities.transforms import EvalTransform, TrainTransform, Views
+from data.modules import import_modules
+from data.streams.opening import open_stream
+from launch.inference.embedding import Embedder
+from launch.inference.evaluation import directions
+from launch.inference.trained import open_run
 
 NUMBER, WITHOUT = 40, 3  # samples, the first of which have no depth
 HEIGHT, WIDTH = 60, 84
@@ -47,22 +53,33 @@ def png(values: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def contents(n: int) -> tuple[bytes, bytes | None]:
-    """An image and its depth: both say of each pixel where it is."""
+def contents(n: int, number: int | None = None) -> tuple[bytes, bytes | None]:
+    """An image and its depth: both say of each pixel where it is. `number`: depths of one number are
+    equal files; None: of `n`."""
     rows, columns = np.mgrid[:HEIGHT, :WIDTH]
     image = np.stack([2 * columns, 2 * rows, np.full_like(rows, 5 * n)], -1)
     depth = (256 * columns + rows).astype(np.uint16)
-    depth[0, 0] = n  # equal files are on one side of a split
+    depth[0, 0] = n if number is None else number  # equal files are on one side of a split
     return png(image.astype(np.uint8)), png(depth) if n >= WITHOUT else None
 
 
 @pytest.fixture(scope="module")
 def data(module_folder):
     """The same samples in each format -> their specs."""
-    folder, rows, lines = module_folder("data"), [], []
+    return written(module_folder("data"))
+
+
+@pytest.fixture(scope="module")
+def twins(module_folder):
+    """The same with each depth in two samples."""
+    return written(module_folder("twins"), lambda n: n // 2)
+
+
+def written(folder, number_of=lambda n: n):
+    rows, lines = [], []
     with tarfile.open(folder / "a.tar", "w") as tar:
         for n in range(NUMBER):
-            image, depth = contents(n)
+            image, depth = contents(n, number_of(n))
             text = f"picture {n}".encode()
             for ending, content in {"png": image, "depth.png": depth, "txt": text}.items():
                 if content is not None:
@@ -148,6 +165,43 @@ def test_every_format_gives_the_same_values(data, tmp_path):
         assert (loaded["depth_index"] < 0).sum() == WITHOUT, kind
         found.append(loaded["depth_values"])
     assert all(np.array_equal(found[0], other) for other in found[1:]) and found[0].std() > 0.05
+
+
+# -- equal values
+
+
+KINDS = ("jsonl", "csv", "parquet", "webdataset", "stream")
+
+
+@pytest.mark.parametrize("training", (True, False))
+@pytest.mark.parametrize("kind", KINDS)
+def test_equal_files_have_equal_keys(kind, training, twins, tmp_path, monkeypatch):
+    """By which a loss takes them for no negatives of each other."""
+    from examples.depth.shown import Depth
+
+    monkeypatch.setenv("WYE_CACHE", str(tmp_path))
+    pairs = (("image", "text"), ("depth", "text"))
+    if kind == "stream":
+        source, _ = open_stream(twins[kind], pairs)
+    else:
+        source = open_source(twins[kind], pairs, folder=tmp_path, workers=1)
+    views = Views(TrainTransform((32, 32)), EvalTransform((32, 32)))
+    asked = request_of(range(WITHOUT + 1, NUMBER), epoch=1, training=training)
+    key = MicroBatchDataset(source, [Depth(views)])[asked]["depth_key"].tolist()
+    assert [key.index(each) for each in key] == [n - n % 2 for n in range(len(key))], key
+
+
+def test_equal_files_are_one_in_an_evaluation(run, twins, tmp_path):
+    import_modules(["examples.depth.shown"])
+    embedder = Embedder(open_run(run), "cpu", 8, 0)
+    source = open_source(twins["jsonl"], embedder.trained.read, folder=tmp_path, workers=1)
+    embedded = embedder.embedded(source, np.arange(WITHOUT + 1, NUMBER))
+    counts = {
+        name: len(asked.query_row) for name, _, _, asked in directions(embedded, ("depth", "text"))
+    }
+    assert counts == {"depth_to_text": 18, "text_to_depth": 36}
+    (one, other) = (rows.embeds[:4] for rows in embedded.both("depth", "text"))
+    assert torch.equal(one[0], one[1]) and not torch.equal(other[0], other[1])
 
 
 # -- trained

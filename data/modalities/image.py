@@ -7,7 +7,6 @@ regions.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +18,6 @@ from data.bad_samples import REGION_LIMIT
 from data.batching.draws import patch_numbers
 from data.batching.load_control import kept_number
 from data.batching.shown import shown_regions
-from data.keys import keys_of
 from data.modalities.boxes import KEPT_AREA, Placed
 from data.modalities.modality import Loaded, Modality, read_values
 from data.modalities.transforms import ImageTransform, Views, stacked
@@ -75,7 +73,6 @@ class ImageModality(Modality):
                 "pixel_values": stacked([pixels for pixels, _ in views]),
                 **self._kept_patches(request, seed, transform.size),
             },
-            key=keys_of(map(partial(source.content_hash, "image"), request.index.tolist())),
             counts={"unreadable_pictures": len(loaded.bad)},
         )
 

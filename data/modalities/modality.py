@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -17,6 +17,7 @@ from torch import Tensor
 from data.bad_samples import Absent, BadSample
 from data.batching.draws import AUGMENTATION
 from data.modalities.memory import empty
+from data.stored.kinds import stored
 
 if TYPE_CHECKING:
     from data.batching.requests import MicroBatchRequest
@@ -139,10 +140,11 @@ def read_values(
     blank: Callable[[], Value],
 ) -> tuple[list[Value], Loaded]:
     """Call `read` for each sample of the request. Returns what it made, with stand-ins for samples
-    for which it raised Absent or BadSample; and a `Loaded` that lists these, still without
-    tensors."""
+    for which it raised Absent or BadSample; and a `Loaded` that lists these and says which values are
+    equal, still without tensors."""
     values: list[Value | None] = []
-    loaded = Loaded.of(request, {})
+    key = stored(modality).equal_rows(source, request.index)
+    loaded = replace(Loaded.of(request, {}), key=key)
     for i in request.index.tolist():
         generator = np.random.default_rng([seed, request.epoch, i, AUGMENTATION])
         try:

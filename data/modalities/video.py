@@ -19,9 +19,9 @@ from torch import Tensor
 
 from data.bad_samples import Absent, BadSample
 from data.decoding.films import FilmReader, even_times
-from data.keys import content_hash, keys_of
 from data.modalities.modality import Loaded, Modality, read_values
 from data.modalities.transforms import ImageTransform, stacked
+from data.stored.video import clip_spans
 
 if TYPE_CHECKING:
     from data.batching.requests import MicroBatchRequest
@@ -51,7 +51,7 @@ class FrameTimes:
 
     def of(self, source: Source, index: np.ndarray) -> np.ndarray:
         """[n] int64 of the clips of the samples `index` [n]; 1 of one that is missing or bad."""
-        spans = _spans(source, index)
+        spans = clip_spans(source, index)
         return self.numbers(spans[:, 1] - spans[:, 0])
 
     def candidates(self, span: Span, number: int, training: bool) -> np.ndarray:
@@ -97,7 +97,7 @@ class VideoModality(Modality):
 
     def load(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
         transform = self.transform_train if request.training else self.transform_eval
-        spans, numbers = _spans(source, request.index), self.times.of(source, request.index)
+        spans, numbers = clip_spans(source, request.index), self.times.of(source, request.index)
         index = request.index.tolist()
         number_of = dict(zip(index, numbers.tolist()))
         span_of = {i: (begin, end) for i, (begin, end) in zip(index, spans.tolist())}
@@ -139,7 +139,6 @@ class VideoModality(Modality):
                 **_rows(numbers),
                 "video_time": torch.from_numpy(np.concatenate(times)),
             },
-            key=keys_of(content_hash(film + span.tobytes()) for film, span in zip(hashes, spans)),
             counts={"unreadable_films": len(loaded.bad)},
         )
 
@@ -219,12 +218,6 @@ class VideoModality(Modality):
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_reader"}
-
-
-def _spans(source: Source, index: np.ndarray) -> np.ndarray:
-    """float64 [n, 2]: where each clip begins and ends; of one that is missing or bad 0 and 0."""
-    names = ("video_start_s", "video_end_s")
-    return np.stack([source.numbers(name, index) for name in names], 1).astype(np.float64)
 
 
 def _since_first(times: np.ndarray) -> np.ndarray:

@@ -19,12 +19,13 @@ import numpy as np
 
 from data.bad_samples import FILE_LIMIT, BadSample, check_characters
 from data.identity import MISSING, Identity
-from data.keys import HASH_BYTES, content_hash
+from data.keys import HASH_BYTES, content_hash, keys_of
 from data.stored.items import encoded_file
 from data.stored.roots import too_large
 
 if TYPE_CHECKING:
     from data.formats.rows import Format, Sample
+    from data.index.sources import Source
 
 JSON, TABLE, PARQUET = FORMS = ("json", "table", "parquet")
 """Rows as JSON objects, below a line of column names, and of parquet files."""
@@ -62,6 +63,12 @@ class Stored:
 
     def names_in(self, form: str) -> tuple[str, ...]:
         return self.names.get(form, (self.name,))
+
+    def equal_rows(self, source: Source, index: np.ndarray) -> np.ndarray | None:
+        """[n] int64 of the samples `index` [n], equal for equal values, which a loss takes for no
+        negatives of each other and an evaluation for one; None: nothing tells. A sample without a
+        value has any."""
+        return None
 
     def numbers(self) -> Mapping[str, str]:
         """Columns of the index, name -> numpy type."""
@@ -125,6 +132,9 @@ class StoredFile(Stored):
 
     def texts(self) -> tuple[str, ...]:
         return (f"{self.name}_path", *self.said)
+
+    def equal_rows(self, source: Source, index: np.ndarray) -> np.ndarray:
+        return keys_of(source.content_hash(self.name, i) for i in index.tolist())
 
     def check(self, value: Any, sample: Sample, row: Mapping[str, Any], format: Format) -> None:
         super().check(value, sample, row, format)

@@ -13,13 +13,14 @@ from PIL import Image
 from data.bad_samples import BadSample
 from data.clips import KEYS, Clip, checked_span, placed_span
 from data.decoding.films import FilmReader, describe_film, even_times, missing_film_decoders
-from data.keys import content_hash, hash64
+from data.keys import content_hash, hash64, keys_of
 from data.stored.image import perceptual_hash
 from data.stored.items import bytes_or_path
 from data.stored.record import JSON, TABLE, Media, StoredFile
 
 if TYPE_CHECKING:
     from data.formats.rows import Format, Sample
+    from data.index.sources import Source
 
 ENDINGS = ("mp4", "webm", "mkv", "mov", "m4v", "avi", "mpg", "mpeg", "ts", "flv", "wmv")
 KEY_FRAMES = 4  # of a film, by which equal films are found
@@ -47,6 +48,13 @@ class StoredFilm(StoredFile):
         lengths = (found[f"video_{name}"] for name in ("seconds", "first_s"))
         start_s, end_s = placed_span(sample.span, *lengths)
         return {"video_start_s": start_s, "video_end_s": end_s}
+
+    def equal_rows(self, source: Source, index: np.ndarray) -> np.ndarray:
+        films = (source.content_hash("video", i) for i in index.tolist())
+        return keys_of(
+            content_hash(film + span.tobytes())
+            for film, span in zip(films, clip_spans(source, index))
+        )
 
     def of_index(self, value: bytes | str, number: Callable[[str], Any]) -> Clip:
         return Clip(value, *(float(number(f"video_{key}")) for key in KEYS))
@@ -93,6 +101,13 @@ def film_hash(film: bytes | str) -> bytes:
             file.seek(at)
             pieces.append(file.read(PIECE))
     return content_hash(size.to_bytes(8, "little") + b"".join(pieces))
+
+
+def clip_spans(source: Source, index: np.ndarray) -> np.ndarray:
+    """float64 [n, 2]: where the clip of each sample `index` [n] begins and ends, seconds; of one
+    that is missing or bad 0 and 0."""
+    names = ("video_start_s", "video_end_s")
+    return np.stack([source.numbers(name, index) for name in names], 1).astype(np.float64)
 
 
 def encoded_film(film: Any) -> bytes:

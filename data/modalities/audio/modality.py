@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
 from data.decoding.sounds import decode_audio, resampled
-from data.keys import keys_of
 from data.modalities.audio.features import AudioFeatures
 from data.modalities.modality import Loaded, ValueModality
 
@@ -40,10 +38,9 @@ class AudioModality(ValueModality):
         self.features, self.cache = features, cache
 
     def load(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
-        key = keys_of(map(partial(source.content_hash, "audio"), request.index.tolist()))
         loaded = super().load(source, request, seed)
         unreadable = {"unreadable_sounds": len(loaded.bad)}
-        loaded = replace(loaded, key=key, counts=unreadable)
+        loaded = replace(loaded, counts=unreadable)
         if not request.training:  # no seconds are counted, and a source may have no index
             return loaded
         seconds = source.numbers("audio_seconds", request.index)  # 0 without a sound
