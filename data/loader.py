@@ -26,6 +26,7 @@ from data.index.sources import Source
 from data.modalities import memory
 from data.modalities.modality import Loaded, Modality
 from data.processes import end_with_parent, outlast_signals, start_method
+from data.stored.kinds import stored
 from data.streams.several import keep_shards, stream_counts
 
 MAX_WORKERS_GPU, MAX_WORKERS_CPU = 16, 2
@@ -88,8 +89,17 @@ class MicroBatchDataset(Dataset):
             micro_batch |= _tensors(modality.name, loaded)
             bad += loaded.bad
             counts |= loaded.counts
-            num_decoded += len(loaded.index) if modality.decodes else 0
+            if modality.decodes:
+                counts[stored(modality.name).unreadable] = len(loaded.bad)
+                num_decoded += len(loaded.index)
         return micro_batch, LoadReport(bad, counts | stream_counts(self.source), num_decoded)
+
+    @property
+    def count_names(self) -> list[str]:
+        """Of what is counted, whatever a micro-batch holds; without those of shards."""
+        decoding = [each.name for each in self.modalities if each.decodes]
+        own = [name for each in self.modalities for name in each.count_names]
+        return [*own, *(stored(name).unreadable for name in decoding)]
 
     def meta_batch(self, request: MicroBatchRequest) -> dict[str, Tensor]:
         """The micro-batch on the meta device: its names, dtypes and shapes. No image is decoded."""

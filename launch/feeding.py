@@ -25,6 +25,7 @@ from data.options import LoadingOptions
 from data.prepare import PreparedData, bad_table
 from data.processes import start_early
 from data.stored.kinds import is_file, text_of
+from data.stored.record import UNREADABLE
 from data.streams.lengths import of_streams
 from data.streams.prefetch import Prefetcher
 from data.streams.source import COUNTS as STREAM_COUNTS
@@ -33,7 +34,7 @@ from engine.processes.start import Processes
 from launch.batching.batching import Batching
 from launch.config.groups import InputOptions
 from launch.inputs import micro_batch_dataset
-from launch.modalities import MODALITIES, Inputs
+from launch.modalities import Inputs
 from launch.run.folder import RunFolder
 
 MicroBatches = Generator[dict[str, Tensor] | list[dict[str, Tensor]], None, None]
@@ -77,11 +78,7 @@ class Feeding:
         )
         self.name = engine.graph.describe_rank(engine.comm.rank)
         # counted on every rank by the same names, whatever it loads
-        every = (
-            name
-            for branch in inputs.branches
-            for name in MODALITIES[branch].load(self.inputs).count_names
-        )
+        every = micro_batch_dataset(data.source, self.inputs, inputs.branches).count_names
         self._counts = dict.fromkeys([*every, *(STREAM_COUNTS if data.shards else ())], 0.0)
         self._prefetcher: Prefetcher | None = None
         self._unreadable: Counter[str] = Counter()
@@ -149,7 +146,7 @@ class Feeding:
         """Count, list what could not be read, and stop when that is too much of what was loaded.
         Texts of held-out samples are no step's."""
         for name, number in report.counts.items():
-            if training or name.startswith("unreadable"):
+            if training or name.startswith(UNREADABLE):
                 self._counts[name] += number
         self._loaded += report.num_decoded
         for i, reason, detail in report.bad:

@@ -7,6 +7,7 @@ import io
 import json
 import tarfile
 from dataclasses import replace
+from shutil import copytree
 
 import numpy as np
 import pyarrow as pa
@@ -239,6 +240,22 @@ def test_it_is_trained_and_evaluated(run):
         sum(steps[1][f"contrastive_loss/{a}"] for a in ("image_text", "depth_text", "image_depth"))
     )
     assert {"depth_to_text_R@10", "text_to_depth_R@10", "image_to_depth_R@10"} <= last.keys()
+
+
+def test_depths_that_cannot_be_read_are_counted_and_told(data, tmp_path):
+    """The index of `--index-check header` takes them for depths, and they turn out when they are
+    loaded."""
+    copy = tmp_path / "data"
+    copytree(data["folder"], copy)
+    for n in range(10, 30):
+        (copy / f"{n:03}.depth.png").write_bytes(b"%d is no depth" % n)
+    flags = ["--steps", 4, "--index-check", "header", "--max-bad-fraction", 0.9]
+    trained({"jsonl": f"jsonl:{copy / 'a.jsonl'}"}, "jsonl", tmp_path, tmp_path / "run", *flags)
+    steps = metrics(tmp_path / "run").values()
+    assert sum(step["unreadable_depths"] for step in steps) >= 12
+    assert all(step["unreadable_pictures"] == 0 for step in steps)
+    told = [json.loads(line) for line in (tmp_path / "run" / "alerts.jsonl").open()]
+    assert any("unreadable_depths" in each["text"] for each in told), told
 
 
 def test_the_report_shows_it(run):

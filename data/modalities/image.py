@@ -46,7 +46,6 @@ class ImageModality(Modality):
     """
 
     name = "image"
-    count_names = ("unreadable_pictures",)
 
     def __init__(
         self,
@@ -73,7 +72,6 @@ class ImageModality(Modality):
                 "pixel_values": stacked([pixels for pixels, _ in views]),
                 **self._kept_patches(request, seed, transform.size),
             },
-            counts={"unreadable_pictures": len(loaded.bad)},
         )
 
     def meta_batch(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:

@@ -61,7 +61,8 @@ class Modality(ABC):
     name: str
     """The name of the modality and its branch."""
     count_names: tuple[str, ...] = ()
-    """The names in `Loaded.counts`, for metrics."""
+    """The names in `Loaded.counts`, for metrics. Values that cannot be read are counted beside
+    them (`MicroBatchDataset`)."""
     decodes = True
     """Whether a value may turn out bad while it is loaded; the others were read whole when the
     index was made."""

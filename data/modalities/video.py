@@ -82,7 +82,6 @@ class VideoModality(Modality):
     """
 
     name = "video"
-    count_names = ("unreadable_films",)
 
     def __init__(
         self,
@@ -139,7 +138,6 @@ class VideoModality(Modality):
                 **_rows(numbers),
                 "video_time": torch.from_numpy(np.concatenate(times)),
             },
-            counts={"unreadable_films": len(loaded.bad)},
         )
 
     def meta_batch(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:

@@ -18,7 +18,7 @@ from data.decoding.images import (
     upright_8bit,
 )
 from data.stored.items import bytes_or_path
-from data.stored.record import JSON, PARQUET, TABLE, StoredFile
+from data.stored.record import JSON, PARQUET, TABLE, UNREADABLE, StoredFile
 
 if TYPE_CHECKING:
     from data.formats.rows import Sample
@@ -89,6 +89,10 @@ def encoded(image: Any) -> bytes:
 
 
 class StoredImage(StoredFile):
+    @property
+    def unreadable(self) -> str:
+        return f"{UNREADABLE}pictures"  # as it has been called since version 0.1
+
     def may_decode(self, sample: Sample) -> bool:
         # boxes need to know how an image is turned, which may stand behind its pixels
         return sample.regions is not None

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 JSON, TABLE, PARQUET = FORMS = ("json", "table", "parquet")
 """Rows as JSON objects, below a line of column names, and of parquet files."""
+UNREADABLE = "unreadable_"
+"""How the counts of values that could not be loaded begin."""
 
 
 @dataclass
@@ -69,6 +71,16 @@ class Stored:
         negatives of each other and an evaluation for one; None: nothing tells. A sample without a
         value has any."""
         return None
+
+    @property
+    def plural(self) -> str:
+        """What values are called together, as a part of a metric's name."""
+        return (self.several or self.name).replace(" ", "_")
+
+    @property
+    def unreadable(self) -> str:
+        """The key of a step's line for values that could not be loaded: `unreadable_sounds`."""
+        return f"{UNREADABLE}{self.plural}"
 
     def numbers(self) -> Mapping[str, str]:
         """Columns of the index, name -> numpy type."""
@@ -125,7 +137,7 @@ class StoredFile(Stored):
     @property
     def rate(self) -> str:
         """The key of a step's line for values per second: `images_per_s`."""
-        return f"{(self.several or self.name).replace(' ', '_')}_per_s"
+        return f"{self.plural}_per_s"
 
     def numbers(self) -> Mapping[str, str]:
         return {f"{self.name}_{name}": kind for name, kind in PLACE.items()} | {**self.measured}

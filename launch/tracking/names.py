@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from data.stored.kinds import files_of
+from data.stored.record import UNREADABLE
 from models.metrics.retrieval import FIGURES
 
 # panel -> keys of a step's line that keep their name in it
 PANELS = {
     "loss": "matching_accuracy",
-    "data": "epoch epochs left_out_samples duplicate_samples truncated_texts unreadable_pictures "
-    "unreadable_films unreadable_sounds",
+    "data": "epoch epochs left_out_samples duplicate_samples truncated_texts",
     "optimizer": "lr logit_scale_exp logit_bias loss_scale step_applied skipped_steps",
     "clipping": "grad_norm",
     "throughput": "samples_per_s step_s sent_bytes",
@@ -56,6 +56,8 @@ def _renamed(key: str) -> str:
     for scalar in SCALARS:  # `audio_text_logit_scale_exp` is of one of several pairs
         if key.endswith(f"_{scalar}"):
             return f"{NAMES[scalar]}/{key.removesuffix(f'_{scalar}')}"
+    if key.startswith(UNREADABLE):  # followed by what the values of a modality are called
+        return f"data/{key}"
     for kind in files_of():
         if key == kind.rate:
             return f"throughput/{kind.name}/samples_per_s"

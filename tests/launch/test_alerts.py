@@ -4,11 +4,12 @@ import math
 from dataclasses import fields
 
 from data.modalities.modality import Modality
+from data.stored.kinds import stored
 from data.streams.source import COUNTS as STREAM_COUNTS
 from engine.step_metrics import StepMetrics
 from launch.modalities import MODALITIES
 from launch.tracking.alerts import COUNTS, LEFT_OUT, SKIPPED, UNUSABLE, WINDOW, Alarms, count_of
-from launch.tracking.names import NAMES
+from launch.tracking.names import step_names
 
 
 def line(step, loss=1.0, idle=0.1, wait_s=0.0, **others):
@@ -130,10 +131,13 @@ def test_every_count_has_its_rule_and_its_panel():
     assert MODALITIES, "its module has defined every modality"
     own = [each for each in modalities() if each.__module__.startswith("data.")]
     counts = {name for each in own for name in each.count_names}
-    assert {"unreadable_pictures", "unreadable_films", "unreadable_sounds"} <= counts
+    unreadable = {stored(name).unreadable for name in (*MODALITIES, "depth", "two words")}
+    assert {"unreadable_pictures", "unreadable_films", "unreadable_two_words"} <= unreadable
     by_pair = counts_by_pair()
     assert "left_out_samples/c_d" in by_pair and len(by_pair) == 4
-    for key in (*counts, *STREAM_COUNTS, *by_pair):
+    for key in (*counts, *unreadable, *STREAM_COUNTS, *by_pair):
         assert count_of(key) in COUNTS, f"{key}: give it an entry in launch/tracking/alerts.py"
-        assert key.partition("/")[0] in NAMES, f"{key}: give it a panel in launch/tracking/names.py"
+        (name,) = step_names({key: 1})
+        assert name != key, f"{key}: give it a panel in launch/tracking/names.py"
+    assert {COUNTS[str(count_of(key))] for key in unreadable} == {UNUSABLE}
     assert count_of("something_new") is count_of("loss") is count_of("left_outs") is None

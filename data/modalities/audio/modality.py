@@ -32,15 +32,13 @@ class AudioModality(ValueModality):
     """
 
     name = "audio"
-    count_names = ("audio_seconds", "padded_audio_seconds", "unreadable_sounds")
+    count_names = ("audio_seconds", "padded_audio_seconds")
 
     def __init__(self, features: AudioFeatures, cache: SampleCache | None = None) -> None:
         self.features, self.cache = features, cache
 
     def load(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
         loaded = super().load(source, request, seed)
-        unreadable = {"unreadable_sounds": len(loaded.bad)}
-        loaded = replace(loaded, counts=unreadable)
         if not request.training:  # no seconds are counted, and a source may have no index
             return loaded
         seconds = source.numbers("audio_seconds", request.index)  # 0 without a sound
@@ -48,7 +46,6 @@ class AudioModality(ValueModality):
         counts = {
             "audio_seconds": float(np.minimum(seconds, clip).sum()),
             "padded_audio_seconds": clip * int((seconds > 0).sum()),
-            **unreadable,
         }
         return replace(loaded, counts=counts)
 
