@@ -66,7 +66,6 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
     # DeepSpeed around this rank's stage, with the state of the run that goes on.
     with ranks.connecting():
         engine = prepared.build_engine(ranks.processes, clock)
-    batching.follow(engine.stage, engine.comm.replica, ranks.loading.num_workers)
     notices = resume_run(prepared, engine)
     record = write_record(prepared)
     step = saved_step = prepared.step
@@ -84,6 +83,7 @@ def main(options: Options, run: Run, clock: HostClock = time.perf_counter) -> in
         folder=folder,
         inputs=options,
         loading=ranks.loading,
+        patch_size=prepared.model.patch_size,
         languages=languages_of(prepared.model.towers),
     )
     batches = feeding.training(step, total_steps)

@@ -57,9 +57,10 @@ class Feeding:
         folder: RunFolder,
         inputs: InputOptions,
         loading: LoadingOptions,
+        patch_size: int | None = None,
         languages: Languages | None = None,
     ):
-        """`languages`: that the text tower tells apart."""
+        """`patch_size`: of a ViT; `languages`: that the text tower tells apart."""
         self.data, self.engine, self.batching, self.folder = data, engine, batching, folder
         self.loading = loading
         self.pin_memory = engine.comm.device.type != "cpu"
@@ -73,7 +74,7 @@ class Feeding:
             data.tokenizer,
             data.length_multiple,
             sample_cache(loading) if any(map(is_file, self.modalities)) else None,
-            batching.patch_size,
+            patch_size,
             languages,
         )
         self.name = engine.graph.describe_rank(engine.comm.rank)

@@ -5,28 +5,41 @@ from cost_models import BRANCHES
 from engine.config.reading import check_config
 from engine.planning.planner import plan_run
 from engine.trace import Span
-from launch.batching.batching import Batching
+from launch.batching.batching import Batching, order_of_run
 from launch.config.options import parse_options
 
 
 def make_batching(
-    data, folder, costs, batch_size=48, options=(), patch_size=None, earlier=(), **block
+    data,
+    folder,
+    costs,
+    batch_size=48,
+    options=(),
+    patch_size=None,
+    earlier=(),
+    rank=0,
+    workers=1,
+    **block,
 ) -> Batching:
-    """Planned for two ranks. `earlier`: sizes that global batches had before."""
+    """Of one of two ranks. `earlier`: sizes that global batches had before."""
     config, block = check_config(
         {"train_batch_size": batch_size, "optimizer": {"type": "AdamW"}, "branches": block},
         BRANCHES,
     )
-    batching = Batching(
-        data,
-        parse_options(["--epochs", "1", *options]),
-        block,
-        batch_size,
-        {"batch_sizes": earlier},
-        folder,
+    asked = parse_options(["--epochs", "1", *options])
+    order, total_steps = order_of_run(data, asked, batch_size, {"batch_sizes": earlier})
+    return Batching(
+        plan_run(config, block, 2, costs),
+        rank,
+        workers,
+        data=data,
+        order=order,
+        total_steps=total_steps,
+        options=asked,
+        block=block,
+        patch_size=patch_size,
+        folder=folder,
     )
-    batching.divide(plan_run(config, block, 2, costs), patch_size)
-    return batching
 
 
 class Ranks:
@@ -34,11 +47,10 @@ class Ranks:
     up by `measured(step)`: seconds of each micro-batch by stage, and the losses by data set."""
 
     def __init__(self, make, measured, workers=1, traced=True):
-        """`make()`: a batching. `traced`: they see the seconds of single micro-batches."""
+        """`make(rank=, workers=)`: a batching. `traced`: they see the seconds of single
+        micro-batches."""
         stages = make().plan.graph.stages
-        self.ranks = [make() for _ in stages]
-        for batching, stage in zip(self.ranks, stages):
-            batching.follow(stage, 0, workers)
+        self.ranks = [make(rank=stage.ranks[0], workers=workers) for stage in stages]
         self.names = [stage.name for stage in stages]
         self.measured, self.traced, self.records = measured, traced, []
 
@@ -54,12 +66,12 @@ class Ranks:
             for batching, name in zip(self.ranks, self.names):
                 own = seconds[name] if self.traced else ()
                 spans = [Span("ForwardPass", m, 0.0, s) for m, s in enumerate(own)]
-                due.append(batching.note(step + 1, busy_s, spans, sources))
+                due.append(batching.rebalancing.note(step + 1, busy_s, spans, sources))
             assert len(set(due)) == 1
             if due[0]:
-                reports = [batching.report() for batching in self.ranks]
-                decided = self.first.decide(step + 1, reports)
-                self.records.append([rank.take_over(decided) for rank in self.ranks][0])
+                reports = [batching.rebalancing.report() for batching in self.ranks]
+                decided = self.first.rebalancing.decide(step + 1, reports)
+                self.records.append([rank.rebalancing.take_over(decided) for rank in self.ranks][0])
 
     def load(self, state, step):
         for batching in self.ranks:

@@ -16,7 +16,7 @@ from data.batching.buckets import Buckets, NearestSizes, side_multiple
 from data.batching.load_control import BRANCH_OF, LoadControl, patch_ladder, size_ladder
 from data.batching.mixing import Adaptation
 from data.batching.mixture import source_names
-from data.batching.order import Parts
+from data.batching.order import GlobalOrder, Parts
 from data.batching.packing import Bounds, explain, padded_lengths
 from data.batching.rows import Rows
 from data.batching.settings import Setting
@@ -29,11 +29,13 @@ from data.options import has_regions
 from data.prepare import PreparedData
 from data.stored.kinds import is_text, text_of
 from data.streams.lengths import stream_token_counts
+from engine.config.reading import BranchesBlock
 from engine.planning.planner import RunPlan
-from launch.config.blocks import BalanceBlock, SampleWeightsBlock
+from launch.config.blocks import BalanceBlock, SampleWeightsBlock, balancing, weighting
 from launch.config.groups import BatchingOptions, InputOptions
 from launch.modalities import MODALITIES
 
+MOST_EXAMPLES = 4096  # of a stream, whose samples are not known beforehand
 TRIED_PHRASES = 500  # samples of which the lengths of phrases are taken
 NEARLY_ALL = 0.95
 INSTRUCTIONS = 3  # of a micro-batch on a stage, at least: load or receive, forward, backward
@@ -41,6 +43,60 @@ MARGIN = 0.9  # of the memory of a micro-batch: other global batches may have lo
 SAMPLED_BATCHES = 4  # global batches that decide how many micro-batches there are
 # micro-batches of texts that are packed alone: more leave next to no padding to save
 MOST_PACKED = 32
+
+
+def planned_batches(
+    plan: RunPlan,
+    data: PreparedData,
+    order: GlobalOrder,
+    options: BatchingOptions,
+    block: BranchesBlock,
+    patch_size: int | None,
+    folder: Path,
+) -> tuple[Batches, LoadControl]:
+    """The global batches with the setting that the plan begins with, and how the load of the
+    branches may move. `patch_size`: of a ViT; `folder`: where token counts are kept. Errors:
+    ValueError for bounds that these towers or data do not have."""
+    balance = balancing(block)
+    refuse_missing_branches(balance, plan)
+    buckets = image_buckets(data, options, patch_size)
+    batches = Batches(
+        order,
+        data.train,
+        [Setting(0, {b: batch.num_micro_batches for b, batch in plan.batches.items()})],
+        buckets=buckets,
+        texts=text_packer(balance, plan, data, options, folder),
+        costs=value_costs(balance, plan, data, options, in_sizes=buckets is not None),
+        regions=shown_regions_of(data.source, options),
+        weights_of=sample_weights_of(data, weighting(block), options.max_text_tokens, folder),
+        examples=data.example_numbers(MOST_EXAMPLES) if data.shards else None,
+    )
+    batches.keeps_shares = _knows_rows_of_others(plan, batches, balance)
+    if batches.texts is None:
+        return batches, LoadControl()
+    length = mean_length(batches.texts)
+    control = load_control(balance, plan, data, options, patch_size, length)
+    first = replace(
+        batches.settings[0], text_cost=text_cost(plan, length), feed_rates=control.start()
+    )
+    batches.settings = [with_numbers(first, batches, plan, balance, order.changed_at)]
+    return batches, control
+
+
+def equal_shares(plan: RunPlan, batches: Batches, balance: BalanceBlock) -> bool:
+    """Does every replica of a branch get equally many samples?"""
+    even = all(batch.is_even for batch in plan.batches.values())
+    by_cost = batches.texts is not None or bool(batches.costs)
+    return even and not by_cost and balance.ranks == "equal"
+
+
+def _knows_rows_of_others(plan: RunPlan, batches: Batches, balance: BalanceBlock) -> bool:
+    """Whether every stage knows how many rows the other replicas bring where they are unequally
+    many: it does where it is the first and the last of its line, and so packs all that ends in
+    it."""
+    uneven = not equal_shares(plan, batches, balance) or batches.regions is not None
+    alone = len(plan.graph.tails) == len(plan.graph.stages)
+    return uneven and alone and not plan.schedule_type.loss_per_micro_batch
 
 
 def image_buckets(

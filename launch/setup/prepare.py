@@ -26,7 +26,7 @@ from engine.planning.planner import RunPlan
 from engine.processes.ops import compile_optimizer_op
 from engine.processes.start import Processes
 from engine.trace import HostClock
-from launch.batching.batching import Batching
+from launch.batching.batching import Batching, order_of_run
 from launch.config.blocks import adapting, balancing
 from launch.config.configuration import read_configuration
 from launch.config.hyperparameters import as_begun, settle
@@ -157,15 +157,8 @@ def prepare_run(options: Options, ranks: Ranks) -> PreparedRun:
             looks=ranks.first,
             length_multiple=length_multiple(ranks.abilities.device_type),
         )
-        batching = Batching(
-            data=data,
-            options=options,
-            block=block,
-            batch_size=config["train_batch_size"],
-            state=state,
-            folder=working_folder,
-        )
-    options, config, block, preset = settle(options, config, block, batching.total_steps)
+    order, total_steps = order_of_run(data, options, config["train_batch_size"], state)
+    options, config, block, preset = settle(options, config, block, total_steps)
 
     # What to train: towers as lists of layers, and the losses between their embeddings.
     model = RunModel.of(options, data.tokenizer, adapting(block))
@@ -186,7 +179,18 @@ def prepare_run(options: Options, ranks: Ranks) -> PreparedRun:
 
     # Which samples of a global batch make which micro-batch.
     with ranks.first_first():
-        batching.divide(plan, model.patch_size)
+        batching = Batching(
+            plan,
+            ranks.rank,
+            ranks.workers,
+            data=data,
+            order=order,
+            total_steps=total_steps,
+            options=options,
+            block=block,
+            patch_size=model.patch_size,
+            folder=working_folder,
+        )
     return PreparedRun(
         options=options,
         config_file=config_file,

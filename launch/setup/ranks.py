@@ -64,8 +64,9 @@ class LiveRanks:
     """The processes of this run, started here, with a watchdog that ends them all when one is lost.
     `run`: gets the watchdog and the folder, for the report of a failure.
 
-    `number` of ranks, `described` in words; `first`: is this one the first? `costs`: what the
-    layers cost here; `plan`: which rank runs which of them.
+    `number` of ranks, `described` in words; `rank`: of this one, `first`: is it the first?
+    `workers`: loader processes of each. `costs`: what the layers cost here; `plan`: which rank runs
+    which of them.
     """
 
     def __init__(self, options: Options, run: Run, stop: StopRequest):
@@ -89,7 +90,8 @@ class LiveRanks:
         self.costs = partial(run_costs, loading=self.loading, processes=self.processes)
         self.plan = partial(run_plan, processes=self.processes)
         places, device = self.processes.places, self.processes.device
-        self.number, self.first = self.processes.world_size, self.processes.rank == 0
+        self.number, self.rank = self.processes.world_size, self.processes.rank
+        self.first, self.workers = self.rank == 0, self.loading.num_workers
         self.abilities = Abilities.here(device)
         through_host = device.type != "cpu" and self.processes.communication == HOST
         self.described = describe_ranks(
@@ -140,7 +142,7 @@ class PlannedRanks:
     and its memory where it is a GPU. Layers are counted, not measured. `temporary`: a folder for
     what a run writes into its own."""
 
-    first = True
+    first, rank, workers = True, 0, 0
 
     def __init__(self, options: Options, temporary: Path):
         self.temporary = temporary

@@ -54,7 +54,7 @@ from data.streams.lengths import of_streams
 from data.streams.prefetch import _Following
 from engine.config.reading import check_config
 from engine.planning.planner import plan_run
-from launch.batching import batching
+from launch.batching import batching, planned
 from launch.config.options import parse_options
 from launch.feeding import sample_cache
 from launch.inputs import micro_batch_dataset
@@ -313,11 +313,19 @@ class Run:
         for number, (stage, replica) in enumerate(places):
             data = self.prepared(looks=False) if number else first
             known = state or {"batch_sizes": ()}
+            order, total_steps = batching.order_of_run(data, self.options, self.batch_size, known)
             own = batching.Batching(
-                data, self.options, self.block, self.batch_size, known, self.folder
+                self.plan,
+                stage.ranks[replica],
+                0,
+                data=data,
+                order=order,
+                total_steps=total_steps,
+                options=self.options,
+                block=self.block,
+                patch_size=PATCH,
+                folder=self.folder,
             )
-            own.divide(self.plan, PATCH)
-            own.follow(stage, replica, workers=0)
             if state is not None:
                 own.load_state_dict(state["balance"], step)
             self.ranks.append(Rank(stage, replica, data, own))
@@ -470,7 +478,7 @@ def files(module_folder):
 @pytest.mark.parametrize("case", CASES, ids=map(name_of, CASES))
 def test_every_two_options_of_data_go_together(case, files, tmp_path, monkeypatch):
     # of shards in which no rank has looked while it planned, as of those of a large set
-    monkeypatch.setattr(batching, "MOST_EXAMPLES", 6)
+    monkeypatch.setattr(planned, "MOST_EXAMPLES", 6)
     monkeypatch.setenv("WYE_CACHE", str(tmp_path / "machine"))
     served = case["store"] == "served"
     with http_server(files.folder, Faults()) if served else nullcontext("") as url:

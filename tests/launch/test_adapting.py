@@ -157,17 +157,17 @@ def test_seconds_are_set_against_what_was_loaded_under_a_mix(data, tmp_path):
     assert text.order.mixes[0][0] < 6
     loaded = ranks.loaded("text", step)
     spans = [Span("ForwardPass", m, 0.0, m + 1.0) for m in range(len(loaded))]
-    text.note(step + 1, {"image 0": 0.1, "text 0": 0.1}, spans)
-    for point, (index, _, _), m in zip(text.report().points, loaded, range(99)):
+    text.rebalancing.note(step + 1, {"image 0": 0.1, "text 0": 0.1}, spans)
+    for point, (index, _, _), m in zip(text.rebalancing.report().points, loaded, range(99)):
         number = np.searchsorted(data.train, index)
         tokens = packer.tokens.of(number, np.array(index), 0, text.order.epoch(step))
         assert point == (len(index), tokens.max(), m + 1.0)
-    assert len(text.report().points) == len(loaded)
+    assert len(text.rebalancing.report().points) == len(loaded)
 
 
 def test_without_it_nothing_is_measured_and_no_step_knows_of_it(data, tmp_path):
     ranks = world(data, tmp_path, options=())
-    assert ranks.first.adaptation is None and ranks.first.measurement_interval == 0
+    assert ranks.first.rebalancing.adaptation is None and ranks.first.rebalancing.interval == 0
     ranks.run(0, 3 * ranks.first.order.steps_per_epoch)
     assert ranks.records == [] and ranks.first.order.mixes == ()
     assert not any(ranks.first.state_dict()["trends"]["samples"])

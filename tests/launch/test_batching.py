@@ -74,9 +74,9 @@ def test_last_stages_know_what_the_others_bring_where_it_is_not_equal(data, tmp_
         ("merged", {"balance": {"strategy": "deal"}, "stages": {"merged": 1}}, True),
         ("merged", {"balance": {"strategy": "deal"}}, False),
     ):
-        batching = made(data, tmp_path, layout, **{"balance": None} | keys)
-        for stage in batching.plan.graph.stages:
-            batching.follow(stage, 0, workers=1)
+        asked = {"balance": None} | keys
+        for stage in made(data, tmp_path, layout, **asked).plan.graph.stages:
+            batching = made(data, tmp_path, layout, **asked, rank=stage.ranks[0])
             for step in range(2):
                 spec = batching.step_spec(step, {})
                 assert list(spec.shares) == (list(stage.tail_of) if known else [])
@@ -87,7 +87,7 @@ def test_last_stages_know_what_the_others_bring_where_it_is_not_equal(data, tmp_
 @pytest.mark.parametrize("layout", ["fork", "merged"])
 def test_packed_texts_of_the_demo_have_little_padding_and_keep_the_bounds(data, tmp_path, layout):
     batching = made(data, tmp_path, layout, {"strategy": "deal", "min_size": 5, "max_size": 30})
-    number = batching.first.num_micro_batches["text"]
+    number = batching.rebalancing.planned.num_micro_batches["text"]
     # A branch that is packed alone may have more micro-batches than planned; images keep theirs,
     # for batch normalisation.
     planned = batching.plan.batches["text"]
@@ -104,7 +104,7 @@ def test_texts_are_cut_into_as_many_micro_batches_as_their_padding_asks_for(data
     besides its tokens."""
     batching = made(data, tmp_path, "fork", None, micro_batch_size={"image": 12, "text": 48})
     cost = BranchCost(20.0, 0.0, per_token_s=1.0)
-    first = replace(batching.first, text_cost=cost)
+    first = replace(batching.rebalancing.planned, text_cost=cost)
     number = numbers(batching, first)
     assert batching.plan.batches["text"].num_micro_batches == 1
     assert number["image"] == 4 and 4 <= number["text"] <= 16
@@ -124,7 +124,7 @@ def test_texts_are_cut_into_as_many_micro_batches_as_their_padding_asks_for(data
 def test_by_default_less_than_5_percent_of_the_demo_is_padding(tmp_path):
     data = prepare_data(DataOptions(data=("demo",)), None, tmp_path)
     batching = make_batching(data, tmp_path, COSTS, 120, layout="fork")
-    number = batching.first.num_micro_batches["text"]
+    number = batching.rebalancing.planned.num_micro_batches["text"]
     packed = [texts(batching, step, number) for step in range(8)]
     assert np.mean([padding_share([parts], lengths) for parts, lengths in packed]) < 0.05
 
@@ -135,9 +135,9 @@ def test_replicas_of_unequal_shares_have_as_many_micro_batches_as_those_of_equal
     batching = made(data, tmp_path, "fork", {"strategy": "deal"})
     two = replace(batching.plan.batches["text"], replicas=2)
     batching.plan = replace(batching.plan, batches={**batching.plan.batches, "text": two})
-    shares = replace(batching.first, shares={"text": (0.6, 0.4)})
+    shares = replace(batching.rebalancing.planned, shares={"text": (0.6, 0.4)})
     number = numbers(batching, shares)["text"]
-    assert number == numbers(batching, batching.first)["text"]
+    assert number == numbers(batching, batching.rebalancing.planned)["text"]
     batch = batching.batches.at(0, replace(shares, num_micro_batches={"text": number}))
     packed = batching.batches.texts.pack(batch, 2, (number,))
     assert [len(own) for own in packed] == [number] * 2
@@ -148,9 +148,9 @@ def test_branches_on_shared_stages_keep_the_planned_micro_batches(data, tmp_path
     """Whatever another micro-batch would cost: memory and batch normalisation see their images."""
     for fixed_s in (0.0, 1.0, 1e3):
         batching = made(data, tmp_path, "merged", None, schedule="replay")  # 4 of 12 together
-        cost = replace(batching.first.text_cost, fixed_s=fixed_s)
+        cost = replace(batching.rebalancing.planned.text_cost, fixed_s=fixed_s)
         planned = {branch: own.num_micro_batches for branch, own in batching.plan.batches.items()}
-        assert numbers(batching, replace(batching.first, text_cost=cost)) == planned
+        assert numbers(batching, replace(batching.rebalancing.planned, text_cost=cost)) == planned
         size = batching.plan.batches["image"].micro_batch_size
         assert all(len(part) == size for step in range(4) for part in images(batching, step))
 
@@ -158,7 +158,7 @@ def test_branches_on_shared_stages_keep_the_planned_micro_batches(data, tmp_path
 def test_a_least_size_beyond_the_planned_one_leaves_fewer_micro_batches(data, tmp_path):
     for least in (13, 20, 24, 33, 48):
         batching = made(data, tmp_path, "merged", {"min_size": least})  # 4 of 12 were planned
-        assert batching.first.num_micro_batches["image"] == 48 // least, least
+        assert batching.rebalancing.planned.num_micro_batches["image"] == 48 // least, least
         sizes = [len(part) for part in images(batching)]
         assert min(sizes) >= least and sum(sizes) == 48
 
@@ -169,7 +169,7 @@ def test_a_micro_batch_of_one_text_holds_the_longest(data, tmp_path):
     options = ["--max-text-tokens", "10"]
     batching = made(data, tmp_path, "fork", None, micro_batch_size=size, options=options)
     assert max(texts(batching, step, 48)[1].max() for step in range(4)) == 10
-    assert batching.first.num_micro_batches["text"] >= 1
+    assert batching.rebalancing.planned.num_micro_batches["text"] >= 1
 
 
 def test_replay_keeps_the_activations_of_as_many_samples_as_planned(data, tmp_path):
@@ -180,7 +180,7 @@ def test_replay_keeps_the_activations_of_as_many_samples_as_planned(data, tmp_pa
 
     def kept(number, captions=1):
         setting = replace(
-            batching.first,
+            batching.rebalancing.planned,
             num_micro_batches={"image": 4, "text": number},
             feed_rates=FeedRates(captions_per_image=captions),
         )
@@ -221,7 +221,7 @@ def test_what_comes_with_epochs_comes_at_most_once_in_twenty_steps(data, tmp_pat
 def test_the_explanation_is_of_the_packings_that_are_made(data, tmp_path):
     options = ["--explain-balance", "2"]
     batching = made(data, tmp_path, "fork", {"strategy": "deal"}, options=options)
-    number = batching.first.num_micro_batches["text"]
+    number = batching.rebalancing.planned.num_micro_batches["text"]
     told = batching.explain(3)
     assert told.startswith(
         "image: in order, 12 samples in every micro-batch\n"
@@ -252,19 +252,21 @@ def test_the_ladders_are_what_bounds_towers_and_data_leave(data, tmp_path):
         "kept_patches": [0.5, 1],
         "image_size": [30, 64],
     }
-    ladders = made(data, tmp_path, "fork", feed, schedule="replay", patch_size=8).control
+    ladders = made(
+        data, tmp_path, "fork", feed, schedule="replay", patch_size=8
+    ).rebalancing.control
     assert ladders.captions_per_image == (1, 2, 3, 4, 5)  # there are no more
     assert ladders.kept_patches == tuple(n / 16 for n in range(8, 17))
     assert ladders.image_size == (32, 40, 48, 56, 64)
     # all activations wait for the loss: memory is a bound
-    at_once = made(data, tmp_path, "fork", feed, patch_size=8).control
+    at_once = made(data, tmp_path, "fork", feed, patch_size=8).rebalancing.control
     assert 1 <= max(at_once.captions_per_image) < 5
 
 
 def test_several_captions_get_micro_batches_of_their_own(data, tmp_path):
     feed = {"strategy": "feed", "captions_per_image": [1, 5]}
     batching = made(data, tmp_path, "fork", feed, schedule="replay")
-    setting = replace(batching.first, feed_rates=FeedRates(captions_per_image=5))
+    setting = replace(batching.rebalancing.planned, feed_rates=FeedRates(captions_per_image=5))
     setting = replace(setting, num_micro_batches=numbers(batching, setting, 8))
     batch, packer = batching.batches.at(8, setting), batching.batches.texts
     number = setting.num_micro_batches["text"]

@@ -87,7 +87,7 @@ def test_stages_that_hold_both_branches_have_no_times_of_one_alone(data, tmp_pat
     """So what texts cost stays as it was planned."""
     ranks = world(data, tmp_path, {"strategy": "deal", "interval": 5}, layout="merged")
     ranks.run(0, 80)
-    assert ranks.first.batches.settings[-1].text_cost == ranks.first.first.text_cost
+    assert ranks.first.batches.settings[-1].text_cost == ranks.first.rebalancing.planned.text_cost
     assert len(ranks.records) == 16
     assert all(record["measured_s"] == {} for record in ranks.records)
 
@@ -132,7 +132,9 @@ def test_a_run_that_goes_on_packs_as_one_that_never_stopped(data, tmp_path, kill
     assert newest["knobs"]["captions_per_image"] > 1 and newest["costs"]["text"]["version"] > 1
     again.load(state, killed)
     for own, other in zip(again.ranks, stopped.ranks):
-        own._spans = other._spans  # micro-batches of the last steps are not saved
+        own.rebalancing._spans = (
+            other.rebalancing._spans
+        )  # micro-batches of the last steps are not saved
     again.run(killed, 80)
     assert again.settings() == whole.settings()
     for step in range(killed, 80):
@@ -151,7 +153,7 @@ def test_a_run_that_is_split_in_another_way_goes_on_as_planned_with_what_it_was_
         now = world(data, tmp_path, FEED, size=6)
         now.load(state, step)
         first, second = now.settings()
-        assert first == now.first.first.record() and second["from_step"] == step
+        assert first == now.first.rebalancing.planned.record() and second["from_step"] == step
         assert second["knobs"]["captions_per_image"] == expected
         assert second["costs"]["text"]["version"] == 0
         assert second["num_micro_batches"]["image"] == 8
@@ -174,7 +176,7 @@ def test_a_run_that_goes_on_with_other_global_batches_goes_on_as_planned_for_the
     now = world(data, tmp_path, balance, layout, size=size // 4, batch_size=size, earlier=sizes)
     now.load(saved(before), 40)
     first, second = now.settings()
-    assert first == now.first.first.record() and first["from_step"] == 0
+    assert first == now.first.rebalancing.planned.record() and first["from_step"] == 0
     assert (second["from_step"], second["reason"]) == (40, "planned anew")
     assert second["knobs"] == setting_at(before.first.batches.settings, 40).record()["knobs"]
     captions = second["knobs"]["captions_per_image"]
@@ -204,7 +206,7 @@ def test_a_run_that_was_not_packed_by_cost_goes_on_packed(data, tmp_path):
 
 def test_points_are_those_of_the_slowest_stage_and_waiting_is_not_in_them(data, tmp_path):
     ranks = world(data, tmp_path, {"strategy": "deal"})
-    of_images, of_texts = (rank.report() for rank in ranks.ranks)
+    of_images, of_texts = (rank.rebalancing.report() for rank in ranks.ranks)
     first, second = (
         replace(of_texts, stage=name, points=[(4, 8, s)]) for name, s in (("a", 3.0), ("b", 2.0))
     )
