@@ -85,8 +85,8 @@ MUTANTS = (
     ),
     Mutant(
         "unequal-shares-taken-for-equal",
-        "launch/batching/batching.py",
-        'return even and not packed and self.balance.ranks == "equal"',
+        "launch/batching/planned.py",
+        'return even and not by_cost and balance.ranks == "equal"',
         "return even",
         "replicas that may hold other numbers of rows tell each other",
         "tests/launch/test_batching.py tests/test_uneven_shares.py",
