@@ -20,11 +20,13 @@ from common.output import plain
 from common.sizes import sized
 from data.batching.mixture import Mixture
 from data.batching.stream_order import StreamOrder
-from data.index.sources import IndexedSource, Source
+from data.index.sources import IndexedSource, KnownSource, Source
 from data.modalities.boxes import KEPT_AREA
 from data.modalities.transforms import EvalTransform
 from data.options import has_regions, loss_names
 from data.prepare import PreparedData, count_bad
+from data.stored.kinds import files_of, several_of
+from data.stored.record import StoredFile
 from data.streams.several import streams_of
 from engine.optimizer.preview import preview, unreached
 from engine.planning.costs import precision_of
@@ -188,27 +190,42 @@ def _repeated(data: PreparedData, options: Options) -> list[str]:
     losses = map(build_loss, loss_names(options.loss, options.pairs))
     if any(isinstance(loss, PlainLoss) for loss in losses):
         meaning = f"what '{options.loss}' makes of them: --duplicates is for other losses"
-    for kind, name in (("content", "images"), ("audio", "sounds")):
-        keys = _known_keys(data, kind)
-        if (different := len(np.unique(keys))) < (1 - FEW) * len(keys):
+    for kind in files_of(options.branches):
+        values = _known_values(data, kind)
+        if (different := _num_different(values)) < (1 - FEW) * len(values[0]):
             lines.append(
-                f"{len(keys):,} samples have {different:,} different {name}; in a batch those with "
-                f"the same are {meaning}"
+                f"{len(values[0]):,} samples have {different:,} different {several_of(kind.name)}; "
+                f"in a batch those with the same are {meaning}"
             )
     return lines
 
 
-def _known_keys(data: PreparedData, kind: str) -> np.ndarray:
-    """Of the values of training samples, of all data sets but streams, whose values nobody has
-    looked at."""
+def _known_values(data: PreparedData, kind: StoredFile) -> list[np.ndarray]:
+    """Arrays [n] that are equal where values are: their keys, and what rows say of them beside, of
+    the training samples that have one, of all data sets but streams, whose values nobody has looked
+    at."""
     if not data.shards:
-        keys = data.known.keys(kind)[data.train[:]]
+        known: list[tuple[KnownSource, np.ndarray]] = [(data.known, data.train[:])]
     else:
         sources = data.source.sources if isinstance(data.source, Mixture) else ()
-        known = [each for each in sources if isinstance(each, IndexedSource)]
-        none = np.zeros(0, np.uint64)
-        keys = np.concatenate([none, *(each.keys(kind)[each.usable()] for each in known)])
-    return keys[keys != 0]
+        known = [(each, each.usable()) for each in sources if isinstance(each, IndexedSource)]
+    found = [[np.zeros(0, np.uint64), *(np.zeros(0) for _ in kind.beside)]]
+    for source, index in known:
+        own = source.keys(kind.name)[index]
+        has = index[own != 0]
+        beside = [source.numbers(f"{kind.name}_{key}", has) for key in kind.beside]
+        found.append([own[own != 0], *beside])
+    return [np.concatenate(parts) for parts in zip(*found)]
+
+
+def _num_different(values: Sequence[np.ndarray]) -> int:
+    """How many rows of some arrays [n] differ."""
+    number, label = 1, np.zeros(len(values[0]), np.int64)
+    for column in values:
+        own = np.unique(column, return_inverse=True)[1].reshape(-1)
+        different, label = np.unique(own + label * len(own), return_inverse=True)
+        number, label = len(different), label.reshape(-1)
+    return number
 
 
 def _regions(data: PreparedData, options: Options) -> str:

@@ -15,9 +15,10 @@ from data.loader import MicroBatchDataset, micro_batches
 from data.modalities.text import TextModality
 from data.options import DataOptions
 from data.prepare import prepare_data
+from data.stored.image import IMAGE
 from data.streams.division import divide_shards
 from data.streams.lengths import stream_token_counts
-from launch.setup.first_screen import _known_keys, _streams
+from launch.setup.first_screen import _known_values, _streams
 
 COUNTS = [20, 14, 9, 25, 17, 11, 30, 8]
 
@@ -85,7 +86,8 @@ def test_mixing_and_repeated_values_are_measured_over_every_data_set(mixture):
     # a picture that two samples of the indexed set have
     pairs = data.source.sources[1]
     keys = pairs.keys("content")[pairs.usable()]
-    assert _known_keys(data, "content").tolist() == keys[keys != 0].tolist() != []
+    (known,) = _known_values(data, IMAGE)
+    assert known.tolist() == keys[keys != 0].tolist() != []
 
 
 def test_the_first_screen_says_how_shards_are_mixed_and_what_they_take(mixture, tmp_path):
