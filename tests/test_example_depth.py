@@ -262,7 +262,7 @@ def test_the_report_shows_it(run):
     page = (run / "report.html").read_text()
     samples = json.loads((run / "queries.json").read_text())["sets"]["validation"]["samples"]
     pictures = [each["depth_picture"] for each in samples.values() if "depth_picture" in each]
-    assert pictures and all(each in page for each in pictures)
+    assert pictures and all(f'{each}" alt="depth: picture ' in page for each in pictures)
     assert Image.open(io.BytesIO(base64.b64decode(pictures[0]))).size == (WIDTH, HEIGHT)
 
 

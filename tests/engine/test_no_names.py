@@ -94,6 +94,17 @@ def test_records_are_asked_instead_of_comparing_names():
     ) == [2, 3]
 
 
+def test_pages_treat_all_modalities_alike():
+    """Templates are no Python, so that comparisons in them are looked for by their text."""
+    compared = re.compile(rf"""([!=]=|\bin)\s*\[?["']({"|".join(MODALITIES)}|region)["']""")
+    pages = [
+        file for ending in ("html", "css", "js") for file in (ROOT / "launch").rglob(f"*.{ending}")
+    ]
+    assert {"section.html", "page.js"} <= {file.name for file in pages}
+    assert [file for file in pages if compared.search(file.read_text(encoding="utf-8"))] == []
+    assert all(map(compared.search, ('{% if a != "image" %}', "m === 'audio'", 'x in ["video"]')))
+
+
 def test_what_is_named_is_found():
     assert schedules_in(
         '"""replay"""\nx = s == "replay"\ny = f"or use {z} or batch_sync"\nw = "replayed"'
