@@ -9,12 +9,15 @@ embeddings) is imported only if the command line of this process names it too, o
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+FOLDERS = ("common", "data", "engine", "launch", "models")
 _named: set[str] = set()  # by the command line of this process
 TRUST_ALL = "*"
 
@@ -78,14 +81,20 @@ def import_modules(names: Sequence[str] | None) -> None:
     The current folder is searched last, so that nothing in it hides a module of the environment.
     Raises ValueError for a module that cannot be imported, whatever its code raised.
     """
-    if names and os.getcwd() not in sys.path:
+    if not names:
+        return
+    # pyarrow and more, which --help can do without
+    from data.stored.kinds import refuse_unfit
+
+    if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
-    for name in names or ():
+    for name in names:
         try:
             importlib.import_module(name)
+            refuse_unfit()
         except Exception as error:
             raise ValueError(f"--import-module {name}: {_why(name, error)}") from error
-    _named.update(names or ())
+    _named.update(names)
 
 
 def _why(name: str, error: Exception) -> str:
@@ -95,11 +104,37 @@ def _why(name: str, error: Exception) -> str:
             f"there is no module {missing!r} in the environment or in {os.getcwd()}; give the "
             "name of one that is there, or start in the folder that holds it"
         )
-    file, line, *_ = traceback.extract_tb(error.__traceback__)[-1]
     # a SyntaxError names its own
-    where = "" if isinstance(error, SyntaxError) else f" (line {line} of {file})"
+    where = "" if isinstance(error, SyntaxError) else line_of(error)
     what = f"{type(error).__name__}: {error}{where}"
     return f"importing it failed with {what}; mend the module, or leave it out"
+
+
+def line_of(error: BaseException) -> str:
+    """The last line of a user's own that led to an error, else of a library, in brackets: ` (line 7 of
+    mine.py)`; empty where there is none."""
+    ours = tuple(os.path.join(ROOT, folder) + os.sep for folder in FOLDERS)
+    libraries = tuple(folder + os.sep for folder in {sys.prefix, sys.base_prefix})
+    every = [(file, line) for file, line, *_ in traceback.extract_tb(error.__traceback__)]
+    lines = [each for each in every if os.path.isabs(each[0]) and not each[0].startswith(ours)]
+    own = [each for each in lines if not each[0].startswith(libraries)]
+    for file, line in (own or lines)[-1:]:
+        return f" (line {line} of {file})"
+    return ""
+
+
+@contextlib.contextmanager
+def own_code(what: str, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Turn what code of a module raises inside the block into a ValueError that names its line. `what`:
+    whose code it is, for the message; `but`: types that pass."""
+    try:
+        yield
+    except but:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{what} failed with {type(error).__name__}: {error}{line_of(error)}"
+        ) from error
 
 
 def module_names(text: str) -> list[str]:

@@ -22,8 +22,9 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from common.spelling import near
-from data.bad_samples import BadSample
+from common.output import brief
+from common.spelling import near, nearest
+from data.bad_samples import REASONS, BadSample
 from data.batching.buckets import side_multiple
 from data.cache import SampleCache
 from data.modalities.audio.features import AudioFeatures
@@ -34,12 +35,14 @@ from data.modalities.text import Languages, TextModality
 from data.modalities.tokenizer import num_ids
 from data.modalities.transforms import EvalTransform, Views, augmented, normalise
 from data.modalities.video import FrameTimes, VideoModality
+from data.modules import own_code
 from data.options import IMAGE_TEXT, branches_of, read_pairs
 from data.stored.derived import DERIVED
+from data.stored.kinds import STORED, is_text
 from launch.config.groups import by_modality
 from launch.views import FilmView, ImageView, SoundView, View
 from models.towers.audio import audio_input, audio_tower
-from models.towers.building import with_head
+from models.towers.building import refuse_unfit_tower, with_head
 from models.towers.fusion import FusionSizes
 from models.towers.image import image_tower
 from models.towers.layers import Tower, Weights
@@ -96,6 +99,56 @@ class ModalityEntry:
     from_bytes: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict)
     weights: Callable[[str, Tower], Weights] = open_inner_weights
     cost: Callable[[BatchingOptions], Cost | None] = lambda options: None
+
+    def __post_init__(self) -> None:
+        parts = {name: getattr(self, name) for name in ("load", "tower", "weights", "cost")}
+        if not isinstance(self.from_bytes, Mapping):
+            raise _wrong(f"from_bytes is {brief(self.from_bytes)}; a mapping of tensors' names")
+        parts |= {f"from_bytes[{name!r}]": make for name, make in self.from_bytes.items()}
+        for name, part in parts.items():
+            if not callable(part):
+                raise _wrong(f"{name} is {brief(part)}; a function")
+        if self.view is None:
+            return
+        if not isinstance(self.view, type) or not issubclass(self.view, View):
+            raise _wrong(f"view is {brief(self.view)}; a subclass of launch.views.View")
+        named = (name for name in View.__annotations__ if name != "data")
+        lacking = [*self.view.__abstractmethods__, *(n for n in named if not hasattr(self.view, n))]
+        if lacking:
+            raise _wrong(
+                f"view {self.view.__name__} has no {', '.join(sorted(lacking))}; all of it"
+            )
+        if unknown := sorted({*self.view.others} - REASONS.keys()):
+            raise _wrong(
+                f"view {self.view.__name__}: others has {unknown[0]!r}"
+                f"{nearest(unknown[0], [*REASONS])}; reasons of data.bad_samples.REASONS"
+            )
+
+
+def _wrong(what: str) -> ValueError:
+    return ValueError(f"ModalityEntry: {what} is needed")
+
+
+def entry_of(name: str) -> ModalityEntry:
+    """Raises ValueError where there is none, or what is registered is no entry."""
+    entry = MODALITIES.get(name)
+    if isinstance(entry, ModalityEntry):
+        return entry
+    if entry is not None:
+        raise ValueError(
+            f"MODALITIES[{name!r}] is {brief(entry)}; a ModalityEntry of launch/modalities.py is "
+            "needed"
+        )
+    if name in STORED and name not in DERIVED:
+        raise ValueError(
+            f"data sets hold '{name}', since STORED has an entry for it, and MODALITIES of "
+            "launch/modalities.py has none, which says what loads it and which tower it has; "
+            f"register MODALITIES[{name!r}] in a module of --import-module"
+        )
+    raise ValueError(
+        f"there is no modality '{name}'; there are {', '.join(MODALITIES)}{near(name, MODALITIES)}, "
+        "and region:text for regions; a module that adds one is named by --import-module"
+    )
 
 
 class Vocabulary(NamedTuple):
@@ -210,14 +263,12 @@ def refuse_pairs(
 ) -> None:
     """Raise ValueError, in the words of a command line, for --pairs, --tower, --weights and --fusion
     that do not go together."""
-    pairs, named, known = read_pairs(given), branches_of(given), tuple(MODALITIES)
+    pairs, named = read_pairs(given), branches_of(given)
     for name in named:
-        if name not in known:
-            raise ValueError(
-                f"argument --pairs: there is no modality '{name}'; there are "
-                f"{', '.join(known)}{near(name, known)}, and region:text for regions; a module that "
-                "adds one is named by --import-module"
-            )
+        try:
+            entry_of(name)
+        except ValueError as error:
+            raise ValueError(f"argument --pairs: {error}") from None
     different = {pair.made or frozenset(pair.branches) for pair in pairs}
     if any(len(pair) == 1 for pair in different) or len(different) < len(pairs):
         raise ValueError(
@@ -253,17 +304,26 @@ def tower_of(
     """The tower of a branch with its head, from train.py's options by name; no layer is built yet.
     `scalars`: what its head owns of the losses' learned scalars, with first values. Errors:
     ValueError, FileNotFoundError."""
-    if branch not in MODALITIES:
-        raise ValueError(
-            f"there is no modality '{branch}'; there are {', '.join(MODALITIES)}; a module that "
-            "adds one is named by --import-module"
-        )
-    name = by_modality(options.get("tower")).get(branch, "")
-    tower = MODALITIES[branch].tower(Wanted(options, name, vocabulary))
+    name, entry = by_modality(options.get("tower")).get(branch, ""), entry_of(branch)
+    wanted = Wanted(options, name, vocabulary)
+    if entry is OWN.get(branch):
+        tower = entry.tower(wanted)
+    else:
+        with own_code(f"the tower of '{branch}': its function"):
+            tower = entry.tower(wanted)
+        refuse_unfit_tower(branch, tower)
     projection = options.get("projection", "linear")
     pairs = read_pairs(options.get("pairs", IMAGE_TEXT))
     regions = any(pair.derived and branch in pair.derived.of for pair in pairs)
     return with_head(tower, options["embed_dim"], scalars, fusion, projection, regions)
+
+
+def refuse_unfit_towers(branches: Sequence[str], options: Mapping[str, Any]) -> None:
+    """Raise ValueError for a tower of one's own that is none, before data is opened. Those of texts wait
+    for their tokenizer."""
+    for branch in branches:
+        if entry_of(branch) is not OWN.get(branch) and not is_text(branch):
+            tower_of(branch, options, Vocabulary(), {})
 
 
 def audio_features(

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+from common.output import brief
+from common.spelling import nearest
 from data.stored.audio import AUDIO
 from data.stored.image import IMAGE
-from data.stored.record import FORMS, Stored, StoredFile
+from data.stored.record import FORMS, PLACE, Stored, StoredFile
 from data.stored.regions import REGIONS
 from data.stored.text import TEXT, StoredText
 from data.stored.video import VIDEO
@@ -20,6 +22,69 @@ OWN = dict(STORED)  # which no module added
 def stored(name: str) -> Stored:
     """Of a modality that has no entry, one whose values are no files."""
     return STORED.get(name) or Stored(name)
+
+
+def is_own(kind: Stored) -> bool:
+    """Whether a module added it."""
+    return kind is not OWN.get(kind.name)
+
+
+def refuse_unfit() -> None:
+    """Raise ValueError for what a module added to `STORED` and cannot be read beside the others."""
+    for name, kind in STORED.items():
+        if kind is OWN.get(name):
+            continue
+        if not isinstance(kind, Stored):
+            raise ValueError(
+                f"STORED[{name!r}] is {brief(kind)}; a Stored or StoredFile of data/stored/record.py "
+                "is needed"
+            )
+        if kind.name != name:
+            raise kind.wrong(f"it is registered as STORED[{name!r}]; give both the same name")
+        if kind.parts == name or kind.parts and kind.parts not in STORED:
+            known = [each for each in STORED if each != name]
+            raise kind.wrong(
+                f"parts is {kind.parts!r}, no other modality{nearest(kind.parts, known)}"
+            )
+        if isinstance(kind, StoredFile):
+            _refuse_columns(kind)
+        for other in STORED.values():
+            if other is not kind and isinstance(other, Stored):
+                _refuse_shared(kind, other)
+
+
+def _refuse_columns(kind: StoredFile) -> None:
+    """Raise ValueError for a column of a name that the index may have for something else."""
+    of_place = {f"{kind.name}_{column}" for column in (*PLACE, "path")}
+    for column in (*kind.measured, *kind.said):
+        if column in of_place or not column.startswith(f"{kind.name}_"):
+            raise kind.wrong(
+                f"the column {column!r} of measured and said: it must begin with '{kind.name}_', and "
+                f"be none of {', '.join(sorted(of_place))}"
+            )
+
+
+def _refuse_shared(kind: Stored, other: Stored) -> None:
+    """Raise ValueError where two modalities would be read from one place or kept in one column."""
+    places = {
+        f"of {form} rows the key": (kind.names_in(form), other.names_in(form)) for form in FORMS
+    }
+    if isinstance(kind, StoredFile) and isinstance(other, StoredFile):
+        places["the ending"] = kind.endings, other.endings
+    places["the column of an index"] = (
+        (*kind.numbers(), *kind.texts()),
+        (*other.numbers(), *other.texts()),
+    )
+    for what, (own, taken) in places.items():
+        if shared := [word for word in own if word in taken]:
+            raise kind.wrong(
+                f"{what} {shared[0]!r} is that of {other.name}; take another, such as "
+                f"{_another(kind.name, what, shared[0])!r}"
+            )
+
+
+def _another(name: str, what: str, word: str) -> str:
+    return f"{name}.{word}" if what == "the ending" else f"{name}_{word}"
 
 
 class Registered:

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from data.bad_samples import FILE_LIMIT, BadSample, check_characters
+from common.output import brief
+from common.spelling import nearest
+from data.bad_samples import FILE_LIMIT, REASONS, BadSample, check_characters
 from data.identity import MISSING, Identity
 from data.keys import HASH_BYTES, content_hash, keys_of
 from data.stored.items import encoded_file
@@ -54,7 +56,7 @@ class Stored:
     where a run does not have that modality itself.
 
     Of values that are no encoded files, formats read texts and regions; those of a modality of
-    one's own come from `python:` data alone.
+    one's own come from `python:` data alone. Raises ValueError for what is no such record.
     """
 
     name: str
@@ -62,6 +64,29 @@ class Stored:
     beside: tuple[str, ...] = ()
     several: str = ""
     parts: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.isidentifier():
+            raise self.wrong(
+                f"the name is {brief(self.name)}; letters, digits and _ are needed, since --pairs, "
+                "columns and metrics are named by it"
+            )
+        for form in self.names:
+            if form not in FORMS:
+                raise self.wrong(f"names has a form {brief(form)}{nearest(str(form), FORMS)}")
+            self.refuse_no_words(f"names[{form!r}]", self.names[form])
+        self.refuse_no_words("beside", self.beside)
+
+    def wrong(self, what: str) -> ValueError:
+        """What is wrong with the record, as an error."""
+        return ValueError(f"{type(self).__name__} {brief(self.name)}: {what}")
+
+    def refuse_no_words(self, what: str, given: Any) -> None:
+        """Raise ValueError for anything but a tuple of words. A single word is the usual slip: its
+        letters would be taken for words."""
+        if not isinstance(given, tuple) or not all(isinstance(e, str) and e for e in given):
+            hint = f"; write ({given!r},)" if isinstance(given, str) else ""
+            raise self.wrong(f"{what} is {brief(given)}; a tuple of texts is needed{hint}")
 
     def names_in(self, form: str) -> tuple[str, ...]:
         return self.names.get(form, (self.name,))
@@ -129,6 +154,44 @@ class StoredFile(Stored):
     measure: Callable[[Any, bool], dict[str, Any]] = no_columns
     missing_decoders: Callable[[], list[str]] = no_decoders
     encode: Callable[[Any], bytes] = encoded_file
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.refuse_no_words("endings", self.endings)
+        self.refuse_no_words("said", self.said)
+        for ending in self.endings:
+            if ending != ending.lower().lstrip("."):
+                raise self.wrong(
+                    f"the ending {ending!r} is never met: they are compared in lower case and from "
+                    f"behind a dot; write {ending.lower().lstrip('.')!r}"
+                )
+        for column, kind in self.measured.items():
+            self._refuse_no_number(column, kind)
+        if self.not_of_its_kind not in REASONS:
+            raise self.wrong(
+                f"not_of_its_kind is {brief(self.not_of_its_kind)}, which is no reason of "
+                f"data.bad_samples{nearest(str(self.not_of_its_kind), [*REASONS])}"
+            )
+        for part in ("measure", "missing_decoders", "encode"):
+            if not callable(getattr(self, part)):
+                raise self.wrong(f"{part} is {brief(getattr(self, part))}; a function is needed")
+        if self.measure is no_columns and (self.measured or self.said):
+            raise self.wrong(
+                f"there is no measure, which makes {', '.join([*self.measured, *self.said])}; give "
+                "a function (bytes, decoded or not) -> {column: value}, or leave the columns out"
+            )
+
+    def _refuse_no_number(self, column: Any, kind: Any) -> None:
+        """Raise ValueError for what is no column of numbers."""
+        try:
+            is_number = isinstance(column, str) and np.dtype(kind).kind in "biuf"
+        except TypeError:
+            is_number = False
+        if not is_number:
+            raise self.wrong(
+                f"measured has {brief(column)}: {brief(kind)}; a name and a numpy type of numbers "
+                "are needed, such as 'f4'; texts stand in said"
+            )
 
     def names_in(self, form: str) -> tuple[str, ...]:
         usual = (f"{self.name}_path", self.name)

@@ -34,6 +34,7 @@ from launch.config.options import Options
 from launch.inference.trained import with_named_towers
 from launch.inputs import from_bytes
 from launch.loss_weights import LossWeights
+from launch.modalities import refuse_unfit_towers
 from launch.run.folder import RunFolder, training_identity
 from launch.run.resuming import resume, state_of
 from launch.setup.model import RunModel
@@ -140,6 +141,7 @@ def prepare_run(options: Options, ranks: Ranks) -> PreparedRun:
     # One rank fetches weights that name a tower, the others find them.
     with ranks.first_first():
         options = with_named_towers(options, previous)
+    refuse_unfit_towers(options.branches, vars(options))
     config, block = as_begun(config, block, previous, options.branches)
     identity = training_identity(options.record(), config, asdict(block))
     folder.refuse_other_run(identity, options.resume)

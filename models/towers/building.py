@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
+from common.output import brief
 from models.losses import InfoNCE
 from models.towers.fusion import FusionSizes, pair_inputs, pair_scores, tap_image, tap_text
 from models.towers.head import Head, head, read_projection
@@ -33,6 +34,7 @@ __all__ = [
     "count_flops",
     "describe_layers",
     "meta_inputs",
+    "refuse_unfit_tower",
     "takes_other_sizes",
     "with_head",
 ]
@@ -136,6 +138,39 @@ def meta_inputs(
         name: torch.empty(shape, dtype=torch.int64, device="meta")
         for name in ("input_ids", "attention_mask")
     }
+
+
+def refuse_unfit_tower(branch: str, tower: Any) -> None:
+    """Raise ValueError where what a function of one's own returned is no tower of a branch, without
+    its head. Its layers are run on the meta device."""
+    of = f"the tower of '{branch}'"
+    if not isinstance(tower, Tower):
+        raise ValueError(
+            f"{of}: its function returned {brief(tower)}; a Tower of models/towers/layers.py is needed"
+        )
+    if tower.branch != branch:
+        raise ValueError(f"{of}: it says that it is of branch {tower.branch!r}; write {branch!r}")
+    if tower.example is None and not {"image_size", "max_text_tokens"} & tower.config.keys():
+        raise ValueError(
+            f"{of}: it has no example, a function (samples) -> what enters the first layer, on the "
+            "meta device; Tower(…, example=…) takes it"
+        )
+    features = f"{branch}_features"
+    try:
+        tensors = dict(meta_inputs(tower, 2))
+        for spec in tower.specs:
+            tensors = spec.template(tensors)
+        shape = tuple(tensors[features].shape) if features in tensors else None
+    except Exception as error:  # whatever the layers raise
+        raise ValueError(
+            f"{of}: its layers do not run on its own example: {type(error).__name__}: {error}"
+        ) from error
+    if shape != (2, tower.width):
+        found = f"of shape {list(shape)}" if shape else f"not among {', '.join(tensors)}"
+        raise ValueError(
+            f"{of}: of two samples its last layer must make {features} [2, {tower.width}], as its "
+            f"width says; they are {found}"
+        )
 
 
 def takes_other_sizes(tower: Tower) -> bool:
