@@ -39,7 +39,7 @@ from data.modules import own_code
 from data.options import IMAGE_TEXT, branches_of, read_pairs
 from data.stored.derived import DERIVED
 from data.stored.kinds import STORED, is_text
-from launch.config.groups import by_modality
+from launch.config.groups import OF_BRANCH, BranchOptions, by_modality
 from launch.views import FilmView, ImageView, SoundView, View
 from models.towers.audio import audio_input, audio_tower
 from models.towers.building import refuse_unfit_tower, with_head
@@ -76,8 +76,8 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Wanted:
-    """A tower that is asked for. `options`: train.py's, by name; `name`: of --tower, "" where none
-    is given."""
+    """A tower that is asked for. `options`: train.py's, by name; `name`: of the modality's own
+    option, or of --tower; "" where none is given."""
 
     options: Mapping[str, Any]
     name: str
@@ -91,7 +91,8 @@ class ModalityEntry:
     not, and no file is a query of the modality. `from_bytes`: of tensors that are loaded as bytes,
     by name, what makes values of them. `weights`: opens the weights that the tower starts from, a
     name, folder or file. `cost`: the options of a run -> what says of a source and indices of its
-    samples what their values cost beside each other; None: all alike."""
+    samples what their values cost beside each other; None: all alike. `flags`: the options of
+    train.py that name its tower and weights; None: --tower and --weights."""
 
     load: Callable[[Inputs], Modality]
     tower: Callable[[Wanted], Tower]
@@ -99,6 +100,7 @@ class ModalityEntry:
     from_bytes: Mapping[str, Callable[..., Tensor]] = field(default_factory=dict)
     weights: Callable[[str, Tower], Weights] = open_inner_weights
     cost: Callable[[BatchingOptions], Cost | None] = lambda options: None
+    flags: BranchOptions | None = None
 
     def __post_init__(self) -> None:
         parts = {name: getattr(self, name) for name in ("load", "tower", "weights", "cost")}
@@ -108,6 +110,8 @@ class ModalityEntry:
         for name, part in parts.items():
             if not callable(part):
                 raise _wrong(f"{name} is {brief(part)}; a function")
+        if not isinstance(self.flags, BranchOptions | None):
+            raise _wrong(f"flags is {brief(self.flags)}; one of launch.config.groups.OF_BRANCH")
         if self.view is None:
             return
         if not isinstance(self.view, type) or not issubclass(self.view, View):
@@ -225,37 +229,40 @@ def _frame_counts(options: BatchingOptions) -> Cost | None:
 
 
 def _text_tower(wanted: Wanted) -> Tower:
-    options, (size, pad_id, end_id) = wanted.options, wanted.vocabulary
-    return text_tower(options["text_tower"], size, options["max_text_tokens"], pad_id, end_id)
+    size, pad_id, end_id = wanted.vocabulary
+    return text_tower(wanted.name, size, wanted.options["max_text_tokens"], pad_id, end_id)
 
 
 MODALITIES: dict[str, ModalityEntry] = {
     "image": ModalityEntry(
         _load_image,
-        lambda wanted: image_tower(wanted.options["image_tower"], wanted.options["image_size"]),
+        lambda wanted: image_tower(wanted.name, wanted.options["image_size"]),
         ImageView,
         {"pixel_values": normalise},
+        flags=OF_BRANCH["image"],
     ),
-    "text": ModalityEntry(_load_text, _text_tower),
+    "text": ModalityEntry(_load_text, _text_tower, flags=OF_BRANCH["text"]),
     "audio": ModalityEntry(
         _load_audio,
         lambda wanted: audio_tower(
-            *(wanted.options[f"audio_{name}"] for name in ("tower", "seconds", "size"))
+            wanted.name, *(wanted.options[name] for name in ("audio_seconds", "audio_size"))
         ),
         SoundView,
         weights=open_audio_weights,
+        flags=OF_BRANCH["audio"],
     ),
     "video": ModalityEntry(
         _load_video,
         lambda wanted: video_tower(
-            *(wanted.options[name] for name in ("video_tower", "image_size", "video_frames"))
+            wanted.name, *(wanted.options[name] for name in ("image_size", "video_frames"))
         ),
         FilmView,
         {"video_frames": normalise},
         cost=_frame_counts,
+        flags=OF_BRANCH["video"],
     ),
 }
-OWN = dict(MODALITIES)  # which have flags of their own, while no module replaces them
+OWN = dict(MODALITIES)  # which no module added or replaced
 
 
 def refuse_pairs(
@@ -282,7 +289,7 @@ def refuse_pairs(
     for flag, values in (("tower", towers), ("weights", weights)):
         names = [each.partition("=")[0] for each in values]
         for name in names:
-            if name in OWN and MODALITIES[name] is OWN[name]:
+            if name in MODALITIES and entry_of(name).flags:
                 raise ValueError(
                     f"argument --{flag}: {name} has a flag of its own, --{name}-{flag}"
                 )
@@ -304,7 +311,8 @@ def tower_of(
     """The tower of a branch with its head, from train.py's options by name; no layer is built yet.
     `scalars`: what its head owns of the losses' learned scalars, with first values. Errors:
     ValueError, FileNotFoundError."""
-    name, entry = by_modality(options.get("tower")).get(branch, ""), entry_of(branch)
+    entry, named = entry_of(branch), by_modality(options.get("tower"))
+    name = options[entry.flags.tower] if entry.flags else named.get(branch, "")
     wanted = Wanted(options, name, vocabulary)
     if entry is OWN.get(branch):
         tower = entry.tower(wanted)

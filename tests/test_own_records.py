@@ -134,6 +134,11 @@ ENTRY_CASES = {
     "a view with another reason": (VIEW, VIEW.replace("unreadable", "unread"), "'unreadable'?"),
     "weights that are none": (ENTRY, ENTRY[:-1] + ", weights=3)", "weights is 3; a function"),
     "a cost that is none": (ENTRY, ENTRY[:-1] + ", cost=3)", "cost is 3; a function"),
+    "flags that are none": (
+        ENTRY,
+        ENTRY[:-1] + ', flags="--depth")',
+        "one of launch.config.groups",
+    ),
     "tensors of bytes": (ENTRY, ENTRY[:-1] + ', from_bytes=["a"])', "a mapping of tensors' names"),
 }
 

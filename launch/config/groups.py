@@ -543,19 +543,61 @@ class TowerOptions(InputOptions, ModuleOptions):
         return None
 
 
-# by modality, of those that have one: the flag of the weights that its tower starts from
-WEIGHTS = {
-    each.name.removesuffix("_weights"): each.name
-    for each in fields(TowerOptions)
-    if each.name.endswith("_weights")
+@dataclass(frozen=True)
+class BranchOptions:
+    """The options of train.py that are of one branch alone, by name: those of its tower and of the
+    weights that this starts from, and `others`. `unset`: they are None where no pair has the
+    branch."""
+
+    tower: str
+    weights: str
+    others: tuple[str, ...] = ()
+    unset: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.weights, self.tower, *self.others)
+
+
+def _others(group: type[OptionGroup], tower: str) -> tuple[str, ...]:
+    return tuple(each.name for each in fields(group) if each.name != tower)
+
+
+OF_BRANCH = {
+    "image": BranchOptions("image_tower", "image_weights", ("image_buckets",)),
+    "text": BranchOptions("text_tower", "text_weights", ("tokenizer",)),
+    "audio": BranchOptions(
+        "audio_tower", "audio_weights", _others(AudioOptions, "audio_tower"), unset=True
+    ),
+    "video": BranchOptions(
+        "video_tower", "video_weights", _others(VideoOptions, "video_tower"), unset=True
+    ),
 }
+"""By modality. Others are named by --tower and --weights."""
+
+
+def flag_of(branch: str, what: str, value: str) -> str:
+    """How a command line gives a branch its tower or its weights: `--image-weights DEFAULT`,
+    `--weights depth=DIR`. `what`: "tower" or "weights"."""
+    if branch not in OF_BRANCH:
+        return f"--{what} {branch}={value}"
+    return f"--{getattr(OF_BRANCH[branch], what).replace('_', '-')} {value}"
+
+
+def tower_names(options: Mapping[str, Any]) -> dict[str, str]:
+    """By branch the name of its tower, of options by name; none where none is given."""
+    return _by_branch(options, "tower")
 
 
 def first_weights(options: Mapping[str, Any]) -> dict[str, str]:
     """As `TowerOptions.first_weights`, of options by name."""
-    given = {branch: options.get(name) for branch, name in WEIGHTS.items()}
-    given |= by_modality(options.get("weights"))
-    return {branch: where for branch, where in given.items() if where}
+    return _by_branch(options, "weights")
+
+
+def _by_branch(options: Mapping[str, Any], what: str) -> dict[str, str]:
+    given = {branch: options.get(getattr(own, what)) for branch, own in OF_BRANCH.items()}
+    given |= by_modality(options.get(what))
+    return {branch: value for branch, value in given.items() if value}
 
 
 @dataclass(frozen=True, kw_only=True)

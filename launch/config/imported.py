@@ -15,7 +15,7 @@ from typing import Any
 from common.files import read_json
 from common.model_sizes import refuse_sizes
 from data.options import IMAGE_TEXT, branches_of
-from launch.config.groups import FLAGS, PIXELS
+from launch.config.groups import FLAGS, OF_BRANCH, PIXELS, flag_of
 from launch.records import RECORD, RUN_RECORD, read_export
 from models.towers.names import split_name
 
@@ -66,7 +66,7 @@ def refuse_no_model(where: str, folder: Path, weights_alone: bool) -> None:
         f"--import {where}: holds no whole model: {what}. Give a folder of export.py, of "
         "transformers' CLIPModel, SiglipModel, Siglip2Model, ChineseCLIPModel, "
         "VisionTextDualEncoderModel or ClapModel, or of OpenCLIP; a single tower is started from "
-        "with --image-weights, --text-weights or --audio-weights"
+        f"with {', '.join(flag_of(branch, 'weights', 'WHERE') for branch in OF_BRANCH)}"
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,16 +33,17 @@ from engine.processes.launchers import adopt_launcher
 from launch.config.groups import (
     FLAGS,
     GROUPS,
+    OF_BRANCH,
     OPEN_CLIP,
     PIXELS,
-    WEIGHTS,
-    AudioOptions,
     BatchingOptions,
     ModelOptions,
     RunOptions,
     TrackingOptions,
-    VideoOptions,
     by_modality,
+    first_weights,
+    flag_of,
+    tower_names,
 )
 from launch.config.imported import as_branches, options_of_import, refuse_no_model
 from launch.config.recipe_files import RecipeFile, find_recipe
@@ -56,12 +57,6 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[2]
 EITHER = ("epochs", "steps")  # one of them ends a run
-OF_BRANCH = {
-    "image": (WEIGHTS["image"], "image_tower", "image_buckets"),
-    "text": (WEIGHTS["text"], "text_tower", "tokenizer"),
-    "audio": (WEIGHTS["audio"], *(each.name for each in fields(AudioOptions))),
-    "video": (WEIGHTS["video"], *(each.name for each in fields(VideoOptions))),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,19 +150,20 @@ def decide(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Options
     layers["default"] = defaults
     _refuse_two_lengths(layers)
     values = ChainMap(*map(dict, layers.values()))
-    for branch in held:
-        if given.get(f"{branch}_weights"):
+    for branch, where in first_weights(given).items():
+        if branch in held:
             raise ValueError(
-                f"argument --import: it holds the {branch} tower; leave out --{branch}-weights"
+                f"argument --import: it holds the {branch} tower; leave out "
+                f"{flag_of(branch, 'weights', where)}"
             )
     # imports torchvision, which --help can do without
     from launch.config.pixels import settled_pixels
 
     pixels, trained = settled_pixels(given, values, held, began)
     settled = {**values, **_paths(values), **pixels}
-    for branch, of_branch in (("audio", AudioOptions), ("video", VideoOptions)):
-        if branch not in branches_of(values["pairs"]):
-            settled |= {each.name: None for each in fields(of_branch)}
+    for branch, of_branch in OF_BRANCH.items():
+        if of_branch.unset and branch not in branches_of(values["pairs"]):
+            settled |= dict.fromkeys((of_branch.tower, *of_branch.others))
     sources = {
         name: next(source for source, layer in layers.items() if name in layer) for name in defaults
     }
@@ -250,11 +246,12 @@ def _of_import(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...
     try:
         refuse_no_model(given["imported"], where, weights_alone=True)
         said = options_of_import(where)
-        towers = given.get("image_tower") or given.get("video_tower"), given.get("text_tower")
-        if not said and all(tower and tower.startswith(OPEN_CLIP) for tower in towers):
+        towers = tower_names(given)
+        two = towers.get("image", towers.get("video", "")), towers.get("text", "")
+        if not said and all(tower.startswith(OPEN_CLIP) for tower in two):
             from models.weights.open_clip_models import model_of_towers, options_of_open_clip
 
-            model = model_of_towers(*towers)
+            model = model_of_towers(*two)
             said = options_of_open_clip(model) if model else {}
     except (ValueError, OSError) as error:
         raise ValueError(f"argument --import: {error}") from error
@@ -265,16 +262,17 @@ def _of_import(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...
     held = as_branches(branches_of(said.get("pairs", IMAGE_TEXT)), named)
     lacking = [branch for branch in held if branch not in named]
     for branch in held:
-        part = f"{stored(branch).parts}_tower"
-        if part in said:  # the tower of images is for the frames of films
-            said[f"{branch}_tower"] = said.pop(part)
+        part = OF_BRANCH.get(stored(branch).parts)
+        if part and part.tower in said:  # the tower of images is for the frames of films
+            said[OF_BRANCH[branch].tower] = said.pop(part.tower)
     # what export.py wrote of three towers goes on with two of them too
     if lacking and not (lacking == ["audio"] and read_export(where)):
         raise ValueError(
             f"argument --import: it is of the {lacking[0]} branch, and no pair of --pairs {pairs} "
             f"has '{lacking[0]}'; leave it out"
         )
-    return {k: v for k, v in said.items() if k.partition("_")[0] not in lacking}, held
+    unused = [name for branch in lacking for name in OF_BRANCH[branch].names]
+    return {name: value for name, value in said.items() if name not in unused}, held
 
 
 def _model_folder(where: str) -> str:
@@ -304,10 +302,10 @@ def _useless(options: Options) -> Iterator[tuple[Sequence[str], str]]:
         yield ("label_smoothing",), f"--loss infonce; {options.loss} has no targets to smooth"
     if not has_regions(options.pairs):
         yield ("max_regions", "max_negatives"), "--pairs with region:text"
-    for branch, names in OF_BRANCH.items():
+    for branch, own in OF_BRANCH.items():
         if branch not in options.branches:
             lacks = f"no pair of --pairs {options.pairs} has '{branch}'"
-            yield names, f"the {branch} branch, and {lacks}"
+            yield own.names, f"the {branch} branch, and {lacks}"
 
 
 def _refuse_useless(options: Options, given: Mapping[str, Any]) -> None:
@@ -331,7 +329,7 @@ def _paths(values: Mapping[str, Any]) -> dict[str, Any]:
     }
     own = by_modality(values["weights"])
     found["weights"] = tuple(f"{branch}={_absolute(where)}" for branch, where in own.items())
-    for name in (*WEIGHTS.values(), "imported", "text_tower"):
+    for name in (*(own.weights for own in OF_BRANCH.values()), "imported", "text_tower"):
         value = values[name]
         # NAME is also one that a library knows; ./NAME is not
         if value and ("/" in value or name == "imported"):

@@ -20,8 +20,9 @@ from PIL import Image
 from common.files import read_json
 from data.modalities.preprocessing import CLIP, INTERPOLATIONS, NORMALIZATIONS, Preprocessing
 from data.options import branches_of, has_regions
+from data.stored.image import IMAGE
 from data.stored.kinds import stored, whole_of
-from launch.config.groups import PIXELS, ImageOptions
+from launch.config.groups import PIXELS, ImageOptions, first_weights, flag_of, tower_names
 from launch.config.imported import branches_held, options_of_export
 from models.towers.image import full_name
 from models.towers.libraries import open_clip, timm, transformers_image
@@ -92,12 +93,14 @@ def _what_shows(
 ) -> tuple[Any, str | None, str]:
     """Weights, tower and flag that say how pixels are prepared: of images, without any those of the
     frames of films."""
-    branch, tower = whole_of("image", branches), values["image_tower"]
-    if stored(branch).parts:
-        tower = frames_tower(values[f"{branch}_tower"])
+    branch = whole_of(IMAGE.name, branches)
+    tower: str | None = tower_names(values).get(branch, "")
+    if tower and stored(branch).parts:
+        tower = frames_tower(tower)
     if branch in held:
-        return values["imported"], tower, "--import"
-    return values[f"{branch}_weights"], tower, f"--{branch}-weights"
+        return values["imported"], tower, f"--import {values['imported']}"
+    weights = first_weights(values).get(branch)
+    return weights, tower, flag_of(branch, "weights", weights or "WHERE")
 
 
 def trained_with(where: str, image_tower: str) -> tuple[Preprocessing, int] | None:
@@ -151,13 +154,13 @@ def describe_pixels(options: Options) -> str:
     found = trained_with(str(weights), tower)
     if found is None:
         assumed = ASSUMED if used.mean == CLIP.mean else ""
-        return f"{line}. {flag} {weights} does not say what it was trained with{assumed}"
+        return f"{line}. {flag} does not say what it was trained with{assumed}"
     same = (found[0].mean, found[0].std, found[0].interpolation) == (
         used.mean,
         used.std,
         used.interpolation,
     )
-    return f"{line} ({'as' if same else 'not as'} {flag} {weights} was trained)"
+    return f"{line} ({'as' if same else 'not as'} {flag} was trained)"
 
 
 def _of_export(folder: Path) -> tuple[Preprocessing, int] | None:

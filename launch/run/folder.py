@@ -14,7 +14,6 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import fields
 from importlib.metadata import version
 from itertools import takewhile
 from pathlib import Path
@@ -40,7 +39,7 @@ from engine.checkpoint.layout import replace_text
 from engine.planning.planner import RunPlan
 from engine.schedule import SCHEDULES
 from launch.config.blocks import SampleWeightsBlock
-from launch.config.groups import VideoOptions
+from launch.config.groups import OF_BRANCH
 from launch.config.options import ROOT, free_options
 from launch.records import RUN_RECORD, flat, read_run
 from models.towers.building import Tower
@@ -333,8 +332,8 @@ def training_identity(
         free.append("weights")
     if options["image_train_resize_mode"] == "shortest":  # as they cropped, and do not record
         free += ["image_train_resize_mode"]
-    if "video" not in branches_of(options["pairs"]):
-        free += [each.name for each in fields(VideoOptions)] + ["video_weights"]
+    named = branches_of(options["pairs"])
+    free += [name for each, own in OF_BRANCH.items() if each not in named for name in own.names]
     free_branches = [*BRANCHES_FREE_TO_CHANGE, *(() if by_split else BRANCHES_SPLIT)]
     known = {
         "options": _without(free, options),

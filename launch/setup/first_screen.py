@@ -31,10 +31,10 @@ from data.streams.several import streams_of
 from engine.optimizer.preview import preview, unreached
 from engine.planning.costs import precision_of
 from engine.planning.planner import RunPlan
+from launch.config.groups import flag_of
 from launch.config.imported import branches_held
 from launch.config.options import Options, default_of
 from launch.config.pixels import describe_pixels
-from launch.modalities import OWN
 from launch.setup.costing import NOMINAL
 from launch.terminal.tables import REPORT, duration
 from models.losses import PlainLoss, build_loss
@@ -175,9 +175,9 @@ def _published(options: Options, towers: Sequence[Tower]) -> str:
     if options.demo is not None:
         demo = default_of("text_tower", options.demo)
         towers = [tower for tower in towers if tower.name.split(":")[0] != demo]
-    asked = [tower for tower in towers if tower.branch in {*OWN} - {*_weights(options)}]
+    asked = [tower for tower in towers if tower.branch not in _weights(options)]
     known = {tower.branch: published_weights(tower) for tower in asked}
-    flags = [f"--{branch}-weights {where}" for branch, where in known.items() if where]
+    flags = [flag_of(branch, "weights", where) for branch, where in known.items() if where]
     words = "to start from published weights instead of random ones"
     return f"{words}: {' '.join(flags)}" if flags else ""
 

@@ -15,7 +15,7 @@ from engine.config.reading import BranchesBlock
 from engine.objective import Objective
 from engine.schedule import exact_schedules
 from launch.config.blocks import BalanceBlock, balancing
-from launch.config.groups import WEIGHTS, ModelOptions
+from launch.config.groups import ModelOptions, flag_of
 from launch.config.imported import branches_held
 from launch.inference.trained import towers_of
 from launch.modalities import MODALITIES
@@ -69,7 +69,7 @@ class RunModel:
     def _with(self, adapters: Mapping[str, LoRA]) -> RunModel:
         bare = [branch for branch in adapters if branch not in self.pretrained]
         if bare:
-            flag = f"--{bare[0]}-weights" if bare[0] in WEIGHTS else f"--weights {bare[0]}=WHERE"
+            flag = flag_of(bare[0], "weights", "WHERE")
             raise ValueError(
                 f"branches.train.{bare[0]}.lora: adapters leave the tower's weights as they are, "
                 f"and this tower starts from random ones; give {flag} or --import, or remove the key"

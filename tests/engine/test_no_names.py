@@ -21,7 +21,6 @@ COMPARED = {
     "launch/exporting/modeling_regions.py": 1,  # of a file that stands alone beside weights
     "launch/exporting/writing.py": 1,  # films without images are exported as a model of images
     "launch/inference/trained.py": 1,  # whose weights --import has towers of images for
-    "launch/run/folder.py": 1,  # runs of 0.1 had no options of films
     "models/towers/building.py": 1,  # the scale is owned by images where nobody says by whom
     "models/weights/of_image.py": 3,  # weights of images in a tower of films
 }

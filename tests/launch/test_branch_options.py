@@ -1,0 +1,84 @@
+"""Each modality says which options of train.py name its tower and its weights; one of a module's own
+has --tower and --weights, and nothing asks it for options that it does not have."""
+
+import sys
+
+import pytest
+
+from data.stored.kinds import STORED
+from data.stored.record import StoredFile
+from launch.config.groups import (
+    FLAGS,
+    OF_BRANCH,
+    TowerOptions,
+    first_weights,
+    flag_of,
+    tower_names,
+)
+from launch.config.options import parse_options
+from launch.config.pixels import describe_pixels
+from launch.modalities import MODALITIES, ModalityEntry, Vocabulary, tower_of
+
+pytestmark = pytest.mark.usefixtures("registries")
+TEXT = ["--text-tower", "bert-tiny"]
+
+
+def parsed(*words):
+    return parse_options(list(map(str, words)))
+
+
+def test_every_modality_says_its_options():
+    assert {name: entry.flags for name, entry in MODALITIES.items()} == OF_BRANCH
+    flags = [name for own in OF_BRANCH.values() for name in own.names]
+    assert len(set(flags)) == len(flags) and {*flags} <= FLAGS.keys()
+    named = {name for name in FLAGS if name.endswith(("_tower", "_weights")) and name in fields()}
+    assert {name for own in OF_BRANCH.values() for name in (own.tower, own.weights)} == named
+    for branch, own in OF_BRANCH.items():
+        words = ["--pairs", "image:text,audio:text,video:text"]
+        words += [*flag_of(branch, "tower", "resnet18").split()] if branch != "text" else TEXT
+        words += flag_of(branch, "weights", "bert-tiny" if branch == "text" else "DEFAULT").split()
+        options = vars(parsed(*words))
+        assert options[own.weights] == first_weights(options)[branch]
+        assert tower_names(options)[branch] == options[own.tower] in ("resnet18", "bert-tiny")
+
+
+def fields():
+    return vars(TowerOptions())
+
+
+def test_one_of_a_modules_own_is_named_by_tower_and_weights(tmp_path):
+    words = ["--import-module", "examples.depth.shown", "--pairs", "image:text,depth:text"]
+    words += [*flag_of("depth", "tower", "48").split(), *flag_of("depth", "weights", ".").split()]
+    options = parsed(*words, *TEXT, "--image-size", 32)
+    assert tower_names(vars(options))["depth"] == "48"
+    assert list(options.first_weights) == ["depth"]
+    assert tower_of("depth", vars(options), Vocabulary(), {}).name == "depth48"
+    with pytest.raises(SystemExit):
+        parsed("--pairs", "image:text,depth:text", "--tower", "image=resnet18")
+
+
+def test_one_that_takes_the_place_of_another_has_the_options_of_a_modules_own(capsys):
+
+    def tower(wanted):
+        raise LookupError(f"asked for '{wanted.name}'")
+
+    image = MODALITIES["image"]
+    with pytest.raises(SystemExit):
+        parsed("--tower", "image=some")
+    assert "image has a flag of its own, --image-tower" in capsys.readouterr().err
+    MODALITIES["image"] = ModalityEntry(image.load, tower)
+    for words, name in (((), ""), (("--tower", "image=some"), "some")):
+        with pytest.raises(ValueError, match=f"asked for '{name}'"):
+            tower_of("image", vars(parsed(*words)), Vocabulary(), {})
+
+
+def test_one_that_is_made_of_images_takes_the_place_of_these():
+    """As films are: where a run has no images, the weights of its tower may say how pixels are
+    prepared. A module's own has no option of its own that could say so."""
+    STORED["strip"] = StoredFile("strip", endings=("strip.png",), parts="image")
+    image = MODALITIES["image"]
+    MODALITIES["strip"] = ModalityEntry(image.load, image.tower)
+    options = parsed("--pairs", "strip:text", *TEXT)
+    assert options.image_size == 64 and describe_pixels(options) == ""
+    options = parsed("--pairs", "strip:text", *TEXT, "--weights", f"strip={sys.prefix}")
+    assert f"--weights strip={sys.prefix} does not say" in describe_pixels(options)
