@@ -157,7 +157,8 @@ def test_the_command_of_pods_runs_torchrun_on_two_hosts(job, of_one_host, tmp_pa
             monkeypatch.setenv(name, value)
         pods = [command(lambda _: node.command(*pod)) for node in reversed(made)]
         ends = [finish(each) for each in pods]
-    assert [status for status, _ in ends] == [0, 0], ends
+    failed = [output[-3000:] for status, output in ends if status]
+    assert not failed, "\n\n".join(failed)
     assert "2 ranks on 2 nodes" in "".join(output for _, output in ends)
     assert losses(tmp_path / "run") == of_one_host
 

@@ -193,3 +193,17 @@ def test_it_meets_the_errors_of_a_run(planned, tmp_path, capsys):
         with pytest.raises((ValueError, OSError, SystemExit)) as error:
             planned("--ranks", 2, "--device", "A100", *flags, *given)
         assert words in f"{error.value} {capsys.readouterr().err}", flags or changes
+
+
+def test_several_sizes_of_images_are_refused_where_the_tower_takes_one(planned):
+    """Before anything is measured, whichever option asks for them."""
+    tower = ["--image-tower", "timm:vit_tiny_patch16_224:depth=1", "--ranks", 2]
+    balance = 'branches.balance={"strategy": "feed", "image_size": [32, 64]}'
+    for asked, named in (
+        (["--image-buckets", 2], "--image-buckets"),
+        (["--set", balance], "branch"),
+    ):
+        with pytest.raises(ValueError, match=f"^{named}.* takes images of one size only"):
+            planned(*tower, *asked)
+    tower[1] += ",dynamic_img_size=true"
+    assert planned(*tower, "--image-buckets", 2) == 0
