@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from common.files import read_json, remove, replacing, replacing_folder, write_text
 from common.secrets import redacted
 from common.sizes import GIB
-from data.bad_samples import REASONS
+from data.bad_samples import REASONS, Absent, BadSample
 from data.batching.draws import LIMIT
 from data.batching.mixing import apportioned, mixed
 from data.batching.mixture import Mixture, open_sources
@@ -28,8 +28,8 @@ from data.index.roots import with_roots
 from data.index.sources import KnownSource, Source, open_source
 from data.index.splits import Splits, split_source
 from data.modalities.tokenizer import load_tokenizer, refuse_unknown_words, train_tokenizer
-from data.options import DataOptions, compared, has_regions
-from data.stored.kinds import text_of
+from data.options import DataOptions, compared, has_regions, read_pairs
+from data.stored.kinds import is_text, stored, text_of
 from data.streams.division import MOST_HELD_OUT, divide_shards
 from data.streams.filters import Kept
 from data.streams.listing import Listing, ShardRules, refuse_lost
@@ -39,6 +39,7 @@ from data.streams.source import StreamSource
 
 TRAIN = "train"
 SAMPLES_TRIED = 1000  # with a tokenizer that is given
+SAMPLES_LOOKED_INTO = 200  # of each data set, for modalities that none of them has
 EXAMPLES = 100_000  # training samples of streams that make a tokenizer
 # options that do not say which samples there are, but how often they come and how many may be bad
 NOT_OF_SAMPLES = {
@@ -67,7 +68,7 @@ class PreparedData:
 
     `parts`: (samples, weight) of each data set in `train`, none where there is one. `leaks`: what
     was found and dropped. `length_multiple`: what texts are padded to. `shards`: of each data set,
-    where one is a stream. `seed`: of their order.
+    where one is a stream. `seed`: of their order. `notes`: sentences for the first screen.
     """
 
     source: Source
@@ -79,6 +80,7 @@ class PreparedData:
     length_multiple: int = 1
     shards: tuple[Shards, ...] = ()
     seed: int = 0
+    notes: tuple[str, ...] = ()
 
     def order(
         self, global_batch_size: int, earlier: BatchSizes = (), film_clips: int = 1
@@ -142,6 +144,23 @@ class PreparedData:
         near = [shards.starts[k] + np.arange(shards.counts[k]) for k in coming[:last].tolist()]
         return np.concatenate(near)
 
+    def first_with(self, *modalities: str) -> int | None:
+        """The first training sample that has a value of each of these; None: there is none. Of streams
+        the shards that are needed first are looked into, and so are bad values found."""
+        if not self.shards:
+            train = self.train[:]
+            lacking = [self.known.lacking(name)[train] for name in modalities]
+            having = np.flatnonzero(~np.logical_or.reduce(lacking))
+            return int(train[having[0]]) if len(having) else None
+        looked_into = (self.looked_into(number) for number in range(len(self.shards)))
+        return next((i for i in chain(*looked_into) if has_all(self.source, i, modalities)), None)
+
+    def looked_into(self, number: int) -> list[int]:
+        """Some samples of a data set, where one is a stream: of the shards that are needed first."""
+        first = sum(int(each.counts.sum()) for each in self.shards[:number])
+        near = first + self._first_needed(number, SAMPLES_LOOKED_INTO)
+        return self.train[near[:: 1 + len(near) // SAMPLES_LOOKED_INTO]].tolist()
+
     @property
     def source_starts(self) -> tuple[int, ...] | None:
         """The first index in `source` of each of several data sets; None: there is one."""
@@ -201,17 +220,47 @@ def prepare_data(
         opened = _open_streams(specs, options, building, folder, validation, looks)
     else:
         opened = _open_known(specs, options, building, folder, validation)
-    if has_regions(options.pairs) and not opened.shards:
-        if not opened.source.numbers("num_regions", opened.train[:]).any():
-            raise ValueError(
-                f"{opened.source.spec}: no training sample has a region; give data with regions, or "
-                "leave region:text out of --pairs"
-            )
+    empty = empty_pairs(opened, options.pairs) if looks or not opened.shards else []
+    if empty and not opened.shards:
+        raise ValueError("\n".join(empty))
     return replace(
         opened,
+        notes=tuple(empty),
         tokenizer=_tokenizer(options, tokenizer, folder / "tokenizer", opened),
         length_multiple=length_multiple,
     )
+
+
+def empty_pairs(data: PreparedData, given: str) -> list[str]:
+    """Of each pair of `--pairs` of which no training sample has both values, or none that was looked
+    at, what is missing and where it would stand. A single pair is that of all usable samples."""
+    found, pairs = [], read_pairs(given)
+    for pair in pairs if len(pairs) > 1 else ():
+        one, other = pair.modalities
+        if data.first_with(one, other) is not None:
+            continue
+        missing = [name for name in (one, other) if data.first_with(name) is None]
+        places = "".join(f" ({stored(name).sought})" for name in missing)
+        which = "no sample of the shards that come first" if data.shards else "no training sample"
+        word = f"{pair.first}:{pair.second}"
+        found.append(
+            f"{data.source.spec}: {which} has {' and '.join(missing or ('both', one, other))}, which "
+            f"--pairs {word} compares{places}; give data that has them, or leave {word} out"
+            + ", unless shards that come later have them"
+            * bool(data.shards)
+        )
+    return found
+
+
+def has_all(source: Source, i: int, modalities: Sequence[str]) -> bool:
+    """Whether a sample has a value of each of these that can be read."""
+    try:
+        return all(
+            source.captions(i) if is_text(name) else source.value(name, i) is not None
+            for name in modalities
+        )
+    except (Absent, BadSample):
+        return False
 
 
 def _open_known(

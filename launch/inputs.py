@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from common.output import brief
+from data.batching.requests import MicroBatchRequest
 from data.index.sources import Source
 from data.loader import MicroBatchDataset
+from data.modalities.modality import Modality
 from data.modalities.preprocessing import Preprocessing
 from data.modalities.text import Languages
+from data.modules import own_code
+from data.prepare import PreparedData
 from engine.stage_runner import FromBytes
-from launch.modalities import MODALITIES, Inputs
+from launch.config.groups import InputOptions
+from launch.modalities import MODALITIES, OWN, Inputs, entry_of
+from models.towers.building import meta_inputs
 from models.towers.layers import Tower
 
 
@@ -44,3 +52,52 @@ def languages_of(towers: Sequence[Tower]) -> Languages | None:
     """Those that the text tower tells apart; None: it does not."""
     known = next((t.config["languages"] for t in towers if "languages" in t.config), None)
     return Languages(**known) if known else None
+
+
+def refuse_unfit_loaders(
+    towers: Sequence[Tower], data: PreparedData, options: InputOptions
+) -> None:
+    """Raise ValueError where what loads a modality of one's own cannot load the first training sample
+    that has it, as its tower reads it."""
+    inputs = Inputs(options, data.tokenizer, data.length_multiple, languages=languages_of(towers))
+    for tower in towers:
+        branch, entry = tower.branch, entry_of(tower.branch)
+        if entry is OWN.get(branch) or (i := data.first_with(branch)) is None:
+            continue
+        of = f"the loader of '{branch}'"
+        with own_code(f"{of}: its function"):
+            modality = entry.load(inputs)
+        if not isinstance(modality, Modality) or getattr(modality, "name", None) != branch:
+            raise ValueError(
+                f"{of}: its function returned {brief(modality)}; a Modality of "
+                f"data/modalities/modality.py with the name '{branch}' is needed"
+            )
+        request = MicroBatchRequest(0, 0, np.array([i, i]), np.arange(2), training=True)
+        dataset = MicroBatchDataset(data.source, [modality], options.seed)
+        with own_code(f"{of}: reading {data.source.where(i, branch)}", but=(OSError,)):
+            loaded, report = dataset.load(request)
+            meta = dataset.meta_batch(request)
+        if not report.bad:
+            _refuse_other_tensors(of, tower, loaded, meta)
+
+
+def _refuse_other_tensors(
+    of: str, tower: Tower, loaded: Mapping[str, Tensor], meta: Mapping[str, Tensor]
+) -> None:
+    """Raise ValueError where tensors are not those that the tower reads, or not shaped as those that
+    stages are told of beforehand."""
+    if missing := sorted(meta_inputs(tower, 2).keys() - loaded.keys()):
+        raise ValueError(
+            f"{of}: it makes {', '.join(loaded)}, and its tower reads {missing[0]}; give both the "
+            "same names"
+        )
+    for name in loaded.keys() | meta.keys():
+        shapes = [
+            f"{each[name].dtype} {[*each[name].shape]}" if name in each else "nothing"
+            for each in (loaded, meta)
+        ]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"{of}: of two samples {name} is {shapes[0]}, and by its meta_batch, which is blank "
+                f"where there is none of its own, {shapes[1]}; make both alike"
+            )

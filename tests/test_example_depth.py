@@ -2,18 +2,15 @@
 that its image shows, and is trained from every kind of data, resumed, evaluated and exported."""
 
 import base64
-import csv
 import io
 import json
-import tarfile
 from dataclasses import replace
 from shutil import copytree
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
+from depth_data import HEIGHT, NUMBER, WIDTH, WITHOUT, written
 from launched import ROOT, metrics, run_to_end, words
 from PIL import Image
 from plain_requests import request_of
@@ -31,8 +28,6 @@ from launch.inference.embedding import Embedder
 from launch.inference.evaluation import directions
 from launch.inference.trained import open_run
 
-NUMBER, WITHOUT = 40, 3  # samples, the first of which have no depth
-HEIGHT, WIDTH = 60, 84
 PAIRS = "image:text,depth:text,image:depth"
 FLAGS = ["--import-module", "examples.depth.shown", "--pairs", PAIRS, "--augmentation", "crop+flip"]
 FLAGS += words("--image-tower resnet18:layers=1-1-1-1 --image-size 32 --text-tower bert-tiny")
@@ -48,22 +43,6 @@ FORK = {
 pytestmark = pytest.mark.usefixtures("registries")
 
 
-def png(values: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(values).save(file, "PNG")
-    return file.getvalue()
-
-
-def contents(n: int, number: int | None = None) -> tuple[bytes, bytes | None]:
-    """An image and its depth: both say of each pixel where it is. `number`: depths of one number are
-    equal files; None: of `n`."""
-    rows, columns = np.mgrid[:HEIGHT, :WIDTH]
-    image = np.stack([2 * columns, 2 * rows, np.full_like(rows, 5 * n)], -1)
-    depth = (256 * columns + rows).astype(np.uint16)
-    depth[0, 0] = n if number is None else number  # equal files are on one side of a split
-    return png(image.astype(np.uint8)), png(depth) if n >= WITHOUT else None
-
-
 @pytest.fixture(scope="module")
 def data(module_folder):
     """The same samples in each format -> their specs."""
@@ -74,34 +53,6 @@ def data(module_folder):
 def twins(module_folder):
     """The same with each depth in two samples."""
     return written(module_folder("twins"), lambda n: n // 2)
-
-
-def written(folder, number_of=lambda n: n):
-    rows, lines = [], []
-    with tarfile.open(folder / "a.tar", "w") as tar:
-        for n in range(NUMBER):
-            image, depth = contents(n, number_of(n))
-            text = f"picture {n}".encode()
-            for ending, content in {"png": image, "depth.png": depth, "txt": text}.items():
-                if content is not None:
-                    entry = tarfile.TarInfo(f"{n:03}.{ending}")
-                    entry.size = len(content)
-                    tar.addfile(entry, io.BytesIO(content))
-                    (folder / f"{n:03}.{ending}").write_bytes(content)
-            rows.append({"id": f"{n:03}", "text": text.decode(), "image": image, "depth": depth})
-            line = {"id": f"{n:03}", "text": text.decode(), "image_path": f"{n:03}.png"}
-            lines.append(line | ({"depth_path": f"{n:03}.depth.png"} if depth else {}))
-    (folder / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    with (folder / "a.csv").open("w", newline="") as file:
-        names = {"filepath": "image_path", "title": "text", "depth_path": "depth_path", "id": "id"}
-        table = csv.writer(file)
-        table.writerow(names)
-        table.writerows([[line.get(key) for key in names.values()] for line in lines])
-    columns = {key: [row[key] for row in rows] for key in rows[0]}
-    pq.write_table(pa.table(columns), folder / "a.parquet", row_group_size=16)
-    files = {"jsonl": "a.jsonl", "csv": "a.csv", "parquet": "a.parquet", "webdataset": "a.tar"}
-    specs = {kind: f"{kind}:{folder / name}" for kind, name in files.items()}
-    return {**specs, "stream": f"stream:{folder / 'a.tar'}", "folder": folder}
 
 
 # -- the same part as the image

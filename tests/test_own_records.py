@@ -1,8 +1,14 @@
 """Records of a modality of one's own that lack a part or have a wrong one: each is named where its module
 is imported, or where its tower is made, before data is opened. The records are those of
-`examples/depth/`, each with one line changed."""
+`examples/depth/`, each with one line changed. And data that has nothing of a modality, and code of one's own
+that fails on a value: all before the first step."""
+
+import json
+import sys
+from pathlib import Path
 
 import pytest
+from depth_data import written
 from launched import ROOT, words
 
 from data.modules import import_modules
@@ -223,3 +229,199 @@ def test_the_example_itself_is_taken(changed):
     refuse_pairs(PAIRS, (), False)
     options = {"image_size": 32, "embed_dim": 16, "pairs": PAIRS}
     assert tower_of("depth", options, Vocabulary(), {}).width == 64
+
+
+# -- data, and what loads it
+
+
+FORMATS = ("jsonl", "csv", "parquet", "webdataset", "stream", "python")
+NO_RECORD = ('STORED["depth"] = DEPTH', "")
+FLAGS = (
+    "--image-tower resnet18:layers=1-1-1-1 --image-size 32 --text-tower bert-tiny --embed-dim 16"
+)
+FLAGS += " --max-text-tokens 8 --val-fraction 0.2 --workers 0 --ranks 3"
+ITEMS = """
+from depth_data import contents
+
+
+class All:
+    def __len__(self):
+        return 30
+
+    def __getitem__(self, i):
+        image, depth = contents(i)
+        return {"image": image, "text": f"picture {i}", "depth": depth}
+
+
+class Without(All):
+    def __getitem__(self, i):
+        return {**super().__getitem__(i), "depth": None}
+"""
+
+
+@pytest.fixture(scope="module")
+def data(module_folder):
+    return written(module_folder("data"))
+
+
+@pytest.fixture
+def planned(changed, data, tmp_path, monkeypatch, capsys):
+    """`planned(format, …)`: a dry run with other text in a file of the example -> its first screen."""
+
+    def run(format="jsonl", file="", old="", new="", spec="", pairs=PAIRS):
+        monkeypatch.setenv("WYE_CACHE", str(tmp_path / "cache"))
+        (tmp_path / f"items_of_{tmp_path.name}.py").write_text(ITEMS)
+        changed(file, old, new)
+        spec = spec or data.get(format) or f"python:items_of_{tmp_path.name}:All"
+        config = json.loads((ROOT / "ds_configs" / "cpu_fp32.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, "train_batch_size": 12}))
+        given = ["--dry-run", "--pairs", pairs, "--data", spec, *words(FLAGS)]
+        given += ["--import-module", f"shown_of_{tmp_path.name}"]
+        given += ["--deepspeed_config", str(tmp_path / "config.json")]
+        given += ["--val-data", data["webdataset"]] if format == "stream" else []
+        assert dry_run(parse_options(given)) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_no_data_set_can_hold_is_said(format, planned):
+    """Of a stream only some shards are looked into: it is said on the first screen."""
+    missing = (
+        "has depth, which --pairs depth:text compares (depth is an item's 'depth' of python: data"
+    )
+    if format == "python":  # whose items hold any modality
+        assert "compares" not in planned(format, "stored", *NO_RECORD)
+    elif format == "stream":
+        assert f"no sample of the shards that come first {missing}" in planned(
+            format, "stored", *NO_RECORD
+        )
+    else:
+        with pytest.raises(ValueError) as refused:
+            planned(format, "stored", *NO_RECORD)
+        assert f"no training sample {missing}" in str(refused.value)
+
+
+@pytest.mark.parametrize("format", FORMATS[:4])
+def test_a_record_that_no_format_reads_is_said(format, planned, changed):
+    text = (
+        'STORED["depth"] = DEPTH',
+        'from data.stored.record import Stored\nSTORED["depth"] = Stored("depth")',
+    )
+    with pytest.raises(ValueError, match="no training sample has depth, .*that is a StoredFile"):
+        planned(format, "stored", *text)
+
+
+@pytest.mark.parametrize("format", ("webdataset", "stream"))
+def test_a_tar_needs_endings(format, planned):
+    expected = "no member of a tar, since it has no endings"
+    if format == "stream":
+        assert expected in planned(format, "stored", f"    {ENDINGS},\n", "")
+        return
+    with pytest.raises(ValueError, match=expected):
+        planned(format, "stored", f"    {ENDINGS},\n", "")
+
+
+def test_items_without_a_modality_are_said(planned, tmp_path):
+    with pytest.raises(
+        ValueError, match="Without: no training sample has depth, .* leave depth:text out"
+    ):
+        planned(spec=f"python:items_of_{tmp_path.name}:Without")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_derived_rows_that_no_sample_has_are_said(format, planned):
+    pairs, expected = f"{PAIRS},region:text", "has region, which --pairs region:text compares"
+    if format == "stream":
+        assert expected in planned(format, pairs=pairs)
+    else:  # a table has no regions at all
+        with pytest.raises(ValueError, match=expected):
+            planned(format, pairs=pairs)
+
+
+@pytest.mark.parametrize("pair", ("region:depth", "phrase:text", "image:region"))
+def test_derived_rows_of_another_branch_are_refused(pair, changed):
+    changed()
+    with pytest.raises(
+        ValueError, match="argument --pairs: there is no modality '(region|phrase)'"
+    ):
+        refuse_pairs(f"{PAIRS},{pair}", (), False)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_example_is_read_from_every_format(format, planned):
+    assert "compares" not in planned(format)
+
+
+MEASURE_BODY = 'return {"depth_nearest": float(depth_of(content).min())} if decode else {}'
+MEASURE_CASES = {
+    "a module that is not there": (
+        "import none_such",
+        "depth: its measure failed with ModuleNotFoundError: No module named 'none_such' (line 2",
+    ),
+    "an error for each value": ('return {}["near"]', "unreadable: KeyError: 'near'"),
+    "nothing": ("return None", "unreadable: TypeError: "),
+    "another column": (
+        'return {"depth_farthest": 1.0}',
+        "measure made the column 'depth_farthest'",
+    ),
+    "a text": ('return {"depth_nearest": "near"}', "the column 'depth_nearest' of an index is of"),
+}
+
+
+@pytest.mark.parametrize("case", MEASURE_CASES)
+def test_a_measure_that_fails_is_said(case, planned, tmp_path):
+    """And no index keeps what it made, once it is mended."""
+    new, expected = MEASURE_CASES[case]
+    with pytest.raises(ValueError) as refused:
+        planned("jsonl", "stored", MEASURE_BODY, new)
+    assert expected in str(refused.value)
+    for name in [name for name in sys.modules if name.endswith(f"_of_{tmp_path.name}")]:
+        del sys.modules[name]
+    for file in Path(tmp_path).rglob("*.pyc"):
+        file.unlink()
+    STORED.pop("depth")
+    assert "compares" not in planned("jsonl")
+
+
+LOADER_CASES = {
+    "nothing": (
+        ENTRY,
+        ENTRY.replace("Depth(views_of(inputs))", "None"),
+        "its function returned None",
+    ),
+    "another name": ('name = "depth"', 'name = "deep"', "with the name 'depth' is needed"),
+    "no name": ('    name = "depth"\n', "", "with the name 'depth' is needed"),
+    "no blank": ("def blank(", "def black(", "with abstract method blank"),
+    "no loader": ("class Depth(PlacedModality)", "class Depth", "Depth() takes no arguments (line"),
+    "other tensors": (
+        'return {"depth_values": torch.from',
+        'return {"depths": torch.from',
+        "reads depth_values",
+    ),
+    "another blank": (
+        "torch.zeros(1, *size)",
+        "torch.zeros(2, *size)",
+        "by its meta_batch, which is",
+    ),
+    "no map": (
+        "        return depth_of(value)\n",
+        "        return None\n",
+        "failed with AttributeError",
+    ),
+    "a module that is not there": (
+        "        return depth_of(value)\n",
+        "        import none_such\n",
+        "No module named 'none_such' (line",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LOADER_CASES)
+def test_a_loader_is_refused_before_the_first_step(case, planned):
+    old, new, expected = LOADER_CASES[case]
+    with pytest.raises(ValueError) as refused:
+        planned("jsonl", "shown", old, new)
+    message = str(refused.value)
+    assert message.startswith("the loader of 'depth': ") and expected in message, message

@@ -74,7 +74,7 @@ class WebdatasetFormat(ShardsFormat):
         self.boxes = BoxOptions.of(self.described, options)
         self.captions = take_captions(self.described, options, self.caption_ways)
         super().__init__("webdataset", pattern, USAGE, shard)
-        self.holds = tuple(STORED)
+        self.holds = tuple(name for name, kind in STORED.items() if kind.in_archives)
         self.class_options = options
         self.spec += self.boxes.words() + (f"?captions={self.captions}" if self.captions else "")
         self.spec += f"?{options}" if options else ""

@@ -23,7 +23,8 @@ from filelock import FileLock
 
 from common.cpus import usable_cpus
 from common.files import make_folder, move, remove, remove_folder, write_text
-from data.bad_samples import ABSENCES, CODES, BadSample
+from common.output import brief
+from data.bad_samples import ABSENCES, CODES, BadSample, refusing
 from data.clips import is_cut
 from data.formats.rows import CAPTION_LINES, Format, Media, Part, Sample, Unused
 from data.identity import fingerprint
@@ -45,11 +46,12 @@ from data.index.mapped import (
 )
 from data.index.memo import Memo, memo_key
 from data.keys import HASH_BYTES, content_hash, hash64
+from data.modules import own_code
 from data.processes import end_with_parent, start_method
 from data.progress import progress_bar
 from data.regions import Region, placed, written
 from data.stored.audio import refuse_too_long
-from data.stored.kinds import Registered, files_of
+from data.stored.kinds import Registered, files_of, is_own
 from data.stored.record import StoredFile
 from data.stored.regions import REGIONS
 
@@ -338,7 +340,14 @@ def _as_batch(format: Format, rows: list[dict[str, Any]]) -> tuple[pa.RecordBatc
     texts, kinds = texts_of(format.modalities), numbers_of(format.modalities)
     numbers = np.zeros(len(rows), kinds)
     for name in kinds.names or ():
-        numbers[name] = np.array([row.get(name, 0) for row in rows], kinds[name])
+        values = [row.get(name, 0) for row in rows]
+        try:
+            numbers[name] = np.array(values, kinds[name])
+        except (ValueError, TypeError, OverflowError) as error:
+            raise ValueError(
+                f"the column {name!r} of an index is of numbers ({kinds[name]}), and its measure "
+                f"made {brief(values)}: {error}"
+            ) from error
     return pa.RecordBatch.from_pylist(rows, texts), numbers
 
 
@@ -407,9 +416,25 @@ def _measured(
         elif content is None:
             value = work.format.read(kind.name, part.file, sample.number, media)
         decodes = decodes or may_decode and kind.must_decode(value)
-        found = kind.look(value, decodes, media)
+        found = _looked_at(kind, value, decodes, media)
         refuse_too_long(found.get("audio_seconds", 0), work.max_audio_seconds)
     return found | kind.of_sample(sample, found) | {f"{kind.name}_known_by": key}
+
+
+def _looked_at(kind: StoredFile, value: Any, decodes: bool, media: Media) -> dict[str, Any]:
+    """`kind.look`. What a measure of one's own raises is its value's fault, but for a module that is not
+    installed; what it returns has to be its columns. Raises BadSample, ValueError."""
+    if not is_own(kind):
+        return kind.look(value, decodes, media)
+    with own_code(f"{kind.name}: its measure", but=(OSError, BadSample)):
+        with refusing(but=(OSError, ImportError)):
+            found = kind.look(value, decodes, media)
+    if others := found.keys() - {*kind.numbers(), *kind.texts()}:
+        raise kind.wrong(
+            f"measure made the column {min(others)!r}; its columns are "
+            f"{', '.join([*kind.measured, *kind.said]) or 'none'}, of measured and said"
+        )
+    return found
 
 
 def _region_columns(sample: Sample, measured: dict[str, Any], upright: bool) -> dict[str, Any]:

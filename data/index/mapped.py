@@ -14,6 +14,7 @@ On disk, in `index/<hash of the spec>/` of the cache folder:
 import contextlib
 import mmap
 import os
+import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,8 +29,10 @@ from data.box_checks import DOUBTS
 from data.formats.rows import CAPTION_LINES, DEFAULT_PAIRS, Format
 from data.formats.specs import cache_folder
 from data.identity import MISSING, Identity, fingerprint
+from data.keys import content_hash
 from data.stored.audio import AUDIO
-from data.stored.kinds import STORED, Registered, files_of, stored
+from data.stored.kinds import STORED, Registered, files_of, is_own, stored
+from data.stored.record import StoredFile
 
 VERSION = 9  # raised when an index of before would say other things of the same data
 NUMBERS, TEXTS, REPEATS, META = "numbers", "texts.arrow", "repeats.npy", "meta.json"
@@ -228,9 +231,17 @@ def index_folder(
     words += [kind.missing_decoders() for kind in files_of(format.modalities)]
     # of a modality that has an entry now and had none before, the index says more
     words += [name for name in format.modalities if name in STORED]
+    # and what a measure of one's own makes may change with its module
+    words += [_code_of(kind) for kind in files_of(format.modalities) if is_own(kind)]
     if AUDIO.name in format.modalities:
         words.append(max_audio_seconds)
     return (folder or cache_folder() / "index") / fingerprint(words)
+
+
+def _code_of(kind: StoredFile) -> str:
+    """What tells the file of a measure from an earlier one; empty where there is no file."""
+    file = getattr(sys.modules.get(getattr(kind.measure, "__module__", "")), "__file__", None)
+    return content_hash(Path(file).read_bytes()).hex() if file and os.path.isfile(file) else ""
 
 
 def open_index(format: Format, folder: Path) -> Index | None:

@@ -149,6 +149,6 @@ def names_of_rows(form: str) -> dict[str, tuple[str, ...]]:
     assert form in FORMS
     found: dict[str, tuple[str, ...]] = {}
     for name, kind in STORED.items():
-        if names := kind.names_in(form):
+        if kind.in_formats and (names := kind.names_in(form)):
             found |= {name: names, **{key: (key,) for key in kind.beside}}
     return found

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -64,6 +64,8 @@ class Stored:
     beside: tuple[str, ...] = ()
     several: str = ""
     parts: str = ""
+    in_formats: ClassVar[bool] = False
+    """Whether formats read its values, and not `python:` data alone."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.isidentifier():
@@ -90,6 +92,23 @@ class Stored:
 
     def names_in(self, form: str) -> tuple[str, ...]:
         return self.names.get(form, (self.name,))
+
+    @property
+    def in_archives(self) -> bool:
+        """Whether a tar may hold it."""
+        return self.in_formats
+
+    @property
+    def sought(self) -> str:
+        """Where data sets hold it, for messages."""
+        if not self.in_formats:
+            return (
+                f"{self.name} is an item's '{self.name}' of python: data alone, since STORED of "
+                "data/stored/kinds.py has no entry that is a StoredFile"
+            )
+        keys = [" or ".join(map(repr, self.names_in(form))) for form in FORMS]
+        places = zip(("a key {} of JSON lines", "a column {} of a table", "{} of parquet"), keys)
+        return f"{self.name} is {', '.join(place.format(key) for place, key in places if key)}"
 
     def equal_rows(self, source: Source, index: np.ndarray) -> np.ndarray | None:
         """[n] int64 of the samples `index` [n], equal for equal values, which a loss takes for no
@@ -154,6 +173,7 @@ class StoredFile(Stored):
     measure: Callable[[Any, bool], dict[str, Any]] = no_columns
     missing_decoders: Callable[[], list[str]] = no_decoders
     encode: Callable[[Any], bytes] = encoded_file
+    in_formats = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -207,6 +227,15 @@ class StoredFile(Stored):
 
     def texts(self) -> tuple[str, ...]:
         return (f"{self.name}_path", *self.said)
+
+    @property
+    def in_archives(self) -> bool:
+        return bool(self.endings)  # members are told apart by them alone
+
+    @property
+    def sought(self) -> str:
+        members = f"a member .{' or .'.join(self.endings[:3])} of a tar" if self.endings else ""
+        return f"{super().sought}, {members or 'no member of a tar, since it has no endings'}"
 
     def equal_rows(self, source: Source, index: np.ndarray) -> np.ndarray:
         return keys_of(source.content_hash(self.name, i) for i in index.tolist())

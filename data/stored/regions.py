@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 
 class StoredRegions(Stored):
+    in_formats = True
+
     def numbers(self) -> Mapping[str, str]:
         return {"num_regions": "i4", "num_negatives": "i4"}  # of all together
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 
 class StoredText(Stored):
+    in_formats = True
+
     def texts(self) -> tuple[str, ...]:
         return ("label",)  # its class; the captions are a list
 

@@ -160,7 +160,7 @@ def _data(data: PreparedData) -> str:
     said += "".join(f"; of {spec}{left_out}" for spec, left_out in others.items() if left_out)
     sources = [data.source, *(h.source for h in data.held_out.values())]
     hints = dict.fromkeys(hint for source in sources for hint in source.hints())
-    return "\n".join([said, *hints])
+    return "\n".join([said, *hints, *data.notes])
 
 
 def _weights(options: Options) -> dict[str, str]:

@@ -29,10 +29,11 @@ from engine.trace import HostClock
 from launch.batching.batching import Batching, order_of_run
 from launch.config.blocks import adapting, balancing
 from launch.config.configuration import read_configuration
+from launch.config.groups import InputOptions
 from launch.config.hyperparameters import as_begun, settle
 from launch.config.options import Options
 from launch.inference.trained import with_named_towers
-from launch.inputs import from_bytes
+from launch.inputs import from_bytes, refuse_unfit_loaders
 from launch.loss_weights import LossWeights
 from launch.modalities import refuse_unfit_towers
 from launch.run.folder import RunFolder, training_identity
@@ -167,6 +168,7 @@ def prepare_run(options: Options, ranks: Ranks) -> PreparedRun:
     model.refuse_sizes(options.image_buckets, balancing(block))
     model.refuse_regions(block)
     model.refuse_changing_buffers()
+    refuse_unfit_loaders(model.towers, data, options.part(InputOptions))
     loss_weights = LossWeights.of(options, model.objective, data.held_out)
 
     # Which rank runs which layers: the fastest plan by what the layers cost, measured or estimated.
