@@ -41,6 +41,7 @@ from data.stored.derived import DERIVED
 from data.stored.kinds import STORED, is_text
 from launch.config.groups import OF_BRANCH, BranchOptions, by_modality
 from launch.views import FilmView, ImageView, SoundView, View
+from models.defaults import audio_name, image_name, text_name, video_name
 from models.towers.audio import audio_input, audio_tower
 from models.towers.building import refuse_unfit_tower, with_head
 from models.towers.fusion import FusionSizes
@@ -92,7 +93,9 @@ class ModalityEntry:
     by name, what makes values of them. `weights`: opens the weights that the tower starts from, a
     name, folder or file. `cost`: the options of a run -> what says of a source and indices of its
     samples what their values cost beside each other; None: all alike. `flags`: the options of
-    train.py that name its tower and weights; None: --tower and --weights."""
+    train.py that name its tower and weights; None: --tower and --weights. `named`: the name of a
+    tower with what it leaves open for a new run, which may depend on where its weights come from
+    (`models/defaults.py`)."""
 
     load: Callable[[Inputs], Modality]
     tower: Callable[[Wanted], Tower]
@@ -101,9 +104,12 @@ class ModalityEntry:
     weights: Callable[[str, Tower], Weights] = open_inner_weights
     cost: Callable[[BatchingOptions], Cost | None] = lambda options: None
     flags: BranchOptions | None = None
+    named: Callable[[str, str | None], str] = lambda name, weights: name
 
     def __post_init__(self) -> None:
-        parts = {name: getattr(self, name) for name in ("load", "tower", "weights", "cost")}
+        parts = {
+            name: getattr(self, name) for name in ("load", "tower", "weights", "cost", "named")
+        }
         if not isinstance(self.from_bytes, Mapping):
             raise _wrong(f"from_bytes is {brief(self.from_bytes)}; a mapping of tensors' names")
         parts |= {f"from_bytes[{name!r}]": make for name, make in self.from_bytes.items()}
@@ -240,8 +246,9 @@ MODALITIES: dict[str, ModalityEntry] = {
         ImageView,
         {"pixel_values": normalise},
         flags=OF_BRANCH["image"],
+        named=image_name,
     ),
-    "text": ModalityEntry(_load_text, _text_tower, flags=OF_BRANCH["text"]),
+    "text": ModalityEntry(_load_text, _text_tower, flags=OF_BRANCH["text"], named=text_name),
     "audio": ModalityEntry(
         _load_audio,
         lambda wanted: audio_tower(
@@ -250,6 +257,7 @@ MODALITIES: dict[str, ModalityEntry] = {
         SoundView,
         weights=open_audio_weights,
         flags=OF_BRANCH["audio"],
+        named=audio_name,
     ),
     "video": ModalityEntry(
         _load_video,
@@ -260,6 +268,7 @@ MODALITIES: dict[str, ModalityEntry] = {
         {"video_frames": normalise},
         cost=_frame_counts,
         flags=OF_BRANCH["video"],
+        named=video_name,
     ),
 }
 OWN = dict(MODALITIES)  # which no module added or replaced

@@ -8,6 +8,7 @@ which towers learn better from the first step; what each is worth: bench/EVIDENC
 from pathlib import Path
 
 from common.files import read_json
+from models.towers.audio import spectrogram_tower
 from models.towers.image import full_name as full_image_name
 from models.towers.libraries import transformers_image
 from models.towers.libraries.torchvision_by_hand import ARCHITECTURES, ResNetSizes
@@ -15,6 +16,7 @@ from models.towers.libraries.transformers_text import CATALOGUE, TextFamily
 from models.towers.names import HF, join_name, split_name
 from models.towers.text import LIBRARIES, OWN
 from models.towers.text import full_name as full_text_name
+from models.towers.video import frames_tower
 from models.weights.reading import canonical_names, find_weights, open_tensors
 
 # sentence-transformers writes it beside the weights, and names the folder of the pooling in it
@@ -51,6 +53,25 @@ def image_name(name: str, weights: str | None) -> str:
     ):
         return join_name(base, {**given, "zero_init_residual": "true"})
     return name
+
+
+def video_name(name: str, weights: str | None) -> str:
+    """`name` of a video tower, as `_inner_name` completes it."""
+    return _inner_name(name, frames_tower(name), weights)
+
+
+def audio_name(name: str, weights: str | None) -> str:
+    """`name` of an audio tower, as `_inner_name` completes it."""
+    return _inner_name(name, spectrogram_tower(name), weights)
+
+
+def _inner_name(name: str, image: str | None, weights: str | None) -> str:
+    """With what `image_name` says of the image tower `image` inside, None: there is none, where that
+    starts from weights. From scratch it is the library's own model, as nothing else was measured."""
+    if image is None or weights is None:
+        return name
+    base, found = split_name(image_name(image, weights))
+    return join_name(base, {**split_name(name)[1], **found})
 
 
 def text_name(name: str, weights: str | None) -> str:

@@ -22,7 +22,7 @@ from data.options import (
     has_regions,
     read_pairs,
 )
-from data.stored.kinds import is_text, text_of
+from data.stored.kinds import is_text, stored, text_of
 from engine.checkpoint.layout import (
     AVERAGE,
     MANIFEST,
@@ -47,11 +47,10 @@ from launch.config.imported import (
 )
 from launch.config.pixels import PROCESSORS, trained_with
 from launch.inference.adapters import ADAPTERS, FILE, read_adapters
-from launch.modalities import Vocabulary, tower_of
+from launch.modalities import MODALITIES, Vocabulary, tower_of
 from launch.objective import losses_of, pairs_of
 from launch.records import WEIGHTS, read_export, record_of_run
 from launch.terminal.tables import show
-from models.defaults import image_name, text_name
 from models.towers.adapters.layers import adapted_tower
 from models.towers.fusion import fusion_sizes
 from models.towers.layers import Layer, Tower, library_models_kept
@@ -277,13 +276,18 @@ def with_named_towers(options: Options, previous: Mapping[str, Any] | None) -> O
     """
     known = options_of_import(Path(options.imported)) if options.imported else {}
     known |= (previous or {}).get("options", {})
-    image, text = options.image_tower, options.text_tower
-    if image != known.get("image_tower"):
-        holds_images = "image" in branches_held(options.imported, options.branches)
-        image = image_name(image, options.imported if holds_images else options.image_weights)
-    if text != known.get("text_tower"):
-        text = text_name(text, options.text_weights)
-    return replace(options, image_tower=image, text_tower=text)
+    held, weights = branches_held(options.imported, options.branches), options.first_weights
+    named: dict[str, Any] = {}
+    for branch, entry in MODALITIES.items():
+        name = getattr(options, entry.flags.tower) if entry.flags else None
+        if entry.flags is None or name in (None, known.get(entry.flags.tower)):
+            continue
+        if branch in held and stored(branch).parts:
+            continue  # it has the tower of its parts, as --import names it
+        # how texts are pooled is said by a model's own tower alone
+        where = options.imported if branch in held and not is_text(branch) else None
+        named[entry.flags.tower] = entry.named(name, where or weights.get(branch))
+    return replace(options, **named)
 
 
 def towers_of(

@@ -43,12 +43,11 @@ from engine.schedule import SCHEDULES
 from launch.config.blocks import READERS, adapting
 from launch.config.groups import device
 from launch.config.options import FLAGS, ROOT, default_of
-from launch.modalities import Vocabulary, refuse_pairs, tower_of
+from launch.modalities import MODALITIES, Vocabulary, refuse_pairs, tower_of
 from launch.objective import pairs_of
 from launch.setup.estimates import estimated_costs
 from launch.terminal.tables import Table, duration, show
 from launch.tools.command import page_path
-from models.defaults import image_name, text_name
 from models.losses import build_loss
 from models.towers.adapters.layers import adapted_tower, num_learned
 from models.towers.adapters.lora import LoRA
@@ -241,10 +240,11 @@ def cost_model(
     """Estimated: counted operations of both towers against the device's data sheet. `adapters`: by
     branch, of the towers that learn in them alone."""
     pairs = pairs_of(options.pairs, build_loss("infonce"))
-    named = vars(options) | {
-        "image_tower": image_name(options.image_tower, None),
-        "text_tower": text_name(options.text_tower, None),
-    }
+    named = dict(vars(options))
+    for branch in branches_of(options.pairs):
+        entry = MODALITIES[branch]
+        if entry.flags:
+            named[entry.flags.tower] = entry.named(named[entry.flags.tower], None)
     fusion = FusionSizes(options.fusion) if options.fusion else None
     towers = []
     for branch in branches_of(options.pairs):

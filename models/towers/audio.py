@@ -44,6 +44,13 @@ def audio_tower(name: str, seconds: float | None = None, size: int = 64) -> Towe
     return _of_image(image_tower(name, size), _spectrogram(seconds, size))
 
 
+def spectrogram_tower(name: str) -> str | None:
+    """The name of the image tower that the audio tower `name` shows a spectrogram; None: it reads
+    sounds in its own way."""
+    base = split_name(name)[0]
+    return None if base in OWN or _is_audio(base) else name
+
+
 def audio_input(name: str, seconds: float | None = None, size: int = 64) -> dict[str, Any]:
     """The `config["audio_input"]` of the tower that `audio_tower` makes of the same arguments: the
     fields of `AudioInput`. It follows from the configuration, so no tower is built; only one of

@@ -20,7 +20,6 @@ COMPARED = {
     "launch/config/options.py": 1,  # an export of three towers goes on with two of them
     "launch/exporting/modeling_regions.py": 1,  # of a file that stands alone beside weights
     "launch/exporting/writing.py": 1,  # films without images are exported as a model of images
-    "launch/inference/trained.py": 1,  # whose weights --import has towers of images for
     "models/towers/building.py": 1,  # the scale is owned by images where nobody says by whom
     "models/weights/of_image.py": 3,  # weights of images in a tower of films
 }

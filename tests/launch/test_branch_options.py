@@ -4,7 +4,9 @@ has --tower and --weights, and nothing asks it for options that it does not have
 import sys
 
 import pytest
+from transformers import ViTConfig, ViTModel
 
+from data.modalities.tokenizer import train_tokenizer
 from data.stored.kinds import STORED
 from data.stored.record import StoredFile
 from launch.config.groups import (
@@ -17,7 +19,9 @@ from launch.config.groups import (
 )
 from launch.config.options import parse_options
 from launch.config.pixels import describe_pixels
+from launch.inference.trained import with_named_towers
 from launch.modalities import MODALITIES, ModalityEntry, Vocabulary, tower_of
+from launch.setup.model import RunModel
 
 pytestmark = pytest.mark.usefixtures("registries")
 TEXT = ["--text-tower", "bert-tiny"]
@@ -70,6 +74,22 @@ def test_one_that_takes_the_place_of_another_has_the_options_of_a_modules_own(ca
     for words, name in (((), ""), (("--tower", "image=some"), "some")):
         with pytest.raises(ValueError, match=f"asked for '{name}'"):
             tower_of("image", vars(parsed(*words)), Vocabulary(), {})
+
+
+def test_the_weights_of_every_modality_complete_the_name_of_its_tower(tmp_path):
+    """Those of a ViT without a pooler, which its towers would miss."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = ViTConfig(**sizes, intermediate_size=64, image_size=32, patch_size=16)
+    ViTModel(config, add_pooling_layer=False).save_pretrained(tmp_path)
+    tokenizer = train_tokenizer(["a picture"] * 8)
+    for branch in ("image", "audio", "video"):
+        words = f"--pairs {branch}:text {flag_of(branch, 'tower', f'hf:{tmp_path}')}"
+        words += f" {flag_of(branch, 'weights', str(tmp_path))} --image-size 32"
+        words += " --audio-size 32" * (branch == "audio")
+        options = with_named_towers(parsed(*words.split(), *TEXT), None)
+        assert tower_names(vars(options))[branch] == f"hf:{tmp_path}:pool=cls"
+        model = RunModel.of(options, tokenizer)
+        assert all(model.build_layer(spec) for spec in model.layers[branch])
 
 
 def test_one_that_is_made_of_images_takes_the_place_of_these():

@@ -18,7 +18,7 @@ from transformers import (
     ViTModel,
 )
 
-from models.defaults import image_name, text_name
+from models.defaults import audio_name, image_name, text_name, video_name
 from models.towers.image import image_tower
 from models.towers.text import text_tower
 from models.weights.reading import open_weights
@@ -93,6 +93,15 @@ def test_a_vits_pooler_is_used_where_the_weights_have_one(tmp_path):
     assert image_name(name, None) == f"{name}:pool=cls"
     assert image_name(f"{name}:pool=avg", None) == f"{name}:pool=avg"
     assert image_name("hf:clip-vit-base-patch32", None) == "hf:clip-vit-base-patch32"
+    # the same inside of other towers, where these start from weights
+    with_time = f"{name}:time=transformer,time_layers=1"
+    for complete, given in ((audio_name, name), (video_name, name), (video_name, with_time)):
+        more = f"{given}{',' if given is with_time else ':'}pool="
+        assert complete(given, f"{tmp_path}/without") == f"{more}cls"
+        assert complete(given, f"{tmp_path}/with") == f"{more}pooler"
+        assert complete(given, None) == given
+    for complete, whole in ((audio_name, "hf:ast"), (video_name, "hf:videomae-base")):
+        assert complete(whole, "DEFAULT") == whole
 
 
 POOLS = {
