@@ -416,19 +416,21 @@ def _measured(
         elif content is None:
             value = work.format.read(kind.name, part.file, sample.number, media)
         decodes = decodes or may_decode and kind.must_decode(value)
-        found = _looked_at(kind, value, decodes, media)
+        found = _looked_at(kind, value, decodes, media, hashed)
         refuse_too_long(found.get("audio_seconds", 0), work.max_audio_seconds)
     return found | kind.of_sample(sample, found) | {f"{kind.name}_known_by": key}
 
 
-def _looked_at(kind: StoredFile, value: Any, decodes: bool, media: Media) -> dict[str, Any]:
+def _looked_at(
+    kind: StoredFile, value: Any, decodes: bool, media: Media, hashed: bytes
+) -> dict[str, Any]:
     """`kind.look`. What a measure of one's own raises is its value's fault, but for a module that is not
     installed; what it returns has to be its columns. Raises BadSample, ValueError."""
     if not is_own(kind):
-        return kind.look(value, decodes, media)
+        return kind.look(value, decodes, media, hashed)
     with own_code(f"{kind.name}: its measure", but=(OSError, BadSample)):
         with refusing(but=(OSError, ImportError)):
-            found = kind.look(value, decodes, media)
+            found = kind.look(value, decodes, media, hashed)
     if others := found.keys() - {*kind.numbers(), *kind.texts()}:
         raise kind.wrong(
             f"measure made the column {min(others)!r}; its columns are "

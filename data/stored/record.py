@@ -269,9 +269,11 @@ class StoredFile(Stored):
         whole."""
         return False
 
-    def look(self, value: Any, decode: bool, media: Media) -> dict[str, Any]:
-        """What the index has of a value. Raises BadSample."""
-        return {f"{self.name}_hash": content_hash(value), **self.measure(value, decode)}
+    def look(self, value: Any, decode: bool, media: Media, hashed: bytes = b"") -> dict[str, Any]:
+        """What the index has of a value. `hashed`: its `content_hash`, where it is known. Raises
+        BadSample."""
+        found = hashed or content_hash(value)
+        return {f"{self.name}_hash": found, **self.measure(value, decode)}
 
     def may_decode(self, sample: Sample) -> bool:
         """Whether something of the sample may need the value decoded where others are not."""

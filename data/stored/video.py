@@ -40,9 +40,11 @@ class StoredFilm(StoredFile):
     def stays(self, media: Media) -> bool:
         return media.mtime_ns > 0  # in a file of its own
 
-    def look(self, value: bytes | str, decode: bool, media: Media) -> dict[str, Any]:
+    def look(
+        self, value: bytes | str, decode: bool, media: Media, hashed: bytes = b""
+    ) -> dict[str, Any]:
         own = (media.size, media.mtime_ns) if isinstance(value, str) else ()
-        return {**_looked_at(value, decode, own)}
+        return {**_looked_at(value, decode, own, hashed)}
 
     def of_sample(self, sample: Sample, found: Mapping[str, Any]) -> dict[str, Any]:
         lengths = (found[f"video_{name}"] for name in ("seconds", "first_s"))
@@ -61,15 +63,18 @@ class StoredFilm(StoredFile):
 
 
 @lru_cache(1)  # the clips of a film are often neighbours
-def _looked_at(film: bytes | str, decode: bool, _: Sequence[int]) -> Mapping[str, Any]:
-    return {"video_hash": film_hash(film), **measured_film(film, decode)}
+def _looked_at(
+    film: bytes | str, decode: bool, _: Sequence[int], hashed: bytes
+) -> Mapping[str, Any]:
+    found = hashed or film_hash(film)
+    return {"video_hash": found, "video_key": hash64(found) or 1, **measured_film(film, decode)}
 
 
 def measured_film(film: bytes | str, decode: bool) -> dict[str, Any]:
     """Raises BadSample. What is decoded are frames of all of the film that has pictures, its last
-    one among them."""
+    one among them: equal films are then found by what they show."""
     header = describe_film(film)
-    key = hash64(film_hash(film))
+    key = {}
     if decode:
         times = np.append(
             even_times(header.first_s, header.seconds, KEY_FRAMES - 1), header.seconds
@@ -77,9 +82,10 @@ def measured_film(film: bytes | str, decode: bool) -> dict[str, Any]:
         with FilmReader() as reader:
             frames = reader.frames(film, times)
         looks = (perceptual_hash(Image.fromarray(frame.transpose(1, 2, 0))) for frame in frames)
-        key = hash64(b"".join(look.to_bytes(8, "big") for look in looks))
+        shown = hash64(b"".join(look.to_bytes(8, "big") for look in looks))
+        key = {"video_key": shown or 1}  # 0 says that there is no film
     return {
-        "video_key": key or 1,  # 0 says that there is no film
+        **key,
         "video_seconds": header.seconds,
         "video_first_s": header.first_s,
         "video_rate": header.rate,
