@@ -6,13 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from data.stored.kinds import files_of
+from data.stored.kinds import files_of, text_of
+from data.stored.text import TEXT
 
 if TYPE_CHECKING:  # who reads lines needs none of it
     from data.batching.order import GlobalOrder
     from engine.step_metrics import StepMetrics
 
-PADDED = "padded_"
+PADDED, NORM, TOKENS = "padded_", "grad_norm/", "text_tokens"
 
 
 def step_line(
@@ -39,14 +40,15 @@ def step_line(
 
 
 def _rates(line: Mapping[str, float]) -> dict[str, float]:
-    """Values of each modality of files that the run has (samples without one count too) and text
-    tokens per second, and the share of padding in what is padded, by branch: `padded_text_tokens`
-    is of `text`."""
-    found = {
-        kind.rate: line["samples_per_s"] for kind in files_of() if f"grad_norm/{kind.name}" in line
-    }
-    found["text_tokens_per_s"] = round(line.get("text_tokens", 0) / line["step_s"], 2)
-    shares = {"text": 0.0}
+    """Values of each modality of files that the run has (samples without one count too) and, where
+    it has texts, text tokens per second, and the share of padding in what is padded, by branch:
+    `padded_text_tokens` is of `text`."""
+    named = {key.removeprefix(NORM) for key in line if key.startswith(NORM)}
+    found = {kind.rate: line["samples_per_s"] for kind in files_of() if kind.name in named}
+    shares: dict[str, float] = {}
+    if TOKENS in line or text_of(named):
+        found[f"{TOKENS}_per_s"] = round(line.get(TOKENS, 0) / line["step_s"], 2)
+        shares[TEXT.name] = 0.0
     for key, padded in line.items():
         unit = key.removeprefix(PADDED)
         if unit != key and unit in line:

@@ -50,6 +50,10 @@ def test_rates_are_of_the_step():
     alone = line_of(6, metrics=replace(METRICS, counts={"padded_depth_tokens": 9.0}))
     assert "padding_share/depth" not in alone  # of what, nobody counted
     assert line_of(6, metrics=replace(METRICS, counts={}))["padding_share/text"] == 0.0
+    no_texts = replace(METRICS, grad_norm={"image": 1.0, "audio": 1.0}, counts=heard.counts)
+    keys = line_of(6, metrics=no_texts).keys()
+    assert {"images_per_s", "sounds_per_s", "padding_share/audio"} <= keys
+    assert not {"text_tokens_per_s", "padding_share/text"} & keys
     seen = line_of(6, metrics=replace(METRICS, grad_norm={"video": 1.0, "text": 1.0}))
     assert seen["films_per_s"] == 5.0 and "images_per_s" not in seen
     assert step_names(seen)["throughput/video/samples_per_s"] == 5.0
