@@ -54,7 +54,7 @@ def make_parser() -> CommandParser:
     add("--rerank", type=at_least(1), metavar="K", help=about)
     about = "write the embeddings to this folder; with --query: search in it"
     add("--embeddings", type=Path, metavar="OUT", help=about)
-    about = "instead: what is most like a text, or like the file of an image or a sound"
+    about = "instead: what is most like a text, or like a file of another modality of the model"
     add("--query", metavar="TEXT_OR_FILE", help=about)
     about = "with it: what to find, such as image, text, audio, region, or window, where in each "
     about += "film (default: what the run compared first with the query's own modality)"

@@ -44,7 +44,7 @@ TIMES = (
     Lines("data-wait", "Time spent waiting for data", SECONDS, {"*": "data_wait_s/*"}, smooth=True),
 )
 BALANCE = (
-    Lines("padding", "Padding of texts and sounds", PADDING, {"*": "padding_share/*"}),
+    Lines("padding", "Padding", PADDING, {"*": "padding_share/*"}),
     Lines(
         "tokens", "Text tokens per second", TOKENS, {"tokens/s": "text_tokens_per_s"}, smooth=True
     ),

@@ -99,7 +99,7 @@ def test_the_table_says_how_it_began_and_how_it_ended(run_dir, capsys):
         "Duration of a step: step": "500 ms 500 ms",
         "Throughput: samples/s": "100.0 200.0",
         "Text tokens per second: tokens/s": "700 1,400",
-        "Padding of texts and sounds: text": "50.00% 30.00%",
+        "Padding: text": "50.00% 30.00%",
         "Feed rate captions_per_image: captions_per_image": "1 2",
         "Predicted ÷ measured time of a branch: text": "0.25 1.10",
     }.items():
