@@ -75,6 +75,11 @@ def import_recorded(names: Sequence[str] | None, where: object, others: Sequence
     import_modules(names)
 
 
+def is_trusted(names: Iterable[str]) -> bool:
+    """Whether the command line names all of these, or trusts what a folder names."""
+    return TRUST_ALL in _named or {*names} <= _named
+
+
 def import_modules(names: Sequence[str] | None) -> None:
     """Import these modules of the command line in their order; None: there are none.
 

@@ -14,7 +14,7 @@ from depth_data import HEIGHT, NUMBER, WIDTH, WITHOUT, written
 from launched import ROOT, metrics, run_to_end, words
 from PIL import Image
 from plain_requests import request_of
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from data.batching.load_control import FeedRates
 from data.index.sources import open_source
@@ -26,7 +26,8 @@ from data.modules import import_modules
 from data.streams.opening import open_stream
 from launch.inference.embedding import Embedder
 from launch.inference.evaluation import directions
-from launch.inference.trained import open_run
+from launch.inference.trained import open_model_folder, open_run
+from models.weights.names import OWN_TOWERS
 
 PAIRS = "image:text,depth:text,image:depth"
 FLAGS = ["--import-module", "examples.depth.shown", "--pairs", PAIRS, "--augmentation", "crop+flip"]
@@ -258,8 +259,35 @@ def test_it_is_asked_for_and_asks(data, run, tmp_path):
     assert "depth → text" in output
 
 
-def test_an_export_says_that_it_is_left_out(run, tmp_path):
-    """No library has its tower, so an export is of the others."""
-    status, output = run_to_end("export.py", run, tmp_path / "out", "--trust-run")
+def test_an_export_keeps_it_beside_the_model(run, twins, tmp_path, capsys, monkeypatch):
+    """No library has its tower: it is in a file of its own, which is read with its module alone."""
+    out = tmp_path / "out"
+    status, output = run_to_end("export.py", run, out, "--trust-run")
     assert status == 0, output[-3000:]
-    assert not any("depth" in name for name in load_file(tmp_path / "out" / "model.safetensors"))
+    assert not any("depth" in name for name in load_file(out / "model.safetensors"))
+    tensors = load_file(out / OWN_TOWERS)
+    assert {name.partition(".")[0] for name in tensors} == {"depth", "head"}
+    page = (out / "README.md").read_text()
+    assert OWN_TOWERS in page and "--import-module\nexamples.depth.shown" in page
+
+    monkeypatch.setattr("data.modules._named", set())
+    assert [tower.branch for tower in open_model_folder(out).towers] == ["image", "text"]
+    said = " ".join(capsys.readouterr().out.split())  # a long line is broken
+    assert "leaves out depth, of the Python module examples.depth.shown" in said
+    import_modules(["examples.depth.shown"])
+    models = [open_run(run), open_model_folder(out)]
+    source = open_source(
+        twins["jsonl"], (("image", "text"), ("depth", "text")), folder=tmp_path, workers=1
+    )
+    assert models[0].compared == models[1].compared
+    found = [Embedder(model, "cpu", 8, 0).embedded(source, np.arange(NUMBER)) for model in models]
+    for branch in ("depth", "image", "text"):
+        own, other = (each.rows[branch] for each in found)
+        assert len(own.embeds) == NUMBER - WITHOUT * (branch == "depth")
+        assert torch.equal(own.embeds, other.embeds) and torch.equal(own.sample, other.sample)
+    assert models[0].checksum() != models[1].checksum()
+
+    del tensors["depth.patches.conv.weight"]
+    save_file(tensors, out / OWN_TOWERS)
+    with pytest.raises(ValueError, match="holds no depth.patches"):
+        open_model_folder(out)

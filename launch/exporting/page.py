@@ -21,7 +21,7 @@ from launch.records import AVERAGED, OPEN_CLIP, STATE_DICT
 from launch.reporting.reading import RunData, read_folder
 from launch.terminal.tables import Table, retrieval_rows
 from models.towers.layers import Tower
-from models.weights.names import AUDIO, FUSION, REGIONS, TEXT_FOLDER
+from models.weights.names import AUDIO, FUSION, OWN_TOWERS, REGIONS, TEXT_FOLDER
 
 # the hub's words for what CLIP and SigLIP, and CLAP, are used for
 TASKS = {"image": "zero-shot-image-classification", "audio": "zero-shot-audio-classification"}
@@ -86,6 +86,11 @@ audio = library_model.get_audio_features(sounds)"""
 OF_SOUNDS = """transformers' `ClapProcessor` and its pipeline repeat a short sound to whole seconds and
 cut a long one at random. `model.input_features` prepares sounds as in evaluation."""
 
+WITH_OWN = """## Further towers
+
+`{file}` holds the weights, under their own names, of {branches}, which no public library has. Wye loads
+them with the Python module `{modules}`, which is not in this folder: `evaluate.py FOLDER --import-module
+{modules} …`. `modeling_export.py` leaves them out."""
 OF_CLIPS = """## Clips
 
 This model was trained on clips of films, of which it saw {frames} frames each at most{rate}, from
@@ -239,6 +244,12 @@ def export_page(trained: Trained, record: Mapping[str, Any], averaged: bool) -> 
         parts.append(WITH_REGIONS.format(file=REGIONS, rest=rest))
     if "time" in towers.get("image", towers["text"]).config:
         parts.append(_of_clips(record))
+    if own := record.get("own"):
+        parts.append(
+            WITH_OWN.format(
+                file=OWN_TOWERS, **{k: ", ".join(own[k]) for k in ("modules", "branches")}
+            )
+        )
     if "data" in trained.options:
         parts += _training(trained, averaged)
     return "\n\n".join([*parts, *([PROCESSOR] if _has_processor(record) else [])]) + "\n"

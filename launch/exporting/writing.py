@@ -29,6 +29,7 @@ from launch.exporting.inputs import (
 from launch.exporting.loading import APART, loading_record, seconds_of_clip
 from launch.exporting.page import export_page
 from launch.inference.adapters import taken_off, write_all
+from launch.inference.own_towers import own_branches, own_record, own_tensors
 from launch.inference.trained import Trained
 from launch.records import FORMAT, OPEN_CLIP, RECORD, STATE_DICT, WEIGHTS
 from models.losses import LOGIT_SCALE_LIMIT
@@ -40,7 +41,7 @@ from models.towers.names import TWO_LAYERS, join_name, split_name
 from models.towers.regions import REGION_NAMES
 from models.towers.video import frames_tower
 from models.weights.clap import clap_config, clap_pairs, scale_of, what_clap_lacks
-from models.weights.names import AUDIO, FUSION, REGIONS, TEXT_FOLDER
+from models.weights.names import AUDIO, FUSION, OWN_TOWERS, REGIONS, TEXT_FOLDER
 from models.weights.of_image import as_image_layers, as_image_tower
 from models.weights.of_transformers import library_config
 from models.weights.open_clip_export import config_of_text, open_clip_model, what_open_clip_lacks
@@ -80,8 +81,11 @@ def write_export(
     """
     folder = folder.expanduser().resolve()
     refuse_to_overwrite(folder, overwrite)
+    whole = trained
     trained, adapters = taken_off(exported(trained), merge=not keep_adapters)
     towers = trained.by_branch
+    further = own_record(whole.options, own_branches(whole.towers), [*towers])
+    own_layers = [layer for branch in further["branches"] for layer in whole.layers_of(branch)]
     kind, differences = choose_form(trained, form)
     if keep_adapters:
         _refuse_adapters_apart(trained, kind, [own.branch for own in adapters])
@@ -101,6 +105,10 @@ def write_export(
             elif _lacks_config(tower) and (kind != OPEN_CLIP or branch in APART):
                 (beside / branch).mkdir()
                 _write_json(beside / branch / OPEN_CLIP_FILES[0], model_config(tower.name))
+        if own_layers:
+            _save(
+                beside / OWN_TOWERS, own_tensors(further, own_layers, canonical_state(whole.layers))
+            )
         config = _write_weights(trained, state, kind, beside)
         write_inputs(trained, kind, beside)
         apart = adapters if keep_adapters else ()
@@ -116,6 +124,7 @@ def write_export(
             "trained_in": _trained_in(trained.layers),
             "versions": _versions(trained.towers),
             "loading": loading,
+            **({"own": further} if own_layers else {}),
         }
         _write_json(beside / RECORD, record)
         write_text(beside / "README.md", export_page(trained, record, averaged))
@@ -149,7 +158,7 @@ def refuse_to_overwrite(folder: Path, overwrite: bool) -> None:
 
 def exported(trained: Trained) -> Trained:
     """The image, the text and the audio tower of a model, as far as it has them; towers of other
-    modalities stay behind, and an audio tower of one's own beside an image tower does too. Without
+    modalities are no part of it (`launch/inference/own_towers.py` keeps those of one's own), and an audio tower of one's own beside an image tower does too. Without
     pairs of images and texts, the tower of the frames of films is the image tower.
 
     Raises ValueError for a model that was trained without pairs of images, sounds or films and

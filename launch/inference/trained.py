@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from common.model_sizes import refuse_sizes
 from data.modalities.preprocessing import Preprocessing
 from data.modalities.tokenizer import load_tokenizer, num_ids, refuse_no_vocabulary
-from data.modules import import_recorded, modules_of_specs
+from data.modules import import_recorded, is_trusted, modules_of_specs
 from data.options import (
     IMAGE_TEXT,
     PairOption,
@@ -47,6 +47,7 @@ from launch.config.imported import (
 )
 from launch.config.pixels import PROCESSORS, trained_with
 from launch.inference.adapters import ADAPTERS, FILE, read_adapters
+from launch.inference.own_towers import fill_own, read_own
 from launch.modalities import MODALITIES, Vocabulary, tower_of
 from launch.objective import losses_of, pairs_of
 from launch.records import WEIGHTS, read_export, record_of_run
@@ -54,6 +55,7 @@ from launch.terminal.tables import show
 from models.towers.adapters.layers import adapted_tower
 from models.towers.fusion import fusion_sizes
 from models.towers.layers import Layer, Tower, library_models_kept
+from models.weights.names import OWN_TOWERS
 from models.weights.open_clip_models import weights_of
 from models.weights.reading import find_model, open_model, weight_files
 
@@ -143,7 +145,9 @@ class Trained:
         found = [file for file in files if file.is_file()][:1] or weight_files(self.checkpoint)
         if not found and (of_open_clip := weights_of(self.checkpoint)):
             found = [of_open_clip]
-        apart = sorted(self.checkpoint.glob(f"{ADAPTERS}/*/{FILE}"))  # an export's adapters
+        # an export's adapters and towers of one's own
+        apart = sorted(self.checkpoint.glob(f"{ADAPTERS}/*/{FILE}"))
+        apart += sorted(self.checkpoint.glob(OWN_TOWERS))
         return "-".join(map(checksum_of_file, found + apart))
 
 
@@ -169,18 +173,31 @@ def open_model_folder(
     options = {"seed": 0, "fusion": 0, "imported": str(folder), **vars(AudioOptions()), **known}
     tokenizer = load_tokenizer(options["tokenizer"])
     # the plain towers: weights of an export are those below its adapters
-    towers = towers_of(options, tokenizer)
-    reader = open_model(str(folder), *towers)
-    reader.refuse_missing(towers)
+    of_libraries = towers = towers_of(options, tokenizer)
+    reader = open_model(str(folder), *of_libraries)
+    reader.refuse_missing(of_libraries)
+    own = read_own(export or {}, folder)
+    if own and is_trusted(own["modules"]):
+        import_recorded(own["modules"], folder)
+        options |= {"pairs": own["pairs"], "tower": own["tower"]}
+        towers = towers_of(options, tokenizer)
+    elif own:
+        show(
+            f"{folder}: leaves out {' and '.join(own['branches'])}, of the Python module "
+            f"{', '.join(own['modules'])}; if you trust it, add --import-module, or --trust-run"
+        )
     # of its towers only: a name becomes part of a path
     held = export["adapters"] if export else {}
     adapters = {each.branch: held[each.branch] for each in towers if each.branch in held}
     towers = adapted_towers(
         towers, {branch: {"lora": own["lora"]} for branch, own in adapters.items()}
     )
+    read_by = dict.fromkeys((tower.branch for tower in of_libraries), reader)
     with library_models_kept():
         specs = [spec for tower in towers for spec in tower.specs]
-        layers = [spec.build(options["seed"], reader).eval() for spec in specs]
+        layers = [spec.build(options["seed"], read_by.get(spec.branch)).eval() for spec in specs]
+    if len(towers) > len(of_libraries):
+        fill_own(layers, own["branches"], folder / OWN_TOWERS)
     read_adapters(layers, folder, adapters)
     layers = [layer.to(device) for layer in layers]
     step = export["step"] if export else 0
