@@ -158,8 +158,9 @@ def refuse_to_overwrite(folder: Path, overwrite: bool) -> None:
 
 def exported(trained: Trained) -> Trained:
     """The image, the text and the audio tower of a model, as far as it has them; towers of other
-    modalities are no part of it (`launch/inference/own_towers.py` keeps those of one's own), and an audio tower of one's own beside an image tower does too. Without
-    pairs of images and texts, the tower of the frames of films is the image tower.
+    modalities are no part of it (`launch/inference/own_towers.py` keeps those of one's own), nor is an
+    audio tower of one's own beside an image tower. Without pairs of images and texts, the tower of
+    the frames of films is the image tower.
 
     Raises ValueError for a model that was trained without pairs of images, sounds or films and
     texts, and for one that other programs could not load: with a tower or a loss of its own.

@@ -5,6 +5,7 @@ from dataclasses import fields
 
 from data.modalities.modality import Modality
 from data.stored.kinds import stored
+from data.stored.record import Stored
 from data.streams.source import COUNTS as STREAM_COUNTS
 from engine.step_metrics import StepMetrics
 from launch.modalities import MODALITIES
@@ -131,7 +132,8 @@ def test_every_count_has_its_rule_and_its_panel():
     assert MODALITIES, "its module has defined every modality"
     own = [each for each in modalities() if each.__module__.startswith("data.")]
     counts = {name for each in own for name in each.count_names}
-    unreadable = {stored(name).unreadable for name in (*MODALITIES, "depth", "two words")}
+    kinds = [*map(stored, (*MODALITIES, "depth")), Stored("mask", several="two words")]
+    unreadable = {kind.unreadable for kind in kinds}
     assert {"unreadable_pictures", "unreadable_films", "unreadable_two_words"} <= unreadable
     by_pair = counts_by_pair()
     assert "left_out_samples/c_d" in by_pair and len(by_pair) == 4
