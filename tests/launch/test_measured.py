@@ -11,7 +11,7 @@ from batching_runs import Ranks, make_batching
 from cost_models import proportional
 
 from data.batching.branch_cost import BranchCost
-from data.batching.settings import setting_at
+from data.batching.settings import Setting, setting_at
 from data.options import DataOptions
 from data.prepare import prepare_data
 from engine.trace import Span
@@ -247,3 +247,32 @@ def test_shares_move_half_of_the_way_to_equal_times():
     assert shares_by_speed(None, [1.0, 100.0], 0.1) == (0.625, 0.375)
     shares = shares_by_speed(None, [1.0, 1.0, 1.0, 9.0], 0.1)
     assert shares == pytest.approx((0.2857, 0.2857, 0.2857, 0.1429), abs=2e-4)
+
+
+def test_a_slow_replica_gets_fewer_samples_by_the_seconds_of_all_ranks(data, tmp_path):
+    """Of the steps since the last measurement, also of those before a resume."""
+
+    def of_rank(rank):
+        return make_batching(
+            data,
+            tmp_path,
+            COSTS,
+            layout="merged",
+            stages={"merged": 1},
+            micro_batch_size=12,
+            balance={"ranks": "measured", "interval": 4},
+            rank=rank,
+        ).rebalancing
+
+    first, again = of_rank(0), of_rank(0)
+    (stage,) = first.plan.graph.stages
+    assert stage.replicas == 2
+    busy_s = {stage.name: 0.1}
+    assert not any(first.note(step, busy_s, (), (), (1.0, 1.5)) for step in (1, 2, 3))
+    again.load_state_dict(json.loads(json.dumps(first.state_dict())), 3)
+    for rebalancing in (first, again):
+        assert rebalancing.note(4, busy_s, (), (), (1.0, 1.5))
+        decided = rebalancing.decide(4, [rank.report() for rank in (rebalancing, of_rank(1))])
+        shares = Setting.from_record(decided["setting"]).shares
+        assert shares == dict.fromkeys(("image", "text"), (0.55, 0.45))
+        assert "shares of the replicas by their speed" in decided["record"]["reason"]
