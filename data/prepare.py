@@ -200,9 +200,9 @@ def prepare_data(
     Held-out samples come from `val_data` when given, else are `val_fraction` of `data`. `tokenizer`
     is a folder or a Hugging Face id; None trains a WordPiece on the training captions. Where no
     pair has texts there is none. `looks`: whether this process looks if shards of streams are still
-    what they were; else it takes what another one found and kept in `folder`. Bad samples are listed in `folder`/bad_samples.jsonl. Where
-    processes share `folder`, one goes first and the others find what it made. Errors: ValueError,
-    OSError.
+    what they were; else it takes what another one found and kept in `folder`. Bad samples are
+    listed in `folder`/bad_samples.jsonl. Where processes share `folder`, one goes first and the
+    others find what it made. Errors: ValueError, OSError.
     """
     building: dict[str, Any] = {
         "workers": workers,

@@ -69,8 +69,8 @@ def numbers_of(modalities: Sequence[str]) -> np.dtype:
 
 
 def texts_of(modalities: Sequence[str]) -> pa.Schema:
-    """The columns of texts: class (`label`), id, what is wrong with the sample or was dropped of it, the texts'
-    language as JSON, paths as the data set gives them, regions as JSON, and captions."""
+    """The columns of texts: class (`label`), id, what is wrong with the sample or was dropped of it,
+    the texts' language as JSON, paths as the data set gives them, regions as JSON, and captions."""
     names = ["id", "detail", "language"]
     names += [column for name in modalities for column in stored(name).texts()]
     captions = pa.large_list(pa.large_string())

@@ -162,8 +162,8 @@ class StoredFile(Stored):
     `endings`: of files and of members of an archive, there behind the first dot of a name.
     `not_of_its_kind`: the reason of `data.bad_samples.REASONS` for what is no such file. `measured`:
     columns of the index, name -> numpy type, 0 where it was not, and `said`: columns of texts.
-    `measure`: makes them of a value; whether it is decoded. Raises BadSample. `missing_decoders`: what could be read if it were
-    installed. `encode`: an item of a Python data set -> its bytes; raises BadSample.
+    `measure`: makes them of a value; whether it is decoded. Raises BadSample. `missing_decoders`:
+    what could be read if it were installed. `encode`: an item of a Python data set -> its bytes; raises BadSample.
     """
 
     endings: tuple[str, ...] = ()
