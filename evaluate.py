@@ -49,7 +49,9 @@ if __name__ != "__mp_main__":
     from data.index.sources import KnownSource
     from data.loader import resolve_workers
     from data.modules import import_named
-    from data.stored.derived import DERIVED
+    from data.stored.derived import REGIONS
+    from launch.inference.annotations import annotation_figures, annotation_rows, protocol
+    from launch.inference.annotations import title as title_of
     from launch.inference.classes import (
         benchmark_metrics,
         classification,
@@ -71,7 +73,6 @@ if __name__ != "__mp_main__":
     from launch.inference.folders import forget_embeddings, refuse_other_content, write_embeddings
     from launch.inference.gallery import draw_rows
     from launch.inference.querying import find
-    from launch.inference.regions import protocol, region_figures, regions_rows
     from launch.inference.reranking import fusion_of, reranked_retrieval
     from launch.inference.samples import held_out, left_out, opened
     from launch.inference.seen import seen_of
@@ -98,7 +99,7 @@ def main(arguments: argparse.Namespace) -> None:
     cpus = usable_cpus()
     workers = resolve_workers(workers, 1, cpus, device.type != "cpu")
     torch.set_num_threads(min(torch.get_num_threads(), cpus))  # torch sees no container's limit
-    if arguments.regions or arguments.find in DERIVED:
+    if arguments.regions or arguments.find == REGIONS.name:
         trained = trained.with_regions()
     embedder = Embedder(trained, device, arguments.batch_size, workers, arguments.precision)
     # what embeddings are of
@@ -197,7 +198,7 @@ def of_pairs(
     languages: dict[str, dict[str, Any]] = {}
     results: dict[str, float] = {}
     after: dict[str, float] = {}  # reranked
-    of_regions: list[dict[str, str]] = []
+    of_annotations: list[dict[str, str]] = []
     views: list[Mapping[str, float]] = []
     of_clips: list[dict[str, str]] = []
     if arguments.embeddings:
@@ -205,10 +206,10 @@ def of_pairs(
     for part_name, part in parts.items():
         embedded = embedder.embedded(part.source, part.subset, arguments.captions == "all")
         sizes[part_name] = len(embedded.samples)
-        found = retrieval(embedded.with_regions())
+        found = retrieval(embedded.with_annotations())
         metrics[part_name] = retrieval_metrics(found)
-        if embedded.regions is not None and (figures := region_figures(embedded.regions)):
-            of_regions += regions_rows(figures, part_name)
+        if embedded.annotated is not None and (figures := annotation_figures(embedded.annotated)):
+            of_annotations += annotation_rows(embedded.annotated.kind, figures, part_name)
             views.append(figures)
             found |= figures
         of_windows = clip_figures(embedder, embedded, part.source)
@@ -224,7 +225,7 @@ def of_pairs(
         beside = part_name if len(parts) > 1 else ""
         if arguments.embeddings:
             folder = make_folder(arguments.embeddings / beside, within=arguments.embeddings)
-            write_embeddings(folder, embedded.rows, part.source, model, embedded.regions)
+            write_embeddings(folder, embedded.rows, part.source, model, embedded.annotated)
             print(folder)
         if file := arguments.picture:
             file = file.with_stem(f"{file.stem}-{beside}") if beside else file
@@ -246,8 +247,10 @@ def of_pairs(
         "metrics": metrics if len(parts) > 1 else next(iter(metrics.values())),
     }
     numbers |= {"languages": languages} if languages else {}
-    note = protocol(views, arguments.captions == "all", embedder.pooled is not None)
-    numbers |= {"protocol_of_regions": note} if views else {}
+    derived, note = embedder.trained.derived, ""
+    if derived and views:
+        note = protocol(derived, views, arguments.captions == "all", embedder.pooled is not None)
+        numbers[f"protocol_of_{derived.name}s"] = note
     if branch := in_time(embedder.branches):
         part_of_film = part_seen(branch, embedder.trained.options)
         numbers["protocol_of_clips"] = f"{part_of_film}; {CLIPS_PROTOCOL}; {DUAL_SOFTMAX_PROTOCOL}"
@@ -256,9 +259,9 @@ def of_pairs(
     numbers |= results
     numbers |= {"reranked": {"candidates": rerank, **after}} if rerank else {}
     tables = [table]
-    if views:
-        title = f"Regions of images, {name}"
-        tables.append(PrintedTable.of(title, of_regions, note).for_terminal())
+    if derived and views:
+        title = f"{title_of(derived)}, {name}"
+        tables.append(PrintedTable.of(title, of_annotations, note).for_terminal())
     if of_clips:
         title = f"Clips in time, {name}"
         said = numbers["protocol_of_clips"]

@@ -59,7 +59,7 @@ from launch.exporting.writing import CODE, CODE_OF, refuse_to_overwrite, write_e
 from launch.inference.trained import open_run
 from launch.tracking.destination import Destination, where_recorded
 from launch.tracking.wandb_run import log_export
-from models.weights.names import REGIONS
+from models.weights.names import MOMENTS, REGIONS
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -95,6 +95,8 @@ def main(arguments: argparse.Namespace) -> None:
         arguments.out / CODE_OF["regions"].name
     ).exists():
         print(f"{REGIONS}: for Wye alone, because no module of the library makes a map it reads")
+    if (arguments.out / MOMENTS).exists():
+        print(f"{MOMENTS}: for Wye alone, which goes on with it by --import")
     if arguments.wandb:
         log_export(trained, arguments.run_dir, arguments.out, arguments.ema, place)
     print(arguments.out)

@@ -90,7 +90,7 @@ def write_files(kind: str, folder: Path) -> tuple[Path, Path]:
 def _write_scene(source: Any, i: int, folder: Path) -> dict[str, Any]:
     (folder / f"{i}.png").write_bytes(source.value("image", i))
     regions = [
-        {"xyxy": [*map(float, each.box)], "unit": "relative", "text": each.phrases[0]}
+        {"xyxy": [*map(float, each.extent)], "unit": "relative", "text": each.phrases[0]}
         for each in source.value("region", i)
     ]
     return {"image_path": f"{i}.png", "regions": regions}

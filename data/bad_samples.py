@@ -12,7 +12,7 @@ SIDE_LIMIT = 65_535  # pixels; the longest side that JPEG can express
 ASPECT_LIMIT = 100  # longer side / shorter side
 CAPTION_LIMIT = 10_000  # characters
 FILE_LIMIT = 1 << 30  # bytes of one encoded image or sound
-REGION_LIMIT = 1_000  # regions of one image, and phrases or negatives of one region
+ANNOTATION_LIMIT = 1_000  # regions of an image or moments of a film, and phrases of one of them
 # seconds of one sound; decoded to one channel at 48 kHz so many take 230 MB
 SECONDS_LIMIT = 1_200
 # samples of one sound: a file of 200 KB can hold 20 minutes at 655 kHz, which take 6 GB
@@ -60,8 +60,8 @@ REASONS: dict[str, str] = {
     "inverted-box": "the box of a region ends left of, or above, where it begins",
     "outside-image": "more than half of the box of a region is outside of the image",
     "not-relative": "the box of a region is called relative, and has numbers above 1",
-    "no-phrase": "a region has no text",
-    "too-many-regions": f"over {REGION_LIMIT:,} regions of an image, or texts of a region",
+    "no-phrase": "a region or a moment has no text",
+    "too-many-regions": f"over {ANNOTATION_LIMIT:,} regions of an image, or texts of a region",
     "not-a-film": "no known film format, or nothing in it that moves",
     "no-frames": "a film without a frame",
     "truncated-film": "the film ends before the frames that its header promises, or within one",
@@ -73,6 +73,9 @@ REASONS: dict[str, str] = {
     "changed-shard": "the shard has changed since the run began",
     "miscounted-shard": "the shard has another number of samples than a file beside it tells",
     "below-a-pixel": "the box of a region is less than a pixel wide or high; of fractions?",
+    "invalid-span": "start_s or end_s of a moment is no number, or it ends before it begins",
+    "outside-clip": "more than half of a moment is outside of the clip of its sample",
+    "too-many-moments": f"over {ANNOTATION_LIMIT:,} moments of a film, or texts of a moment",
 }
 ABSENCES = ("no-value", "no-caption", "empty-caption", "orphan-member")
 """Reasons that say of one modality that it was never there, not that it is broken."""

@@ -37,10 +37,8 @@ from data.modalities.fonts import columns_of, fonts_for, wrapped
 from data.modules import import_modules
 from data.options import add_pairs_flags, compared
 from data.prepare import bad_values, count_bad
-from data.regions import Region
 from data.speed import NEEDED, measured
-from data.stored.derived import DERIVED
-from data.stored.kinds import files_of, several_of, stored
+from data.stored.kinds import STORED, annotations_of, files_of, several_of
 from data.streams.opening import is_stream, open_stream
 from data.streams.source import StreamSource
 
@@ -92,10 +90,10 @@ def report(source: IndexedSource, most_bad: int = 10) -> list[Table]:
         there = usable[~source.lacking(kind.name)[usable]]
         different = len(np.unique(source.keys(kind.name)[there]))
         counts.add_row(f"different {several_of(kind.name)}", f"{different:,}")
-    for derived in map(stored, DERIVED.keys() & source.index.modalities):
-        each, of = source.column(f"num_{derived.several}")[usable], DERIVED[derived.name].of[0]
-        found = f"{each.sum(dtype=int):,} in {np.count_nonzero(each):,} {several_of(of)}"
-        counts.add_row(derived.several, found)
+    for known in annotations_of(source.index.modalities):
+        each, of = source.column(known.count)[usable], several_of(known.of)
+        found = f"{each.sum(dtype=int):,} in {np.count_nonzero(each):,} {of}"
+        counts.add_row(known.several, found)
     for modality in source.index.modalities:
         if lacking := int(source.lacking(modality)[usable].sum()):
             counts.add_row(f"usable, without {modality}", f"{lacking:,}")
@@ -173,9 +171,10 @@ def _tile(source: KnownSource, i: int) -> Image.Image:
     there = [m for m in _PICTURES if not source.lacking(m)[i]] or ["image"]
     sides = (TILE, TILE // len(there))
     shown = [_PICTURES[modality](source.value(modality, i), sides) for modality in there]
-    for name, derived in DERIVED.items():
-        if derived.of[0] in there and not source.lacking(name)[i]:
-            _draw_boxes(shown[there.index(derived.of[0])], source.value(name, i))
+    for kind in annotations_of(STORED):
+        if kind.of in there and not source.lacking(kind.name)[i]:
+            boxes = [kind.box(source, i, each) for each in source.value(kind.name, i)]
+            _draw_boxes(shown[there.index(kind.of)], boxes)
     tile = Image.new("RGBA", (TILE, sum(image.height for image in shown)))
     top = 0
     for image in shown:
@@ -184,11 +183,10 @@ def _tile(source: KnownSource, i: int) -> Image.Image:
     return tile
 
 
-def _draw_boxes(image: Image.Image, regions: Sequence[Region]) -> None:
-    """Each in a colour of its own, as far as these go."""
+def _draw_boxes(image: Image.Image, boxes: Sequence[Sequence[float]]) -> None:
+    """x1, y1, x2, y2 of each in fractions of the sides, in a colour of its own, as far as these go."""
     draw, colours = ImageDraw.Draw(image), colormaps[BOX_COLOURS]
-    for number, region in enumerate(regions):
-        x1, y1, x2, y2 = region.box
+    for number, (x1, y1, x2, y2) in enumerate(boxes):
         corners = [x1 * image.width, y1 * image.height, x2 * image.width, y2 * image.height]
         draw.rectangle(corners, outline=colours(number % colours.N, bytes=True), width=2)
 

@@ -123,9 +123,9 @@ def branches_of(given: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for pair in read_pairs(given) for name in pair.branches))
 
 
-def has_regions(given: str) -> bool:
-    """Whether a pair of `--pairs` compares regions."""
-    return any(pair.made for pair in read_pairs(given))
+def derived_of(given: str) -> Derived | None:
+    """The kind of annotations that a pair of `--pairs` compares; None: there is none."""
+    return next((pair.derived for pair in read_pairs(given) if pair.derived), None)
 
 
 def compared(given: str) -> tuple[tuple[str, str], ...]:
@@ -139,6 +139,12 @@ def pairs(text: str) -> str:
         found = read_pairs(text)
     except ValueError as error:
         raise ArgumentTypeError(str(error)) from None
+    derived = [kind.pair_name for kind in DERIVED.values() if kind in [p.derived for p in found]]
+    if len(derived) > 1:
+        raise ArgumentTypeError(
+            f"{text!r} has {' and '.join(derived)}; a run compares annotations of one kind, so leave "
+            f"{' or '.join(derived)} out"
+        )
     return ",".join(
         f"{pair.first}:{pair.second}" + ("" if pair.weight == 1 else f":{pair.weight:g}")
         for pair in found
@@ -171,7 +177,7 @@ class PairsOptions(OptionGroup):
         IMAGE_TEXT,
         "modalities that are compared, each pair with a loss of its own and its weight in the sum; "
         "a sample takes part in the pairs of which it has both; region:text compares regions of "
-        "images with their phrases",
+        "images with their phrases, moment:text moments of films",
         "A:B[:WEIGHT],...",
         pairs,
         shown="as in --import, else image:text",

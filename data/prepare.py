@@ -28,8 +28,8 @@ from data.index.roots import with_roots
 from data.index.sources import KnownSource, Source, open_source
 from data.index.splits import Splits, split_source
 from data.modalities.tokenizer import load_tokenizer, refuse_unknown_words, train_tokenizer
-from data.options import DataOptions, compared, has_regions, read_pairs
-from data.stored.kinds import is_text, stored, text_of
+from data.options import DataOptions, compared, derived_of, read_pairs
+from data.stored.kinds import annotations_of, is_text, stored, text_of
 from data.streams.division import MOST_HELD_OUT, divide_shards
 from data.streams.filters import Kept
 from data.streams.listing import Listing, ShardRules, refuse_lost
@@ -415,13 +415,15 @@ def _tokenizer(
 
 
 def _texts(options: DataOptions, source: Source, samples: np.ndarray | Rows) -> Iterator[str]:
-    """Captions, and where a pair has regions, their phrases."""
-    regions = has_regions(options.pairs)
-    have = source.numbers("num_regions", samples[:]) if regions else np.zeros(len(samples))
-    for i, number in zip(samples[:], have):
-        yield from source.captions(int(i))
-        for region in source.value("region", int(i)) if number else ():
-            yield from region.phrases
+    """Captions, and the phrases of annotations, where a pair has them."""
+    derived = derived_of(options.pairs)
+    kinds = annotations_of((derived.name,)) if derived else []
+    have = [source.numbers(kind.count, samples[:]) for kind in kinds]
+    for place, i in enumerate(samples[:].tolist()):
+        yield from source.captions(i)
+        for kind, numbers in zip(kinds, have):
+            for each in source.value(kind.name, i) if numbers[place] else ():
+                yield from each.phrases
 
 
 def _divide(options: DataOptions, source: KnownSource, validation: KnownSource | None) -> Splits:

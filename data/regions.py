@@ -1,27 +1,19 @@
 """Regions of an image: boxes, and phrases that say what is in them.
 
-A row gives them as `{"box": [x, y, width, height], "text": "…" or ["…"], "negatives": ["…"]}`, or
-with `"xyxy": [x1, y1, x2, y2]`, in pixels of the image as its file has it, before EXIF turns it;
-with `"unit": "relative"` in fractions of its sides, with `"thousandths"` in thousandths of them.
-`BoxOptions` of a data set say otherwise. A region with `"candidate": true` and no text is one that
-phrases of others may choose in an evaluation, and that training does not see. The index keeps them as
-fractions of the image as it is shown.
+A row gives them as `{"box": [x, y, width, height], "text": "…"}`, or with `"xyxy": [x1, y1, x2, y2]`,
+in pixels of the image as its file has it, before EXIF turns it; with `"unit": "relative"` in
+fractions of its sides, with `"thousandths"` in thousandths of them. `BoxOptions` of a data set say
+otherwise. The index keeps them as fractions of the image as it is shown.
 """
 
-import json
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
 from common.output import brief
-from data.bad_samples import (
-    REGION_LIMIT,
-    BadSample,
-    check_caption,
-    checked_captions,
-)
+from data.annotations import Annotation, Annotations, checked_text, listed
+from data.bad_samples import BadSample
 from data.box_checks import count_doubts, unit_words
 from data.decoding.images import SIDES_SWAPPED
 from data.values import plain
@@ -33,19 +25,9 @@ ROUNDING = 0.01  # of a side, that a box may go over it before its unit is doubt
 PIXEL = 0.99  # of one, that a box has at least; fractions are rounded
 INSIDE = 0.5  # of a box's area that the image has at least
 PARTS = 1_000_000  # of a side, in which edges are kept; a pixel of the longest side has 15
-ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
-NO_TEXT = ("no-caption", "empty-caption", "invalid-row")
 
 Box = tuple[float, float, float, float]
 """x1, y1, x2, y2."""
-
-
-class Region(NamedTuple):
-    """A box of an image, and what is said of it."""
-
-    box: Box  # fractions 0..1 of the sides of the image as shown
-    phrases: tuple[str, ...]  # at least one; of a candidate none
-    negatives: tuple[str, ...] = ()  # phrases that are not true of it
 
 
 class BoxOptions(NamedTuple):
@@ -85,45 +67,20 @@ class Given(NamedTuple):
     negatives: tuple[str, ...]
 
 
-class Regions(NamedTuple):
-    """The good regions of a row, what is wrong with the others, what is wrong with phrases beside
-    good ones, and how many regions there are in all."""
-
-    good: list[Given]
-    dropped: list[BadSample]
-    phrases: list[BadSample]
-    total: int
-    # of `data.box_checks`: how many boxes are in doubt; counted by `placed`
-    doubts: Counter[str]
-
-
-def checked_regions(given: Any, total: int | None = None, unit: str | None = None) -> Regions:
-    """The good ones of a row's regions; what is no region but a BadSample is one that cannot be
-    read. `total`: of which `given` are the first. `unit`: of those that have none. Raises BadSample
-    when none is good, with what is wrong with the first."""
-    given = _listed(given)
-    if given is None or isinstance(given, list) and not given:
-        raise BadSample("no-value", "no region is given")
-    if not isinstance(given, list):
-        raise BadSample(
-            "invalid-row", f"the regions are {brief(given)}; a list of {{box, text}} is needed"
-        )
-    found = Regions([], [], [], total or len(given), Counter())
-    for each in given[:REGION_LIMIT]:
-        try:
-            found.good.append(_checked(each, found.phrases, unit))
-        except BadSample as problem:
-            found.dropped.append(problem)
-    if found.total > REGION_LIMIT:
-        found.dropped.append(_too_many(found.total, "regions"))
-    if not found.good:
-        raise found.dropped[0]
-    return found
+def checked_region(
+    given: Mapping[str, Any], dropped: list[BadSample], unit: str | None = None
+) -> Given:
+    """`unit`: of a box that has none. `dropped` gets what is wrong with phrases beside good ones. Raises
+    BadSample."""
+    own = given.get("unit")
+    unit = unit if own is None else own
+    box, is_relative = _box_of(given, unit)
+    return Given(box, unit, is_relative, *checked_text(given, dropped, "region"))
 
 
 def placed(
-    regions: Regions, width: int, height: int, orientation: int, upright: bool = False
-) -> list[Region]:
+    regions: Annotations, width: int, height: int, orientation: int, upright: bool = False
+) -> list[Annotation]:
     """The regions on their image; those that are not on it go from the good to the dropped ones.
     `width`, `height`: of the image as shown, in pixels; `orientation`: EXIF's, of its file;
     `upright`: whether the boxes are of the image as shown."""
@@ -134,7 +91,7 @@ def placed(
     if is_swapped:
         width, height = height, width
     is_mirrored, is_flipped = orientation in (2, 3, 6, 7), orientation in (3, 4, 7, 8)
-    found: list[Region] = []
+    found: list[Annotation] = []
     given = regions.good[:]
     regions.good.clear()
     # without loops over the four edges, which would take a third of the time of an index
@@ -163,54 +120,16 @@ def placed(
         elif is_tiny:
             regions.dropped.append(_tiny(each, width, height))
         else:
-            found.append(Region((x1, y1, x2, y2), phrases, negatives))
+            found.append(Annotation((x1, y1, x2, y2), phrases, negatives))
             regions.good.append(each)
     return found
-
-
-def written(regions: Sequence[Region]) -> str:
-    """As the index keeps them."""
-    return ENCODER.encode(regions) if regions else ""
-
-
-def read(text: str) -> list[Region]:
-    """What was `written`."""
-    found = json.loads(text) if text else []
-    return [Region(tuple(box), tuple(texts), tuple(not_true)) for box, texts, not_true in found]
-
-
-def _checked(region: Any, dropped: list[BadSample], unit: str | None) -> Given:
-    """`dropped` gets what is wrong with phrases beside good ones. Raises BadSample."""
-    if isinstance(region, BadSample):
-        raise region
-    if not isinstance(region, (dict, Mapping)):
-        raise BadSample("invalid-row", f"a region is {brief(region)}; {{box, text}} is needed")
-    given = region.get("unit")
-    unit = unit if given is None else given
-    box, is_relative = _box_of(region, unit)
-    text, negatives = region.get("text"), region.get("negatives")
-    try:
-        is_candidate = text is None and region.get("candidate") is True
-        phrases = () if is_candidate else _phrases(text, dropped)
-    except BadSample as problem:
-        if problem.reason not in NO_TEXT:
-            raise
-        raise BadSample(
-            "no-phrase", f"the text of a region is {brief(text)}; a text or several are needed"
-        ) from None
-    try:
-        not_true = () if negatives in (None, []) else _phrases(negatives, dropped)
-    except BadSample as problem:
-        dropped.append(problem)
-        not_true = ()
-    return Given(box, unit, is_relative, phrases, not_true)
 
 
 def _box_of(region: Mapping[str, Any], unit: Any) -> tuple[Box, bool]:
     """Its box, in pixels or in fractions, and whether it is in these. Raises BadSample."""
     has_corners = region.get("box") is None
     given = region.get("xyxy" if has_corners else "box")
-    numbers = plain(_listed(given))
+    numbers = plain(listed(given))
     try:
         x1, y1, x2, y2 = map(float, numbers)
         is_finite = abs(x1) + abs(y1) + abs(x2) + abs(y2) < math.inf  # nor is one NaN
@@ -241,26 +160,6 @@ def _box_of(region: Mapping[str, Any], unit: Any) -> tuple[Box, bool]:
     return box, side is not None
 
 
-def _phrases(given: Any, dropped: list[BadSample]) -> tuple[str, ...]:
-    """The good ones. Raises BadSample when none is."""
-    if isinstance(given, str):
-        check_caption(given)
-        return (str(given),)  # numpy has texts of its own kind
-    given = _listed(given)
-    if isinstance(given, list) and len(given) > REGION_LIMIT:
-        dropped.append(_too_many(len(given), "texts of a region"))
-        given = given[:REGION_LIMIT]
-    found = checked_captions(given)
-    dropped += found.dropped
-    return tuple(map(str, found.good))
-
-
-def _listed(given: Any) -> Any:
-    if hasattr(given, "tolist"):
-        given = given.tolist()  # of numpy or pandas
-    return list(given) if isinstance(given, tuple) else given
-
-
 def _is_number(given: Any) -> bool:
     # float() reads texts, too
     return isinstance(given, Real) and not isinstance(given, bool)
@@ -282,10 +181,4 @@ def _outside(region: Given, width: int, height: int) -> BadSample:
     sides = "fractions of its sides" if region.is_relative else of
     return BadSample(
         "outside-image", f"xyxy: {[*region.box]} is to more than half outside of the image, {sides}"
-    )
-
-
-def _too_many(number: int, what: str) -> BadSample:
-    return BadSample(
-        "too-many-regions", f"{number:,} {what} are given; the first {REGION_LIMIT:,} are used"
     )

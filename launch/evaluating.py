@@ -31,7 +31,7 @@ from launch.run.queries import (
 )
 from models.losses.blocks import Side, Sides, first_of, other_of
 from models.metrics.alignment import alignment_figures, alignment_sums
-from models.metrics.regions import NUM_BEYOND, NUM_UNSEEN, PHRASE_TO_BOX, box_sums, equal
+from models.metrics.annotations import choice_sums, equal
 from models.metrics.retrieval import (
     NUM_SUMS,
     Relevance,
@@ -102,14 +102,14 @@ class Evaluator:
         """Where there are several pairs, the figures of one end in its name:
         `alignment/image_text`. Two branches without a loss are compared too."""
         share, first_rank = self.feeding.batch, self.journal.folder.first_rank
-        regions = self.feeding.batching.batches.regions
-        regions = None if regions is None else replace(regions, source=held_out.source)
+        shown = self.feeding.batching.batches.annotations
+        shown = None if shown is None else replace(shown, source=held_out.source)
         requests = evaluation_requests(
             held_out.subset,
             self.engine.comm.replica,
             share.replicas,
             share.micro_batch_size,
-            regions,
+            shown,
         )
         batches = self.feeding.held_out(held_out.source, requests)
         with progress_bar(
@@ -126,13 +126,15 @@ class Evaluator:
         for comparison in self.engine.objective.comparisons:
             totals = measured[comparison.name]
             of_pair = f"/{comparison.name}" if len(measured) > 1 else ""
-            values |= _figures(totals, comparison.rows, of_pair)
+            kind = shown.kind if shown is not None and comparison.made else None
+            in_sample = kind.phrase_to_extent if kind else ""
+            values |= _figures(totals, comparison.rows, of_pair, in_sample)
             rows: tuple[np.ndarray, np.ndarray | None] = (held_out.subset, None)
-            if comparison.made and regions is not None:
-                rows = regions.places(held_out.subset, training=False).samples(held_out.subset)
-                values[NUM_UNSEEN] = len(rows[0]) - totals.num_samples
-                every = held_out.source.numbers("num_regions", held_out.subset).sum(dtype=int)
-                values[NUM_BEYOND] = float(every - len(rows[0]))
+            if kind and shown is not None:
+                rows = shown.places(held_out.subset, training=False).samples(held_out.subset)
+                values[kind.num_unseen] = len(rows[0]) - totals.num_samples
+                every = shown.in_all(held_out.subset)
+                values[kind.num_beyond] = float(every - len(rows[0]))
             found = {
                 direction: (
                     sums[-NUM_FOUND:-NUM_QUERIES].view(NUM_QUERIES, -1, 3).cpu(),
@@ -140,18 +142,21 @@ class Evaluator:
                 )
                 for direction, sums in totals.directions.items()
             }
-            answers.append(Answers(held_out.source, *rows, found))
+            answers.append(Answers(held_out.source, *rows, found, kind))
         return values, answers
 
 
-def _figures(totals: PairTotals, branches: tuple[str, str], of_pair: str) -> dict[str, float]:
+def _figures(
+    totals: PairTotals, branches: tuple[str, str], of_pair: str, in_sample: str
+) -> dict[str, float]:
     """Recalls and alignment of two branches, from the sums of `_measured`. `of_pair`: the end of
-    the names, where there are several pairs."""
+    the names, where there are several pairs; `in_sample`: what the recalls of phrases among the
+    annotations of their samples are called."""
     directions, num_samples = totals
     values: dict[str, float] = {}
     for direction, sums in directions.items():
-        in_image, of_all = sums[: 2 * NUM_SUMS].view(2, NUM_SUMS).tolist()
-        values |= query_figures(direction, of_all) | query_figures(PHRASE_TO_BOX, in_image)
+        within, of_all = sums[: 2 * NUM_SUMS].view(2, NUM_SUMS).tolist()
+        values |= query_figures(direction, of_all) | query_figures(in_sample, within)
     one_way, other_way = (sums[2 * NUM_SUMS : -NUM_FOUND] for sums in directions.values())
     figures = alignment_figures(one_way, other_way, num_samples, branches)
     values |= {f"{figure}{of_pair}": value for figure, value in figures.items()}
@@ -179,11 +184,11 @@ def _measured(sides: Sides, branch: str, mine: Tensor) -> Tensor:
     # places in the set instead of rows, of which some may be missing
     answers[..., 0] = _places(other, answers[..., 0].long())
     queries = _places(own, torch.where(torch.isin(asked, mine), asked + 1, 0))
-    in_image = torch.zeros(NUM_SUMS, dtype=torch.float64, device=mine.device)
+    within = torch.zeros(NUM_SUMS, dtype=torch.float64, device=mine.device)
     if own.sample is not None and other.sample is not None and branch != first_of(sides):
         phrase = rows if own.keys is None else own.keys[:, 0]
         region = rows if other.keys is None else other.keys[:, 1]
-        in_image = box_sums(
+        within = choice_sums(
             own.embeds[mine],
             other.embeds,
             own.sample[mine],
@@ -192,7 +197,7 @@ def _measured(sides: Sides, branch: str, mine: Tensor) -> Tensor:
         )
     return torch.cat(
         [
-            in_image,
+            within,
             query_sums(relevant_ranks(own.embeds, other.embeds, here), here),
             alignment_sums(own.embeds[mine], other.embeds, mine),
             answers.flatten(),

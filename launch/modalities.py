@@ -157,7 +157,8 @@ def entry_of(name: str) -> ModalityEntry:
         )
     raise ValueError(
         f"there is no modality '{name}'; there are {', '.join(MODALITIES)}{near(name, MODALITIES)}, "
-        "and region:text for regions; a module that adds one is named by --import-module"
+        f"and {' and '.join(kind.pair_name for kind in DERIVED.values())} for annotations; a module that "
+        "adds one is named by --import-module"
     )
 
 
@@ -331,8 +332,8 @@ def tower_of(
         refuse_unfit_tower(branch, tower)
     projection = options.get("projection", "linear")
     pairs = read_pairs(options.get("pairs", IMAGE_TEXT))
-    regions = any(pair.derived and branch in pair.derived.of for pair in pairs)
-    return with_head(tower, options["embed_dim"], scalars, fusion, projection, regions)
+    derived = next((p.derived.name for p in pairs if p.derived and branch in p.derived.of), None)
+    return with_head(tower, options["embed_dim"], scalars, fusion, projection, derived)
 
 
 def refuse_unfit_towers(branches: Sequence[str], options: Mapping[str, Any]) -> None:
@@ -358,10 +359,14 @@ _audio_input = lru_cache(audio_input)  # a loader is made for every evaluation
 # -- how values are shown
 
 
+def shown_as(modality: str) -> str:
+    """The modality whose values show those of this one: of annotations that of what they are within."""
+    return DERIVED[modality].of[0] if modality in DERIVED else modality
+
+
 def view_of(modality: str) -> type[View] | None:
-    """How its values are shown, and derived rows with the sample that has them; None: they are
-    not."""
-    shown = DERIVED[modality].of[0] if modality in DERIVED else modality
+    """How its values are shown; None: they are not."""
+    shown = shown_as(modality)
     return MODALITIES[shown].view if shown in MODALITIES else None
 
 

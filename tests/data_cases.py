@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from covering import Case, apart_of, covering
 from PIL import Image
 
-from data.regions import Region
+from data.annotations import Annotation
 from data.streams.bloom import CAPTION, key_of, write_unseen
 
 sys.path.insert(0, str(Path(__file__).parent / "data"))
@@ -161,11 +161,11 @@ class Record:
         )
 
     @property
-    def regions(self) -> tuple[Region, ...]:
+    def regions(self) -> tuple[Annotation, ...]:
         if self.number % 4 == 0:
             return ()
         return tuple(
-            Region(
+            Annotation(
                 (0.125 * k, 0.25, 0.125 * k + 0.5, 0.875),
                 tuple(self.captions[: 1 + k % 2]),
                 (f"no {WORDS[(self.number + k) % len(WORDS)]}",) * (k % 2),
@@ -232,7 +232,7 @@ def ending_of(modality: str, content: bytes) -> str:
 def regions_of(each: Record) -> list[dict]:
     return [
         {
-            "xyxy": [*region.box],
+            "xyxy": [*region.extent],
             "unit": "relative",
             "text": [*region.phrases],
             "negatives": [*region.negatives],

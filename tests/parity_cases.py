@@ -139,7 +139,8 @@ def case_of(values: Values, number: int) -> Case:
     given["duplicates"] = None if has("unlike") else values["equal_values"]
     given["weighted"] = names if has("weighted") else ()
     given["fusion"] = has("fusion") * (1 + has("resnet"))
-    given["regions"] = has("regions")
+    if has("regions"):  # where there are clips, moments of these
+        given["annotated"] = "moment" if "video" in names else "region"
     given["evaluated"] = has("regions") and not has("three_texts") and not has("lacking")
     if has("given"):
         several = len(PAIRS[pairs_name]) > 1 or has("regions")

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 import unsplit
-from region_training import WEIGHT, Regions, regions_of
+from annotation_training import OF, WEIGHT, Annotations, annotations_of
 from small_towers import (
     EMBED_DIM,
     FRAME_SIDE,
@@ -88,9 +88,9 @@ class Case:
     micro_batch_size: Any = "auto"
     pairs: str = "one"
     audio: str = "toy"
-    regions: bool = False  # a further pair, of regions and phrases
-    region_loss: str | None = None  # not given: as of images and texts
-    without_regions: tuple[int, ...] = ()  # samples, beside those that never have any
+    annotated: str = ""  # "region" or "moment": a further pair, of these and phrases
+    phrase_loss: str | None = None  # of that pair; not given: as of images and texts
+    without: tuple[int, ...] = ()  # samples without annotations, beside those that never have any
     towers: str = "vit+clip"
     zero_stage: int = 1
     precision: str = "fp32"
@@ -240,10 +240,11 @@ class Case:
         return {place // each.get(b, 1) for b in branches for place in self.not_loaded.get(b, ())}
 
     @cached_property
-    def all_regions(self) -> Regions:
-        lacking = (*self.lacking.get("image", ()), *self.lacking.get("text", ()))
-        not_seen = tuple(sorted(self.lost(("image", "text"))))
-        return regions_of(self.global_batch_size, (*self.without_regions, *lacking), not_seen)
+    def annotations(self) -> Annotations:
+        branches = (OF[self.annotated], "text")
+        lacking = [place for branch in branches for place in self.lacking.get(branch, ())]
+        not_seen, without = tuple(sorted(self.lost(branches))), (*self.without, *lacking)
+        return annotations_of(self.annotated, self.global_batch_size, without, not_seen)
 
     def __str__(self) -> str:
         if self.name:
@@ -252,7 +253,7 @@ class Case:
         parts += [f"zero{self.zero_stage}", self.precision]
         parts += [self.pairs] if self.pairs != "one" else []
         parts += [self.audio] if self.audio != "toy" else []
-        parts += ["regions"] if self.regions else []
+        parts += [f"{self.annotated}s"] if self.annotated else []
         parts += [self.schedule] if self.schedule != "batch_sync" else []
         parts += [f"keep{self.kept_micro_batches}"] if self.kept_micro_batches is not None else []
         parts += [f"checkpoint{self.checkpoint_interval}"] if self.checkpoint_interval else []
@@ -311,10 +312,10 @@ def pairs_of(case: Case) -> list[Any]:
         )
         for pair in PAIRS[case.pairs]
     ]
-    if case.regions:
-        loss = _built_loss(case, case.region_loss or case.loss.replace("plain", "infonce"))
-        made = ("region", "phrase")
-        found.append(Pair("image", "text", loss, WEIGHT, prefix="region_", made=made))
+    if name := case.annotated:
+        loss = _built_loss(case, case.phrase_loss or case.loss.replace("plain", "infonce"))
+        made = (name, "phrase")
+        found.append(Pair(OF[name], "text", loss, WEIGHT, prefix=f"{name}_", made=made))
     return found
 
 
@@ -332,8 +333,10 @@ def trained(case: Case) -> tuple[Any, dict[str, Any], int]:
     objective = Objective(tuple(Branch(name, tower.inputs) for name, tower in bare.items()), pairs)
     towers = {}
     for name, tower in bare.items():
-        also = {"fusion": sizes, "regions": case.regions} if name in ("image", "text") else {}
-        whole = with_head(tower, EMBED_DIM, objective.scalars_of(name), **also)
+        scalars = objective.scalars_of(name)
+        fusion = sizes if name in ("image", "text") else None
+        annotated = case.annotated if name in (OF.get(case.annotated), "text") else None
+        whole = with_head(tower, EMBED_DIM, scalars, fusion, annotations=annotated or None)
         towers[name] = with_lora(whole, case.lora.get(name))
     return objective, towers, TOWERS[case.towers][2]
 
@@ -403,8 +406,8 @@ def clips(places: Tensor) -> dict[str, Tensor]:
 
 
 def labels_of(case: Case, branch: str, position: Tensor, texts: int) -> dict[str, Tensor]:
-    """What a micro-batch says of the rows at `position`, and of the regions or phrases that come with
-    them. `texts`: of each image."""
+    """What a micro-batch says of the rows at `position`, and of the annotations or phrases that come
+    with them. `texts`: of each image."""
     sample = position // (texts if branch == "text" else 1)
     index = sample + FIRST_INDEX
     broken = torch.isin(position, torch.tensor(case.not_loaded.get(branch, ()), dtype=torch.int64))
@@ -414,10 +417,10 @@ def labels_of(case: Case, branch: str, position: Tensor, texts: int) -> dict[str
     }
     if case.duplicates and branch in ("image", "text"):
         labels[f"{branch}_key"] = case.keys(branch, position)
-    if case.regions and branch == "image":
-        labels |= case.all_regions.of_images(sample, FIRST_INDEX)
-    if case.regions and branch == "text":  # with the first caption
-        labels |= case.all_regions.of_texts(sample[position % texts == 0], FIRST_INDEX)
+    if branch == OF.get(case.annotated):
+        labels |= case.annotations.of_values(sample, FIRST_INDEX)
+    if case.annotated and branch == "text":  # with the first caption
+        labels |= case.annotations.of_texts(sample[position % texts == 0], FIRST_INDEX)
     if branch in case.weighted:
         for index in [name for name in labels if name.endswith("_index")]:
             given = torch.where(labels[index] < 0, -1 - labels[index], labels[index])
@@ -433,24 +436,23 @@ def micro_batch(
     micro-batch."""
     texts = len(batch["input_ids"]) // case.global_batch_size
     labels = labels_of(case, branch, position, texts)
+    if branch == OF.get(case.annotated):
+        labels |= case.annotations.where(labels[f"{case.annotated}_position"], position)
     if branch == "video":
         return clips(position) | labels
     if branch == "audio":
         name = "samples" if case.audio == "toy" else "input_features"
         return {name: batch["audio"][position], **labels}
     if branch == "image":
-        values = {"pixel_values": batch["pixel_values"][position]}
-        if case.regions:
-            values |= case.all_regions.where(labels["region_position"], position)
-        return values | labels
+        return {"pixel_values": batch["pixel_values"][position], **labels}
     mask = batch["attention_mask"][position]
     longest = int(mask.sum(1).max())
     values = {
         "input_ids": batch["input_ids"][position][:, :longest],
         "attention_mask": mask[:, :longest],
     }
-    if case.regions:
-        values = case.all_regions.behind(values, labels["phrase_key"])
+    if case.annotated:
+        values = case.annotations.behind(values, labels["phrase_key"])
     return values | labels
 
 
@@ -592,10 +594,9 @@ def spec_of_step(case: Case, engine, step: int):
     from engine.executor import StepSpec
 
     made = {}
-    if case.regions:
-        regions = case.all_regions
-        made = {"region": len(regions.sample), "phrase": len(regions.sample)}
-        made["phrase"] += len(regions.negative)
+    if case.annotated:
+        number = len(case.annotations.sample)
+        made = {case.annotated: number, "phrase": number + len(case.annotations.negative)}
     return StepSpec(
         num_micro_batches=num_micro_batches(case, engine),
         num_kept=case.kept_of_deals.get(next(iter(engine.stage.layers))),

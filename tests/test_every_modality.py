@@ -81,7 +81,7 @@ def data(module_folder):
             others = ["a blue elephant", f"a green thing {n}"] if n % 4 == 0 else []
             row["regions"] = [
                 {
-                    "xyxy": region.box,
+                    "xyxy": region.extent,
                     "unit": "relative",
                     "text": region.phrases[0],
                     "negatives": others,

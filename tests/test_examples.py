@@ -87,7 +87,7 @@ def test_a_data_set_with_boxes_of_ones_own_trains(tmp_path):
     spec = "python:examples.regions:Sheets"
     source = open_source(spec, (("image", "text"), ("image", "region")))
     first, second = source.value("region", 3)[:2]
-    assert (first.box, second.box) == ((0, 0, 0.5, 0.5), (0.5, 0, 1, 0.5))
+    assert (first.extent, second.extent) == ((0, 0, 0.5, 0.5), (0.5, 0, 1, 0.5))
     assert second.negatives == first.phrases[:1] != second.phrases[:1]
     (tmp_path / "how.json").write_text(json.dumps(how(SPLITS[1])))
     flags = ["--data", spec, "--pairs", "image:text,region:text", "--text-tower", BERT]

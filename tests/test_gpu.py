@@ -162,8 +162,8 @@ def test_one_rank_equals_plain_torch_on_a_cpu(towers):
 
 
 REGIONS = [
-    replace(merged(2, 1, schedule="replay"), micro_batch_size=8, regions=True),
-    fork((1, 2), (1, 1), towers="resnet+bert", regions=True, region_loss="sigmoid"),
+    replace(merged(2, 1, schedule="replay"), micro_batch_size=8, annotated="region"),
+    fork((1, 2), (1, 1), towers="resnet+bert", annotated="region", phrase_loss="sigmoid"),
 ]
 
 

@@ -24,7 +24,7 @@ from data.batching.packing import Bounds, Packing, pack, padded_lengths
 from data.batching.requests import MicroBatchRequest, Size, TextRows, check_replica
 from data.batching.rows import Rows
 from data.batching.settings import Setting, setting_at
-from data.batching.shown import Places, ShownRegions
+from data.batching.shown import Places, ShownAnnotations
 from data.batching.stream_order import StreamOrder
 from data.stored.kinds import is_text, text_of
 
@@ -42,7 +42,7 @@ class GlobalBatch:
     visited: np.ndarray
     indices: np.ndarray
     setting: Setting
-    places: Places | None = None  # where a pair has regions
+    places: Places | None = None  # where a pair has annotations
 
 
 class Shares(NamedTuple):
@@ -63,7 +63,7 @@ class TextPacker:
     normalisation sees the images of a micro-batch, and a caption's length says what is in the
     image. `length_multiple`: to which lengths are rounded up.
 
-    Where a pair has regions, the phrases of these, and negatives, stand behind the c · G texts,
+    Where a pair has annotations, the phrases of these, and negatives, stand behind the c · G texts,
     each by itself as long as phrases are padded to, `phrase_tokens`; those of a sample have
     `sample_phrase_tokens` together.
     """
@@ -82,8 +82,8 @@ class TextPacker:
         captions = batch.setting.feed_rates.captions_per_image
         counts = self.tokens.of(batch.visited, batch.indices, self.seed, batch.epoch, captions)
         if batch.places is not None:
-            number = int(batch.places.regions.sum() + batch.places.negatives.sum())
-            counts = np.concatenate([counts.ravel(), np.full(number, self.phrase_tokens)])
+            phrases = np.full(batch.places.num_phrases, self.phrase_tokens)
+            counts = np.concatenate([counts.ravel(), phrases])
         return padded_lengths(counts, self.max_text_tokens, self.length_multiple).ravel()
 
     def pack(self, batch: GlobalBatch, replicas: int, numbers: Sequence[int]) -> Packing:
@@ -124,7 +124,7 @@ class Batches:
     `train` [N]: the source's indices of the training samples. `buckets`: the shapes of their
     images; None: one square. `texts`: what packs texts by cost; None: they come with their samples,
     which are packed in order. `costs`: by branch, of those whose values do not cost alike, the
-    source's indices of samples -> what each costs, such as the frames of its clip. `regions`: which
+    source's indices of samples -> what each costs, such as the frames of its clip. `annotations`: which
     are shown, where a pair has them. `weights_of`: a global batch -> what its samples count in its
     loss, [G] int64 millionths; None: all the same. `examples`: numbers of training samples that
     stand for others that are not known yet; None: all are known. `keeps_shares`: whether `shares`
@@ -139,7 +139,7 @@ class Batches:
     buckets: Buckets | None = None
     texts: TextPacker | None = None
     costs: Mapping[str, Callable[[np.ndarray], np.ndarray]] = field(default_factory=dict)
-    regions: ShownRegions | None = None
+    annotations: ShownAnnotations | None = None
     weights_of: Callable[[GlobalBatch], np.ndarray] | None = None
     examples: np.ndarray | None = None
     keeps_shares: bool = False
@@ -163,7 +163,7 @@ class Batches:
     def _batch(
         self, step: int, epoch: int, visited: np.ndarray, indices: np.ndarray, setting: Setting
     ) -> GlobalBatch:
-        places = None if self.regions is None else self.regions.places(indices)
+        places = None if self.annotations is None else self.annotations.places(indices)
         return GlobalBatch(step, epoch, visited, indices, setting, places)
 
     def like(self, step: int, setting: Setting) -> GlobalBatch:

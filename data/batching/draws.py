@@ -8,7 +8,7 @@ import numpy as np
 # (numpy reads [seed, epoch] as [seed, epoch, 0, 0]).
 AUGMENTATION, CAPTION, PARTS, LIMIT, PATCHES = 1, 2, 3, 4, 5
 SHARDS, SHARD, GROUP, HELD_OUT = 6, 7, 8, 9
-REGIONS, PHRASE, NEGATIVES = 10, 11, 12
+ANNOTATIONS, PHRASE, NEGATIVES = 10, 11, 12
 
 
 def caption_numbers(seed: int, epoch: int, i: int, captions: int, shown: int = 1) -> list[int]:
@@ -22,20 +22,20 @@ def caption_numbers(seed: int, epoch: int, i: int, captions: int, shown: int = 1
     return [(first + k) % captions for k in range(shown)]
 
 
-def region_numbers(
+def annotation_numbers(
     seed: int, epoch: int, i: int, have: int, shown: int, negatives: bool = False
 ) -> list[int]:
-    """Which of its regions 0..have-1, or of their negatives, sample `i` of the source shows in an
+    """Which of its annotations 0..have-1, or of their negatives, sample `i` of the source shows in an
     epoch, ascending."""
-    generator = np.random.default_rng([seed, epoch, i, NEGATIVES if negatives else REGIONS])
+    generator = np.random.default_rng([seed, epoch, i, NEGATIVES if negatives else ANNOTATIONS])
     return np.sort(generator.permutation(have)[:shown]).tolist()
 
 
-def phrase_number(seed: int, epoch: int, i: int, region: int, phrases: int) -> int:
-    """Which of the phrases 0..phrases-1 of its k-th shown region sample `i` shows in an epoch."""
+def phrase_number(seed: int, epoch: int, i: int, k: int, phrases: int) -> int:
+    """Which of the phrases 0..phrases-1 of its k-th shown annotation sample `i` shows in an epoch."""
     if phrases == 1:
         return 0
-    return int(np.random.default_rng([seed, epoch, i, region, PHRASE]).integers(phrases))
+    return int(np.random.default_rng([seed, epoch, i, k, PHRASE]).integers(phrases))
 
 
 def patch_numbers(seed: int, epoch: int, i: int, patches: int, kept: int) -> np.ndarray:

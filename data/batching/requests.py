@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from data.batching.load_control import FeedRates
-from data.batching.shown import PhraseRows, Places, ShownRegions
+from data.batching.shown import PhraseRows, Places, ShownAnnotations
 
 Size = tuple[int, int]  # H, W in pixels
 
@@ -45,7 +45,7 @@ class MicroBatchRequest:
     # [b] int64, millionths: what each counts in the loss; None: all the same
     weight: np.ndarray | None = None
     packed_texts: TextRows | None = None  # texts that were packed by themselves; None: its samples'
-    # of its samples, where a pair has regions
+    # of its samples, where a pair has annotations
     places: Places | None = None
     # of streams, by data set: the shards that this step and those near it read
     shards: Mapping[int, np.ndarray] | None = None
@@ -62,7 +62,7 @@ class MicroBatchRequest:
 
     def phrases(self) -> PhraseRows | None:
         """Those that were packed with its texts, else those of its samples; None where no pair has
-        regions."""
+        annotations."""
         if self.packed_texts is not None:
             return self.packed_texts.phrases
         return None if self.places is None else self.places.phrases(self.index, self.weight)
@@ -78,20 +78,20 @@ def evaluation_requests(
     replica: int,
     replicas: int,
     micro_batch_size: int,
-    regions: ShownRegions | None = None,
+    annotations: ShownAnnotations | None = None,
 ) -> list[MicroBatchRequest]:
     """One replica's share of the whole held-out subset [n], in order; shares are contiguous and
     differ by at most one.
 
     The last micro-batch may be smaller; a replica without a share gets none. Positions are 0..n-1
-    over the subset. `regions`: where a pair has them. Errors: ValueError.
+    over the subset. `annotations`: where a pair has them. Errors: ValueError.
     """
     check_replica(replica, replicas)
     share = np.array_split(np.arange(len(subset), dtype=np.int64), replicas)[replica]
     parts = [
         share[start : start + micro_batch_size] for start in range(0, len(share), micro_batch_size)
     ]
-    every = None if regions is None else regions.places(subset, training=False)
+    every = None if annotations is None else annotations.places(subset, training=False)
     return [
         MicroBatchRequest(
             number,

@@ -161,15 +161,19 @@ def _planes(image: Image.Image) -> np.ndarray:
     return np.concatenate([np.asarray(each).ravel() for each in planes]).reshape(-1, image.width)
 
 
+def _span(first: Event, last: Event) -> dict[str, float]:
+    return {"start_s": first.start / RATE, "end_s": last.end / RATE}
+
+
 class ClipsFormat(DrawnFormat):
     """Films of two halves: two or three events, each of another emoji, which is seen only then,
     and the same events in the opposite order; which half is which can be told from nothing but the
     order of the frames. In a film of kind `composition` no emoji does what it does in training. A
-    film has a sample of each half, with a caption that names the events in order, and one of each
-    event: clips of it."""
+    film has a sample of each half, with a caption that names the events in order and a moment for each
+    of them, and one of each event: clips of it."""
 
     called, version, usual = "clips", 2, 1000
-    holds = ("video", "text")
+    holds = ("video", "text", "moment")
 
     def __init__(self, where: str) -> None:
         """`where`: `clips[:N]`. Errors: as of `DrawnFormat`."""
@@ -181,19 +185,19 @@ class ClipsFormat(DrawnFormat):
 
     def values(self, content: int) -> Any:
         film, clip = self._encoded(content), self.clip(content)
-        told = [
-            (half[0].start, half[-1].end, clip.caption(k)) for k, half in enumerate(clip.halves)
-        ]
-        told += [(event.start, event.end, event.text) for event in clip.events]
+        told = [(clip.caption(k), half) for k, half in enumerate(clip.halves)]
+        told += [(event.text, [event]) for event in clip.events]
         return [
             {
                 "id": f"{self.identity(content)}#{k}",
                 "video": film,
-                "start_s": start / RATE,
-                "end_s": end / RATE,
+                **_span(of[0], of[-1]),
                 "text": text,
+                "moment": [{**_span(each, each), "text": each.text} for each in of]
+                if k < 2
+                else None,
             }
-            for k, (start, end, text) in enumerate(told)
+            for k, (text, of) in enumerate(told)
         ]
 
     def read(self, modality: str, file: str, number: int, media: Media) -> bytes:

@@ -17,7 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.output import brief
-from data.bad_samples import CAPTION_LIMIT, FILE_LIMIT, REGION_LIMIT, BadSample
+from data.annotations import Annotations
+from data.bad_samples import ANNOTATION_LIMIT, CAPTION_LIMIT, FILE_LIMIT, BadSample
 from data.formats.rows import (
     DEFAULT_PAIRS,
     Media,
@@ -30,10 +31,10 @@ from data.formats.rows import (
 from data.formats.shards import Shard, ShardsFormat
 from data.formats.specs import ROOT, is_remote, split_options
 from data.formats.tables import READING, chosen_columns
-from data.regions import BoxOptions, Regions, checked_regions
-from data.stored.kinds import STORED, is_file, names_of_rows, stored
+from data.regions import BoxOptions
+from data.stored.annotations import StoredAnnotations
+from data.stored.kinds import STORED, annotations_of, is_file, names_of_rows, stored
 from data.stored.record import PARQUET
-from data.stored.regions import StoredRegions
 from data.stored.text import StoredText
 from data.values import plain, whole
 
@@ -204,7 +205,8 @@ class ParquetFormat(ShardsFormat):
         if most > VALUES_LIMIT:
             raise _Bomb(f"{most:,} values in a column; at most {VALUES_LIMIT:,} are read")
         # The texts of one list are decoded together: as numbers of a dictionary they take 4 bytes.
-        nested = tuple(f"{self.columns.get(key)}." for key in ("text", "region"))
+        texts = ("text", *(kind.name for kind in annotations_of(self.modalities)))
+        nested = tuple(f"{self.columns.get(key)}." for key in texts)
         lists = [
             leaf.path_in_schema
             for leaf in leaves
@@ -227,14 +229,26 @@ class ParquetFormat(ShardsFormat):
         kind = STORED.get(key)
         if isinstance(kind, StoredText):
             return self._checked(key, _texts(scalar), scalar.type, "the text", (str,))
-        if isinstance(kind, StoredRegions):
-            return _regions(scalar, self.boxes.unit)
+        if isinstance(kind, StoredAnnotations):
+            return self._annotations(scalar, kind)
         if key == "id":
             return self._checked(key, whole(_python(scalar)), scalar.type, "the id", (int, str))
         if not is_file(key):
             return self._checked(key, _python(scalar), scalar.type, key, (int, float, str))
         found = self._content(key, _python(scalar))
         return Media("", place, len(found), content=found) if isinstance(found, bytes) else found
+
+    def _annotations(self, scalar: pa.Scalar, kind: StoredAnnotations) -> Any:
+        """Those of a row; one of which a text is not UTF-8 is a BadSample. Raises BadSample."""
+        if not isinstance(scalar, pa.ListScalar) or not scalar.is_valid:
+            return _python(scalar)
+        given = scalar.values.slice(0, ANNOTATION_LIMIT)
+        if (size := text_bytes(given)) > TEXT_LIMIT:
+            raise BadSample(
+                "huge-caption",
+                f"the texts of the {kind.several} have {size:,} bytes; at most {TEXT_LIMIT:,} are read",
+            )
+        return kind.checked([attempt(_python, each) for each in given], self, len(scalar.values))
 
     def _checked(self, key: str, given: Any, kind: pa.DataType, what: str, needed: tuple) -> Any:
         """What is given, or each of a list of texts, if it is of a Python type that is `needed`.
@@ -401,10 +415,10 @@ def _decoded_bytes(batch: pa.RecordBatch, values: dict[str, Any] | BadSample) ->
     are read as one, count by their texts."""
     texts = values.get("text") if isinstance(values, dict) else None
     texts = texts if isinstance(texts, list) else []
-    regions = values.get("region") if isinstance(values, dict) else None
-    if isinstance(regions, Regions):
-        texts = [*texts, *(each for found in regions.good for each in found.phrases)]
-        texts += [each for found in regions.good for each in found.negatives]
+    for given in values.values() if isinstance(values, dict) else ():
+        if isinstance(given, Annotations):
+            texts = [*texts, *(each for found in given.good for each in found.phrases)]
+            texts += [each for found in given.good for each in found.negatives]
     size = sum(len(text) for text in texts if isinstance(text, str))
     for column in batch.columns:
         if pa.types.is_dictionary(column.type):
@@ -449,20 +463,6 @@ def _texts(scalar: pa.Scalar) -> Any:
             given = error.object
         texts.append(given.decode(errors="surrogateescape") if isinstance(given, bytes) else given)
     return texts if is_list else texts[0]
-
-
-def _regions(scalar: pa.Scalar, unit: str | None) -> Any:
-    """A list of them; one of which a text is not UTF-8 is a BadSample. `unit`: of those that have
-    none. Raises BadSample."""
-    if not isinstance(scalar, pa.ListScalar) or not scalar.is_valid:
-        return _python(scalar)
-    given = scalar.values.slice(0, REGION_LIMIT)
-    if (size := text_bytes(given)) > TEXT_LIMIT:
-        raise BadSample(
-            "huge-caption",
-            f"the texts of the regions have {size:,} bytes; at most {TEXT_LIMIT:,} are read",
-        )
-    return checked_regions([attempt(_python, each) for each in given], len(scalar.values), unit)
 
 
 def text_bytes(array: pa.Array) -> int:

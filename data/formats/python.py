@@ -21,8 +21,7 @@ from data.formats.rows import (
 )
 from data.formats.specs import split_options
 from data.regions import BOX_OPTIONS, BoxOptions
-from data.stored.kinds import files_of
-from data.stored.regions import REGIONS
+from data.stored.kinds import annotations_of, files_of
 
 USAGE = (
     "python:MODULE:NAME, where NAME is a data set, or what makes one when it is called without "
@@ -100,8 +99,7 @@ class PythonFormat(EntriesFormat):
     def values(self, content: int) -> dict[str, Any]:
         item = self._item(content)
         values = {key: item.get(key) for key in ("id", "language", *self.modalities)}
-        if REGIONS.name in values:
-            values[REGIONS.name] = item.get("regions")
+        values |= {kind.name: item.get(kind.key) for kind in annotations_of(self.modalities)}
         for kind in files_of(self.modalities):
             if values[kind.name] is not None:
                 values[kind.name] = attempt(kind.encode, values[kind.name])

@@ -15,10 +15,11 @@ from numbers import Integral
 from typing import Any, NamedTuple
 
 from common.output import brief
+from data.annotations import Annotations
 from data.bad_samples import Absent, BadSample, check_characters
 from data.clips import WHOLE_FILM, Span
 from data.identity import Identity
-from data.regions import BoxOptions, Regions
+from data.regions import BoxOptions
 from data.stored.kinds import stored
 from data.stored.record import Media
 from data.stored.roots import Roots
@@ -86,7 +87,7 @@ class Sample:
     media: dict[str, Media] = field(default_factory=dict)  # by modality
     lacks: dict[str, BadSample] = field(default_factory=dict)  # modality -> why there is none
     dropped: list[BadSample] = field(default_factory=list)  # captions beside good ones
-    regions: Regions | None = None
+    annotations: dict[str, Annotations] = field(default_factory=dict)  # by modality
     span: Span = WHOLE_FILM
     problem: BadSample | None = None
 

@@ -33,10 +33,10 @@ from data.formats.rows import (
 from data.formats.shards import Shard, ShardsFormat, split_pattern
 from data.formats.tables import parsed_object
 from data.regions import BOX_OPTIONS, BoxOptions
+from data.stored.annotations import StoredAnnotations
 from data.stored.image import ENDINGS as IMAGE_ENDINGS
 from data.stored.kinds import STORED, files_of, stored
 from data.stored.record import StoredFile
-from data.stored.regions import StoredRegions
 from data.stored.text import StoredText, lines_of
 
 CLASS = "cls"  # the ending of a class
@@ -163,11 +163,11 @@ class WebdatasetFormat(ShardsFormat):
                     found = attempt(self._class_captions, file, shard, members[CLASS])
                     values |= found if isinstance(found, dict) else {modality: found}
                 values[modality] = values[modality] or missing
-            elif isinstance(kind, StoredRegions):
+            elif isinstance(kind, StoredAnnotations):
                 values[modality] = None
                 if "json" in members:
                     used.add("json")
-                    values[modality] = attempt(shard.text, members["json"], "regions")
+                    values[modality] = attempt(shard.text, members["json"], kind.key)
             elif isinstance(kind, StoredFile):
                 found = next((each for each in members if each in kind.endings), None)
                 values[modality] = missing if found is None else members[found]

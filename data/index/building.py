@@ -49,11 +49,9 @@ from data.keys import HASH_BYTES, content_hash, hash64
 from data.modules import own_code
 from data.processes import end_with_parent, start_method
 from data.progress import progress_bar
-from data.regions import Region, placed, written
 from data.stored.audio import refuse_too_long
-from data.stored.kinds import Registered, files_of, is_own
+from data.stored.kinds import Registered, annotations_of, files_of, is_own
 from data.stored.record import StoredFile
-from data.stored.regions import REGIONS
 
 CHECKS = ("decode", "header")
 ROWS_AT_ONCE = 4096
@@ -380,8 +378,8 @@ def _row(work: _Work, part: Part, sample: Sample) -> tuple[dict[str, Any], bool]
             lacks[modality] = wrong
             # FFmpeg gives what is wrong with the content the numbers of the system's errors
             may_pass = may_pass or content is None and _is_of_the_system(wrong)
-    if REGIONS.name in format.modalities:
-        row |= _region_columns(sample, row, format.boxes.upright)
+    for annotations in annotations_of(format.modalities):
+        row |= annotations.columns(sample, row, format)
     problem = format.problem(sample)
     row |= {
         "id": _clean(sample.id),
@@ -439,27 +437,6 @@ def _looked_at(
     return found
 
 
-def _region_columns(sample: Sample, measured: dict[str, Any], upright: bool) -> dict[str, Any]:
-    """The regions on the image that was measured; the sample lacks them where it was not.
-    `upright`: whether boxes are of the image as shown."""
-    good: list[Region] = []
-    if sample.regions is not None and "orientation" in measured:
-        width, height, orientation = (measured[name] for name in ("width", "height", "orientation"))
-        good = placed(sample.regions, width, height, orientation, upright)
-        # candidates last, so that the first `num_regions` have phrases
-        good.sort(key=lambda region: not region.phrases)
-        if not good or not good[0].phrases:
-            dropped = [*sample.regions.dropped, BadSample("no-phrase", "no region has a text")]
-            sample.lacks["region"], good = dropped[0], []
-    elif sample.regions is not None:
-        sample.lacks["region"] = BadSample("no-value", "its image is missing or bad")
-    return {
-        "regions": written(good),
-        "num_regions": sum(1 for region in good if region.phrases),
-        "num_negatives": sum(len(region.negatives) for region in good),
-    }
-
-
 def _is_of_the_system(problem: BadSample | None) -> bool:
     """Whether it follows from something such as a faulty disk or a missing right."""
     return getattr(problem and problem.__cause__, "errno", None) is not None
@@ -467,22 +444,15 @@ def _is_of_the_system(problem: BadSample | None) -> bool:
 
 def _noted(sample: Sample) -> str:
     """What is broken of a sample that is used without it, as `IndexedSource.broken_values` reads
-    it: a line for each modality, and one for captions and one for regions beside good ones."""
-    regions = sample.regions
+    it: a line for each modality, and one for captions and for annotations beside good ones."""
     noted = [(name, each) for name, each in sample.lacks.items() if each.reason not in ABSENCES]
     broken = [each for each in sample.dropped if each.reason not in ABSENCES]
     if broken:
         of = f"{len(broken)} of {len(sample.captions) + len(sample.dropped)} captions"
         noted.append(("text", BadSample(broken[0].reason, f"{of}: {broken[0].detail}")))
-    if regions and REGIONS.name not in sample.lacks:
-        broken = [each for each in regions.phrases if each.reason not in ABSENCES]
-        of = f"{len(broken)} phrases of its regions"
-        if regions.dropped:
-            broken, of = (
-                regions.dropped,
-                f"{regions.total - len(regions.good)} of {regions.total} regions",
-            )
-        noted += [("region", BadSample(p.reason, f"{of}: {p.detail}")) for p in broken[:1]]
+    for kind in annotations_of(sample.annotations):
+        if found := kind.noted(sample):
+            noted.append((kind.name, found))
     lines = []
     for modality, problem in noted:
         detail = " ".join(_clean(problem.detail).split())
@@ -493,7 +463,8 @@ def _noted(sample: Sample) -> str:
 def _unused_of(format: Format, part: Part, found: Sample | Unused) -> UnusedCounts:
     if isinstance(found, Unused):
         return {found.what: (1, _clean(format.where(part.file, found.path, 0)))}
-    dropped = {"captions": found.dropped, "phrases": found.regions.phrases if found.regions else ()}
+    phrases = [each for own in found.annotations.values() for each in own.phrases]
+    dropped = {"captions": found.dropped, "phrases": phrases}
     empty = {
         of: sum(each.reason in ABSENCES for each in each_of) for of, each_of in dropped.items()
     }
@@ -506,8 +477,8 @@ def _unused_of(format: Format, part: Part, found: Sample | Unused) -> UnusedCoun
 
 def _notes_of(format: Format, part: Part, sample: Sample, row: dict[str, Any]) -> UnusedCounts:
     """What is read otherwise than it may be meant."""
-    doubts = sample.regions.doubts if sample.regions else {}
-    notes = {what: (number, "") for what, number in doubts.items() if number}
+    doubts = [each.doubts for each in sample.annotations.values()]
+    notes = {what: (number, "") for own in doubts for what, number in own.items() if number}
     if row["bad"] == 0 and any("\n" in text.strip() for text in sample.captions):
         notes[CAPTION_LINES] = (1, "")
     if row["bad"] == 0 and is_cut(sample.span, row.get("video_end_s", math.inf)):

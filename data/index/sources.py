@@ -35,11 +35,10 @@ from data.identity import Identity, fingerprint
 from data.index.building import load_index
 from data.index.mapped import ABSENT, TEXTS, Index, UnusedCounts
 from data.keys import content_hash
-from data.regions import read
+from data.stored.annotations import StoredAnnotations
 from data.stored.image import IMAGE
 from data.stored.kinds import STORED, files_of, stored
 from data.stored.record import StoredFile
-from data.stored.regions import StoredRegions
 
 MAX_SHOWN = 5
 LINES_SHARE = 0.1  # of the samples have a caption of several lines: each may be one
@@ -156,8 +155,8 @@ class IndexedSource:
             raise BadSample(REASON_OF_CODE[code], self._detail(i))
         if self._lacks(modality, i):
             raise Absent(f"{self.where(i)} has no {modality}")
-        if isinstance(kind, StoredRegions):
-            return read(self.index.text("regions", i))
+        if isinstance(kind, StoredAnnotations):
+            return kind.read(self.index.text(kind.several, i))
         number = int(self.column("row")[i])
         if not isinstance(kind, StoredFile):
             return self.format.value(modality, number)

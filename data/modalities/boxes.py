@@ -4,8 +4,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-KEPT_AREA = 0.5  # a box of which a view shows less than this part is not of the view
-
 
 class Placed(NamedTuple):
     """What a view shows of an image: this rectangle of it, scaled to the view, then maybe mirrored.

@@ -6,6 +6,7 @@ regions.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,11 +15,11 @@ import torch
 from torch import Tensor
 
 from common.boxes import WHOLE
-from data.bad_samples import REGION_LIMIT
+from data.annotations import Annotation
 from data.batching.draws import patch_numbers
 from data.batching.load_control import kept_number
-from data.batching.shown import shown_regions
-from data.modalities.boxes import KEPT_AREA, Placed
+from data.modalities.annotations import Within, annotation_rows
+from data.modalities.boxes import Placed
 from data.modalities.modality import Loaded, Modality, read_values
 from data.modalities.transforms import ImageTransform, Views, stacked
 
@@ -67,7 +68,7 @@ class ImageModality(Modality):
         views, loaded = read_values(self.name, source, request, seed, read, blank)
         return replace(
             loaded,
-            further=_regions(source, request, seed, [placed for _, placed in views], loaded),
+            further=self._regions(source, request, seed, loaded, _in_view([p for _, p in views])),
             tensors={
                 "pixel_values": stacked([pixels for pixels, _ in views]),
                 **self._kept_patches(request, seed, transform.size),
@@ -80,8 +81,17 @@ class ImageModality(Modality):
         tensors = {"pixel_values": torch.empty(shape, dtype=torch.uint8, device="meta")}
         tensors |= self._kept_patches(request, seed, size)
         loaded = Loaded.of(request, tensors)
-        placed = [NOWHERE] * len(request.index)
-        return replace(loaded, further=_regions(source, request, seed, placed, loaded))
+        return replace(loaded, further=self._regions(source, request, seed, loaded, None))
+
+    def _regions(
+        self,
+        source: Source,
+        request: MicroBatchRequest,
+        seed: int,
+        loaded: Loaded,
+        within: Within | None,
+    ) -> dict[str, Loaded]:
+        return annotation_rows(source, request, seed, self.name, loaded, ("boxes", 4), within)
 
     def _stored(self, source: Source, transform: ImageTransform, i: int) -> np.ndarray:
         """The image before augmentation. The source knows the bytes by their hash, so what is
@@ -106,42 +116,13 @@ class ImageModality(Modality):
         return {"kept_patches": torch.from_numpy(numbers)}
 
 
-def _regions(
-    source: Source,
-    request: MicroBatchRequest,
-    seed: int,
-    placed: list[Placed],
-    loaded: Loaded,
-) -> dict[str, Loaded]:
-    """The rows `region` of images of which `placed` says what they show; none where no pair has
-    regions."""
-    places = request.places
-    if places is None:
-        return {}
-    row = np.repeat(np.arange(len(request.index)), places.regions)
-    first = np.cumsum(places.regions) - places.regions
-    number = np.arange(len(row)) - first[row]
-    boxes, inside = np.zeros((len(row), 4)), np.zeros(len(row), np.float32)
-    missing = {*loaded.absent, *(i for i, _, _ in loaded.bad)}
-    for sample, i in enumerate(request.index.tolist()):
-        count = int(places.regions[sample])
-        regions = shown_regions(source, i, count, seed, request.epoch, request.training)
-        if not regions or i in missing:
-            continue
-        own = slice(first[sample], first[sample] + count)
+def _in_view(placed: Sequence[Placed]) -> Within:
+    """Boxes of images of which `placed` says what is shown, in parts of `WHOLE` of the views'
+    sides."""
+
+    def within(sample: int, regions: Sequence[Annotation]) -> tuple[np.ndarray, np.ndarray]:
         height, width = placed[sample].size
-        shown, inside[own] = placed[sample].boxes(np.array([region.box for region in regions]))
-        boxes[own] = shown / [width, height, width, height]
-    index = request.index[row]
-    return {
-        "region": Loaded(
-            {
-                "region_boxes": torch.from_numpy(np.rint(boxes * WHOLE).astype(np.int32)),
-                "region_row": torch.from_numpy(row),
-            },
-            places.region[row] + number,
-            np.where(inside < KEPT_AREA, -1 - index, index),
-            None if request.weight is None else request.weight[row],
-            key=index * (REGION_LIMIT + 1) + number,
-        )
-    }
+        shown, inside = placed[sample].boxes(np.array([each.extent for each in regions]))
+        return np.rint(shown / [width, height, width, height] * WHOLE), inside
+
+    return within

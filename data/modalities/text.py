@@ -55,7 +55,7 @@ class TextModality(Modality):
     """input_ids and attention_mask int64 [t, L]: c texts of each sample, or those that were packed
     by themselves; with `languages` also language_ids int64 [t]. `length_multiple`: of L.
 
-    Where a pair has regions, their phrases and negatives follow the texts in these tensors, t + n
+    Where a pair has annotations, their phrases and negatives follow the texts in these tensors, t + n
     in all, and are the rows `phrase`."""
 
     name = "text"
@@ -109,5 +109,5 @@ class TextModality(Modality):
         further = {}
         if phrases is not None:
             of = (phrases.position, phrases.index, phrases.weight, key[num_captions:])
-            further["phrase"] = Loaded({}, *of)
+            further[phrases.kind.rows[1]] = Loaded({}, *of)
         return replace(rows, absent=absent, counts=counts, further=further)

@@ -7,7 +7,7 @@ pixels.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,8 +17,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from data.annotations import Annotation
 from data.bad_samples import Absent, BadSample
 from data.decoding.films import FilmReader, even_times
+from data.modalities.annotations import Within, annotation_rows
 from data.modalities.modality import Loaded, Modality, read_values
 from data.modalities.transforms import ImageTransform, stacked
 from data.stored.video import clip_spans
@@ -60,11 +62,17 @@ class FrameTimes:
 
 
 class View(NamedTuple):
-    """The frames of a clip uint8 [T, H, W, 3] and their times int64 [T], milliseconds since the
-    first."""
+    """The frames of a clip uint8 [T, H, W, 3], their times int64 [T], milliseconds since the first, and
+    the second of the film when that comes."""
 
     frames: list[np.ndarray]
     times: np.ndarray
+    first_s: float = 0.0
+
+    @classmethod
+    def at(cls, seconds: np.ndarray, frames: list[np.ndarray]) -> View:
+        """`seconds` [T] of the film."""
+        return cls(frames, np.rint(1000 * (seconds - seconds[0])).astype(np.int64), seconds[0])
 
 
 class VideoModality(Modality):
@@ -79,6 +87,9 @@ class VideoModality(Modality):
     `share`, for evaluation without a cache: a frame of a film that several clips of a micro-batch
     show is decoded and loaded once. video_frames then has U <= F frames, and video_frame_row int64
     [F] says which of them each is.
+
+    Where a pair has moments also the rows `moment`: moment_spans int32 [n, 2] (start and end, milliseconds
+    since the clip's first frame) and moment_row int64 [n], the clip of each.
     """
 
     name = "video"
@@ -118,7 +129,7 @@ class VideoModality(Modality):
             images = self._stored(transform, source, i, span, times, chosen)
             drawn = int(generator.integers(1 << 62))
             frames = [transform(image, np.random.default_rng(drawn)) for image in images]
-            return View(frames, _since_first(times[chosen]))
+            return View.at(times[chosen], frames)
 
         def blank() -> View:
             return View([np.full((*transform.size, 3), GREY, np.uint8)], np.zeros(1, np.int64))
@@ -138,6 +149,7 @@ class VideoModality(Modality):
                 **_rows(numbers),
                 "video_time": torch.from_numpy(np.concatenate(times)),
             },
+            further=self._moments(source, request, seed, loaded, _in_clips(views)),
         )
 
     def meta_batch(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
@@ -149,7 +161,18 @@ class VideoModality(Modality):
             **_rows(numbers),
             "video_time": torch.empty(count, dtype=torch.int64, device="meta"),
         }
-        return Loaded.of(request, tensors)
+        loaded = Loaded.of(request, tensors)
+        return replace(loaded, further=self._moments(source, request, seed, loaded, None))
+
+    def _moments(
+        self,
+        source: Source,
+        request: MicroBatchRequest,
+        seed: int,
+        loaded: Loaded,
+        within: Within | None,
+    ) -> dict[str, Loaded]:
+        return annotation_rows(source, request, seed, self.name, loaded, ("spans", 2), within)
 
     def _shared(
         self,
@@ -173,7 +196,7 @@ class VideoModality(Modality):
                 frames = self._decoded(film, np.concatenate([*clips.values()]))
                 ends = np.cumsum([*map(len, clips.values())]).tolist()
                 for (i, times), end in zip(clips.items(), ends):
-                    found[i] = View(frames[end - len(times) : end], _since_first(times))
+                    found[i] = View.at(times, frames[end - len(times) : end])
         return found
 
     def _decoded(self, film: str | bytes, times: np.ndarray) -> list[np.ndarray]:
@@ -218,9 +241,15 @@ class VideoModality(Modality):
         return {name: value for name, value in self.__dict__.items() if name != "_reader"}
 
 
-def _since_first(times: np.ndarray) -> np.ndarray:
-    """Milliseconds, int64, of seconds."""
-    return np.rint(1000 * (times - times[0])).astype(np.int64)
+def _in_clips(views: Sequence[View]) -> Within:
+    """Spans of films, of whose clips `views` says what is shown, in milliseconds since the first frame;
+    a clip shows all of them (`data/moments.py`)."""
+
+    def within(sample: int, moments: Sequence[Annotation]) -> tuple[np.ndarray, np.ndarray]:
+        spans = np.array([each.extent for each in moments])
+        return np.rint(1000 * (spans - views[sample].first_s)), np.ones(len(spans))
+
+    return within
 
 
 def _once(frames: list[np.ndarray]) -> dict[str, Tensor]:

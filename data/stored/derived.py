@@ -1,5 +1,5 @@
-"""Rows that are made of the samples of two branches and compared beside them. Regions of images
-with their phrases are the one kind."""
+"""Rows that are made of annotations and compared beside those of samples: of a place within a value,
+such as a box of an image, and of the phrases that are said of it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,45 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Derived:
     """`name`: the modality of data sets that says which rows a sample has (`kinds.py`). `rows`: the
-    names of what is compared, and `of`: the branch that makes each of them."""
+    names of what is compared, and `of`: the branch that makes each of them. `most`: the option of
+    train.py for how many of a sample come in a step. `extent`: what a phrase chooses among those of its
+    sample, as metrics name it. `in_view`: whether a view that leaves out a part of the value may leave
+    out rows."""
 
     name: str
     rows: tuple[str, str]
     of: tuple[str, str]
+    most: str
+    extent: str
+    in_view: bool = False
 
     @property
     def pair(self) -> tuple[str, str]:
         """As `--pairs` names it."""
         return self.name, self.of[1]
 
+    @property
+    def pair_name(self) -> str:
+        return ":".join(self.pair)
 
-REGIONS = Derived("region", ("region", "phrase"), ("image", "text"))
-DERIVED = {each.name: each for each in (REGIONS,)}
+    @property
+    def phrase_to_extent(self) -> str:
+        """How the metrics of phrases among the annotations of their sample begin: `phrase_to_box`."""
+        return f"{self.rows[1]}_to_{self.extent}"
+
+    @property
+    def num_unseen(self) -> str:
+        """Of the annotations that an evaluation asks for."""
+        return f"num_{self.name}s_not_in_view"
+
+    @property
+    def num_beyond(self) -> str:
+        """Of a sample, for which a run does not ask (`most`)."""
+        return f"num_{self.name}s_beyond_max"
 
 
-def place_of(name: str) -> str:
-    """The modality whose samples have places for rows of this name; any other name is itself."""
-    return next((kind.of[0] for kind in DERIVED.values() if name in kind.rows), name)
+REGIONS = Derived(
+    "region", ("region", "phrase"), ("image", "text"), "max_regions", "box", in_view=True
+)
+MOMENTS = Derived("moment", ("moment", "phrase"), ("video", "text"), "max_moments", "span")
+DERIVED = {each.name: each for each in (REGIONS, MOMENTS)}

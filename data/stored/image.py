@@ -95,7 +95,7 @@ class StoredImage(StoredFile):
 
     def may_decode(self, sample: Sample) -> bool:
         # boxes need to know how an image is turned, which may stand behind its pixels
-        return sample.regions is not None
+        return bool(sample.annotations)
 
     def must_decode(self, value: bytes) -> bool:
         return may_turn_late(value)

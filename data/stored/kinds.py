@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from typing import Any
 
 from common.output import brief
 from common.spelling import nearest
+from data.stored.annotations import StoredAnnotations
 from data.stored.audio import AUDIO
 from data.stored.image import IMAGE
+from data.stored.moments import MOMENTS
 from data.stored.record import FORMS, PLACE, Stored, StoredFile
 from data.stored.regions import REGIONS
 from data.stored.text import TEXT, StoredText
 from data.stored.video import VIDEO
 
-STORED: dict[str, Stored] = {each.name: each for each in (IMAGE, TEXT, AUDIO, VIDEO, REGIONS)}
+STORED: dict[str, Stored] = {
+    each.name: each for each in (IMAGE, TEXT, AUDIO, VIDEO, REGIONS, MOMENTS)
+}
 
 OWN = dict(STORED)  # which no module added
 
@@ -107,6 +111,15 @@ def files_of(modalities: Sequence[str] | None = None) -> list[StoredFile]:
         kind
         for name, kind in STORED.items()
         if isinstance(kind, StoredFile) and (modalities is None or name in modalities)
+    ]
+
+
+def annotations_of(modalities: Container[str]) -> list[StoredAnnotations]:
+    """Those of some modalities that are annotations, in the order of `STORED`."""
+    return [
+        kind
+        for name, kind in STORED.items()
+        if isinstance(kind, StoredAnnotations) and name in modalities
     ]
 
 

@@ -1,31 +1,38 @@
-"""Regions of images in data sets: boxes with phrases, as JSON or as lists of parquet files."""
+"""Regions of images in data sets."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from data.regions import Regions, checked_regions
-from data.stored.record import JSON, PARQUET, TABLE, Stored
+from data.annotations import Annotation, Annotations
+from data.bad_samples import BadSample
+from data.regions import Given, checked_region, placed
+from data.stored.annotations import StoredAnnotations
+from data.stored.record import JSON, PARQUET, TABLE
 
 if TYPE_CHECKING:
-    from data.formats.rows import Format, Sample
+    from data.formats.rows import Format
 
 
-class StoredRegions(Stored):
-    in_formats = True
+class StoredRegions(StoredAnnotations):
+    def one(self, given: Mapping[str, Any], dropped: list[BadSample], format: Format) -> Given:
+        return checked_region(given, dropped, format.boxes.unit)
 
-    def numbers(self) -> Mapping[str, str]:
-        return {"num_regions": "i4", "num_negatives": "i4"}  # of all together
-
-    def texts(self) -> tuple[str, ...]:
-        return ("regions",)
-
-    def check(self, value: Any, sample: Sample, row: Mapping[str, Any], format: Format) -> None:
-        known = isinstance(value, Regions)
-        sample.regions = value if known else checked_regions(value, unit=format.boxes.unit)
+    def placed(
+        self, found: Annotations, measured: Mapping[str, Any], format: Format
+    ) -> list[Annotation] | None:
+        if "orientation" not in measured:
+            return None
+        width, height, orientation = (measured[name] for name in ("width", "height", "orientation"))
+        return placed(found, width, height, orientation, format.boxes.upright)
 
 
 REGIONS = StoredRegions(
-    "region", {JSON: ("regions",), PARQUET: ("regions",), TABLE: ()}, several="regions"
+    "region",
+    {JSON: ("regions",), PARQUET: ("regions",), TABLE: ()},
+    several="regions",
+    of="image",
+    negatives="num_negatives",
+    needed="{box, text}",
 )

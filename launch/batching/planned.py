@@ -20,12 +20,12 @@ from data.batching.order import GlobalOrder, Parts
 from data.batching.packing import Bounds, explain, padded_lengths
 from data.batching.rows import Rows
 from data.batching.settings import Setting
-from data.batching.shown import ShownRegions
+from data.batching.shown import ShownAnnotations
 from data.batching.weights import loss_weights
 from data.index.sources import Source
 from data.modalities.lengths import Counts, token_counts
 from data.modalities.tokenizer import token_lengths
-from data.options import has_regions
+from data.options import derived_of
 from data.prepare import PreparedData
 from data.stored.kinds import is_text, text_of
 from data.streams.lengths import stream_token_counts
@@ -67,7 +67,7 @@ def planned_batches(
         buckets=buckets,
         texts=text_packer(balance, plan, data, options, folder),
         costs=value_costs(balance, plan, data, options, in_sizes=buckets is not None),
-        regions=shown_regions_of(data.source, options),
+        annotations=shown_annotations_of(data.source, options),
         weights_of=sample_weights_of(data, weighting(block), options.max_text_tokens, folder),
         examples=data.example_numbers(MOST_EXAMPLES) if data.shards else None,
     )
@@ -94,7 +94,7 @@ def _knows_rows_of_others(plan: RunPlan, batches: Batches, balance: BalanceBlock
     """Whether every stage knows how many rows the other replicas bring where they are unequally
     many: it does where it is the first and the last of its line, and so packs all that ends in
     it."""
-    uneven = not equal_shares(plan, batches, balance) or batches.regions is not None
+    uneven = not equal_shares(plan, batches, balance) or batches.annotations is not None
     alone = len(plan.graph.tails) == len(plan.graph.stages)
     return uneven and alone and not plan.schedule_type.loss_per_micro_batch
 
@@ -150,25 +150,27 @@ def sample_weights_of(
     return partial(loss_weights, data.source, lengths, block.image, block.text, block.audio)
 
 
-# -- regions
+# -- annotations
 
 
-def shown_regions_of(source: Source, options: InputOptions) -> ShownRegions | None:
-    """None: no pair has regions."""
-    if not has_regions(options.pairs):
+def shown_annotations_of(source: Source, options: InputOptions) -> ShownAnnotations | None:
+    """None: no pair has any."""
+    kind = derived_of(options.pairs)
+    if kind is None:
         return None
-    return ShownRegions(source, options.max_regions, options.max_negatives)
+    return ShownAnnotations(source, kind, getattr(options, kind.most), options.max_negatives)
 
 
 def phrase_tokens(
-    data: PreparedData, regions: ShownRegions | None, max_text_tokens: int
+    data: PreparedData, annotations: ShownAnnotations | None, max_text_tokens: int
 ) -> tuple[int, float]:
     """What a phrase is padded to among others, of the first training samples: as long as nearly all
     are; and all phrases of a sample together, on average."""
-    if regions is None:
+    if annotations is None:
         return 0, 0.0
     batch = data.examples(TRIED_PHRASES)
-    phrases = regions.places(batch).phrases(batch, None).texts(data.source, 0, 0, training=True)
+    places = annotations.places(batch)
+    phrases = places.phrases(batch, None).texts(data.source, 0, 0, training=True)
     lengths = token_lengths(data.text_tokenizer, phrases or [""], max_text_tokens)
     padded = int(np.ceil(np.quantile(lengths, NEARLY_ALL)))
     return padded, padded * len(phrases) / len(batch)
@@ -207,8 +209,8 @@ def text_packer(
     if block.strategy == "off" or plan.schedule_type.loss_per_micro_batch or planned is None:
         return None
     fork = plan.graph.layout == "fork"
-    regions = shown_regions_of(data.source, options)
-    each, of_sample = phrase_tokens(data, regions, options.max_text_tokens)
+    annotations = shown_annotations_of(data.source, options)
+    each, of_sample = phrase_tokens(data, annotations, options.max_text_tokens)
     return TextPacker(
         tokens=counted_tokens(data, options.max_text_tokens, folder),
         max_text_tokens=options.max_text_tokens,

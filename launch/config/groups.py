@@ -388,10 +388,11 @@ class VideoOptions(OptionGroup):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RegionOptions(OptionGroup):
-    """Which regions of an image are compared with their phrases, where a pair has regions."""
+class AnnotationOptions(OptionGroup):
+    """Which regions of an image, or moments of a film, are compared with their phrases, where a pair has
+    them."""
 
-    title = "regions, for --pairs with region:text"
+    title = "annotations, for --pairs with region:text or moment:text"
     in_recipe = True
     max_regions: int = option(
         16,
@@ -400,10 +401,16 @@ class RegionOptions(OptionGroup):
         "N",
         at_least(1),
     )
+    max_moments: int = option(
+        16,
+        "of each film, as --max-regions",
+        "N",
+        at_least(1),
+    )
     max_negatives: int = option(
         16,
-        "given with the regions of each image, drawn anew in each epoch: phrases that every region "
-        "of the global batch is compared with",
+        "given with the regions of each image, or the moments of each film, drawn anew in each epoch: "
+        "phrases that every region, or moment, of the global batch is compared with",
         "N",
         at_least(0),
     )
@@ -417,7 +424,7 @@ class InputOptions(
     TextOptions,
     AudioOptions,
     VideoOptions,
-    RegionOptions,
+    AnnotationOptions,
 ):
     """What the towers see of a sample."""
 
@@ -773,7 +780,7 @@ GROUPS: Sequence[type[OptionGroup]] = (
     TextOptions,
     AudioOptions,
     VideoOptions,
-    RegionOptions,
+    AnnotationOptions,
     PairsOptions,
     ModelOptions,
     LengthOptions,

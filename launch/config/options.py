@@ -25,10 +25,11 @@ from data.options import (
     DataOptions,
     LoadingOptions,
     branches_of,
-    has_regions,
+    derived_of,
     loss_names,
     read_pairs,
 )
+from data.stored.derived import DERIVED
 from engine.processes.launchers import adopt_launcher
 from launch.config.groups import (
     FLAGS,
@@ -300,8 +301,12 @@ def _useless(options: Options) -> Iterator[tuple[Sequence[str], str]]:
         yield ("loss_weights_every",), "--loss-weights uncertainty or measured"
     if "infonce" not in loss_names(options.loss, options.pairs):
         yield ("label_smoothing",), f"--loss infonce; {options.loss} has no targets to smooth"
-    if not has_regions(options.pairs):
-        yield ("max_regions", "max_negatives"), "--pairs with region:text"
+    derived, every = derived_of(options.pairs), " or ".join(k.pair_name for k in DERIVED.values())
+    for kind in DERIVED.values():
+        if kind is not derived:
+            yield (kind.most,), f"--pairs with {kind.pair_name}"
+    if derived is None:
+        yield ("max_negatives",), f"--pairs with {every}"
     for branch, own in OF_BRANCH.items():
         if branch not in options.branches:
             lacks = f"no pair of --pairs {options.pairs} has '{branch}'"

@@ -19,7 +19,7 @@ from PIL import Image
 
 from common.files import read_json
 from data.modalities.preprocessing import CLIP, INTERPOLATIONS, NORMALIZATIONS, Preprocessing
-from data.options import branches_of, has_regions
+from data.options import branches_of, derived_of
 from data.stored.image import IMAGE
 from data.stored.kinds import stored, whole_of
 from launch.config.groups import PIXELS, ImageOptions, first_weights, flag_of, tower_names
@@ -83,7 +83,8 @@ def _as_shown(preprocessing: Preprocessing, given: Mapping[str, Any], pairs: str
     where regions are compared that is all of it, or boxes beside the centre would be lost
     (bench/EVIDENCE.md)."""
     mode = given.get("image_resize_mode") or preprocessing.resize_mode
-    if has_regions(pairs) and mode == "shortest" and not given.get("image_resize_mode"):
+    derived = derived_of(pairs)
+    if derived and derived.in_view and mode == "shortest" and not given.get("image_resize_mode"):
         mode = "squash"
     return replace(preprocessing, resize_mode=mode, train_resize_mode=mode)
 

@@ -33,15 +33,15 @@ from launch.inference.own_towers import own_branches, own_record, own_tensors
 from launch.inference.trained import Trained
 from launch.records import FORMAT, OPEN_CLIP, RECORD, STATE_DICT, WEIGHTS
 from models.losses import LOGIT_SCALE_LIMIT
+from models.towers.annotations import learned_names
 from models.towers.head import FUSION_NAMES
 from models.towers.layers import Layer, Tower
 from models.towers.libraries.open_clip import model_config
 from models.towers.libraries.open_clip import names as names_of_open_clip
 from models.towers.names import TWO_LAYERS, join_name, split_name
-from models.towers.regions import REGION_NAMES
 from models.towers.video import frames_tower
 from models.weights.clap import clap_config, clap_pairs, scale_of, what_clap_lacks
-from models.weights.names import AUDIO, FUSION, OWN_TOWERS, REGIONS, TEXT_FOLDER
+from models.weights.names import ANNOTATIONS, AUDIO, FUSION, OWN_TOWERS, TEXT_FOLDER
 from models.weights.of_image import as_image_layers, as_image_tower
 from models.weights.of_transformers import library_config
 from models.weights.open_clip_export import config_of_text, open_clip_model, what_open_clip_lacks
@@ -93,7 +93,8 @@ def write_export(
         state = _of_these_pairs(trained, canonical_state(trained.layers))
         # what scores pairs in training has no place in an encoder of either
         _save(beside / FUSION, _taken_out(state, FUSION_NAMES))
-        _save(beside / REGIONS, _taken_out(state, REGION_NAMES))
+        for name, file in ANNOTATIONS.items():
+            _save(beside / file, _taken_out(state, learned_names(name)))
         # and sounds have none in a model of images and texts
         if kind not in (STATE_DICT, CLAP):
             _save(beside / AUDIO, _taken_out(state, _names_of_sounds(state)))
@@ -253,7 +254,7 @@ def _of_these_pairs(trained: Trained, state: Mapping[str, Tensor]) -> dict[str, 
     left_out = tuple(
         f"head.{pair.name}_logit_"
         for pair in trained.pairs
-        if not trained.by_branch.keys() >= {*pair.branches}
+        if not pair.made and not trained.by_branch.keys() >= {*pair.branches}
     )
     return {
         name: tensor.clamp(max=LOGIT_SCALE_LIMIT) if name.endswith("logit_scale") else tensor

@@ -14,16 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.bad_samples import REGION_LIMIT
+from data.bad_samples import ANNOTATION_LIMIT
 from data.batching.requests import evaluation_requests
-from data.batching.shown import ShownRegions
+from data.batching.shown import ShownAnnotations
 from data.clips import Clip
 from data.index.sources import KnownSource
 from data.keys import content_hash
 from data.loader import LoadReport, micro_batches
 from data.modalities.tokenizer import length_multiple
 from data.progress import progress_bar
-from data.stored.derived import REGIONS
+from data.stored.derived import Derived
 from data.stored.kinds import is_text, several_of, text_of
 from launch.config.groups import InputOptions
 from launch.inference.flags import PRECISIONS
@@ -61,27 +61,31 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Regions:
-    """The embeddings of n regions, of which the image tower sees at least half, and of m of their
-    phrases. `sample` of both has numbers of regions, which tell what a phrase is said of; `image`
-    [n]: the samples that the regions are of; `box` float64 [n, 4]: as in `data.regions.Region`;
-    `which` [n]: their numbers among those of their images; `said_of` [m]: the row of the region of
-    each phrase. `num_given`: with the regions that are not seen. `all_phrases`: else the first of
-    each region."""
+class Annotated:
+    """The embeddings of n annotations, such as regions of images, of which the tower sees at least half,
+    and of m of their phrases. `sample` of both `rows` has numbers of annotations, which tell what a phrase
+    is said of; `of` [n]: the samples that the annotations are of; `extent` float64 [n, ...]: as in
+    `data.annotations.Annotation`; `which` [n]: their numbers among those of their samples; `said_of` [m]:
+    the row of the annotation of each phrase. `num_given`: with the annotations that are not seen.
+    `all_phrases`: else the first of each annotation."""
 
-    region: Rows
+    kind: Derived
+    rows: Rows
     phrase: Rows
-    image: Tensor
-    box: Tensor
+    of: Tensor
+    extent: Tensor
     which: Tensor
     said_of: Tensor
     num_given: int
     all_phrases: bool = False
 
+    def by_name(self) -> dict[str, Rows]:
+        return dict(zip(self.kind.rows, (self.rows, self.phrase), strict=True))
+
     @property
     def num_candidates_only(self) -> int:
         """Of those seen, how many have no phrase."""
-        return len(self.image) - len(self.said_of.unique())
+        return len(self.of) - len(self.said_of.unique())
 
 
 @dataclass(frozen=True)
@@ -92,14 +96,14 @@ class Embedded:
 
     rows: Mapping[str, Rows]
     compared: Sequence[tuple[str, str]]
-    regions: Regions | None = None  # of the images, where the run compares them
+    annotated: Annotated | None = None  # where the run compares annotations
 
-    def with_regions(self) -> Embedded:
-        """With the regions and their phrases as two modalities beside the others."""
-        if self.regions is None:
+    def with_annotations(self) -> Embedded:
+        """With the annotations and their phrases as two modalities beside the others."""
+        if self.annotated is None:
             return self
-        rows = {**self.rows, "region": self.regions.region, "phrase": self.regions.phrase}
-        return Embedded(rows, (*self.compared, ("region", "phrase")))
+        compared = (*self.compared, self.annotated.kind.rows)
+        return Embedded({**self.rows, **self.annotated.by_name()}, compared)
 
     def both(self, first: str, second: str) -> tuple[Rows, Rows]:
         """The rows of the samples that have both."""
@@ -107,7 +111,7 @@ class Embedded:
         return one.of(other.sample), other.of(one.sample)
 
     def of(self, samples: Tensor) -> Embedded:
-        """Those of some samples only, without regions."""
+        """Those of some samples only, without annotations."""
         return Embedded({name: own.of(samples) for name, own in self.rows.items()}, self.compared)
 
     @property
@@ -194,11 +198,13 @@ class Embedder:
     def embedded(
         self, source: KnownSource, subset: np.ndarray, all_captions: bool = False
     ) -> Embedded:
-        """A data set: with the first caption of each sample and the first phrase of each region, as
+        """A data set: with the first caption of each sample and the first phrase of each annotation, as
         training evaluates, or with all. Samples that have one modality alone are left out."""
-        compared = self.trained.compared
-        with_regions = self.trained.compares_regions and not source.lacking("region").all()
-        lacking = {name: source.lacking(name) for name in (*self.branches, "region")}
+        compared, derived = self.trained.compared, self.trained.derived
+        every = (*self.branches, *([derived.name] if derived else []))
+        lacking = {name: source.lacking(name) for name in every}
+        if derived is not None and lacking[derived.name].all():
+            derived = None
         rows, found, text = {}, None, text_of(self.branches)
         # values first: a text is embedded where some other value of its sample could be read
         for name in self.branches:
@@ -212,8 +218,8 @@ class Embedder:
                 continue
             unused = lacking[name] | np.logical_and.reduce(others)
             used = subset[~unused[subset]]
-            if with_regions and name == REGIONS.of[0]:
-                rows[name], found = self.with_regions(source, used, all_captions)
+            if derived and name == derived.of[0]:
+                rows[name], found = self.annotated(derived, source, used, all_captions)
             else:
                 rows[name] = self.rows(name, source, used)
         if text is not None:
@@ -221,28 +227,29 @@ class Embedder:
             rows[text] = self.rows(text, source, samples.numpy(), all_captions)
         return Embedded({name: rows[name] for name in self.branches}, compared, found)
 
-    def with_regions(
-        self, source: KnownSource, subset: np.ndarray, all_phrases: bool = False
-    ) -> tuple[Rows, Regions]:
-        """The images of the samples `subset`, and all of their regions, whatever the run takes of
-        an image in a step (`--max-regions`), with the first phrase of each or with all."""
-        regions = ShownRegions(source, REGION_LIMIT, 0, candidates=True)
-        names = ("image", "region")
-        images, (number, image, key, embeds) = self._gathered(names, source, subset, regions)
-        shown = regions.places(subset, training=False).phrases(subset, None)
+    def annotated(
+        self, kind: Derived, source: KnownSource, subset: np.ndarray, all_phrases: bool = False
+    ) -> tuple[Rows, Annotated]:
+        """The values of the samples `subset`, and all of their annotations of a kind, whatever the run
+        takes of a sample in a step (`--max-regions`), with the first phrase of each or with all."""
+        annotations = ShownAnnotations(source, kind, ANNOTATION_LIMIT, 0, candidates=True)
+        names = (kind.of[0], kind.rows[0])
+        values, (number, of, key, embeds) = self._gathered(names, source, subset, annotations)
+        shown = annotations.places(subset, training=False).phrases(subset, None)
         which = shown.number[number.numpy()]  # those that are not seen are left out
-        regions_of = lru_cache(1)(lambda i: source.value("region", i))
-        seen = [regions_of(i)[k] for i, k in zip(image.tolist(), which.tolist())]
+        annotations_of = lru_cache(1)(lambda i: source.value(kind.name, i))
+        seen = [annotations_of(i)[k] for i, k in zip(of.tolist(), which.tolist())]
         phrases = [each.phrases[: None if all_phrases else 1] for each in seen]
         counts = np.array([*map(len, phrases)], np.int64)
         said_of = torch.from_numpy(np.repeat(np.arange(len(seen)), counts))
         texts = [text for own in phrases for text in own]
-        own = self._texts(texts, [source.language(i) for i in image[said_of].tolist()])
-        return _as_rows(images), Regions(
+        own = self._texts(texts, [source.language(i) for i in of[said_of].tolist()])
+        return _as_rows(values), Annotated(
+            kind,
             Rows(number, embeds, key),
             replace(own, sample=number[said_of], texts=texts),
-            image,
-            torch.tensor([each.box for each in seen], dtype=torch.float64).view(-1, 4),
+            of,
+            torch.tensor([each.extent for each in seen], dtype=torch.float64),
             torch.from_numpy(which),
             said_of,
             len(shown.index),
@@ -276,13 +283,13 @@ class Embedder:
         names: Sequence[str],
         source: KnownSource,
         subset: np.ndarray,
-        regions: ShownRegions | None = None,
+        annotations: ShownAnnotations | None = None,
     ) -> list[Gathered]:
         """Of each of `names`, a branch and the further rows that it makes."""
         nothing = torch.zeros(0, dtype=torch.int64)
         width = self.trained.by_branch[names[0]].config["embed_dim"]
         found = [[[nothing], [nothing], [nothing], [torch.zeros(0, width)]] for _ in names]
-        for batch, outputs in self.outputs(names[0], source, subset, regions):
+        for batch, outputs in self.outputs(names[0], source, subset, annotations):
             for name, parts in zip(names, found):
                 loaded = batch[f"{name}_index"] >= 0  # below: could not be read, or is not there
                 embeds = outputs[f"{name}_embeds"].float().cpu()
@@ -296,12 +303,12 @@ class Embedder:
         branch: str,
         source: KnownSource,
         subset: np.ndarray,
-        regions: ShownRegions | None = None,
+        annotations: ShownAnnotations | None = None,
     ) -> Iterator[tuple[Tensors, Tensors]]:
         """(what was loaded, what the tower makes of it) of one batch after the other. Raises
         OSError where nothing can be read."""
         dataset = micro_batch_dataset(source, self._inputs, {branch})
-        requests = evaluation_requests(subset, 0, 1, self.batch_size, regions)
+        requests = evaluation_requests(subset, 0, 1, self.batch_size, annotations)
         reports: list[LoadReport] = []
         # texts are there already
         workers = 0 if is_text(branch) else self.workers

@@ -7,7 +7,8 @@ and, for each other modality, the row of its sample there (`image`, `audio`), an
 checksum as `content`, and the first text of its sample as `caption`. A run that compares regions
 also has `region.npy` and `phrase.npy`: the lines of both have the `box` (x1, y1, x2, y2 in fractions of
 the image's sides), its number among those of the image as `region`, and the phrase as `text`, which a
-box without one lacks.
+box without one lacks; one that compares moments has `moment.npy` beside `phrase.npy`, whose lines have
+the `span` in seconds of the film, and its number as `moment`.
 `about.json` says what model and what data they are of.
 """
 
@@ -25,9 +26,9 @@ from common.files import make_folder, read_json, remove, replacing, write_text
 from common.secrets import redacted
 from data.batching.mixture import specs_of
 from data.index.sources import KnownSource
-from data.stored.derived import place_of
+from data.stored.derived import DERIVED
 from data.stored.kinds import is_text
-from launch.inference.embedding import Regions, Rows
+from launch.inference.embedding import Annotated, Rows
 from launch.modalities import view_of
 
 ABOUT = "about.json"
@@ -40,12 +41,12 @@ def write_embeddings(
     rows: Mapping[str, Rows],
     source: KnownSource,
     about: Mapping[str, Any],
-    regions: Regions | None = None,
+    annotated: Annotated | None = None,
 ) -> None:
     """`rows`: by modality. about.json last: a folder counts with it."""
     make_folder(folder)
-    of_regions = {"region": regions.region, "phrase": regions.phrase} if regions else {}
-    for name, own in {**rows, **of_regions}.items():
+    further = annotated.by_name() if annotated else {}
+    for name, own in {**rows, **further}.items():
         # through a file handle: numpy would add .npy to the name of the file beside
         with replacing(folder / f"{name}.npy") as beside, beside.open("wb") as file:
             np.save(file, own.embeds.numpy())
@@ -53,10 +54,13 @@ def write_embeddings(
             replacing(folder / _lines_of(name)) as beside,
             beside.open("w", encoding="utf-8") as out,
         ):
-            lines = region_lines(regions, source, name) if name in of_regions and regions else None
-            for line in lines or lines_for(rows, source, name):
+            if annotated and name in further:
+                lines = annotation_lines(annotated, source, name)
+            else:
+                lines = lines_for(rows, source, name)
+            for line in lines:
                 out.write(json.dumps(line, ensure_ascii=False) + "\n")
-    record = {**about, "data": specs_of(source), "modalities": [*rows, *of_regions]}
+    record = {**about, "data": specs_of(source), "modalities": [*rows, *further]}
     write_text(folder / ABOUT, json.dumps(redacted(record), indent=2) + "\n")
 
 
@@ -79,29 +83,30 @@ def lines_for(rows: Mapping[str, Rows], source: KnownSource, modality: str) -> I
             yield line | {"content": _content(source, i, modality)} | caption
 
 
-def region_lines(regions: Regions, source: KnownSource, modality: str) -> Iterator[Line]:
-    """Of each region, or of each phrase. The text of a region is what the data says of it first, if
-    anything."""
-    texts = dict(zip(reversed(regions.said_of.tolist()), reversed(regions.phrase.texts)))
-    of_phrases = modality == "phrase"
+def annotation_lines(annotated: Annotated, source: KnownSource, modality: str) -> Iterator[Line]:
+    """Of each annotation, or of each phrase. The text of an annotation is what the data says of it first,
+    if anything."""
+    kind, texts = annotated.kind, annotated.phrase.texts
+    first = dict(zip(reversed(annotated.said_of.tolist()), reversed(texts)))
+    of_phrases = modality == kind.rows[1]
     for number, row in enumerate(
-        regions.said_of.tolist() if of_phrases else range(len(regions.image))
+        annotated.said_of.tolist() if of_phrases else range(len(annotated.of))
     ):
-        i = int(regions.image[row])
-        text = regions.phrase.texts[number] if of_phrases else texts.get(row)
+        i = int(annotated.of[row])
+        text = texts[number] if of_phrases else first.get(row)
         yield {
             "index": i,
             "id": source.identity(i),
-            "where": source.where(i, "image"),
-            "region": int(regions.which[row]),
-            "box": regions.box[row].tolist(),
+            "where": source.where(i, kind.of[0]),
+            kind.name: int(annotated.which[row]),
+            kind.extent: annotated.extent[row].tolist(),
             **({} if text is None else {"text": text}),
-            "content": _content(source, i, "region"),
+            "content": _content(source, i, kind.name),
         }
 
 
 def _content(source: KnownSource, i: int, modality: str) -> str:
-    view = view_of(place_of(modality))
+    view = view_of(modality)
     return view.content(source, i) if view else source.identity(i)
 
 
@@ -112,7 +117,8 @@ def refuse_other_data(
     as it was written down."""
     for line in () if is_text(modality) else lines:
         i = line["index"]
-        if i >= len(source) or _content(source, i, modality) != line["content"]:
+        of = next((name for name in DERIVED if name in line), modality)  # of a phrase
+        if i >= len(source) or _content(source, i, of) != line["content"]:
             raise ValueError(
                 f"--embeddings {folder}: {line['where']} is no longer what it was when it was "
                 "embedded, or another data set is given; make them again without --query, or give "

@@ -24,10 +24,10 @@ from data.stored.kinds import text_of
 from launch.inference.clips import embedded_windows, in_time
 from launch.inference.embedding import Embedder, as_source
 from launch.inference.evaluation import caption_of
-from launch.inference.folders import lines_for, read_embeddings, refuse_other_data, region_lines
+from launch.inference.folders import annotation_lines, lines_for, read_embeddings, refuse_other_data
 from launch.inference.gallery import Cell, draw_rows
 from launch.inference.samples import held_out
-from launch.modalities import encoded, names_a_file, read_value
+from launch.modalities import encoded, names_a_file, read_value, shown_as
 from launch.terminal.tables import show
 from launch.views import FilmView, View
 from models.metrics.retrieval import nearest
@@ -73,11 +73,9 @@ def answers_of(query: Query, embedder: Embedder, asked: str | None) -> str:
     if asked is None:
         first = next(pair for pair in embedder.trained.compared if query.modality in pair)
         return next(name for name in first if name != query.modality)
-    more = {
-        **dict.fromkeys(DERIVED, embedder.trained.compares_regions),
-        WINDOW: in_time(embedder.branches) is not None,
-    }
-    known = (*embedder.branches, *(name for name, is_there in more.items() if is_there))
+    known = [*embedder.branches]
+    known += [embedder.trained.derived.name] if embedder.trained.derived else []
+    known += [WINDOW] if in_time(embedder.branches) else []
     if asked not in known:
         raise ValueError(f"--find {asked}: this model has {', '.join(known)}; give one of these")
     return asked
@@ -99,11 +97,11 @@ def find(
     query = read_query(arguments.query, embedder.branches)
     modality = answers_of(query, embedder, arguments.find)
     embeds, lines, source = _searched(arguments, embedder, model, modality)
-    found = search(embedded_query(query, embedder), embeds, lines, number)
+    found = search(embedded_query(query, embedder), embeds, lines, number, modality == WINDOW)
     show(search_table(query.words, found))
     if arguments.picture and source is not None:
         label = Path(query.words).name if query.value else query.words
-        of = in_time(embedder.branches) if modality == WINDOW else modality
+        of = in_time(embedder.branches) if modality == WINDOW else shown_as(modality)
         cells = [_cell(source, of or modality, line) for line in found]
         # the query stands before the first row only
         rows = [
@@ -115,11 +113,14 @@ def find(
 
 
 def search(
-    query: Tensor, embeds: Tensor | np.ndarray, lines: Sequence[Line], number: int
+    query: Tensor,
+    embeds: Tensor | np.ndarray,
+    lines: Sequence[Line],
+    number: int,
+    every: bool = False,
 ) -> list[dict[str, Any]]:
     """The `number` rows most like a query [1, D], best first: their lines, with
-    "similarity". Of the windows of a film the best one."""
-    every = bool(lines) and "span" in lines[0]
+    "similarity". `every`: rows are windows of films, of which each film's best one is shown."""
     how_many = len(lines) if every else number
     index, similarity = nearest(query, torch.as_tensor(np.array(embeds)), how_many)
     found: dict[int, dict[str, Any]] = {}  # of each film the best window
@@ -175,8 +176,8 @@ def _searched(
             "--val-data, or another modality with --find"
         )
     if modality in DERIVED:
-        _, regions = embedder.with_regions(source, there)
-        return regions.region.embeds, [*region_lines(regions, source, modality)], source
+        _, found = embedder.annotated(DERIVED[modality], source, there)
+        return found.rows.embeds, [*annotation_lines(found, source, modality)], source
     if modality == WINDOW:
         films = [*embedded_windows(embedder, source, there)]
         of_windows = [
@@ -198,7 +199,7 @@ def _window_lines(source: KnownSource, branch: str, i: int, windows: np.ndarray)
 
 
 def _cell(source: KnownSource, modality: str, line: Line) -> Cell:
-    if "span" in line:  # a window of a film
+    if "span" in line:  # a window of a film, or a moment
         clip: Any = Clip(source.value(modality, line["index"]).film, *line["span"])
         value: View | None = FilmView(clip)
     else:

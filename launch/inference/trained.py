@@ -19,9 +19,10 @@ from data.options import (
     IMAGE_TEXT,
     PairOption,
     branches_of,
-    has_regions,
+    derived_of,
     read_pairs,
 )
+from data.stored.derived import REGIONS, Derived
 from data.stored.kinds import is_text, stored, text_of
 from engine.checkpoint.layout import (
     AVERAGE,
@@ -97,24 +98,31 @@ class Trained:
     @property
     def read(self) -> tuple[tuple[str, str], ...]:
         """The modalities of which a sample must have two: those that are compared, and images with
-        regions where these are."""
+        regions, or films with moments, where these are."""
         found = [*self.compared, *(pair.modalities for pair in self.pairs)]
-        return tuple(dict.fromkeys([*found, *[("image", "region")] * self.compares_regions]))
+        found += [(kind.of[0], kind.name) for kind in [self.derived] if kind]
+        return tuple(dict.fromkeys(found))
 
     @property
-    def compares_regions(self) -> bool:
-        """Of images, with phrases?"""
-        return self.unlearned_regions or has_regions(self.options.get("pairs", IMAGE_TEXT))
+    def derived(self) -> Derived | None:
+        """The annotations that it compares with phrases."""
+        learned = derived_of(self.options.get("pairs", IMAGE_TEXT))
+        return REGIONS if self.unlearned_regions else learned
 
     def with_regions(self) -> Trained:
         """The same model, which compares regions though it may have learned none. Errors:
-        ValueError where it has no images or no texts."""
+        ValueError where it has no images or no texts, and where it learned other annotations."""
+        if self.derived not in (None, REGIONS):
+            raise ValueError(
+                f"{self.checkpoint}: compares {self.derived.pair_name}, and annotations of one kind at a "
+                "time; leave out what asks for regions"
+            )
         if missing := {"image", "text"} - self.by_branch.keys():
             raise ValueError(
                 f"{self.checkpoint}: regions of images are compared with texts, and this model has "
                 f"no {' and no '.join(sorted(missing))}"
             )
-        return replace(self, unlearned_regions=not self.compares_regions)
+        return replace(self, unlearned_regions=self.derived is None)
 
     @property
     def text_tokenizer(self) -> PreTrainedTokenizerBase:

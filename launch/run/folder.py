@@ -34,7 +34,8 @@ from common.files import (
     write_text,
 )
 from common.secrets import redacted
-from data.options import branches_of, has_regions
+from data.options import branches_of, derived_of
+from data.stored.derived import DERIVED
 from engine.checkpoint.layout import replace_text
 from engine.planning.planner import RunPlan
 from engine.schedule import SCHEDULES
@@ -326,8 +327,9 @@ def training_identity(
     # these weights follow the evaluations, so what is trained depends on when they are
     by_evaluation = options["loss_weights"] == "alignment"
     free = [key for key in free_options() if key != "eval_every" or not by_evaluation]
-    if not has_regions(options["pairs"]):  # earlier versions did not have them
-        free += ["max_regions", "max_negatives"]
+    derived = derived_of(options["pairs"])  # earlier versions did not have all kinds
+    free += [kind.most for kind in DERIVED.values() if kind is not derived]
+    free += [] if derived else ["max_negatives"]
     if not options.get("weights"):
         free.append("weights")
     if options["image_train_resize_mode"] == "shortest":  # as they cropped, and do not record

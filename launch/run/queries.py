@@ -15,10 +15,12 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from common.files import read_json
+from data.stored.kinds import annotations_of
 from launch.modalities import encoded, view_of
 
 if TYPE_CHECKING:
     from data.index.sources import KnownSource
+    from data.stored.derived import Derived
 
 FILE = "queries.json"
 NUM_QUERIES, NUM_ANSWERS = 4, 5  # queries of each direction; answers of each
@@ -31,22 +33,23 @@ MOST_LETTERS = 300  # of a caption
 class Answers:
     """What was found for some rows of one held-out set, in both directions of two modalities.
 
-    `samples` [n]: of each row the index in the source; `regions` [n]: which region of its image it
-    is, None where it is the whole sample. `found`: by direction the queries [q], as row + 1, and
+    `samples` [n]: of each row the index in the source; `which` [n]: which of its annotations it is,
+    of the `kind`; None where it is the whole sample. `found`: by direction the queries [q], as row + 1, and
     their answers, float64 [q, k, 3], see `models.metrics.retrieval.first_answers`; 0: there is
     none.
     """
 
     source: KnownSource
     samples: np.ndarray
-    regions: np.ndarray | None
+    which: np.ndarray | None
     found: Mapping[str, tuple[Any, Any]]
+    kind: Derived | None = None
 
     def name(self, number: float) -> str:
         """Of the row of this number, from 1: what queries.json calls it."""
         row = int(number) - 1
-        region = "" if self.regions is None else f".{self.regions[row]}"
-        return f"{self.samples[row]}{region}"
+        annotation = "" if self.which is None else f".{self.which[row]}"
+        return f"{self.samples[row]}{annotation}"
 
 
 def query_rows(count: int) -> np.ndarray:
@@ -106,7 +109,8 @@ def _record(of_set: Sequence[Answers]) -> dict[str, Any]:
             if asked:
                 directions[direction] = asked
     source = of_set[0].source  # of all of a held-out set
-    samples = {each: _sample(source, each, sorted(shown[each])) for each in sorted(shown)}
+    kind = next((each.kind for each in of_set if each.kind), None)
+    samples = {each: _sample(source, kind, each, sorted(shown[each])) for each in sorted(shown)}
     return {**directions, "samples": samples}
 
 
@@ -118,14 +122,18 @@ def _answers(of: Answers, found: Sequence[Sequence[float]]) -> list[dict[str, An
     ]
 
 
-def _sample(source: KnownSource, name: str, modalities: Sequence[str]) -> dict[str, Any]:
+def _sample(
+    source: KnownSource, kind: Derived | None, name: str, modalities: Sequence[str]
+) -> dict[str, Any]:
     """Of what has this name, `Answers.name`: its id and text, and by `<modality>_picture` and
     `<modality>_sound` in base64 a small JPEG and an MP3 of a short sound; None where the sample
-    cannot be read. The picture of a region is its image with its box."""
+    cannot be read. The picture of an annotation is that of its sample with its place."""
     words, _, number = name.partition(".")
-    i = int(words)
-    region = source.value("region", i)[int(number)] if number else None
-    captions = source.captions(i) if region is None else region.phrases
+    i, box, captions = int(words), None, source.captions(int(words))
+    if kind and number:
+        annotation = source.value(kind.name, i)[int(number)]
+        captions = annotation.phrases
+        box = annotations_of((kind.name,))[0].box(source, i, annotation)
     sample: dict[str, Any] = {
         "id": source.identity(i),
         "text": captions[0][:MOST_LETTERS] if captions else "",
@@ -138,8 +146,8 @@ def _sample(source: KnownSource, name: str, modalities: Sequence[str]) -> dict[s
             if value is None:
                 continue
             picture = value.small_picture()
-            if region is not None:
-                _draw_box(picture, region.box)
+            if box is not None:
+                _draw_box(picture, box)
             picture.save(file, "JPEG", quality=JPEG_QUALITY)
             sound = value.played()
         except Exception:  # BadSample, or whatever a format of the user's own raises

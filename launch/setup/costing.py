@@ -15,9 +15,8 @@ from torch import Tensor
 
 from common.cpus import usable_cpus
 from data.batching.requests import MicroBatchRequest
-from data.batching.shown import ShownRegions
 from data.modalities.tokenizer import token_lengths
-from data.options import LoadingOptions, has_regions
+from data.options import LoadingOptions, derived_of
 from data.prepare import PreparedData
 from data.progress import progress_bar
 from data.stored.kinds import is_text, text_of
@@ -43,7 +42,7 @@ from engine.planning.profile import Profile, profile_together
 from engine.planning.profile_layers import Ranks
 from engine.processes.start import Processes
 from engine.profile_stage import fit_together
-from launch.batching.planned import TRIED_PHRASES, phrase_tokens, shown_regions_of
+from launch.batching.planned import TRIED_PHRASES, phrase_tokens, shown_annotations_of
 from launch.config.blocks import balancing
 from launch.config.groups import InputOptions
 from launch.feeding import sample_cache
@@ -187,11 +186,12 @@ def further_rows(
     model: RunModel, data: PreparedData, inputs: InputOptions
 ) -> tuple[FurtherRows, ...]:
     """Of the pairs that compare others than those of samples, in the first training samples."""
-    if not has_regions(inputs.pairs):
+    if derived_of(inputs.pairs) is None:
         return ()
-    regions = ShownRegions(data.source, inputs.max_regions, inputs.max_negatives)
-    places = regions.places(data.examples(TRIED_PHRASES))
-    number, more = float(places.regions.mean()), float(places.negatives.mean())
+    annotations = shown_annotations_of(data.source, inputs)
+    assert annotations is not None
+    places = annotations.places(data.examples(TRIED_PHRASES))
+    number, more = float(places.number.mean()), float(places.negatives.mean())
     made = [pair for pair in model.objective.pairs if pair.made]
     return tuple(FurtherRows(*pair.branches, (number, number + more)) for pair in made)
 
@@ -302,10 +302,10 @@ def _with_phrases(
     costs: CostModel, data: PreparedData, inputs: InputOptions, lengths: np.ndarray | None
 ) -> CostModel:
     """Costs of texts alone, where phrases come with each: as if it were so much longer."""
-    if not has_regions(inputs.pairs):
+    if derived_of(inputs.pairs) is None:
         return costs
-    regions = shown_regions_of(data.source, inputs)
-    of_sample = phrase_tokens(data, regions, inputs.max_text_tokens)[1]
+    annotations = shown_annotations_of(data.source, inputs)
+    of_sample = phrase_tokens(data, annotations, inputs.max_text_tokens)[1]
     longest = inputs.max_text_tokens if lengths is None else float(lengths.mean())
     factor = 1 + of_sample / longest
     texts = {
@@ -341,7 +341,8 @@ def _example(
     """A micro-batch as the run will see them, from the first training samples: texts have their
     true lengths. `lengths`, of the first samples' texts: texts of about equal lengths come
     together, here those of about `num_tokens`, or of the mean length. `phrases`: whether texts have
-    those of their samples beside them, where a pair has regions."""
+    those of their samples beside them, where a pair has
+    annotations."""
     known = Inputs(inputs, data.tokenizer, data.length_multiple)
     dataset = micro_batch_dataset(data.source, known, {branch})
     number = np.arange(size)
@@ -350,9 +351,9 @@ def _example(
         number = np.resize(np.argsort(np.abs(lengths - wanted), kind="stable"), size)
     examples = data.examples(size)
     index = examples[number % len(examples)]
-    regions = shown_regions_of(data.source, inputs)
+    annotations = shown_annotations_of(data.source, inputs)
     alone = is_text(branch) and not phrases
-    places = None if regions is None or alone else regions.places(index)
+    places = None if annotations is None or alone else annotations.places(index)
     example = dataset[MicroBatchRequest(0, 0, index, np.arange(size), True, places=places)]
     return as_values(example, inputs.preprocessing)
 
@@ -397,8 +398,8 @@ def _sample_s(
     dataset = micro_batch_dataset(data.source, known, {branch})
     examples = data.examples() if data.shards else data.train[:]
     index = np.random.default_rng(inputs.seed).choice(examples, SAMPLES_LOADED)
-    place, regions = np.arange(SAMPLES_LOADED), shown_regions_of(data.source, inputs)
-    places = None if regions is None else regions.places(index)
+    place, annotations = np.arange(SAMPLES_LOADED), shown_annotations_of(data.source, inputs)
+    places = None if annotations is None else annotations.places(index)
     seconds: list[float] = []
     while len(seconds) < 2 or (len(seconds) < LOADED and sum(seconds) < LOADING_BUDGET_S):
         start = time.perf_counter()

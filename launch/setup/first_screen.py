@@ -18,14 +18,15 @@ from rich.text import Text
 from common.cpus import usable_cpus
 from common.output import plain
 from common.sizes import sized
+from data.annotations import Annotation
 from data.batching.mixture import Mixture
 from data.batching.stream_order import StreamOrder
 from data.index.sources import IndexedSource, KnownSource, Source
-from data.modalities.boxes import KEPT_AREA
+from data.modalities.annotations import KEPT
 from data.modalities.transforms import EvalTransform
-from data.options import has_regions, loss_names
+from data.options import derived_of, loss_names
 from data.prepare import PreparedData, count_bad
-from data.stored.kinds import files_of, several_of
+from data.stored.kinds import annotations_of, files_of, several_of
 from data.stored.record import StoredFile
 from data.streams.several import streams_of
 from engine.optimizer.preview import preview, unreached
@@ -54,7 +55,7 @@ DUPLICATES = {
 LABEL = 10  # columns of a label with its colon
 FEW = 0.01  # repeated values, of all
 REASONS_SHOWN = 5
-IMAGES_ASKED = 1000  # at least, where there are more, for what views leave out of regions
+SAMPLES_ASKED = 1000  # at least, where there are more, for what is said of their annotations
 OTHER_PLANS = 3  # that are compared with the chosen one; `launch.tools.plan` lists all
 
 
@@ -92,7 +93,7 @@ def first_screen(run: PreparedRun, ranks: Ranks) -> list[tuple[str, str]]:
     ]
     screen = [
         ("data", "\n".join([_data(data), *_repeated(data, options)])),
-        ("regions", _regions(data, options)),
+        _annotations(data, options),
         ("stream", _streams(data, config["train_batch_size"])),
         ("towers", _towers(options, model.towers, plan)),
         ("tokenizer", _tokenizer(options, data)),
@@ -228,34 +229,48 @@ def _num_different(values: Sequence[np.ndarray]) -> int:
     return number
 
 
-def _regions(data: PreparedData, options: Options) -> str:
-    """How many are trained on, and how many the views of an evaluation leave out; empty without."""
-    if not has_regions(options.pairs) or data.shards:
-        return ""
-    train = data.train[:]
-    numbers = data.source.numbers("num_regions", train)
-    said = f"{numbers.sum(dtype=int):,} in {np.count_nonzero(numbers):,} images"
-    if (most := options.max_regions) < numbers.max(initial=0):
-        said += (
-            f", at most {most} of an image in a step, its first {most} in an evaluation of the run"
-        )
-    # evenly spread: an index of ten million images is not read for one line
-    drawn = train[numbers > 0][:: max(1, np.count_nonzero(numbers) // IMAGES_ASKED)]
+def _annotations(data: PreparedData, options: Options) -> tuple[str, str]:
+    """What they are called, and how many are trained on and how many the views of an evaluation leave
+    out; empty without."""
+    kind = derived_of(options.pairs)
+    if kind is None or data.shards:
+        return "", ""
+    (known,), train = annotations_of((kind.name,)), data.train[:]
+    numbers, most = data.source.numbers(known.count, train), getattr(options, kind.most)
+    said = f"{numbers.sum(dtype=int):,} in {np.count_nonzero(numbers):,} {several_of(known.of)}"
+    if most < numbers.max(initial=0):
+        said += f", at most {most} of one in a step, its first {most} in an evaluation of the run"
+    # evenly spread: an index of ten million samples is not read for one line
+    drawn = train[numbers > 0][:: max(1, np.count_nonzero(numbers) // SAMPLES_ASKED)]
+    found = [
+        [each for each in data.source.value(kind.name, i) if each.phrases] for i in drawn.tolist()
+    ]
+    places = sum(map(len, found))
+    phrases = sum(len(each.phrases) for own in found for each in own)
+    said += f", {phrases / max(1, places):.2g} phrases each"
+    if not kind.in_view:
+        return known.several, said
+    unseen, mode = _unseen(data, options, drawn, found), options.preprocessing.resize_mode
+    left_out = f"{unseen:,} of {places:,} that were looked at are not in the view and are left out"
+    shown = f"{left_out}; squash shows all" if unseen else "the view shows all of them"
+    return known.several, f"{said}; --image-resize-mode {mode}: {shown}"
+
+
+def _unseen(
+    data: PreparedData,
+    options: Options,
+    drawn: np.ndarray,
+    found: Sequence[Sequence[Annotation]],
+) -> int:
+    """How many regions of the images `drawn` an evaluation's view leaves out."""
     transform = EvalTransform((options.image_size, options.image_size), options.preprocessing)
-    boxes, phrases, unseen = 0, 0, 0
-    for i, width, height in zip(
-        drawn.tolist(), *(data.source.numbers(side, drawn) for side in ("width", "height"))
-    ):
-        regions = [each for each in data.source.value("region", i) if each.phrases]
-        _, inside = transform.placed((int(height), int(width))).boxes(
-            np.array([region.box for region in regions])
-        )
-        boxes, unseen = boxes + len(regions), unseen + int((inside < KEPT_AREA).sum())
-        phrases += sum(len(region.phrases) for region in regions)
-    mode = f"--image-resize-mode {options.preprocessing.resize_mode}"
-    said += f", {phrases / max(1, boxes):.2g} phrases each; {mode}: "
-    left_out = f"{unseen:,} of {boxes:,} that were looked at are not in the view and are left out"
-    return said + (f"{left_out}; squash shows all" if unseen else "the view shows all of them")
+    sides = (data.source.numbers(side, drawn).tolist() for side in ("height", "width"))
+    unseen = 0
+    for regions, *image in zip(found, *sides):
+        boxes = np.array([each.extent for each in regions])
+        _, inside = transform.placed((image[0], image[1])).boxes(boxes)
+        unseen += int((inside < KEPT).sum())
+    return unseen
 
 
 def _streams(data: PreparedData, batch_size: int) -> str:
@@ -334,9 +349,10 @@ def _tokenizer(options: Options, data: PreparedData) -> str:
         known = data.examples() if data.shards else data.train[:]
         captions = data.source.numbers("num_captions", known).sum(dtype=int)
         texts = f"{captions:,} captions"
-        if has_regions(options.pairs):
-            regions = data.source.numbers("num_regions", known).sum(dtype=int)
-            texts += f" and the phrases of {regions:,} regions"
+        if kind := derived_of(options.pairs):
+            (stored_kind,) = annotations_of((kind.name,))
+            number = data.source.numbers(stored_kind.count, known).sum(dtype=int)
+            texts += f" and the phrases of {number:,} {stored_kind.several}"
         return f"trained on {texts}, {entries}"
     is_described = not Path(source).is_dir() or (Path(source) / DESCRIPTION).is_file()
     assumed = f"; without {DESCRIPTION}, so transformers' special tokens and lower case are assumed"

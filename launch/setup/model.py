@@ -11,6 +11,8 @@ from types import MappingProxyType
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from data.stored.derived import Derived
+from data.stored.kinds import stored
 from engine.config.reading import BranchesBlock
 from engine.objective import Objective
 from engine.schedule import exact_schedules
@@ -153,20 +155,21 @@ class RunModel:
                     "skipped step; use another tower, or one that normalises otherwise"
                 )
 
-    def refuse_regions(self, block: BranchesBlock) -> None:
-        """Raise ValueError where regions are compared and cannot be, as the JSON file has it."""
-        if not self.objective.has_further_rows:
+    def refuse_annotations(self, block: BranchesBlock, kind: Derived | None) -> None:
+        """Raise ValueError where annotations of this kind are compared and cannot be, as the JSON file has
+        it."""
+        if kind is None:
             return
+        several, rest = stored(kind.name).several, f"or leave {kind.pair_name} out of --pairs"
         if block.loss_per_micro_batch:
             raise ValueError(
                 f'branches.schedule "{block.schedule}": every micro-batch is a batch by itself, and '
-                "regions are compared over the whole batch; use "
-                f"{' or '.join(exact_schedules())}, or leave region:text out of --pairs"
+                f"{several} are compared over the whole batch; use {' or '.join(exact_schedules())}, {rest}"
             )
-        if balancing(block).kept_patches is not None:
+        if kind.in_view and balancing(block).kept_patches is not None:
             raise ValueError(
-                "branches.balance.kept_patches: leaves patches out, and regions are cut out of all of "
-                "them; remove the key, or leave region:text out of --pairs"
+                f"branches.balance.kept_patches: leaves patches out, and {several} are cut out of all of "
+                f"them; remove the key, {rest}"
             )
 
     def build_layer(self, spec: LayerSpec) -> nn.Module:

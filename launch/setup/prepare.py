@@ -16,7 +16,7 @@ from typing import Any
 from deepspeed.monitor.config import DeepSpeedMonitorConfig
 
 from data.modalities.tokenizer import length_multiple
-from data.options import DataOptions
+from data.options import DataOptions, derived_of
 from data.prepare import PreparedData, prepare_data
 from engine.build import build_engine
 from engine.config.reading import BranchesBlock
@@ -166,7 +166,7 @@ def prepare_run(options: Options, ranks: Ranks) -> PreparedRun:
     # What to train: towers as lists of layers, and the losses between their embeddings.
     model = RunModel.of(options, data.tokenizer, adapting(block))
     model.refuse_sizes(options.image_buckets, balancing(block))
-    model.refuse_regions(block)
+    model.refuse_annotations(block, derived_of(options.pairs))
     model.refuse_changing_buffers()
     refuse_unfit_loaders(model.towers, data, options.part(InputOptions))
     loss_weights = LossWeights.of(options, model.objective, data.held_out)

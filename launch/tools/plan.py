@@ -33,7 +33,8 @@ from common.options import OptionGroup, add_flags, at_least, number_where, optio
 from common.output import outlive_output, run_program
 from common.sizes import GIB
 from data.modules import import_modules
-from data.options import branches_of
+from data.options import branches_of, derived_of
+from data.stored.derived import Derived
 from engine.config.reading import AUTO, BranchesBlock, changed, read_config
 from engine.objective import scalars_of
 from engine.planning.costs import CostModel, FurtherRows, with_learned
@@ -144,6 +145,7 @@ class TowerOptions(OptionGroup):
     max_text_tokens: int = _as_in_train("max_text_tokens")
     audio_size: int = _as_in_train("audio_size")
     max_regions: int = _as_in_train("max_regions")
+    max_moments: int = _as_in_train("max_moments")
     fusion: int = _as_in_train("fusion")
     vocab_size: int | None = option(
         None, "entries of the tokenizer", shown="the text tower's own", **N
@@ -260,14 +262,18 @@ def cost_model(
         compared=[pair.branches for pair in pairs if not pair.made],
         # how many samples have is for the data to say
         further=[
-            FurtherRows(*pair.branches, (options.max_regions, options.max_regions))
-            for pair in pairs
-            if pair.made
+            _further(kind, getattr(options, kind.most))
+            for kind in [derived_of(options.pairs)]
+            if kind
         ],
     )
     costs = with_learned(costs, {tower.branch: num_learned(tower.specs) for tower in towers})
     ranks_per_node = options.gpus_per_node or costs.machine.ranks_per_node
     return replace(costs, machine=replace(costs.machine, ranks_per_node=ranks_per_node))
+
+
+def _further(kind: Derived, most: int) -> FurtherRows:
+    return FurtherRows(*kind.of, (most, most))
 
 
 # -- what a person sees

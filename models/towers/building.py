@@ -18,12 +18,14 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from common.output import brief
 from models.losses import InfoNCE
+from models.towers.annotations import PhrasesHead
 from models.towers.fusion import FusionSizes, pair_inputs, pair_scores, tap_image, tap_text
 from models.towers.head import Head, head, read_projection
 from models.towers.image import image_tower
 from models.towers.layers import LayerSpec, Tower
+from models.towers.moments import tap_frames
 from models.towers.names import TWO_LAYERS
-from models.towers.regions import PhrasesHead, RegionsHead, tap_maps
+from models.towers.regions import tap_maps
 from models.towers.text import text_tower
 
 __all__ = [
@@ -63,18 +65,27 @@ def build_towers(
     return with_head(image, embed_dim, scalars, fusion), with_head(text, embed_dim, {}, fusion)
 
 
+ANNOTATED: dict[str, Callable[[Tower], tuple[tuple[LayerSpec, ...], Callable[..., Head]]]] = {
+    "region": lambda tower: tap_maps(tower, meta_inputs(tower, 2)["pixel_values"]),
+    "moment": tap_frames,
+}
+"""Annotations by name -> from a tower without a head to its layers with taps, and what makes the head
+that embeds them."""
+
+
 def with_head(
     tower: Tower,
     embed_dim: int,
     scalars: Mapping[str, float] | None = None,
     fusion: FusionSizes | None = None,
     projection: str = "linear",
-    regions: bool = False,
+    annotations: str | None = None,
 ) -> Tower:
     """The tower with the head of its branch as last layer, and for `fusion` the taps that bring its
     maps there. `scalars`: what the branch owns of what the losses learn, by name with first values;
-    None: those of InfoNCE for images, nothing for others. `regions`: the head of images also embeds
-    regions, and that of texts phrases (`models/towers/regions.py`). `projection`: as
+    None: those of InfoNCE for images, nothing for others. `annotations`: a key of
+    `ANNOTATED`, whose places the head of this tower also embeds, or that of texts phrases of them.
+    `projection`: as
     `read_projection` takes it; with `none` the tower's features are the embeddings, as in SigLIP.
     Errors: ValueError where they are not as wide, and for another projection."""
     if read_projection(projection)[0] == "none" and tower.width != embed_dim:
@@ -90,8 +101,8 @@ def with_head(
         )
     if scalars is None:
         scalars = InfoNCE.parameters if tower.branch == "image" else {}
-    if fusion is not None and regions:
-        raise ValueError("fusion scores images with texts alone; leave the regions out")
+    if fusion is not None and annotations:
+        raise ValueError(f"fusion scores images with texts alone; leave the {annotations}s out")
     width, maps, of_pixels = tower.width, None, _reads_pixels(tower)
     config = {**tower.config, "tower": tower.name, "width": width, "embed_dim": embed_dim}
     if fusion is not None:
@@ -102,11 +113,11 @@ def with_head(
         else:
             tower = tap_text(tower)
     make: Callable[..., Head] | None = None
-    if regions:
-        config["regions"] = True
+    if annotations:
+        config[f"{annotations}s"] = True
         if of_pixels:
-            specs, maps = tap_maps(tower, meta_inputs(tower, 2)["pixel_values"])
-            tower, make = replace(tower, specs=specs), partial(RegionsHead, tower.branch, maps)
+            specs, make = ANNOTATED[annotations](tower)
+            tower = replace(tower, specs=specs)
         else:
             make = partial(PhrasesHead, tower.branch)
     last = head(tower.branch, width, embed_dim, scalars, projection, fusion, maps, make)

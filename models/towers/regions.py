@@ -1,9 +1,8 @@
-"""Embeddings of regions and of their phrases, beside those of whole images and captions.
+"""Embeddings of regions of images, from the maps of their tower.
 
     image_hidden ──tap──> image_map_0, image_map_1 ──RoIAlign (region_boxes)── project ──> region_embeds
-    text_features of captions and, behind them, of phrases ─── project ──> text_embeds, phrase_embeds
 
-B micro-batch, n its regions, t its captions, C channels, h × w places of a map, D embedding size.
+B micro-batch, n its regions, C channels, h × w places of a map, D embedding size.
 """
 
 from __future__ import annotations
@@ -11,21 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torchvision.ops import roi_align
 
 from common.boxes import WHOLE
-from models.towers.fusion import channels_last, map_ends, tap, token_projection
-from models.towers.head import Head
+from models.towers.annotations import AnnotationsHead
+from models.towers.fusion import channels_last, map_ends, tap
 from models.towers.layers import Layer, LayerSpec, Tower
 
 SCALES = 2  # of maps: small regions are seen by the larger one, and large ones by both
-REGION_NAMES = ("head.region_projection.", "head.region_phrase_logit_")
-"""How the canonical names begin of what a pair of regions and phrases learns beside the towers."""
 
 
 class MapTap(Layer):
@@ -54,10 +51,11 @@ class MapTap(Layer):
         return tokens.transpose(1, 2).unflatten(2, (side, side))
 
 
-def tap_maps(tower: Tower, pixel_values: Tensor) -> tuple[tuple[LayerSpec, ...], dict[str, int]]:
+def tap_maps(
+    tower: Tower, pixel_values: Tensor
+) -> tuple[tuple[LayerSpec, ...], partial[RegionsHead]]:
     """The recipes of a tower without a head, with taps behind its last two sizes of maps, or its
-    only one, and the channels of each by its name. `pixel_values`: as in
-    `models.towers.building.meta_inputs`."""
+    only one, and what makes its head. `pixel_values`: as in `models.towers.building.meta_inputs`."""
     specs, maps = list(tower.specs), dict[str, int]()
     ends = [(end, shape) for end, shape in map_ends(tower, pixel_values) if len(shape) > 1]
     for number, (end, shape) in enumerate(ends[-SCALES:]):
@@ -65,7 +63,7 @@ def tap_maps(tower: Tower, pixel_values: Tensor) -> tuple[tuple[LayerSpec, ...],
         layer = tap(f"image.map_{number}", "image", MapTap(name, last, _num_prefix(shape)))
         specs.insert(end + 1 + number, layer)
         maps[name] = shape[-1] if last or len(shape) == 2 else shape[0]
-    return tuple(specs), maps
+    return tuple(specs), partial(RegionsHead, tower.branch, maps)
 
 
 def _num_prefix(shape: Sequence[int]) -> int:
@@ -117,54 +115,19 @@ class PooledRegions:
         return torch.cat([mean, tokens], 1)
 
 
-class RegionsHead(Head):
-    """The head of images with regions: also makes `region_embeds` [n, D] fp32 of length 1 of
-    `region_boxes` int32 [n, 4] and `region_row` int64 [n], see `region_features`; none where these
-    are not given. `maps`: by name with their channels, of which the features stand side by side."""
+class RegionsHead(AnnotationsHead):
+    """The head of images with regions: `region_boxes` int32 [n, 4] and `region_row`, see
+    `region_features`. `maps`: by name with their channels, of which the features stand side by side."""
 
-    reads_if_given = ("region_boxes", "region_row")
+    def __init__(self, branch: str, maps: Mapping[str, int], *given: Any) -> None:
+        channels = sum(maps.values())
+        super().__init__(branch, "region", "region_boxes", [*maps], channels, *given)
 
-    def __init__(
-        self, branch: str, maps: Mapping[str, int], width: int, embed_dim: int, *given: Any
-    ) -> None:
-        super().__init__(branch, width, embed_dim, *given)
-        self.reads = self.drops = (*self.reads, *maps)
-        self.drops = (*self.drops, *self.reads_if_given)
-        self.makes = (*self.makes, "region_embeds")
-        self.region_projection = token_projection(sum(maps.values()), embed_dim)
-        self._name_parameters()
-
-    def compute(
-        self,
-        features: Tensor,
-        *maps: Tensor,
-        region_boxes: Tensor | None = None,
-        region_row: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:
-        made = super().compute(features)
-        if region_boxes is None or region_row is None:
-            region_boxes = features.new_zeros((0, 4), dtype=torch.int32)
-            region_row = features.new_zeros(0, dtype=torch.int64)
-        each = [region_features(of, region_boxes, region_row).flatten(1) for of in maps]
-        found = torch.cat(each, 1).to(maps[0].dtype)
-        return *made, F.normalize(self.region_projection(found).float(), dim=-1)
-
-
-class PhrasesHead(Head):
-    """The head of texts with phrases, which stand behind the captions: `text_features` [t + n, W]
-    and `phrase_position` [n] -> `text_embeds` [t, D], `phrase_embeds` [n, D]; all are captions
-    where it is not given."""
-
-    reads_if_given = ("phrase_position",)
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.makes = (*self.makes, "phrase_embeds")
-
-    def compute(
-        self, features: Tensor, phrase_position: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
-        embeds, *scalars = super().compute(features)
-        num_phrases = 0 if phrase_position is None else len(phrase_position)
-        captions, phrases = embeds.split([len(embeds) - num_phrases, num_phrases])
-        return captions * 1, *scalars, phrases * 1
+    def pooled(
+        self, tapped: Sequence[Tensor], extents: Tensor | None, row: Tensor | None
+    ) -> Tensor:
+        if extents is None or row is None:
+            extents = torch.empty((0, 4), dtype=torch.int32, device=tapped[0].device)
+            row = torch.empty(0, dtype=torch.int64, device=tapped[0].device)
+        each = [region_features(of, extents, row).flatten(1) for of in tapped]
+        return torch.cat(each, 1).to(tapped[0].dtype)

@@ -41,7 +41,7 @@ from models.weights.libraries import (
     published_open_clip,
     published_timm,
 )
-from models.weights.names import AUDIO, FUSION, REGIONS
+from models.weights.names import ANNOTATIONS, AUDIO, FUSION
 from models.weights.of_transformers import OF_TRANSFORMERS
 from models.weights.open_clip import is_open_clip, open_clip_pairs, refuse_other_architecture
 from models.weights.open_clip_models import folder_of, local_model, weights_of
@@ -82,7 +82,7 @@ OPTIONAL = re.compile(
     r"text\.pooler\.dense\.(weight|bias)$|text\.proj\.\d\.weight$"
     r"|(image|text|audio)\.attention_pool\.|(image|audio)\..*\.num_batches_tracked$"
     r"|head\.logit_bias$|head\.\w+_logit_(scale|bias)$"
-    r"|head\.(fusion|image_tokens|text_tokens|region_projection)\."
+    r"|head\.(fusion|image_tokens|text_tokens|region_projection|moment_projection)\."
 )
 
 
@@ -268,13 +268,13 @@ def open_model(where: str, *towers: Tower) -> WeightReader:
             "OpenCLIP weights; a single tower is started from with --image-weights, --text-weights "
             "or --audio-weights"
         )
-    # what an export keeps beside the model: of the fusion head, the audio tower, and regions
-    for file in (FUSION, AUDIO, REGIONS):
+    # what an export keeps beside the model: of the fusion head, the audio tower, and annotations
+    for file in (FUSION, AUDIO, *ANNOTATIONS.values()):
         if (path / file).is_file():
             source = {**source, **_open_file(path / file)}
     reader = WeightReader(
         (*of_branch, "head"),
-        f"--import {where}:",
+        f"--import {where}",
         source,
         {key: key for key in source},
         resizers={name: resize for tower in towers for name, resize in resizers(tower).items()},

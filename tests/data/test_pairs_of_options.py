@@ -43,13 +43,14 @@ from stores import Faults, http_server
 from data.bad_samples import Absent
 from data.batching.buckets import nearest_sizes
 from data.batching.requests import MicroBatchRequest
-from data.batching.shown import ShownRegions
+from data.batching.shown import ShownAnnotations
 from data.clips import Clip
 from data.decoding.films import describe_film
 from data.keys import content_hash
 from data.loader import micro_batches
 from data.options import branches_of, read_pairs
 from data.prepare import prepare_data
+from data.stored.derived import REGIONS
 from data.streams.lengths import of_streams
 from data.streams.prefetch import _Following
 from engine.config.reading import check_config
@@ -184,7 +185,7 @@ class Rank:
         """What the process of a rank that fetches ahead does, until it has nothing more to do, when
         a step is asked for. It has copies of what the rank has, as a process has."""
         batches, texts = self.batching.batches, self.batching.batches.texts
-        in_order = batches.buckets is batches.weights_of is batches.regions is None
+        in_order = batches.buckets is batches.weights_of is batches.annotations is None
         share = None
         if in_order and "text" not in self.stage.loads:
             share = (self.replica, self.stage.replicas)
@@ -374,7 +375,7 @@ def described(request: MicroBatchRequest) -> list[Any]:
     texts, phrases, places = request.texts(), request.phrases(), request.places
     arrays = [request.index, request.position, texts.index, texts.position]
     arrays += [] if phrases is None else [phrases.index, phrases.number, phrases.position]
-    arrays += [] if places is None else [*places]
+    arrays += [] if places is None else [*vars(places).values()][1:]
     return [request.step, request.epoch, request.size, *(each.tolist() for each in arrays)]
 
 
@@ -433,10 +434,12 @@ def check_packing(run: Run, start: int, stop: int) -> list[np.ndarray]:
     for number in range(start, stop):
         batch = first.at(number)
         lengths = None if first.texts is None else first.texts.lengths(batch)
-        if first.regions is not None:
-            places = ShownRegions(records, first.regions.most, first.regions.most_negatives)
-            for found, expected in zip(batch.places, places.places(batch.indices), strict=True):
-                assert found.tolist() == expected.tolist()
+        if first.annotations is not None:
+            own = first.annotations
+            places = ShownAnnotations(records, REGIONS, own.most, own.most_negatives)
+            expected = vars(places.places(batch.indices))
+            for name, found in vars(batch.places).items():
+                assert name == "kind" or found.tolist() == expected[name].tolist()
         for branch in run.branches:
             index = np.full(run.batch_size, -1)
             phrases: list[int] = []
@@ -456,8 +459,7 @@ def check_packing(run: Run, start: int, stop: int) -> list[np.ndarray]:
             if branch == "image" and first.buckets is not None:
                 check_buckets(run, records, number, first.buckets.sizes)
             if branch == "text" and batch.places is not None:
-                shown = batch.places.regions.sum() + batch.places.negatives.sum()
-                assert sorted(phrases) == [*range(shown)]
+                assert sorted(phrases) == [*range(batch.places.num_phrases)]
         samples.append(batch.indices)
     return samples
 

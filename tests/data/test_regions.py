@@ -16,12 +16,13 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image, ImageOps
 
-from data.bad_samples import CODES, REGION_LIMIT, Absent, BadSample
+from data.annotations import Annotation
+from data.bad_samples import ANNOTATION_LIMIT, CODES, Absent, BadSample
 from data.batching.mixture import open_sources
-from data.batching.shown import ShownRegions, shown_regions
+from data.batching.shown import ShownAnnotations, shown_annotations
 from data.index.sources import open_format, open_source
 from data.prepare import count_bad
-from data.regions import Region
+from data.stored.derived import REGIONS
 from data.streams.opening import open_stream
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -59,7 +60,7 @@ FAULTS = [  # a region, its reason, a word of what is said
     ("a box", "invalid-row", "{box, text}"),
 ]
 GOOD = {"box": [4, 2, 8, 8], "text": "red"}
-FOUND = Region((0.1, 0.1, 0.3, 0.5), ("red",))
+FOUND = Annotation((0.1, 0.1, 0.3, 0.5), ("red",))
 
 
 def encoded(size=SIZE, kind: str = "PNG", **saving) -> bytes:
@@ -99,10 +100,10 @@ def test_boxes_of_both_kinds_in_both_units_with_phrases_and_negatives(tmp_path):
     for source in (opened(spec), opened(spec), opened(spec, check="header")):
         assert source.value("region", 0) == [
             FOUND,
-            Region(FOUND.box, ("red", "a red one"), ("green", "blue")),
+            Annotation(FOUND.extent, ("red", "a red one"), ("green", "blue")),
         ]
         assert all(source.value("region", i) == [FOUND] for i in (1, 2, 3))
-        assert source.value("region", 7) == [Region((0.0, 0.7, 0.25, 1.0), ("over the edge",))]
+        assert source.value("region", 7) == [Annotation((0.0, 0.7, 0.25, 1.0), ("over the edge",))]
         for i in (4, 5, 6):
             with pytest.raises(Absent, match="no region"):
                 source.value("region", i)
@@ -248,7 +249,7 @@ def test_fractions_and_thousandths_without_a_unit_are_refused_as_a_whole(
             with pytest.raises(ValueError, match=f"unit={unit}"):
                 open_stream(f"stream:{address}", pairs=PAIRS)[0].value("region", 0)
             stream = open_stream(f"stream:{address}?unit={unit}", pairs=PAIRS)[0]
-            assert stream.value("region", 5)[0].box == FOUND.box
+            assert stream.value("region", 5)[0].extent == FOUND.extent
 
 
 def test_boxes_of_pixels_are_not_taken_for_anything_else(tmp_path):
@@ -280,7 +281,7 @@ def test_boxes_drawn_on_the_upright_image(check, tmp_path):
     for i in range(len(rows)):
         width, height = (source.column(name)[i] for name in ("width", "height"))
         box = (1 - 8 / width, 1 - 6 / height, 1, 1)
-        assert source.value("region", i)[0].box == pytest.approx(box, abs=1e-6)
+        assert source.value("region", i)[0].extent == pytest.approx(box, abs=1e-6)
     assert not source.hints() and not [*source.broken_values()]
     stored = opened(spec, check=check)
     (hint,) = stored.hints()
@@ -306,12 +307,12 @@ def test_every_reason_of_regions_is_tried():
 
 
 def test_what_is_beyond_a_limit_is_said_and_the_rest_used(tmp_path):
-    phrases = GOOD | {"text": ["red"] * (REGION_LIMIT + 1), "negatives": ["blue"] * 5000}
+    phrases = GOOD | {"text": ["red"] * (ANNOTATION_LIMIT + 1), "negatives": ["blue"] * 5000}
     rows = [{"regions": [GOOD] * 10_000}, {"regions": [phrases]}, {"regions": {"box": 5}}]
     source = opened(jsonl(tmp_path, *rows))
-    assert source.value("region", 0) == [FOUND] * REGION_LIMIT
-    assert source.value("region", 1)[0].phrases == ("red",) * REGION_LIMIT
-    assert source.column("num_negatives")[1] == REGION_LIMIT
+    assert source.value("region", 0) == [FOUND] * ANNOTATION_LIMIT
+    assert source.value("region", 1)[0].phrases == ("red",) * ANNOTATION_LIMIT
+    assert source.column("num_negatives")[1] == ANNOTATION_LIMIT
     first, second, third = source.broken_values()
     assert first[2] == second[2] == "too-many-regions" and third[2] == "invalid-row"
     assert "9000 of 10000 regions: 10,000 regions are given; the first 1,000" in first[3]
@@ -383,7 +384,7 @@ def test_a_box_is_found_where_the_image_shows_it(check, tmp_path):
         rows_of, columns = np.flatnonzero(red.any(1)), np.flatnonzero(red.any(0))
         box = (columns[0], rows_of[0], columns[-1] + 1, rows_of[-1] + 1)
         for region in source.value("region", i):
-            sides = np.array(region.box) * (width, height, width, height)
+            sides = np.array(region.extent) * (width, height, width, height)
             assert sides == pytest.approx(box, abs=1e-4), case
     assert source.usable().size == len(tried)
 
@@ -463,7 +464,7 @@ def test_phrases_of_parquet_that_stand_for_gigabytes_are_not_held_in_memory(tmp_
     before = pa.default_memory_pool().bytes_allocated()
     reader = open_format(f"parquet:{tmp_path}/0.parquet", PAIRS)
     (first, second) = reader.samples(next(reader.parts()))
-    assert first.lacks["region"].reason == "huge-caption" and second.regions.good
+    assert first.lacks["region"].reason == "huge-caption" and second.annotations["region"].good
     column = next(reader._batches(reader.files[0], 0, {"region": "regions"})).column(0)
     assert pa.default_memory_pool().bytes_allocated() - before < 100_000_000 and len(column) == 1
 
@@ -535,7 +536,7 @@ def test_rows_of_fg_clip(kind, tmp_path):
     text = json.dumps(rows, indent=1) if kind == "list" else lines
     (tmp_path / "rows.json").write_text(text)
     source = opened(f"jsonl:{tmp_path}/rows.json")
-    region = Region(FOUND.box, ("red", "a red one"), ("blue", "green"))
+    region = Annotation(FOUND.extent, ("red", "a red one"), ("blue", "green"))
     assert source.value("region", 0) == [region, region._replace(negatives=())]
     assert source.captions(0) == source.captions(2) == ["a long one", "short"]
     assert [reason for _, _, reason, _ in source.broken_values()] == ["not-relative"]
@@ -587,7 +588,7 @@ def coco_files(tmp_path) -> Path:
 def test_coco(coco_files):
     spec = f"coco:{coco_files}/images:{coco_files}/captions.json"
     source = opened(f"{spec}?instances={coco_files}/instances.json")
-    dog = Region(FOUND.box, ("dog",))
+    dog = Annotation(FOUND.extent, ("dog",))
     assert [source.identity(i) for i in range(4)] == ["1", "2", "4", "3"]
     assert all(source.value("region", i) == [dog] for i in (0, 1, 3))
     assert source.lacking("region").tolist() == [False, False, True, False]
@@ -662,8 +663,8 @@ def test_refcoco(kind, coco_files):
     source = opened(f"refcoco:{coco_files}/images:{file}?split=val+testA")
     assert [source.identity(i) for i in range(2)] == ["1", "2"]
     assert source.value("region", 0) == [
-        Region(FOUND.box, ("the left dog", "dog")),
-        Region((0.0, 0.0, 1.0, 1.0), ("all dogs",)),
+        Annotation(FOUND.extent, ("the left dog", "dog")),
+        Annotation((0.0, 0.0, 1.0, 1.0), ("all dogs",)),
     ]
     instances = f"instances={coco_files}/instances.json"
     spec = f"refcoco:{coco_files}/images:{file}?split=testA+testB&{instances}"
@@ -682,13 +683,18 @@ def test_refcoco_with_all_annotated_boxes_as_candidates(coco_files):
     spec = f"refcoco:{coco_files}/images:{coco_files}/refs.json?split=val+testA&candidates="
     source, referred = opened(f"{spec}annotated"), opened(f"{spec}referred")
     assert source.value("region", 0) == referred.value("region", 0)
-    assert source.value("region", 1) == [Region(FOUND.box, ("dog",)), Region(FOUND.box, ())]
-    assert referred.value("region", 1) == [Region(FOUND.box, ("dog",))]
+    assert source.value("region", 1) == [
+        Annotation(FOUND.extent, ("dog",)),
+        Annotation(FOUND.extent, ()),
+    ]
+    assert referred.value("region", 1) == [Annotation(FOUND.extent, ("dog",))]
     assert source.column("num_regions").tolist() == [2, 1]
     for candidates, numbers in ((False, [2, 1]), (True, [2, 2])):
-        shown = ShownRegions(source, 16, 0, candidates)
-        assert shown.places(np.arange(2), training=False).regions.tolist() == numbers
-    assert shown_regions(source, 1, 1, 0, 0, training=True) == [Region(FOUND.box, ("dog",))]
+        shown = ShownAnnotations(source, REGIONS, 16, 0, candidates)
+        assert shown.places(np.arange(2), training=False).number.tolist() == numbers
+    assert shown_annotations(source, REGIONS, 1, 1, 0, 0, training=True) == [
+        Annotation(FOUND.extent, ("dog",))
+    ]
     with pytest.raises(ValueError, match="candidates=all; referred or annotated is needed"):
         opened(f"{spec}all")
 
@@ -697,7 +703,7 @@ def test_candidates_stand_behind_regions_with_phrases(tmp_path):
     candidate = {"box": GOOD["box"], "candidate": True}
     mixed, alone = [candidate, GOOD, {"box": GOOD["box"]}], [candidate]
     source = opened(jsonl(tmp_path, {"regions": mixed}, {"regions": alone}))
-    assert source.value("region", 0) == [FOUND, Region(FOUND.box, ())]
+    assert source.value("region", 0) == [FOUND, Annotation(FOUND.extent, ())]
     assert source.lacking("region").tolist() == [False, True]
     reasons = [reason for _, _, reason, _ in source.broken_values()]
     assert (
@@ -779,15 +785,15 @@ def test_flickr30k_entities(tmp_path):
     captions = ["Two men stand in the yard .", "Two men again .", "Men with a red car and it ."]
     assert source.captions(0) == source.captions(1) == captions and source.identity(1) == "5"
     assert source.value("region", 0) == [
-        Region(FOUND.box, ("Two men", "Men")),
-        Region((0.0, 0.0, 1.0, 1.0), ("a red car",)),
+        Annotation(FOUND.extent, ("Two men", "Men")),
+        Annotation((0.0, 0.0, 1.0, 1.0), ("a red car",)),
     ]
     found = {identity: (reason, detail) for identity, _, reason, detail in source.broken_values()}
     assert found["36979"][0] == "no-phrase" and "2 of 4 regions" in found["36979"][1]
     assert found["5"][0] == "invalid-row" and found["6"][0] == "missing-file"
     assert source.bad_counts() == {"outside-root": 1} and source.where(1).endswith("#5.jpg")
     (own / "Annotations" / "36979.xml").write_text(ANNOTATION.replace("40", "20"))
-    assert opened(f"{spec}+val").value("region", 0)[1].box == (0.0, 0.0, 0.5, 1.0)
+    assert opened(f"{spec}+val").value("region", 0)[1].extent == (0.0, 0.0, 0.5, 1.0)
     assert open_source(spec).usable().size == 2
     with pytest.raises(ValueError, match="there are test, val"):
         open_source(spec.partition("?")[0])

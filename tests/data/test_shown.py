@@ -15,7 +15,7 @@ from data.batching.branch_cost import BranchCost
 from data.batching.order import GlobalOrder
 from data.batching.requests import evaluation_requests
 from data.batching.settings import Setting
-from data.batching.shown import ShownRegions
+from data.batching.shown import ShownAnnotations
 from data.index.sources import open_source
 from data.keys import caption_key
 from data.loader import MicroBatchDataset
@@ -24,6 +24,7 @@ from data.modalities.lengths import TokenCounts
 from data.modalities.text import TextModality
 from data.modalities.tokenizer import train_tokenizer
 from data.modalities.transforms import EvalTransform, TrainTransform, Views
+from data.stored.derived import REGIONS
 
 G, SIZE = 12, (32, 32)
 PAIRS = (("image", "text"), ("image", "region"))
@@ -75,8 +76,8 @@ def batches_of(source, packed: bool) -> Batches:
         counts = TokenCounts(np.full(G, 4, np.uint16), np.arange(G + 1))
         texts = TextPacker(counts, 16, seed=0, phrase_tokens=5)
     order, train = GlobalOrder(G, G, 0), np.arange(G)
-    regions = ShownRegions(source, most=6, most_negatives=2)
-    return Batches(order, train, [setting], texts=texts, regions=regions)
+    regions = ShownAnnotations(source, REGIONS, most=6, most_negatives=2)
+    return Batches(order, train, [setting], texts=texts, annotations=regions)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -150,7 +151,7 @@ def test_what_each_replica_brings_is_known_without_loading_it(source, modalities
 
 
 def test_an_evaluation_shows_the_first_regions_and_phrases_and_no_negatives(source, modalities):
-    regions = ShownRegions(source, most=6, most_negatives=2)
+    regions = ShownAnnotations(source, REGIONS, most=6, most_negatives=2)
     requests = evaluation_requests(np.arange(G), 0, 1, 5, regions)
     found = {"region": [], "phrase": []}
     for request in requests:
@@ -165,7 +166,7 @@ def test_an_evaluation_shows_the_first_regions_and_phrases_and_no_negatives(sour
 
 def test_a_region_of_which_the_view_shows_little_is_left_out(source, modalities):
     """The centre of a 40 × 60 image, from row 10 on, is all that an evaluation sees."""
-    regions = ShownRegions(source, most=20, most_negatives=0)
+    regions = ShownAnnotations(source, REGIONS, most=20, most_negatives=0)
     (request,) = evaluation_requests(np.array([4]), 0, 1, 1, regions)
     loaded = MicroBatchDataset(source, [modalities[0]])[request]
     # the k-th box is at rows 2 k to 2 k + 12
@@ -178,5 +179,5 @@ def test_a_region_of_which_the_view_shows_little_is_left_out(source, modalities)
     )  # as the image is
     loaded = MicroBatchDataset(source, [upright])[request]
     shown = loaded["region_boxes"].numpy() / WHOLE
-    given = [region.box for region in _regions(source, 4)]
+    given = [region.extent for region in _regions(source, 4)]
     assert shown == pytest.approx(np.array(given), abs=1e-4)

@@ -9,7 +9,7 @@ import pytest
 from data.bad_samples import BadSample
 from data.clips import Span, checked_span
 from data.formats.rows import checked_name
-from data.regions import checked_regions
+from data.regions import checked_region
 from data.streams.bloom import key_of
 from data.values import EXACT, plain, whole
 
@@ -40,7 +40,7 @@ def test_all_checks_take_them():
     assert checked_name(Decimal(7), "the id") == checked_name(7.0, "the id") == 7
     assert checked_name(datetime.date(2024, 1, 2), "the id") == "2024-01-02"
     box = [Decimal("4.00"), Decimal(2), Decimal("8.5"), 8]
-    (region,) = checked_regions([{"box": box, "text": "red"}]).good
+    region = checked_region({"box": box, "text": "red"}, [])
     assert region.box == (4.0, 2.0, 12.5, 10.0)
     assert key_of("id", Decimal(7)) == key_of("id", 7) == key_of("id", 7.0)
     with pytest.raises(BadSample, match="start_s is '03:04:00'; seconds as a number"):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sources import strings_in
 
+from data.stored.derived import DERIVED
 from engine.schedule import SCHEDULES
 
 ROOT = Path(__file__).parents[2]
@@ -70,7 +71,7 @@ def compared_in(source: str) -> list[int]:
     """The lines of comparisons with a modality's name, or of membership of some."""
 
     def is_name(node: ast.AST) -> bool:
-        return isinstance(node, ast.Constant) and node.value in (*MODALITIES, "region")
+        return isinstance(node, ast.Constant) and node.value in (*MODALITIES, *DERIVED)
 
     return [
         node.lineno
@@ -94,7 +95,7 @@ def test_records_are_asked_instead_of_comparing_names():
 
 def test_pages_treat_all_modalities_alike():
     """Templates are no Python, so that comparisons in them are looked for by their text."""
-    compared = re.compile(rf"""([!=]=|\bin)\s*\[?["']({"|".join(MODALITIES)}|region)["']""")
+    compared = re.compile(rf"""([!=]=|\bin)\s*\[?["']({"|".join((*MODALITIES, *DERIVED))})["']""")
     pages = [
         file for ending in ("html", "css", "js") for file in (ROOT / "launch").rglob(f"*.{ending}")
     ]

@@ -134,7 +134,7 @@ def check_numbers(case, objective, metrics):
             shown = f"{name}_exp" if is_scale else name
             scalars[f"{pair.prefix}{shown}"] = math.exp(value) if is_scale else value
         lost = len(case.lost(pair.branches))
-        left_out[pair.name] = int((~case.all_regions.seen).sum()) if pair.made else lost
+        left_out[pair.name] = int((~case.annotations.seen).sum()) if pair.made else lost
     assert metrics.scalars == pytest.approx(scalars)
     assert metrics.left_out == left_out
     if case.schedule != "per_micro_batch":
@@ -511,7 +511,7 @@ def check_evaluation(case, measured, expected):
     assert measured.keys() == expected.keys(), case
     for name, ways in expected.items():
         for way, sums in ways.items():
-            within = 1e-4 if case.regions else 1e-5
+            within = 1e-4 if case.annotated else 1e-5
             assert measured[name][way] == pytest.approx(sums, rel=within), (case, name, way)
 
 

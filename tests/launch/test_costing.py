@@ -57,6 +57,6 @@ def test_rows_beside_those_of_samples_are_counted_in_the_data():
         ("image:text,region:text", (FurtherRows("image", "text", (21 / 4, 25 / 4)),)),
         ("image:text", ()),
     ):
-        inputs = SimpleNamespace(pairs=given, max_regions=16, max_negatives=16)
+        inputs = SimpleNamespace(pairs=given, max_regions=16, max_moments=16, max_negatives=16)
         assert further_rows(model, data, inputs) == expected
     assert compared(model) == (("image", "text"),)

@@ -58,10 +58,10 @@ from launch.inference.trained import (
 )
 from launch.reporting.reading import read_folder
 from launch.setup.model import RunModel
+from models.towers.annotations import learned_names
 from models.towers.building import with_head
 from models.towers.fusion import FusionSizes
 from models.towers.head import FUSION_NAMES
-from models.towers.regions import REGION_NAMES
 from models.weights.reading import open_model
 
 PAIRS = "image:text,region:text"
@@ -523,7 +523,7 @@ def model_with_regions(image_tower, text_tower, loss):
         own = tower.specs[-1].template.scalars
         scalars = own | {f"region_phrase_{name}": value / 2 for name, value in own.items()}
         plain = replace(tower, specs=tower.specs[:-1])
-        towers.append(with_head(plain, 32, scalars, regions=True))
+        towers.append(with_head(plain, 32, scalars, annotations="region"))
     layers = [spec.build(3).eval() for tower in towers for spec in tower.specs]
     options = {"image_tower": image_tower, "text_tower": text_tower, "loss": loss, "pairs": PAIRS}
     options |= {"embed_dim": 32, "image_size": SIZE, "max_text_tokens": TOKENS}
@@ -592,7 +592,7 @@ def test_an_export_embeds_boxes_by_the_code_of_its_page(tmp_path, subtests):
         with subtests.test(name):
             before = canonical_state(trained.layers)
             assert_equal(canonical_state(open_model_folder(folder).layers), before)
-            names = {name for name in before if name.startswith(REGION_NAMES)}
+            names = {name for name in before if name.startswith(learned_names("region"))}
             assert load_file(folder / "regions.safetensors").keys() == names
             if str(folder) in runnable:
                 found = torch.load(folder / "result.pt")

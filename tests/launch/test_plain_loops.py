@@ -36,11 +36,11 @@ from bad_films import film  # noqa: E402
 
 from bench.plain import OverTime  # noqa: E402
 from data.batching.requests import evaluation_requests  # noqa: E402
-from data.batching.shown import ShownRegions  # noqa: E402
+from data.batching.shown import ShownAnnotations  # noqa: E402
 from data.decoding.sounds import INSTALL  # noqa: E402
 from data.index.sources import open_source  # noqa: E402
 from data.modalities.tokenizer import train_tokenizer  # noqa: E402
-from data.options import compared, has_regions  # noqa: E402
+from data.options import compared, derived_of  # noqa: E402
 from engine.loss.pair_batch import GatheredRows, Numbers, Rows, align_pair  # noqa: E402
 from launch.config.options import parse_options  # noqa: E402
 from launch.inputs import as_values, micro_batch_dataset  # noqa: E402
@@ -283,8 +283,8 @@ def our_step(file, flags):
     source = open_source(options.data[0], compared(options.pairs))
     number, regions = len(source), None
     texts = [text for i in range(number) for text in source.captions(i)]
-    if has_regions(options.pairs):
-        regions = ShownRegions(source, options.max_regions, options.max_negatives)
+    if kind := derived_of(options.pairs):
+        regions = ShownAnnotations(source, kind, options.max_regions, options.max_negatives)
         every = [region for i in range(number) for region in source.value("region", i)]
         texts += [phrase for region in every for phrase in region.phrases]
     tokenizer = train_tokenizer(texts)

@@ -18,6 +18,7 @@ from torchvision.ops import box_iou
 import evaluate
 from common.boxes import WHOLE
 from data.index.sources import open_source
+from data.stored.derived import REGIONS
 from launch.inference.embedding import Embedder
 from launch.inference.folders import (
     forget_embeddings,
@@ -52,7 +53,7 @@ def write_scenes(folder):
                     "text": [*region.phrases, "a thing"],
                 }
                 for region in scenes.value("region", i)
-                for x1, y1, x2, y2 in [region.box]
+                for x1, y1, x2, y2 in [region.extent]
             ]
             x1, y1, x2, y2 = regions[0]["xyxy"]
             shifted = [x1, y1, x2, y1 + 0.7 * (y2 - y1)]
@@ -145,7 +146,7 @@ def read_regions(run, max_regions=16):
     trained = open_run(run[0])
     trained.options["max_regions"] = max_regions
     source = open_source(run[1], trained.read)
-    return Embedder(trained, "cpu", 5, 0).embedded(source, source.usable()).regions
+    return Embedder(trained, "cpu", 5, 0).embedded(source, source.usable()).annotated
 
 
 def test_regions_are_embedded_with_their_boxes_and_phrases(run):
@@ -156,19 +157,19 @@ def test_regions_are_embedded_with_their_boxes_and_phrases(run):
     source = open_source(spec, trained.read)
     regions = read_regions(run, max_regions=2)
     assert regions.num_given == source.column("num_regions").sum() > 2 * NUMBER
-    assert len(regions.image) == len(regions.region.sample) > 100
-    assert set(regions.image.tolist()) == {i for i in range(NUMBER) if i % 7}
-    for row in (0, 50, len(regions.image) - 1):
-        i = int(regions.image[row])
-        first = int((regions.image == i).nonzero()[0])
+    assert len(regions.of) == len(regions.rows.sample) > 100
+    assert set(regions.of.tolist()) == {i for i in range(NUMBER) if i % 7}
+    for row in (0, 50, len(regions.of) - 1):
+        i = int(regions.of[row])
+        first = int((regions.of == i).nonzero()[0])
         own = source.value("region", i)[row - first]
-        assert regions.box[row].tolist() == pytest.approx(own.box)
+        assert regions.extent[row].tolist() == pytest.approx(own.extent)
         assert regions.phrase.texts[row] == own.phrases[0]
-        boxes = (torch.tensor([own.box]) * WHOLE).round().int()
+        boxes = (torch.tensor([own.extent]) * WHOLE).round().int()
         given = {"region_boxes": boxes, "region_row": torch.zeros(1, dtype=torch.int64)}
         ((batch, _),) = Embedder(trained, "cpu", 1, 0).outputs("image", source, np.array([i]))
         embeds = Embedder(trained, "cpu", 1, 0)._run("image", batch | given)["region_embeds"]
-        torch.testing.assert_close(regions.region.embeds[row], embeds[0], rtol=0, atol=1e-4)
+        torch.testing.assert_close(regions.rows.embeds[row], embeds[0], rtol=0, atol=1e-4)
 
 
 def test_a_folder_of_embeddings_has_regions_and_phrases_with_their_boxes(run, tmp_path):
@@ -176,14 +177,14 @@ def test_a_folder_of_embeddings_has_regions_and_phrases_with_their_boxes(run, tm
     trained, model = open_run(run[0]), {"checkpoint": "c", "checksum": "s", "run": "r"}
     source = open_source(run[1], trained.read)
     embedded = Embedder(trained, "cpu", 5, 0).embedded(source, source.usable())
-    write_embeddings(tmp_path, embedded.rows, source, model, embedded.regions)
-    rows = {"region": embedded.regions.region, "phrase": embedded.regions.phrase}
+    write_embeddings(tmp_path, embedded.rows, source, model, embedded.annotated)
+    rows = {"region": embedded.annotated.rows, "phrase": embedded.annotated.phrase}
     for name, own in rows.items():
         embeds, lines, _ = read_embeddings(tmp_path, model, name)
         assert np.array_equal(embeds, own.embeds.numpy()) and len(lines) == len(embeds) > 100
         for line in lines:
             region = source.value("region", line["index"])[line["region"]]
-            assert (line["box"], line["text"]) == ([*region.box], region.phrases[0])
+            assert (line["box"], line["text"]) == ([*region.extent], region.phrases[0])
             assert line["id"] == source.identity(line["index"])
         refuse_other_data(tmp_path, lines, source, name)
     assert {line["index"] for line in lines} == {i for i in range(NUMBER) if i % 7}
@@ -212,9 +213,9 @@ def test_a_model_that_learned_no_regions_has_them_by_its_last_map(tmp_path, monk
     source = open_source(spec, trained.read)
     found = Embedder(trained, "cpu", 5, 0).embedded(source, source.usable())
     images = dict(zip(found.rows["image"].sample.tolist(), found.rows["image"].embeds))
-    expected = torch.stack([images[i] for i in found.regions.image.tolist()])
+    expected = torch.stack([images[i] for i in found.annotated.of.tolist()])
     assert len(expected) > 100
-    torch.testing.assert_close(found.regions.region.embeds, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.annotated.rows.embeds, expected, rtol=1e-4, atol=1e-5)
     evaluated(monkeypatch, run_dir, "--regions")
     assert "learned no regions" in " ".join(capfd.readouterr().out.split())
     evaluation = json.loads((run_dir / "evaluation-step-00000001.json").read_text())
@@ -227,10 +228,10 @@ def test_queries_of_the_report_are_phrases_and_boxes(run):
     record = json.loads((run[0] / "queries.json").read_text())["sets"]["validation"]
     source, regions = open_source(run[1], open_run(run[0]).read), read_regions(run)
     own = {}
-    for row, i in enumerate(regions.image.tolist()):
-        boxes = [region.box for region in source.value("region", i)]
-        own[f"{i}.{boxes.index(tuple(regions.box[row].tolist()))}"] = row
-    embeds = {"region": regions.region.embeds, "phrase": regions.phrase.embeds}
+    for row, i in enumerate(regions.of.tolist()):
+        boxes = [region.extent for region in source.value("region", i)]
+        own[f"{i}.{boxes.index(tuple(regions.extent[row].tolist()))}"] = row
+    embeds = {"region": regions.rows.embeds, "phrase": regions.phrase.embeds}
     for direction in ("region_to_phrase", "phrase_to_region"):
         asks, answers_with = direction.split("_to_")
         assert len(record[direction]) == 4
@@ -260,7 +261,7 @@ def write_refcoco(folder):
         picture.save(folder / "images" / f"{i}.png")
         images.append({"id": i, "file_name": f"{i}.png"})
         sides = np.tile(picture.size, 2)
-        boxes = [np.array(region.box) * sides for region in scenes.value("region", i)]
+        boxes = [np.array(region.extent) * sides for region in scenes.value("region", i)]
         names = [region.phrases[0] for region in scenes.value("region", i)]
         said = [[f"the {name}", f"{name} of image {i}"] for name in names[:2]]
         for k, (x1, y1, x2, y2) in enumerate(boxes):
@@ -280,10 +281,10 @@ def write_refcoco(folder):
 def chosen_by_hand(embedder, source, every):
     """Of each sentence whether the box that it chooses among all of its image has an IoU of 0.5 with
     its own, and among how many."""
-    regions = embedder.with_regions(source, source.usable())[1]
+    regions = embedder.annotated(REGIONS, source, source.usable())[1]
     right = []
     for i, (boxes, said) in enumerate(every):
-        embeds = regions.region.embeds[regions.image == i]
+        embeds = regions.rows.embeds[regions.of == i]
         assert len(embeds) == len(boxes)
         overlaps = box_iou(torch.tensor(boxes), torch.tensor(boxes)) >= 0.5
         for k, texts in enumerate(said):
@@ -327,7 +328,7 @@ def test_refcoco_is_measured_as_it_is_published(run, monkeypatch, capfd, tmp_pat
     assert sum("text" in line for line in lines["region"]) == 24
     for line in lines["phrase"]:
         own = source.value("region", line["index"])[line["region"]]
-        assert line["text"] in own.phrases and line["box"] == [*own.box]
+        assert line["text"] in own.phrases and line["box"] == [*own.extent]
 
 
 def test_a_query_finds_boxes_and_draws_them(run, monkeypatch, capfd, tmp_path):
@@ -337,7 +338,7 @@ def test_a_query_finds_boxes_and_draws_them(run, monkeypatch, capfd, tmp_path):
     evaluated(monkeypatch, run_dir, *words, picture, "--number", "3")
     regions = read_regions(run)
     embedder = Embedder(open_run(run_dir), "cpu", 5, 0)
-    alike = (embedder.texts(["number 3"]) @ regions.region.embeds.T)[0]
+    alike = (embedder.texts(["number 3"]) @ regions.rows.embeds.T)[0]
     best = alike.topk(3)
     said = capfd.readouterr().out
     assert all(f"{round(value, 4):.3f}" in said for value in best.values.tolist())

@@ -7,6 +7,7 @@ import pytest
 from data.modalities.tokenizer import train_tokenizer
 from data.options import DataOptions, branches_of, compared, loss_names
 from data.prepare import prepare_data
+from data.stored.derived import REGIONS
 from engine.config.reading import BranchesBlock
 from launch.config.blocks import BalanceBlock
 from launch.config.options import parse_options
@@ -54,13 +55,13 @@ def test_a_loss_without_further_positives_masks_regions_with_equal_phrases():
 
 def test_what_regions_cannot_be_compared_under_is_refused():
     model = model_of("--pairs", PAIRS)
-    model.refuse_regions(BranchesBlock())
+    model.refuse_annotations(BranchesBlock(), REGIONS)
     with pytest.raises(ValueError, match="per_micro_batch"):
-        model.refuse_regions(BranchesBlock(schedule="per_micro_batch"))
+        model.refuse_annotations(BranchesBlock(schedule="per_micro_batch"), REGIONS)
     kept = BalanceBlock(strategy="feed", kept_patches=(0.5, 1.0))
     with pytest.raises(ValueError, match="kept_patches"):
-        model.refuse_regions(BranchesBlock(balance=kept))
-    model_of().refuse_regions(BranchesBlock(schedule="per_micro_batch", balance=kept))
+        model.refuse_annotations(BranchesBlock(balance=kept), REGIONS)
+    model_of().refuse_annotations(BranchesBlock(schedule="per_micro_batch", balance=kept), None)
 
 
 def test_a_tower_whose_buffers_no_rule_averages_is_refused(monkeypatch):

@@ -25,7 +25,7 @@ ROW = torch.tensor([1, 0, 2, 0, 2])
     [("resnet18", ("layer3", "layer4")), (f"vit_b_32:{VIT}", ("encoder.layers",))],
 )
 def test_features_are_those_of_torchvision(name, maps):
-    tower = with_head(image_tower(name, SIZE), 8, regions=True)
+    tower = with_head(image_tower(name, SIZE), 8, annotations="region")
     layers = [spec.build(0).eval() for spec in tower.specs]
     if name == "resnet18":
         library = torchvision.models.resnet18(weights=None)

@@ -3,7 +3,15 @@
 import torch
 
 from models.metrics import retrieval
-from models.metrics.regions import OVERLAP, Said, box_sums, choice, equal, overlapping, said_of
+from models.metrics.annotations import (
+    OVERLAP,
+    Said,
+    choice,
+    choice_sums,
+    equal,
+    overlapping,
+    said_of,
+)
 from models.metrics.retrieval import query_figures
 
 
@@ -64,7 +72,7 @@ def test_the_box_that_a_phrase_chooses(monkeypatch):
         own, key = own[:40], key[:40]
         of_each = said_of(40, Said(image, key, torch.arange(40)))
         right = choice(own, other, image, image, of_each).right
-        sums = box_sums(own, other, image, image, equal(key, key))
+        sums = choice_sums(own, other, image, image, equal(key, key))
         assert abs(query_figures("box", sums.tolist())["box_R@1"] - right) < 1e-9
 
 

@@ -78,16 +78,20 @@ def test_regions_and_phrases():
     boxes = torch.tensor([[0, 0, WHOLE, WHOLE], [5, 7, WHOLE // 2, WHOLE // 3]], dtype=torch.int32)
     more = {"region_boxes": boxes, "region_row": torch.tensor([2, 0])}
     for towers in ("resnet+bert", "vit+clip"):
-        check_both(towers, images=more, texts={"phrase_position": torch.arange(3)}, regions=True)
+        check_both(
+            towers, images=more, texts={"phrase_position": torch.arange(3)}, annotations="region"
+        )
 
 
-def check_both(towers, fusion=None, images=None, texts=None, regions=False):
+def check_both(towers, fusion=None, images=None, texts=None, annotations=None):
     image, text, size = TOWERS[towers]
     ids = torch.randint(5, VOCAB, (4, MAX_TOKENS))
     mask = (torch.arange(MAX_TOKENS) < torch.tensor([[16], [5], [9], [3]])).long()
-    tower = with_head(image_tower(image, size), 8, None, fusion, regions=regions)
+    tower = with_head(image_tower(image, size), 8, None, fusion, annotations=annotations)
     check(tower, {"pixel_values": torch.randn(4, 3, size, size)} | (images or {}))
-    tower = with_head(text_tower(text, VOCAB, MAX_TOKENS, 0, 2), 8, {}, fusion, regions=regions)
+    tower = with_head(
+        text_tower(text, VOCAB, MAX_TOKENS, 0, 2), 8, {}, fusion, annotations=annotations
+    )
     check(tower, {"input_ids": ids * mask, "attention_mask": mask} | (texts or {}))
 
 

@@ -161,9 +161,9 @@ MUTANTS = (
     Mutant(
         "phrases-of-the-next-image",
         "data/batching/shown.py",
-        "return Places(ends - regions, regions, first, negatives)",
-        "return Places(ends - regions + 1, regions, first, negatives)",
-        "a phrase stands at the place of its region",
+        "return Places(self.kind, ends - number, number, first, negatives)",
+        "return Places(self.kind, ends - number + 1, number, first, negatives)",
+        "a phrase stands at the place of its annotation",
         "tests/data/test_shown.py tests/data/test_regions.py",
     ),
     Mutant(

@@ -1,5 +1,5 @@
-"""Which box of its own image does a phrase choose, among those that are given for it? Exact, in
-blocks. RefCOCO with given boxes (Yu et al. 2016) is such a question."""
+"""Which annotation of its own sample does a phrase choose, among those that are given for it, such as
+the boxes of an image? Exact, in blocks. RefCOCO with given boxes (Yu et al. 2016) is such a question."""
 
 from __future__ import annotations
 
@@ -12,27 +12,24 @@ from torchvision.ops import box_iou
 
 from models.metrics.retrieval import NUM_SUMS, RECALL_AT, TOLERANCE, hits, similarities
 
-PHRASE_TO_BOX = "phrase_to_box"  # within an image, among the boxes that are given
-NUM_UNSEEN = "num_regions_not_in_view"  # of the boxes that an evaluation asks for
-NUM_BEYOND = "num_regions_beyond_max"  # of an image, for which a run does not ask (--max-regions)
-OVERLAP = 0.5  # of a box with that of the phrase, at which it counts as found
+OVERLAP = 0.5  # of a place with that of the phrase, at which it counts as found
 
 Rule = Callable[[slice], Tensor]
-"""Rows of phrases -> which regions [B] are right for each, if they are of the same image: bool
+"""Rows of phrases -> which annotations [B] are right for each, if they are of the same sample: bool
 [block, B]."""
 
 
-def box_sums(
+def choice_sums(
     own: Tensor,
     other: Tensor,
     sample: Tensor,
     others_sample: Tensor,
     is_right: Rule,
 ) -> Tensor:
-    """Phrases `own` [b, D] of the images `sample` [b], among regions `other` [B, D] of the images
+    """Phrases `own` [b, D] of the samples `sample` [b], among annotations `other` [B, D] of the samples
     `others_sample` [B]: what `query_figures` divides, float64 [7], which ranks add up.
 
-    Of the image of a phrase at least one region `is_right`. Another region that ties with the best
+    Of the sample of a phrase at least one annotation `is_right`. Another one that ties with the best
     right one counts as before it.
     """
     sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=own.device)
@@ -49,7 +46,7 @@ def box_sums(
 
 
 class Choice(NamedTuple):
-    """How often the region that a phrase chooses is right, and how often one drawn by chance is, in
+    """How often the annotation that a phrase chooses is right, and how often one drawn by chance is, in
     0..1; among how many, on average."""
 
     right: float
@@ -60,7 +57,7 @@ class Choice(NamedTuple):
 def choice(
     own: Tensor, other: Tensor, sample: Tensor, others_sample: Tensor, is_right: Rule
 ) -> Choice:
-    """As `box_sums` takes and counts them. Errors: ZeroDivisionError without any phrase."""
+    """As `choice_sums` takes and counts them. Errors: ZeroDivisionError without any phrase."""
     sums = torch.zeros(3, dtype=torch.float64, device=own.device)
     for same, right, ranks in _ranked(own, other, sample, others_sample, is_right):
         candidates = same.sum(1).double()
@@ -70,28 +67,28 @@ def choice(
 
 
 class Said(NamedTuple):
-    """Which regions phrases [n] are said of: their images `sample`, a `key` that is equal for equal
-    phrases, and the number of their `region` among B, each int64 [n]. A phrase that comes several
-    times with an image is said of all these regions."""
+    """Which annotations phrases [n] are said of: their `sample`, a `key` that is equal for equal phrases,
+    and the number of their `annotation` among B, each int64 [n]. A phrase that comes several times with a
+    sample is said of all these annotations."""
 
     sample: Tensor
     key: Tensor
-    region: Tensor
+    annotation: Tensor
 
     def pairs(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Of a block of phrases each one [m] with a region [m] that it is said of."""
+        """Of a block of phrases each one [m] with an annotation [m] that it is said of."""
         alike = (self.sample[rows, None] == self.sample) & (self.key[rows, None] == self.key)
         phrase, other = alike.nonzero(as_tuple=True)
-        return phrase, self.region[other]
+        return phrase, self.annotation[other]
 
 
 def overlapping(box: Tensor, said: Said) -> Rule:
-    """Right are regions whose intersection over union with a box of the phrase is at least
-    `OVERLAP`. `box` [B, 4]: x1, y1, x2, y2, in any unit."""
+    """Right are annotations whose intersection over union with a place of the phrase is at least
+    `OVERLAP`. `box` [B, 4]: x1, y1, x2, y2, in any unit; of spans y1 = 0 and y2 = 1."""
 
     def is_right(rows: slice) -> Tensor:
-        phrase, region = said.pairs(rows)
-        overlaps = (box_iou(box[region], box) >= OVERLAP).to(torch.int32)
+        phrase, annotation = said.pairs(rows)
+        overlaps = (box_iou(box[annotation], box) >= OVERLAP).to(torch.int32)
         found = torch.zeros(len(said.key[rows]), len(box), dtype=torch.int32, device=box.device)
         return found.index_add_(0, phrase, overlaps) > 0
 
@@ -99,7 +96,7 @@ def overlapping(box: Tensor, said: Said) -> Rule:
 
 
 def said_of(number: int, said: Said) -> Rule:
-    """Right are those of the `number` regions that the phrase is said of."""
+    """Right are those of the `number` annotations that the phrase is said of."""
 
     def is_right(rows: slice) -> Tensor:
         block = said.key[rows]
@@ -111,7 +108,7 @@ def said_of(number: int, said: Said) -> Rule:
 
 
 def equal(key: Tensor, right_key: Tensor) -> Rule:
-    """Right are regions with the `key` [B] that the phrase has, `right_key` [b]."""
+    """Right are annotations with the `key` [B] that the phrase has, `right_key` [b]."""
     return lambda rows: right_key[rows, None] == key
 
 
@@ -122,7 +119,7 @@ def _ranked(
     others_sample: Tensor,
     is_right: Rule,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Of blocks of phrases: which regions are of the same image, and which of these are right, bool
+    """Of blocks of phrases: which annotations are of the same sample, and which of these are right, bool
     [block, B]; the place of the best right one, from 0, int64 [block]."""
     for rows, similarity in similarities(own, other):
         same = sample[rows, None] == others_sample

@@ -1,8 +1,8 @@
-"""Images with regions and texts with phrases: which there are in a batch, and what a micro-batch brings
-of them.
+"""Images with regions, or clips with moments, and texts with phrases: which there are in a batch, and
+what a micro-batch brings of them.
 
-A third of the samples have no region, one has fifty; some regions are not in the view; phrases
-repeat, and some come with negatives.
+A third of the samples have no annotation, one has fifty; some are not in the view; phrases repeat, and
+some come with negatives.
 """
 
 from __future__ import annotations
@@ -19,27 +19,30 @@ from torch import Tensor
 from common.boxes import WHOLE
 
 PHRASES, MOST, WEIGHT = 9, 50, 0.5
+OF = {"region": "image", "moment": "video"}
+EXTENTS = {"region": "region_boxes", "moment": "moment_spans"}
 
 
 @dataclass(frozen=True)
-class Regions:
-    """R regions of the global batch, n negatives."""
+class Annotations:
+    """R annotations of the global batch, n negatives. `name`: of `OF`."""
 
+    name: str
     sample: Tensor  # [R]
-    boxes: Tensor  # [R, 4]
+    extents: Tensor  # [R, 4] or [R, 2]
     seen: Tensor  # [R] bool, in the view
     phrase: Tensor  # [R], which
     negative: Tensor  # [n], which phrase
     negative_of: Tensor  # [n], sample
     tokens: Tensor  # [PHRASES, L]
 
-    def of_images(self, places: Tensor, first_index: int) -> dict[str, Tensor]:
-        """The labels of the regions of these samples."""
+    def of_values(self, places: Tensor, first_index: int) -> dict[str, Tensor]:
+        """The labels of the annotations of these samples."""
         own = torch.isin(self.sample, places).nonzero().flatten()
-        return self._labels("region", own, own + 10**6, self._index(own, first_index))
+        return self._labels(self.name, own, own + 10**6, self._index(own, first_index))
 
     def of_texts(self, places: Tensor, first_index: int) -> dict[str, Tensor]:
-        """The labels of their phrases: those of the regions, then negatives."""
+        """The labels of their phrases: those of the annotations, then negatives."""
         own = torch.isin(self.sample, places).nonzero().flatten()
         more = torch.isin(self.negative_of, places).nonzero().flatten()
         position = torch.cat([own, more + len(self.sample)])
@@ -57,9 +60,9 @@ class Regions:
         return {f"{name}_position": position, f"{name}_index": index, f"{name}_key": key}
 
     def where(self, position: Tensor, places: Tensor) -> dict[str, Tensor]:
-        """Of regions at these positions, among the images `places` of a micro-batch."""
+        """Of annotations at these positions, among the samples `places` of a micro-batch."""
         row = (self.sample[position][:, None] == places).int().argmax(1)
-        return {"region_boxes": self.boxes[position], "region_row": row}
+        return {EXTENTS[self.name]: self.extents[position], f"{self.name}_row": row}
 
     def behind(self, captions: Mapping[str, Tensor], phrase: Tensor) -> dict[str, Tensor]:
         """The captions of a micro-batch, with these phrases behind them."""
@@ -73,10 +76,11 @@ class Regions:
 
 
 @cache
-def regions_of(
-    num_samples: int, without: Collection[int] = (), not_seen: Collection[int] = ()
-) -> Regions:
-    """`without`, `not_seen`: samples that have no region, or whose regions are not in the view."""
+def annotations_of(
+    name: str, num_samples: int, without: Collection[int] = (), not_seen: Collection[int] = ()
+) -> Annotations:
+    """`without`, `not_seen`: samples that have no annotation, or whose annotations are not in the
+    view."""
     random = torch.Generator().manual_seed(5)
     numbers = torch.randint(1, 5, (num_samples,), generator=random)
     numbers[::3], numbers[7] = 0, MOST
@@ -86,9 +90,14 @@ def regions_of(
     corners[:, 1] = (corners[:, 1] + 0.1).clamp(max=1)
     negatives = torch.randint(0, 3, (len(sample),), generator=random)
     hidden = torch.isin(sample, torch.tensor(list(not_seen), dtype=torch.int64))
-    return Regions(
+    if name == "region":
+        extents = (corners.reshape(-1, 4) * WHOLE).to(torch.int32)
+    else:  # of clips of one frame each 300 ms, some moments behind the last
+        extents = (corners[..., 0] * 1500).to(torch.int32)
+    return Annotations(
+        name,
         sample,
-        (corners.reshape(-1, 4) * WHOLE).to(torch.int32),
+        extents,
         (torch.rand(len(sample), generator=random) > 0.2) & ~hidden,
         torch.randint(0, PHRASES, (len(sample),), generator=random),
         torch.randint(0, PHRASES, (int(negatives.sum()),), generator=random),
