@@ -25,12 +25,13 @@ from data.formats.rows import (
     Part,
     Roots,
     Row,
+    Unused,
     attempt,
     take_captions,
 )
 from data.formats.shards import Shard, ShardsFormat
-from data.formats.specs import ROOT, is_remote, split_options
-from data.formats.tables import READING, chosen_columns
+from data.formats.specs import ROOT, is_remote, names_of, split_options
+from data.formats.tables import READING, chosen_columns, named_kinds
 from data.regions import BoxOptions
 from data.stored.annotations import StoredAnnotations
 from data.stored.kinds import STORED, annotations_of, is_file, names_of_rows, stored
@@ -87,6 +88,7 @@ class ParquetFormat(ShardsFormat):
         super().__init__("parquet", pattern, USAGE, shard)
         schema = self._schema(spec)
         self.columns = chosen_columns(spec, schema.names, usual, options)
+        self.usual = names_of(usual, options)
         self.holds = tuple(key for key in STORED if key in self.columns)
         # modality -> "bytes", also within a structure, "path", or "either", in {bytes, path}
         self.stored = {
@@ -94,7 +96,7 @@ class ParquetFormat(ShardsFormat):
             for key, column in self.columns.items()
             if is_file(key)
         }
-        self.spec += f"?{self.columns}{self.boxes.words()}"
+        self.spec += f"?{self.columns}{named_kinds(options)}{self.boxes.words()}"
         self.spec += f"?captions={self.captions}" if self.captions else ""
         if {"path", "either"} & {*self.stored.values()}:
             own = self._one_folder(spec)
@@ -147,13 +149,24 @@ class ParquetFormat(ShardsFormat):
             if fault:
                 yield Part(file, fault, 1, unchanging)
                 continue
-            start = 0
+            start, beside = 0, self._further(metadata)
             for group in range(metadata.num_row_groups):
                 chunks = metadata.row_group(group)
                 # Paths in a file say nothing of the images' own changes.
                 own = None if self._names_files(chunks) else (unchanging, group)
-                yield Part(file, (group, start, chunks.num_rows), 1, own)
-                start += chunks.num_rows
+                yield Part(file, (group, start, chunks.num_rows, beside), 1, own)
+                start, beside = start + chunks.num_rows, []
+
+    def _further(self, metadata: pq.FileMetaData) -> list[str]:
+        """Each column of a file that may hold a modality of which another column is read, as
+        `Unused.what`. The footer alone is looked at, since what is not read may be large."""
+        return [
+            f"columns {name!r} beside {self.columns[key]!r}"
+            for key in self.modalities
+            if key in self.columns
+            for name in self.usual[key]
+            if name != self.columns[key] and _is_filled(metadata, name)
+        ]
 
     def _names_files(self, group: pq.RowGroupMetaData) -> bool:
         """Whether rows of the group may be read from files of their own."""
@@ -164,12 +177,13 @@ class ParquetFormat(ShardsFormat):
         found = [chunk.statistics for chunk in chunks if chunk.path_in_schema in inner]
         return any(each is None or each.null_count != 0 for each in found)  # None: not known
 
-    def rows(self, part: Part) -> Iterator[Row]:
+    def rows(self, part: Part) -> Iterator[Row | Unused]:
         name = self.short[part.file]
         if isinstance(part.content, str):
             yield Row(name, 0, BadSample("truncated-archive", part.content))
             return
-        group, first, count = part.content
+        group, first, count, beside = part.content
+        yield from (Unused(what, "", first) for what in beside)
         size = os.path.getsize(part.file)
         number, decoded, limit = first, 0, FILE_LIMIT + DECODED_FACTOR * size
         # Of images and sounds those that are compared are read.
@@ -360,6 +374,22 @@ def _is_joined(file: str, metadata: pq.FileMetaData) -> bool:
         return False
     with open(file, "rb") as opened:
         return _holds(opened, 2 * MAGIC, between + len(MAGIC))
+
+
+def _is_filled(metadata: pq.FileMetaData, name: str) -> bool:
+    """Whether a file has a column, and its footer does not say that all of its values are null."""
+    schema = metadata.schema
+    own = [
+        number
+        for number in range(metadata.num_columns)
+        if f"{schema.column(number).path}.".startswith(f"{name}.")
+    ]
+    groups = map(metadata.row_group, range(metadata.num_row_groups) if own else ())
+    for chunk in (group.column(number) for group in groups for number in own):
+        nulls = chunk.statistics and chunk.statistics.null_count  # None: not known
+        if nulls is None or nulls < chunk.num_values:
+            return True
+    return False
 
 
 def _holds(file: BinaryIO, what: bytes, within: int) -> bool:

@@ -41,6 +41,10 @@ LEFTOVER = re.compile(
 Pairs = tuple[tuple[str, str], ...]
 DEFAULT_PAIRS: Pairs = (("image", "text"),)
 
+BESIDE = "beside what is used"
+"""In the `values` of an entry, where no modality can be named so: of what it holds more than once, the
+rest, each as `Unused.what`."""
+
 Stamp = tuple[str, int, int]
 """Path, size in bytes, time of the last change in ns: equal while a file is unchanged."""
 
@@ -73,6 +77,7 @@ class Unused(NamedTuple):
 
     what: str  # counted together, such as "files .xml"
     path: str  # as `Media.path` has it: an example is shown
+    number: int = 0  # as `Row.number`, where places are told by it
 
 
 @dataclass
@@ -224,10 +229,23 @@ class EntriesFormat(Format):
         for number, content in part.content:
             found = attempt(self.values, content)
             if not isinstance(found, list):
-                yield Row(self.name(number), number, found)
+                yield Row(self.name(number), number, found, _beside(found, number))
                 continue
             for k, values in enumerate(found):
-                yield Row(f"{self.name(number)}#{k}", number, values)
+                name = f"{self.name(number)}#{k}"
+                yield Row(name, number, values, _beside(values, number))
+
+
+def _beside(values: Mapping[str, Any] | BadSample, number: int) -> Sequence[Unused]:
+    if isinstance(values, BadSample) or BESIDE not in values:
+        return ()
+    return [Unused(what, "", number) for what in values[BESIDE]]
+
+
+def second_value(place: str, name: str, used: str) -> str:
+    """What to count where a row has two values of a kind, of which that of `name` is not read.
+    `place`: "key" or "column"."""
+    return f"values of a {place} {name!r} beside {used!r}"
 
 
 def stamp(path: str) -> Stamp:

@@ -20,11 +20,13 @@ from data.bad_samples import BadSample
 from data.clips import KEYS as SPAN
 from data.clips import checked_span
 from data.formats.rows import (
+    BESIDE,
     DEFAULT_PAIRS,
     LIST_LIMIT,
     EntriesFormat,
     Roots,
     attempt,
+    second_value,
     take_captions,
 )
 from data.formats.specs import ROOT, existing, names_of, split_options
@@ -127,6 +129,10 @@ class JsonlFormat(EntriesFormat):
         for what, keys in self.keys.items():
             given = [fields[key] for key in keys if key in fields]
             values[what] = next((value for value in given if value is not None), None)
+            if len(given) > 1 and what in self.modalities:
+                filled = [key for key in keys if fields.get(key) not in (None, "")]
+                beside = [second_value("key", key, filled[0]) for key in filled[1:]]
+                values[BESIDE] = [*values.get(BESIDE, ()), *beside]
             if not given and self.pairs == DEFAULT_PAIRS and what in self.modalities:
                 wanted = keys[0] if keys else what
                 hint = near(wanted, fields)
@@ -164,6 +170,12 @@ def chosen_columns(
                 f"?{key}=COLUMN"
             )
     return found
+
+
+def named_kinds(options: dict[str, str]) -> str:
+    """Of a spec: the modalities whose columns the options give, beside which no others are counted."""
+    named = [key for key in options if key in STORED]
+    return f"?named={'+'.join(named)}" if named else ""
 
 
 def number_of_texts(spec: str, options: dict[str, str]) -> int:
@@ -327,8 +339,22 @@ class TableFormat(EntriesFormat):
         self.columns = chosen_columns(given, header, usual, options)
         self.positions = {key: header.index(column) for key, column in self.columns.items()}
         self.holds = tuple(key for key in STORED if key in self.columns)
+        self.further = self._further(header, names_of(usual, options))
         self.spec = f"{kind}:{self.file}?{self.columns}{self.separator}{self.roots.options()}"
+        self.spec += named_kinds(options)
         self.spec += f"?captions={self.captions}" if self.captions else ""
+
+    def _further(
+        self, header: list[str], names: dict[str, tuple[str, ...]]
+    ) -> list[tuple[str, int, str]]:
+        """Each column that may hold a modality of which another one is read: modality, position, and
+        what to count of it."""
+        return [
+            (key, at, second_value("column", name, self.columns[key]))
+            for key, position in self.positions.items()
+            for at, name in enumerate(header)
+            if name in names[key] and at != position
+        ]
 
     def _header(self) -> list[str]:
         with self._opened() as file:
@@ -421,7 +447,16 @@ class TableFormat(EntriesFormat):
             if position < len(content)
         }
         # An empty cell is how a table says that there is no file.
-        return cells | {kind.name: cells.get(kind.name) or None for kind in files_of()}
+        values: dict[str, Any] = cells | {
+            kind.name: cells.get(kind.name) or None for kind in files_of()
+        }
+        if self.further:
+            values[BESIDE] = [
+                what
+                for key, at, what in self.further
+                if key in self.modalities and any(map(str.strip, content[at : at + 1]))
+            ]
+        return values
 
 
 def _noted(file: TextIO, lines: list[str]) -> Iterator[str]:

@@ -28,6 +28,7 @@ from data.formats.rows import (
     Stamp,
     Unused,
     attempt,
+    second_value,
     take_captions,
 )
 from data.formats.shards import Shard, ShardsFormat, split_pattern
@@ -152,12 +153,13 @@ class WebdatasetFormat(ShardsFormat):
         """What a sample holds of each modality that is compared, and the members beside that."""
         values: dict[str, Any] = {}
         used: set[str] = set()
+        beside: list[Unused] = []
         listed = ", ".join(members)
         for modality in self.modalities:
             missing = BadSample("orphan-member", f"no {modality} among {listed}")
             kind = stored(modality)
             if isinstance(kind, StoredText):
-                values[modality] = self._text(shard, members, used)
+                values[modality] = self._text(shard, members, used, beside)
                 if values[modality] is None and CLASS in members:
                     used.add(CLASS)
                     found = attempt(self._class_captions, file, shard, members[CLASS])
@@ -175,17 +177,18 @@ class WebdatasetFormat(ShardsFormat):
                 if kind.beside and "json" in members:
                     used.add("json")
                     fields = attempt(shard.text, members["json"], "")
-                    beside = kind.beside if isinstance(fields, dict) else ()
-                    values |= {key: fields.get(key) for key in beside}
+                    keys = kind.beside if isinstance(fields, dict) else ()
+                    values |= {key: fields.get(key) for key in keys}
         names = {ending: member.path for ending, member in members.items() if ending not in used}
-        return values, [Unused(f"members .{ending}", path) for ending, path in names.items()]
+        beside += [Unused(f"members .{ending}", path) for ending, path in names.items()]
+        return values, beside
 
     def _text(
-        self, shard: "_Shard", members: Members, used: set[str]
+        self, shard: "_Shard", members: Members, used: set[str], beside: list[Unused]
     ) -> Captions | BadSample | None:
         if self.captions == "classes":
             return None
-        return _first_good_text(shard, members, used, self.captions == "lines")
+        return _first_good_text(shard, members, used, beside, self.captions == "lines")
 
     def _class_captions(self, file: str, shard: "_Shard", member: Media) -> dict[str, Any]:
         """The class and its captions. Raises BadSample."""
@@ -240,7 +243,7 @@ def records(
             with suppress(BadSample):
                 record = shard.text(members["json"], "")
         if captions:
-            texts = _first_good_text(shard, members, set())
+            texts = _first_good_text(shard, members, set(), [])
         yield record, texts.good if isinstance(texts, Captions) else []
 
 
@@ -256,6 +259,7 @@ class _Shard:
 
     def __init__(self, file: BinaryIO, size: int) -> None:
         self._file, self._size = file, size
+        self._parsed: tuple[int, dict[str, Any]] = (-1, {})  # the last JSON, by its place
         self.fault = ""
 
     def samples(self) -> Iterator[tuple[str, Members] | Unused]:
@@ -357,13 +361,22 @@ class _Shard:
                 "huge-caption",
                 f"{member.path} has {member.size:,} bytes; at most {TEXT_LIMIT:,} are read",
             )
-        self._file.seek(member.offset)
-        content = self._file.read(member.size)
         if key is not None:
-            fields = parsed_object(content, member.path)
+            fields = self._fields(member)
             return fields.get(key) if key else fields
+        content = self._content(member)
         # Bytes that are not UTF-8 become lone surrogates, which the checks of texts find.
         return content.decode("utf-8-sig", "surrogateescape").strip("\r\n")
+
+    def _fields(self, member: Media) -> dict[str, Any]:
+        """Raises BadSample."""
+        if self._parsed[0] != member.offset:
+            self._parsed = member.offset, parsed_object(self._content(member), member.path)
+        return self._parsed[1]
+
+    def _content(self, member: Media) -> bytes:
+        self._file.seek(member.offset)
+        return self._file.read(member.size)
 
 
 class _Headers:
@@ -428,12 +441,17 @@ def _samples_of(key: str, members: Members) -> Iterator[tuple[str, Members] | Un
 
 
 def _first_good_text(
-    shard: _Shard, members: Members, used: set[str], is_lines: bool = False
+    shard: _Shard,
+    members: Members,
+    used: set[str],
+    beside: list[Unused],
+    is_lines: bool = False,
 ) -> Captions | BadSample | None:
     """The first of a sample's texts with a good caption, or what is wrong with the first of them.
-    `used` keeps the endings of those that were read. `is_lines`: each line is a caption."""
+    `used` keeps the endings of those that were read, `beside` further texts of the same .json.
+    `is_lines`: each line is a caption."""
     problems: list[BadSample] = []
-    for ending, key in TEXTS:
+    for number, (ending, key) in enumerate(TEXTS):
         if ending in members:
             used.add(ending)
             try:
@@ -442,6 +460,9 @@ def _first_good_text(
             except BadSample as problem:
                 problems.append(problem)
                 continue
+            for also, other in TEXTS[number + 1 :]:
+                if key and other and also == ending and shard.text(members[ending], other):
+                    beside.append(Unused(second_value("key", other, key), members[ending].path))
             return Captions(good, dropped + [p for p in problems if p.reason not in ABSENCES])
     return problems[0] if problems else None
 

@@ -462,7 +462,7 @@ def _noted(sample: Sample) -> str:
 
 def _unused_of(format: Format, part: Part, found: Sample | Unused) -> UnusedCounts:
     if isinstance(found, Unused):
-        return {found.what: (1, _clean(format.where(part.file, found.path, 0)))}
+        return {found.what: (1, _clean(format.where(part.file, found.path, found.number)))}
     phrases = [each for own in found.annotations.values() for each in own.phrases]
     dropped = {"captions": found.dropped, "phrases": phrases}
     empty = {

@@ -34,7 +34,7 @@ from data.stored.audio import AUDIO
 from data.stored.kinds import STORED, Registered, files_of, is_own, stored
 from data.stored.record import StoredFile
 
-VERSION = 9  # raised when an index of before would say other things of the same data
+VERSION = 10  # raised when an index of before would say other things of the same data
 NUMBERS, TEXTS, REPEATS, META = "numbers", "texts.arrow", "repeats.npy", "meta.json"
 # Images that are files: up to so many, each one's size and time are compared whenever the index is
 # opened.

@@ -495,6 +495,35 @@ def test_webdataset_uses_or_counts_every_member(tmp_path, names, keys, bad, unus
     assert ", ".join(source.unused()) == unused
 
 
+def test_a_second_caption_is_counted(tmp_path):
+    """Of a column, and of a key of a tar's .json; in a table the same column may come twice."""
+    image = encoded_image()
+    both = {"image": [image], "caption": ["used"], "title": ["other"], "text": pa.nulls(1)}
+    pq.write_table(pa.table(both), tmp_path / "a.parquet")
+    pq.write_table(pa.table(both | {"text": ["used"]}), tmp_path / "b.parquet")
+    (tmp_path / "a.png").write_bytes(image)
+    (tmp_path / "a.csv").write_text("filepath,title,title\na.png,used,other\na.png,used, \n")
+    texts = [{"caption": "used", "text": "other"}, {"caption": None, "text": "used"}]
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for n, each in enumerate(texts):
+            add(tar, f"{n}.png", encoded_image(n))
+            add(tar, f"{n}.json", json.dumps(each).encode())
+    for spec, place, counted in [
+        (
+            "parquet:{}/b.parquet",
+            "#row 0",
+            ["columns 'caption' beside 'text'", "columns 'title' beside 'text'"],
+        ),
+        ("parquet:{}/a.parquet?text=caption", "", []),
+        ("csv:{}/a.csv", ":2", ["values of a column 'title' beside 'title'"]),
+        ("webdataset:{}/a.tar", "#0.json", ["values of a key 'text' beside 'caption'"]),
+    ]:
+        source = open_source(spec.format(tmp_path))
+        assert {text for i in source.usable() for text in source.captions(int(i))} == {"used"}
+        file = spec.format(tmp_path).partition(":")[2]
+        assert source.unused() == {what: (1, f"{file}{place}") for what in counted}, spec
+
+
 def test_webdataset_takes_the_first_good_text(tmp_path):
     for n, (members, broken) in enumerate(
         [

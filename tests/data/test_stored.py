@@ -196,3 +196,57 @@ def test_a_table_of_two_kinds_of_files_needs_no_texts(tmp_path):
     (tmp_path / "c.csv").write_text("".join(f"{row[2]}\n" for row in rows))
     with pytest.raises(ValueError, match="no column title; there are: depth_path"):
         open_source(f"csv:{tmp_path}/c.csv", PAIRS[1:], folder=tmp_path / "index")
+
+
+HEADER = ("image_path", "text", "depth_path", "depth")
+TWICE = [
+    ("0.png", "both", "0.depth.png", "1.depth.png"),
+    ("1.png", "the first", "1.depth.png", None),
+    ("2.png", "the second", None, "2.depth.png"),
+    (None, "both, and no image", None, None),
+    ("3.png", "both", "3.depth.png", "2.depth.png"),
+    ("none.png", None, "none.depth.png", "3.depth.png"),
+]
+# of each format what is counted, how often, and where it is first
+COUNTED = {
+    "jsonl": ("values of a key 'depth' beside 'depth_path'", 2, ":1"),
+    "list": ("values of a key 'depth' beside 'depth_path'", 2, "#[0]"),
+    "csv": ("values of a column 'depth' beside 'depth_path'", 3, ":2"),
+    "parquet": ("columns 'depth_path' beside 'depth'", 1, "#row 0"),
+}
+
+
+def written_twice(folder, form: str) -> str:
+    """Samples in rows with two keys or columns of a depth; the name of their file."""
+    written(folder, "csv")
+    lines, file = [dict(zip(HEADER, row)) for row in TWICE], folder / f"twice.{form}"
+    texts = {"jsonl": "".join(json.dumps(line) + "\n" for line in lines), "list": json.dumps(lines)}
+    if form == "csv":
+        with file.open("w", newline="") as opened:
+            csv.writer(opened).writerows([("filepath", "title", *HEADER[2:]), *TWICE])
+    elif form == "parquet":
+        table = pa.Table.from_pylist(lines)
+        pq.write_table(table, file, row_group_size=2)
+        nothing = table.set_column(2, "depth_path", pa.nulls(len(lines), pa.string()))
+        pq.write_table(nothing, folder / "without.parquet")
+    else:
+        file.write_text(texts[form])
+    return str(file)
+
+
+@pytest.mark.parametrize("form", COUNTED)
+def test_a_second_value_of_it_in_a_row_is_counted(form, tmp_path, capsys, monkeypatch):
+    """Where it is compared, no key or column is named, and the sample is used. Of parquet those files
+    are counted that have another column with values."""
+    file, (what, number, place) = written_twice(tmp_path, form), COUNTED[form]
+    spec = {"csv": f"csv:{file}", "parquet": f"parquet:{tmp_path}/*t*.parquet"}
+    spec = spec.get(form, f"jsonl:{file}")
+    known = {"folder": tmp_path / "index", "workers": 1}
+    for _ in range(2):  # the second time as the index has it
+        assert open_source(spec, PAIRS, **known).unused() == {what: (number, f"{file}{place}")}
+    assert open_source(spec, **known).unused() == {}
+    assert open_source(f"{spec}?depth=depth", PAIRS, **known).unused() == {}
+    pairs = ["--pairs", ",".join(map(":".join, PAIRS))]
+    monkeypatch.setenv("COLUMNS", "300")
+    assert inspect([spec, *pairs, "--count", "0"]) == 0
+    assert f"unused: {what}" in capsys.readouterr().out
