@@ -32,7 +32,7 @@ from data.identity import MISSING, Identity, fingerprint
 from data.keys import content_hash
 from data.stored.audio import AUDIO
 from data.stored.kinds import STORED, Registered, files_of, is_own, stored
-from data.stored.record import StoredFile
+from data.stored.record import FORMS, StoredFile
 
 VERSION = 10  # raised when an index of before would say other things of the same data
 NUMBERS, TEXTS, REPEATS, META = "numbers", "texts.arrow", "repeats.npy", "meta.json"
@@ -231,11 +231,17 @@ def index_folder(
     words += [kind.missing_decoders() for kind in files_of(format.modalities)]
     # of a modality that has an entry now and had none before, the index says more
     words += [name for name in format.modalities if name in STORED]
-    # and what a measure of one's own makes may change with its module
-    words += [_code_of(kind) for kind in files_of(format.modalities) if is_own(kind)]
+    # and where values of one's own stand and what is measured of them may change with their module
+    words += [_record_of(kind) for kind in files_of(format.modalities) if is_own(kind)]
     if AUDIO.name in format.modalities:
         words.append(max_audio_seconds)
     return (folder or cache_folder() / "index") / fingerprint(words)
+
+
+def _record_of(kind: StoredFile) -> tuple[Any, ...]:
+    names = [kind.names_in(form) for form in FORMS]
+    columns = [*kind.measured.items(), *kind.said]
+    return kind.endings, names, kind.beside, columns, _code_of(kind)
 
 
 def _code_of(kind: StoredFile) -> str:

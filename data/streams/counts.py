@@ -32,6 +32,7 @@ from data.formats.webdataset import count_rows
 from data.identity import MISSING, Identity, kept_name
 from data.index.mapped import VERSION
 from data.progress import progress_bar
+from data.stored.kinds import files_of, is_own
 
 AT_ONCE = 64
 BLOCK = 1 << 20  # bytes of a tar that are read at a time
@@ -81,7 +82,8 @@ def counts_of(
     changed; what files beside the shards tell is read each time. `shown`: with a bar of what takes
     long. `limit_s`: how long a store that is gone is waited for. Errors: ValueError, OSError.
     """
-    file = kept and kept / f"{kept_name('counts', VERSION, shown_names(names))}.npy"
+    made_of = (shown_names(names), *told_apart_by(names))
+    file = kept and kept / f"{kept_name('counts', VERSION, *made_of)}.npy"
     known = np.zeros((2, len(names)), np.int64) if file is None else _kept(file, len(names))
     with ThreadPoolExecutor(AT_ONCE) as pool:
         try:
@@ -95,6 +97,14 @@ def counts_of(
         with replacing(file) as beside, beside.open("wb") as opened:
             np.save(opened, found)
     return counts
+
+
+def told_apart_by(names: Sequence[str]) -> list[str]:
+    """What the samples of a tar follow from beside its members: the endings of modalities of one's
+    own, by which names with dots of their own are read (`0.depth.png`)."""
+    if not names or is_parquet(names[0]):
+        return []
+    return sorted(end for kind in files_of() if is_own(kind) for end in kind.endings)
 
 
 def shown_names(names: Sequence[str]) -> list[str]:

@@ -30,7 +30,7 @@ from data.index.mapped import VERSION
 from data.index.sources import IndexedSource
 from data.progress import progress_bar
 from data.streams.bloom import CAPTION, Unseen, keys_of
-from data.streams.counts import AT_ONCE, is_parquet, shown_names
+from data.streams.counts import AT_ONCE, is_parquet, shown_names, told_apart_by
 from data.streams.metadata import WORDS, Metadata, beside, metadata_of
 from data.streams.where import apply, columns
 
@@ -123,7 +123,7 @@ def kept_rows(
     # read before there are threads: in two of them at once, Python 3.11's parser may fail
     if where is not None and not columns(where):
         raise ValueError(f"where={where}: names no column; write as in where=similarity>0.3")
-    asked = (where, text, lines, unseen and (unseen.by, unseen.digest))
+    asked = (where, text, lines, unseen and (unseen.by, unseen.digest), *told_apart_by(names))
     place = folder / kept_name("kept", VERSION, shown_names(names), asked)
     old: Kept | None = None
     with suppress(OSError, ValueError, EOFError):  # not there, or damaged: it is made

@@ -198,6 +198,30 @@ def test_a_table_of_two_kinds_of_files_needs_no_texts(tmp_path):
         open_source(f"csv:{tmp_path}/c.csv", PAIRS[1:], folder=tmp_path / "index")
 
 
+def test_an_index_is_of_the_record_as_it_is_now(tmp_path, monkeypatch):
+    """Another ending or key, or another type of a column, of a record whose measure stays."""
+    rows = []
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        for n in range(3):
+            depths = {"near.png": contents(0)[1], "far.png": contents(1)[1]}
+            for ending, content in {"png": contents(n)[0], **depths}.items():
+                entry = tarfile.TarInfo(f"{n}.{ending}")
+                entry.size = len(content)
+                tar.addfile(entry, io.BytesIO(content))
+                (tmp_path / f"{n}.{ending}").write_bytes(content)
+            keys = {"image_path": "png", "near": "near.png", "far": "far.png"}
+            rows.append({key: f"{n}.{ending}" for key, ending in keys.items()})
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, kind, nearest in (("near", "f4", 1000), ("far", "f4", 2000), ("far", "f8", 2000)):
+        given = {"endings": (f"{name}.png",), "names": {"json": (name,)}}
+        given |= {"measured": {"depth_nearest": kind}, "measure": measured_depth}
+        monkeypatch.setitem(STORED, "depth", StoredFile("depth", **given))
+        for spec in (f"webdataset:{tmp_path}/a.tar", f"jsonl:{tmp_path}/b.jsonl"):
+            source = open_source(spec, PAIRS[1:], folder=tmp_path / "index", workers=1)
+            assert source.value("depth", 1) == depths[f"{name}.png"]
+            assert source.column("depth_nearest").tolist() == [nearest] * 3
+
+
 HEADER = ("image_path", "text", "depth_path", "depth")
 TWICE = [
     ("0.png", "both", "0.depth.png", "1.depth.png"),

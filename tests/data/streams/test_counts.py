@@ -15,8 +15,11 @@ from stores import Faults, http_server, put, s3_server
 from data.formats.rows import Row
 from data.formats.webdataset import WebdatasetFormat
 from data.identity import Identity
+from data.stored.kinds import STORED
+from data.stored.record import StoredFile
 from data.streams import counts as streams_counts
 from data.streams.counts import counts_of, identities_of
+from data.streams.opening import open_stream
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from bad_sets import add, encoded_image  # noqa: E402
@@ -119,6 +122,25 @@ def test_ten_thousand_shards_of_a_sizes_json_ask_for_it_alone(served, tmp_path):
             assert counts.tolist() == list(range(10_000))
         asked = [each.rpartition("=")[2] for each in faults.requests]
         assert asked == ["one"] * 3 + ["another"]
+
+
+def test_what_was_counted_is_of_the_modalities_that_were_registered(tmp_path, monkeypatch):
+    """Members without a text and an image of that name are one sample if one of them is read."""
+    monkeypatch.setenv("WYE_CACHE", str(tmp_path / "cache"))
+    pairs, names = (
+        (("near", "far"),),
+        [f"{n}.{end}.png" for n in range(4) for end in ("near", "far")],
+    )
+    write_tar(tmp_path / "a.tar", names)
+    spec = f"stream:{tmp_path}/a.tar"
+    assert len(open_stream(spec)[0]) == len(names)
+    for name in pairs[0]:
+        monkeypatch.setitem(STORED, name, StoredFile(name, endings=(f"{name}.png",)))
+    stream, _ = open_stream(spec, pairs)
+    assert len(stream) == 4 and stream.value("far", 3) == stream.value("near", 3) == b"some words"
+    monkeypatch.delitem(STORED, "near")
+    monkeypatch.delitem(STORED, "far")
+    assert len(open_stream(spec)[0]) == len(names)
 
 
 def test_what_was_counted_is_kept_until_a_shard_changes(served, tmp_path):
