@@ -38,7 +38,7 @@ from data.modules import import_modules
 from data.options import add_pairs_flags, compared
 from data.prepare import bad_values, count_bad
 from data.speed import NEEDED, measured
-from data.stored.kinds import STORED, annotations_of, files_of, several_of
+from data.stored.kinds import STORED, annotations_of, files_of, is_own, several_of
 from data.streams.opening import is_stream, open_stream
 from data.streams.source import StreamSource
 
@@ -70,6 +70,8 @@ def histogram(values: np.ndarray, bins: int = 8) -> list[tuple[float, float, int
     lies outside is in the outer ones."""
     if not len(values):
         return []
+    if values.dtype == bool:
+        values = values.astype(np.int8)
     low, high = np.percentile(values, (1, 99))
     if low == high:
         return [(float(values.min()), float(values.max()), len(values))]
@@ -107,9 +109,10 @@ def report(source: IndexedSource, most_bad: int = 10) -> list[Table]:
     shapes = Table(title="What they are like", title_justify="left")
     for name in ("", "from", "up to", "samples", ""):
         shapes.add_column(name, justify="right" if name else "left", no_wrap=True)
-    for column, words in COLUMNS:
+    for column, words in (*COLUMNS, *_own_columns(source.index.modalities)):
         values = source.column(column)[usable]
-        classes = histogram(values[values > 0])  # 0: there is no image, sound or caption
+        there = np.isfinite(values) & (values != 0)  # 0: there is no image, sound or caption
+        classes = histogram(values[there])
         most = max((count for _, _, count in classes), default=0)
         for n, (low, high, count) in enumerate(classes):
             shapes.add_row(
@@ -131,6 +134,17 @@ def report(source: IndexedSource, most_bad: int = 10) -> list[Table]:
             listed.add_row(plain(where), reason, plain(detail))
         tables.append(listed)
     return tables
+
+
+def _own_columns(modalities: Sequence[str]) -> list[tuple[str, str]]:
+    """What is measured of modalities of one's own, without the keys of equal values: as `COLUMNS`."""
+    return [
+        (column, column.replace("_", " "))
+        for kind in files_of(modalities)
+        if is_own(kind)
+        for column in kind.measured
+        if column != f"{kind.name}_key"
+    ]
 
 
 def contact_sheet(

@@ -13,14 +13,16 @@ from pathlib import Path
 from common.command_line import CommandParser
 from common.output import outlive_output, run_program
 from data.index.sources import open_source
+from data.modules import import_modules
+from data.options import IMAGE_TEXT, add_pairs_flags, compared
 from data.streams.bloom import CAPTION, key_of, write_unseen
 from data.streams.filters import keys_in
 from data.streams.opening import is_stream, named_shards
 
 
-def unseen_keys(spec: str, by: str) -> list[bytes]:
-    """Of all samples of a data set; of a stream from its metadata alone, of those rows that its
-    `where` keeps. Errors: ValueError, OSError."""
+def unseen_keys(spec: str, by: str, pairs: str = IMAGE_TEXT) -> list[bytes]:
+    """Of all samples of a data set that a run with these `--pairs` would use; of a stream from its
+    metadata alone, of those rows that its `where` keeps. Errors: ValueError, OSError."""
     if is_stream(spec):
         names, options = named_shards(spec)
         if options.keys() & {"unseen", "unseen_by"}:
@@ -30,7 +32,7 @@ def unseen_keys(spec: str, by: str) -> list[bytes]:
         raise ValueError(
             f"--by {by}: only streams have columns of metadata; give stream:SHARDS, or --by {CAPTION}"
         )
-    source = open_source(spec, progress=True)
+    source = open_source(spec, compared(pairs), progress=True)
     return [key_of(by, text) for i in source.usable() for text in source.captions(int(i))]
 
 
@@ -40,6 +42,7 @@ def main(words: Sequence[str] | None = None) -> int:
         description="Write a file of keys, whose rows a stream leaves out by &unseen=FILE.",
     )
     parser.add_argument("spec", metavar="SPEC", help="a data set, as --data of train.py")
+    add_pairs_flags(parser)
     parser.add_argument(
         "--by",
         default=CAPTION,
@@ -57,7 +60,8 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     if not 0 < options.rate < 1:
         parser.error(f"--rate {options.rate}: must be above 0 and below 1")
-    keys = unseen_keys(options.spec, options.by)
+    import_modules(options.import_module)
+    keys = unseen_keys(options.spec, options.by, options.pairs)
     write_unseen(options.out.absolute(), options.by, keys, options.rate)
     print(f"{len(keys):,} keys in {options.out}, {options.out.stat().st_size:,} bytes")
     return 0

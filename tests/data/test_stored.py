@@ -23,6 +23,8 @@ from data.index.splits import content_groups
 from data.inspect import main as inspect
 from data.stored.kinds import STORED
 from data.stored.record import StoredFile
+from data.streams.opening import open_stream
+from data.streams.unseen import main as write_unseen_keys
 
 PAIRS = (("image", "text"), ("image", "depth"))
 NUMBER = 6  # samples; the last has no depth, that of the one before is broken
@@ -140,14 +142,43 @@ def test_every_format_reads_it(form, tmp_path, monkeypatch):
     assert [(leak.kind, leak.train.tolist()) for leak in leaks] == [("depth", [2])]
 
 
-def test_it_is_inspected_and_its_speed_measured(tmp_path, capsys):
+def test_it_is_inspected_and_its_speed_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("WYE_CACHE", str(tmp_path / "cache"))
     spec = written(tmp_path, "jsonl")
     pairs = ["--pairs", ",".join(map(":".join, PAIRS))]
     assert inspect([spec, *pairs, "--sheet", str(tmp_path / "sheet.png")]) == 0
     said = capsys.readouterr().out
     assert "different values of depth" in said and "without depth" in said, said
-    assert inspect([spec, *pairs, "--speed", "--seconds", "1"]) == 0
-    assert "decoding depth, one process" in capsys.readouterr().out
+    rows = [line.replace("│", " ").split() for line in said.splitlines() if "│" in line]
+    begin = next(n for n, row in enumerate(rows) if row[:2] == ["depth", "nearest"])
+    assert sum(int(row[-2]) for row in rows[begin:][:8] if row[-1][0] == "█") == NUMBER - 2
+    for each in (spec, f"stream:{tmp_path}/a.tar", f"stream:{tmp_path}/b.parquet"):
+        assert inspect([each, *pairs, "--speed", "--seconds", "1"]) == 0
+        assert "decoding depth, one process" in capsys.readouterr().out, each
+
+
+@pytest.mark.parametrize(("kind", "value"), [("f4", np.nan), ("?", True)])
+def test_a_measure_of_any_numbers_is_inspected(kind, value, tmp_path, monkeypatch, capsys):
+    own = {"measured": {"depth_found": kind}, "measure": lambda *_: {"depth_found": value}}
+    monkeypatch.setitem(STORED, "depth", StoredFile("depth", endings=("depth.png",), **own))
+    monkeypatch.setenv("WYE_CACHE", str(tmp_path / "cache"))
+    spec = written(tmp_path, "webdataset")
+    assert inspect([spec, "--pairs", "image:text,image:depth", "--count", "0"]) == 0
+    assert ("depth found" in capsys.readouterr().out) == (kind == "?")
+
+
+def test_captions_of_samples_without_an_image_are_left_out_of_a_stream(tmp_path, monkeypatch):
+    pytest.importorskip("rbloom", reason="pip install rbloom")
+    monkeypatch.setenv("WYE_CACHE", str(tmp_path / "cache"))
+    written(tmp_path, "jsonl")
+    rows = [{"depth": f"{n}.depth.png", "text": f"Number {n}"} for n in (1, 3)]
+    (tmp_path / "seen.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--pairs", "depth:text", "--out", str(tmp_path / "seen")]
+    assert write_unseen_keys([f"jsonl:{tmp_path}/seen.jsonl", *flags]) == 0
+    stream, _ = open_stream(f"stream:{tmp_path}/b.parquet?unseen={tmp_path}/seen", PAIRS)
+    assert [stream.captions(i) for i in range(len(stream))] == [
+        [f"number {n}"] for n in (0, 2, 4, 5)
+    ]
 
 
 def test_it_is_no_file_where_nothing_registers_it(tmp_path, monkeypatch):
