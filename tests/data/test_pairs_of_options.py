@@ -48,6 +48,7 @@ from data.clips import Clip
 from data.decoding.films import describe_film
 from data.keys import content_hash
 from data.loader import micro_batches
+from data.modules import import_modules
 from data.options import branches_of, read_pairs
 from data.prepare import prepare_data
 from data.stored.derived import REGIONS
@@ -208,8 +209,11 @@ class Run:
     def __init__(self, case: dict[str, str], files: Files, folder: Path, url: str) -> None:
         self.case, self.folder = case, folder
         self.kind, self.sets = case["kind"], ["first", "second"][: 1 + (case["sets"] != "one_set")]
-        self.sparse = case["modality"] in ("sounds", "films") and self.kind not in FOLDERS
+        beside = case["modality"] in ("sounds", "films", "depths")
+        self.sparse = beside and self.kind not in FOLDERS
         folder.mkdir()
+        if case["modality"] == "depths":
+            import_modules(["examples.depth.shown"])
         self.options = parse_options(self.flags(files, url))
         self.ranks: list[Rank] = []
 
@@ -478,7 +482,7 @@ def files(module_folder):
 
 
 @pytest.mark.parametrize("case", CASES, ids=map(name_of, CASES))
-def test_every_two_options_of_data_go_together(case, files, tmp_path, monkeypatch):
+def test_every_two_options_of_data_go_together(case, files, tmp_path, monkeypatch, registries):
     # of shards in which no rank has looked while it planned, as of those of a large set
     monkeypatch.setattr(planned, "MOST_EXAMPLES", 6)
     monkeypatch.setenv("WYE_CACHE", str(tmp_path / "machine"))
