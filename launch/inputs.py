@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -59,12 +60,43 @@ def refuse_unfit_loaders(
 ) -> None:
     """Raise ValueError where what loads a modality of one's own cannot load the first training sample
     that has it, as its tower reads it."""
+    for tower, dataset, request in _own_loaders(towers, data, options):
+        of = _loader_of(tower)
+        read = f"{of}: reading {data.source.where(int(request.index[0]), tower.branch)}"
+        with own_code(read, but=(OSError,)):
+            loaded, report = dataset.load(request)
+            meta = dataset.meta_batch(request)
+        if not report.bad:
+            _refuse_other_tensors(of, tower, loaded, meta)
+
+
+def inputs_of_wider_images(
+    towers: Sequence[Tower], data: PreparedData, options: InputOptions, more: int
+) -> Iterator[tuple[Tower, dict[str, Tensor]]]:
+    """Each tower of one's own whose tensors follow the size of the image, with those of two samples
+    whose image is `more` pixels wider, on the meta device. Only the loader knows whether they do."""
+    wider = (options.image_size, options.image_size + more)
+    for tower, dataset, request in _own_loaders(towers, data, options):
+        with own_code(f"{_loader_of(tower)}: its meta_batch", but=(OSError,)):
+            square = dataset.meta_batch(request)
+            wide = dataset.meta_batch(replace(request, size=wider))
+        # what enters towers has their dtypes, also where bytes are loaded
+        read = {name: each for name, each in meta_inputs(tower, 2).items() if name in wide}
+        if any(square[name].shape != wide[name].shape for name in read):
+            yield tower, {n: each.new_empty(wide[n].shape) for n, each in read.items()}
+
+
+def _own_loaders(
+    towers: Sequence[Tower], data: PreparedData, options: InputOptions
+) -> Iterator[tuple[Tower, MicroBatchDataset, MicroBatchRequest]]:
+    """Of each tower of a modality of one's own: what loads it, and a request for its first training
+    sample, twice. Raises ValueError where the loader is no `Modality` of that name."""
     inputs = Inputs(options, data.tokenizer, data.length_multiple, languages=languages_of(towers))
     for tower in towers:
         branch, entry = tower.branch, entry_of(tower.branch)
         if entry is OWN.get(branch) or (i := data.first_with(branch)) is None:
             continue
-        of = f"the loader of '{branch}'"
+        of = _loader_of(tower)
         with own_code(f"{of}: its function"):
             modality = entry.load(inputs)
         if not isinstance(modality, Modality) or getattr(modality, "name", None) != branch:
@@ -73,12 +105,11 @@ def refuse_unfit_loaders(
                 f"data/modalities/modality.py with the name '{branch}' is needed"
             )
         request = MicroBatchRequest(0, 0, np.array([i, i]), np.arange(2), training=True)
-        dataset = MicroBatchDataset(data.source, [modality], options.seed)
-        with own_code(f"{of}: reading {data.source.where(i, branch)}", but=(OSError,)):
-            loaded, report = dataset.load(request)
-            meta = dataset.meta_batch(request)
-        if not report.bad:
-            _refuse_other_tensors(of, tower, loaded, meta)
+        yield tower, MicroBatchDataset(data.source, [modality], options.seed), request
+
+
+def _loader_of(tower: Tower) -> str:
+    return f"the loader of '{tower.branch}'"
 
 
 def _refuse_other_tensors(

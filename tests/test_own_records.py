@@ -29,16 +29,18 @@ TOWER = 'Tower("depth", f"depth{width}", width, specs=specs, config={}, example=
 
 @pytest.fixture
 def changed(tmp_path, monkeypatch):
-    """`changed(file, old, new)`: imports the example with other text in one of its files."""
+    """`changed(file, old, new)`: imports the example with other text in one of its files; `also`: in
+    another one."""
     monkeypatch.syspath_prepend(tmp_path)
 
-    def make(file="", old="", new=""):
+    def make(file="", old="", new="", also=("", "", "")):
         names = [f"{each}_of_{tmp_path.name}" for each in ("stored", "tower", "shown")]
         for name in names:
             part = name.partition("_")[0]
             text = (ROOT / "examples" / "depth" / f"{part}.py").read_text()
-            assert part != file or text.count(old) == 1
-            text = text.replace(old, new) if part == file else text
+            for where, given, wanted in ((file, old, new), also):
+                assert part != where or text.count(given) == 1
+                text = text.replace(given, wanted) if part == where else text
             for other in names:
                 text = text.replace(f"examples.depth.{other.partition('_')[0]}", other)
             (tmp_path / f"{name}.py").write_text(text)
@@ -268,10 +270,10 @@ def data(module_folder):
 def planned(changed, data, tmp_path, monkeypatch, capsys):
     """`planned(format, …)`: a dry run with other text in a file of the example -> its first screen."""
 
-    def run(format="jsonl", file="", old="", new="", spec="", pairs=PAIRS):
+    def run(format="jsonl", file="", old="", new="", spec="", pairs=PAIRS, flags=(), **also):
         monkeypatch.setenv("WYE_CACHE", str(tmp_path / "cache"))
         (tmp_path / f"items_of_{tmp_path.name}.py").write_text(ITEMS)
-        changed(file, old, new)
+        changed(file, old, new, **also)
         spec = spec or data.get(format) or f"python:items_of_{tmp_path.name}:All"
         config = json.loads((ROOT / "ds_configs" / "cpu_fp32.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps({**config, "train_batch_size": 12}))
@@ -279,6 +281,7 @@ def planned(changed, data, tmp_path, monkeypatch, capsys):
         given += ["--import-module", f"shown_of_{tmp_path.name}"]
         given += ["--deepspeed_config", str(tmp_path / "config.json")]
         given += ["--val-data", data["webdataset"]] if format == "stream" else []
+        given += flags
         assert dry_run(parse_options(given)) == 0
         return capsys.readouterr().out
 
@@ -425,3 +428,44 @@ def test_a_loader_is_refused_before_the_first_step(case, planned):
         planned("jsonl", "shown", old, new)
     message = str(refused.value)
     assert message.startswith("the loader of 'depth': ") and expected in message, message
+
+
+# -- sizes of images
+
+SIZES = {
+    "--image-buckets": ["--image-buckets", "2"],
+    "branches.balance.image_size": [
+        "--set",
+        'branches.balance={"strategy": "feed", "image_size": [16, 32]}',
+    ],
+}
+GRID = (
+    ".transpose(1, 2)",
+    ".transpose(1, 2).unflatten(1, (4, 4)).flatten(1, 2)",
+)  # of 32 pixels alone
+
+
+@pytest.mark.parametrize("asked", SIZES)
+def test_a_tower_of_one_size_is_refused_where_it_follows_the_image(asked, planned):
+    with pytest.raises(ValueError) as refused:
+        planned("webdataset", "tower", *GRID, flags=SIZES[asked])
+    message = str(refused.value)
+    assert message.startswith(f"{asked}: depth tower depth64 takes one size only, "), message
+
+
+@pytest.mark.parametrize("asked", SIZES)
+def test_a_tower_of_any_size_is_taken(asked, planned):
+    assert "compares" not in planned("webdataset", flags=SIZES[asked])
+
+
+def test_a_tower_of_one_size_is_taken_where_its_values_have_one(planned):
+    """What its loader makes is of one size whatever the image's is."""
+    body = """torch.from_numpy(shown.astype(np.float32))[None] / FARTHEST}
+
+    def blank(self, size):
+        return {"depth_values": torch.zeros(1, *size)}"""
+    first = body.partition("}")[0]
+    square = body.replace(first, f"nn.functional.adaptive_avg_pool2d({first}, 32)")
+    square = square.replace("*size", "32, 32").replace("nn.", "torch.nn.")
+    given = {"flags": SIZES["--image-buckets"], "also": ("tower", *GRID)}
+    assert "compares" not in planned("webdataset", "shown", body, square, **given)

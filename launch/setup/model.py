@@ -11,21 +11,24 @@ from types import MappingProxyType
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from data.batching.buckets import side_multiple
+from data.prepare import PreparedData
 from data.stored.derived import Derived
 from data.stored.kinds import stored
 from engine.config.reading import BranchesBlock
 from engine.objective import Objective
 from engine.schedule import exact_schedules
 from launch.config.blocks import BalanceBlock, balancing
-from launch.config.groups import ModelOptions, flag_of
+from launch.config.groups import InputOptions, ModelOptions, flag_of
 from launch.config.imported import branches_held
 from launch.inference.trained import towers_of
-from launch.modalities import MODALITIES
+from launch.inputs import inputs_of_wider_images
+from launch.modalities import MODALITIES, OWN
 from launch.objective import losses_of, objective_of, pairs_of
 from models.losses import Matching, Targets
 from models.towers.adapters.layers import adapted_tower, describe_adapters, num_learned
 from models.towers.adapters.lora import LoRA
-from models.towers.building import changing_buffers, takes_other_sizes
+from models.towers.building import changing_buffers, runs_on, takes_other_sizes
 from models.towers.fusion import FusionSizes, fusion_sizes
 from models.towers.layers import LayerSpec, Tower, Weights
 from models.weights.of_image import open_model_weights
@@ -128,21 +131,33 @@ class RunModel:
         """A line for each tower with adapters; empty where there is none."""
         return describe_adapters(self.towers)
 
-    def refuse_sizes(self, image_buckets: int, balance: BalanceBlock) -> None:
+    def refuse_sizes(
+        self, image_buckets: int, balance: BalanceBlock, data: PreparedData, inputs: InputOptions
+    ) -> None:
         """Raise ValueError where images of several sizes are asked for (--image-buckets, the bounds
-        `branches.balance.image_size`) and the image tower takes one."""
+        `branches.balance.image_size`) and a tower takes one: that of the images, or one of one's own
+        whose tensors have the image's size."""
         several = {
             "--image-buckets": image_buckets > 1,
             "branches.balance.image_size": balance.image_size is not None,
         }
         asked = [name for name, is_asked in several.items() if is_asked]
-        tower = self._image_tower
-        if asked and tower is not None and not takes_other_sizes(tower):
+        if not asked:
+            return
+        image = self._image_tower if MODALITIES["image"] is OWN["image"] else None
+        if image is not None and not takes_other_sizes(image):
             raise ValueError(
-                f"{asked[0]}: image tower {tower.name} takes images of one size only"
+                f"{asked[0]}: image tower {image.name} takes images of one size only"
                 f"{', as every ViT with regions does' * self.objective.has_further_rows}; leave it "
                 "out, or use another tower (timm's ViTs: dynamic_img_size=true)"
             )
+        more = side_multiple(self.patch_size)
+        for tower, wider in inputs_of_wider_images(self.towers, data, inputs, more):
+            if not runs_on(tower, wider):
+                raise ValueError(
+                    f"{asked[0]}: {tower.branch} tower {tower.name} takes one size only, and what "
+                    "enters it has that of the image; leave it out, or use another tower"
+                )
 
     def refuse_changing_buffers(self) -> None:
         """Raise ValueError where training changes a buffer that no rule says how to average."""

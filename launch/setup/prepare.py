@@ -165,10 +165,11 @@ def prepare_run(options: Options, ranks: Ranks) -> PreparedRun:
 
     # What to train: towers as lists of layers, and the losses between their embeddings.
     model = RunModel.of(options, data.tokenizer, adapting(block))
-    model.refuse_sizes(options.image_buckets, balancing(block))
     model.refuse_annotations(block, derived_of(options.pairs))
     model.refuse_changing_buffers()
-    refuse_unfit_loaders(model.towers, data, options.part(InputOptions))
+    inputs = options.part(InputOptions)
+    refuse_unfit_loaders(model.towers, data, inputs)
+    model.refuse_sizes(options.image_buckets, balancing(block), data, inputs)
     loss_weights = LossWeights.of(options, model.objective, data.held_out)
 
     # Which rank runs which layers: the fastest plan by what the layers cost, measured or estimated.

@@ -37,6 +37,7 @@ __all__ = [
     "describe_layers",
     "meta_inputs",
     "refuse_unfit_tower",
+    "runs_on",
     "takes_other_sizes",
     "with_head",
 ]
@@ -185,11 +186,15 @@ def refuse_unfit_tower(branch: str, tower: Any) -> None:
 
 
 def takes_other_sizes(tower: Tower) -> bool:
-    """Does an image tower take images of other sides than those that it was made for? Tried on the
-    meta device with one that is wider."""
+    """Does an image tower take images of other sides than those that it was made for? Tried with one
+    that is wider."""
     (pixels,) = meta_inputs(tower, 2).values()
     more = tower.config.get("patch_size", 32)
-    tensors = {"pixel_values": torch.cat([pixels, pixels[..., :more]], dim=-1)}
+    return runs_on(tower, {"pixel_values": torch.cat([pixels, pixels[..., :more]], dim=-1)})
+
+
+def runs_on(tower: Tower, tensors: dict[str, Tensor]) -> bool:
+    """Do the layers of a tower run on these tensors, which are on the meta device?"""
     try:
         for spec in tower.specs:
             tensors = spec.template(tensors)
