@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
 from common.blocks import Count, NotNegative, block, one_of, read_block
 from common.spelling import nearest
+from data.stored.kinds import is_text
 from engine.config.reading import BranchesBlock
 from models.towers.adapters.lora import LoRA
 
@@ -22,6 +23,7 @@ REMOVED = {
     "the key",
     "sample_weights.length": "lengths are counted in tokens; remove the key",
 }
+OF_SAMPLES = ("image", "text", "audio")  # what the `sample_weights` block weighs them by
 FEED_RATES = ("captions_per_image", "kept_patches", "image_size")  # of the `balance` block
 DEFAULT_INTERVAL = 20  # steps
 
@@ -140,6 +142,27 @@ def sample_weights_block(written: Any) -> SampleWeightsBlock | None:
         return None
     _refuse_removed("sample_weights", written)
     return read_block(SampleWeightsBlock, written, "branches.sample_weights", '{"use": "loss"}')
+
+
+def refuse_missing_weights(block: BranchesBlock, branches: Sequence[str]) -> None:
+    """Raise ValueError where `sample_weights` weighs what this run has no branch for: the key would do
+    nothing."""
+    if (weights := weighting(block)) is None:
+        return
+    there = f"this run has the branches {', '.join(branches)}"
+    # one key for texts, whatever their modality is called
+    weighed = {"text" if is_text(branch) else branch for branch in branches}
+    for key in OF_SAMPLES:
+        if key not in weighed and block.sample_weights.get(key):
+            raise ValueError(
+                f"branches.sample_weights.{key}: it weighs samples by their {key}, and {there}; remove "
+                "the key"
+            )
+    if not any(getattr(weights, key) for key in OF_SAMPLES if key in weighed):
+        raise ValueError(
+            f"branches.sample_weights: {there}, of which it weighs none; raise one of "
+            f"{', '.join(OF_SAMPLES)}, or remove the block"
+        )
 
 
 def _refuse_removed(name: str, written: Any) -> None:

@@ -27,7 +27,7 @@ from engine.processes.ops import compile_optimizer_op
 from engine.processes.start import Processes
 from engine.trace import HostClock
 from launch.batching.batching import Batching, order_of_run
-from launch.config.blocks import adapting, balancing
+from launch.config.blocks import adapting, balancing, refuse_missing_weights
 from launch.config.configuration import read_configuration
 from launch.config.groups import InputOptions
 from launch.config.hyperparameters import as_begun, settle
@@ -144,6 +144,8 @@ def prepare_run(options: Options, ranks: Ranks) -> PreparedRun:
         options = with_named_towers(options, previous)
     refuse_unfit_towers(options.branches, vars(options))
     config, block = as_begun(config, block, previous, options.branches)
+    if previous is None:
+        refuse_missing_weights(block, options.branches)
     identity = training_identity(options.record(), config, asdict(block))
     folder.refuse_other_run(identity, options.resume)
     checkpoint, notices = ranks.find_checkpoint(options.resume, folder)

@@ -3,6 +3,7 @@ nothing written."""
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 from bad_audio import tone, wav  # noqa: E402
 
 from data.modalities.tokenizer import train_tokenizer
+from engine.config.reading import BranchesBlock
+from launch.config.blocks import refuse_missing_weights
 from launch.config.options import ROOT, parse_options
+from launch.run.folder import RunFolder
 from launch.setup.dry_run import dry_run
+from launch.setup.prepare import prepare_run, write_record
+from launch.setup.ranks import PlannedRanks
 
 
 @pytest.fixture(scope="module")
@@ -193,6 +199,64 @@ def test_it_meets_the_errors_of_a_run(planned, tmp_path, capsys):
         with pytest.raises((ValueError, OSError, SystemExit)) as error:
             planned("--ranks", 2, "--device", "A100", *flags, *given)
         assert words in f"{error.value} {capsys.readouterr().err}", flags or changes
+
+
+def weighing(**keys):
+    """--set with this `sample_weights` block."""
+    return ["--set", f"branches.sample_weights={json.dumps({'use': 'loss', **keys})}"]
+
+
+@pytest.mark.parametrize(
+    "keys, expected",
+    (
+        (
+            {"audio": 0.5},
+            r"\.audio: it weighs samples by their audio, .* image, text; remove the key",
+        ),
+        ({"image": 0, "text": 0, "audio": 1}, r"\.audio: it weighs .* remove the key"),
+        ({"audio": 0}, ""),
+        ({}, ""),
+    ),
+)
+def test_weights_of_a_branch_that_is_missing_are_refused(keys, expected, planned):
+    if not expected:
+        assert planned("--ranks", 1, *weighing(**keys)) == 0
+        return
+    with pytest.raises(ValueError, match=f"^branches.sample_weights{expected}"):
+        planned("--ranks", 1, *weighing(**keys))
+
+
+@pytest.mark.parametrize(
+    "branches, keys, expected",
+    (
+        (("audio", "text"), {"image": 0.3}, r"\.image: .* branches audio, text; remove"),
+        (("image", "video"), {"text": 0.7}, r"\.text: .* branches image, video; remove"),
+        (("image", "video"), {"image": 0}, ": .* weighs none; raise one"),
+        (("video", "depth"), {}, ": .* weighs none; raise one"),
+        (("audio", "text"), {"image": 0}, ""),
+        (("audio", "text"), {}, ""),
+        (("audio", "video"), {"audio": 1}, ""),
+    ),
+)
+def test_weights_are_of_the_branches_of_any_run(branches, keys, expected):
+    block = BranchesBlock(sample_weights={"use": "loss", **keys})
+    if not expected:
+        refuse_missing_weights(block, branches)
+        return
+    with pytest.raises(ValueError, match=f"^branches.sample_weights{expected}"):
+        refuse_missing_weights(block, branches)
+
+
+def test_a_run_that_began_with_such_weights_goes_on(pairs, planned, tmp_path):
+    given = ["--ranks", "1", "--run-dir", str(tmp_path / "run"), *weighing(audio=0)]
+    options = parse_options(["--dry-run", *SMALL, "--data", pairs, "--val-fraction", "0.2", *given])
+    run = prepare_run(options, PlannedRanks(options, tmp_path / "temporary"))
+    write_record(replace(run, folder=RunFolder(tmp_path / "run", first_rank=True)))
+    file = tmp_path / "run" / "config.json"
+    record = json.loads(file.read_text())
+    record["training"]["branches"]["sample_weights"]["audio"] = 0.5
+    file.write_text(json.dumps(record))
+    assert planned(*given[:-2], *weighing(audio=0.5)) == 0
 
 
 def test_several_sizes_of_images_are_refused_where_the_tower_takes_one(planned):
