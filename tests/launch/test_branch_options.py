@@ -92,6 +92,16 @@ def test_the_weights_of_every_modality_complete_the_name_of_its_tower(tmp_path):
         assert all(model.build_layer(spec) for spec in model.layers[branch])
 
 
+def test_from_scratch_films_and_sounds_keep_the_librarys_own_tower():
+    """What image towers have was measured of images; of films the opposite (bench/EVIDENCE.md)."""
+    vit = "hf:vit-base-patch16-224"
+    for name, of_image in (("resnet18", "zero_init_residual=true"), (vit, "pool=cls")):
+        for branch, expected in (("image", f"{name}:{of_image}"), ("audio", name), ("video", name)):
+            words = f"--pairs {branch}:text {flag_of(branch, 'tower', name)}".split()
+            options = with_named_towers(parsed(*words, *TEXT), None)
+            assert tower_names(vars(options))[branch] == expected
+
+
 def test_one_that_is_made_of_images_takes_the_place_of_these():
     """As films are: where a run has no images, the weights of its tower may say how pixels are
     prepared. A module's own has no option of its own that could say so."""
