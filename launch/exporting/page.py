@@ -12,7 +12,7 @@ from huggingface_hub import ModelCardData
 from common.files import read_json
 from common.markdown import code, fenced, words
 from engine.planning.batch import BranchBatch
-from launch.config.groups import first_weights
+from launch.config.groups import first_weights, tower_names
 from launch.exporting.inputs import CLAP, PIPELINE_TOKENS, is_padded_otherwise
 from launch.exporting.loading import seconds_of_clip
 from launch.inference.adapters import ADAPTERS, TOWER_IN
@@ -221,10 +221,10 @@ margin around the centre is rounded the other way. `model.pixel_values` gives ex
 
 def export_page(trained: Trained, record: Mapping[str, Any], averaged: bool) -> str:
     """Markdown. `record`: of the export; `averaged`: the weights are the run's moving average."""
-    towers, kind = trained.by_branch, record["kind"]
+    towers, kind, names = trained.by_branch, record["kind"], tower_names(trained.options)
     parts = [
         _card(trained, kind),
-        f"# {' and '.join(words(trained.options[f'{branch}_tower']) for branch in towers)}",
+        f"# {' and '.join(words(names[branch]) for branch in towers)}",
         _introduction(trained, towers),
         "## Load it",
         *_loading(record, towers),

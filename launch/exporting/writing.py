@@ -18,6 +18,7 @@ from common.files import replacing_folder, write_text
 from data.modalities.tokenizer_open_clip import PREFIX
 from data.options import IMAGE_TEXT, loss_names
 from data.stored.kinds import is_text, text_of
+from launch.config.groups import OF_BRANCH, tower_names
 from launch.config.imported import FUSION_OPTIONS, HERE
 from launch.exporting.inputs import (
     CLAP,
@@ -369,8 +370,10 @@ def _options(trained: Trained, kind: str) -> dict[str, object]:
     found = {name: options[name] for name in ("embed_dim", "max_text_tokens", "loss")}
     found["projection"] = options.get("projection", "linear")
     found["tokenizer"] = f"open_clip:{HERE}" if kind == OPEN_CLIP else HERE
+    names = tower_names(options)
     for branch, tower in towers.items():
-        found[f"{branch}_tower"] = _tower_name(tower, options[f"{branch}_tower"], kind)
+        # the option of its modality, also where a module replaced that and --tower named this one
+        found[OF_BRANCH[branch].tower] = _tower_name(tower, names[branch], kind)
     if "regions" in towers.get("image", towers["text"]).config:
         found["pairs"] = _pairs(trained)
     if towers.get("image"):

@@ -250,6 +250,18 @@ def test_an_export_is_gone_on_with_without_a_change(exports, subtests):
                 assert torch.equal(expected[key], found[key])
 
 
+def test_a_tower_is_named_by_the_option_that_named_it(tmp_path):
+    """Where a module took the place of a modality, that is --tower; the export is read without it."""
+    trained = trained_model(RESNET, BERT, "infonce")
+    options = trained.options | {"image_tower": RESNET50, "tower": (f"image={RESNET}",)}
+    write_export(replace(trained, record={"options": options}), tmp_path / "out")
+    assert options_of_export(tmp_path / "out")["image_tower"] == RESNET
+    page = (tmp_path / "out" / "README.md").read_text()
+    assert "\n# resnet18:" in page and RESNET50 not in page
+    again = open_model_folder(tmp_path / "out")
+    assert_equal(canonical_state(again.layers), canonical_state(trained.layers))
+
+
 @pytest.mark.parametrize("pairs", ["image:text,image:palette", "palette:text,image:text"])
 def test_an_export_is_started_from_beside_another_pair(exports, pairs, registries):
     """What that pair's loss learns begins anew, whichever branch comes first."""
