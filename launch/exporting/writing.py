@@ -29,7 +29,7 @@ from launch.exporting.inputs import (
 )
 from launch.exporting.loading import APART, loading_record, seconds_of_clip
 from launch.exporting.page import export_page
-from launch.inference.adapters import taken_off, write_all
+from launch.inference.adapters import TOWER_IN, taken_off, write_all
 from launch.inference.own_towers import own_branches, own_record, own_tensors
 from launch.inference.trained import Trained
 from launch.records import FORMAT, OPEN_CLIP, RECORD, STATE_DICT, WEIGHTS
@@ -84,12 +84,14 @@ def write_export(
     refuse_to_overwrite(folder, overwrite)
     whole = trained
     trained, adapters = taken_off(exported(trained), merge=not keep_adapters)
+    # in the weights in any case: only towers of a library have a form for adapters apart
+    ours, adapters_of_ours = taken_off(_of(whole, own_branches(whole.towers)), merge=True)
     towers = trained.by_branch
-    further = own_record(whole.options, own_branches(whole.towers), [*towers])
-    own_layers = [layer for branch in further["branches"] for layer in whole.layers_of(branch)]
+    further = own_record(whole.options, [*ours.by_branch], [*towers])
     kind, differences = choose_form(trained, form)
     if keep_adapters:
-        _refuse_adapters_apart(trained, kind, [own.branch for own in adapters])
+        adapted = [each.branch for each in (*adapters, *adapters_of_ours)]
+        _refuse_adapters_apart(trained, kind, adapted)
     with replacing_folder(folder) as beside:
         state = _of_these_pairs(trained, canonical_state(trained.layers))
         # what scores pairs in training has no place in an encoder of either
@@ -107,10 +109,9 @@ def write_export(
             elif _lacks_config(tower) and (kind != OPEN_CLIP or branch in APART):
                 (beside / branch).mkdir()
                 _write_json(beside / branch / OPEN_CLIP_FILES[0], model_config(tower.name))
-        if own_layers:
-            _save(
-                beside / OWN_TOWERS, own_tensors(further, own_layers, canonical_state(whole.layers))
-            )
+        if ours.layers:
+            every = canonical_state(whole.layers)
+            _save(beside / OWN_TOWERS, own_tensors(further, ours.layers, every))
         config = _write_weights(trained, state, kind, beside)
         write_inputs(trained, kind, beside)
         apart = adapters if keep_adapters else ()
@@ -126,7 +127,7 @@ def write_export(
             "trained_in": _trained_in(trained.layers),
             "versions": _versions(trained.towers),
             "loading": loading,
-            **({"own": further} if own_layers else {}),
+            **({"own": further} if ours.layers else {}),
         }
         _write_json(beside / RECORD, record)
         write_text(beside / "README.md", export_page(trained, record, averaged))
@@ -185,15 +186,21 @@ def exported(trained: Trained) -> Trained:
     for branch in APART if images else ():
         if branch in towers and "library" not in towers[branch].config:
             del towers[branch]
-    chosen = [towers[branch] for branch in ("image", "audio", "text") if branch in towers]
-    for tower in chosen:
+    chosen = [branch for branch in ("image", "audio", "text") if branch in towers]
+    for tower in map(towers.__getitem__, chosen):
         if "library" not in tower.config:
             raise ValueError(
                 f"{trained.checkpoint}: its tower {tower.name} is in no library that another "
                 "program could load it with; take its weights from the checkpoint"
             )
-    layers = [layer for tower in chosen for layer in trained.layers_of(tower.branch)]
-    return replace(trained, towers=tuple(chosen), layers=layers)
+    return _of(trained, chosen)
+
+
+def _of(trained: Trained, branches: Sequence[str]) -> Trained:
+    """The model with the towers of these branches alone."""
+    towers = tuple(trained.by_branch[branch] for branch in branches)
+    layers = [layer for branch in branches for layer in trained.layers_of(branch)]
+    return replace(trained, towers=towers, layers=layers)
 
 
 def _of_frames(trained: Trained) -> Trained:
@@ -324,7 +331,7 @@ def _refuse_adapters_apart(trained: Trained, kind: str, adapted: Sequence[str]) 
             "--keep-adapters: peft's files name the modules of the tower's own library, and "
             "--format open_clip has others; leave out one of the two"
         )
-    for branch in {*APART} & {*adapted}:
+    for branch in sorted({*adapted} - TOWER_IN.keys()):
         raise ValueError(
             f"--keep-adapters: those of the {branch} tower are not written apart from its weights; "
             "leave it out, and they are added to them"

@@ -21,8 +21,8 @@ KEYS = {"modules": list, "branches": list, "pairs": str, "tower": list}
 
 
 def own_branches(towers: Sequence[Tower]) -> list[str]:
-    """Those of a model whose modality a module added; adapters are of library towers alone."""
-    return [each.branch for each in towers if each.branch not in OWN and "lora" not in each.config]
+    """Those of a model whose modality a module added."""
+    return [each.branch for each in towers if each.branch not in OWN]
 
 
 def own_record(

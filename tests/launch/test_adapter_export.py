@@ -3,19 +3,32 @@ process that knows nothing of ours gets the embeddings of the training stages fr
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
-from exports import CAPTIONS, TOKENS, assert_same, embed_by_pages, embeddings, trained_model
+from exports import (
+    CAPTIONS,
+    SIZE,
+    TOKENS,
+    assert_same,
+    embed_by_pages,
+    embeddings,
+    tokenizer_for,
+    trained_model,
+)
 from neighbours import neighbour
 from rounding import assert_equal_rows
 from safetensors.torch import load_file
 
 from data.modalities.tokenizer import batch_tokens
+from data.modules import import_modules
 from launch.config.imported import options_of_import
-from launch.exporting.writing import write_export
-from launch.inference.trained import open_model_folder
+from launch.exporting.writing import canonical_state, write_export
+from launch.inference.trained import Trained, open_model_folder, towers_of
+from models.towers.adapters.layers import adapted_tower
 from models.towers.adapters.lora import LoRA
+from models.weights.names import OWN_TOWERS
 
 pytest.importorskip("peft", reason="adapters are made by peft")
 
@@ -93,3 +106,43 @@ def test_what_cannot_be_kept_apart_is_refused(tmp_path):
         write_export(model, tmp_path / "out", form="open_clip", keep_adapters=True)
     with pytest.raises(ValueError, match="has no adapters"):
         write_export(trained_model(VIT, BERT, "infonce"), tmp_path / "none", keep_adapters=True)
+
+
+@pytest.fixture
+def with_depth(registries):
+    """A model with a tower of one's own, all of whose towers have adapters."""
+    import_modules(["examples.depth.shown"])
+    options = trained_model(VIT, BERT, "infonce").options | {
+        "pairs": "image:text,depth:text",
+        "fusion": 0,
+        "import_module": ("examples.depth.shown",),
+        "tower": ("depth=32",),
+    }
+    tokenizer = tokenizer_for(BERT)
+    towers = tuple(adapted_tower(tower, ALL) for tower in towers_of(options, tokenizer))
+    layers = [spec.build(3).eval() for tower in towers for spec in tower.specs]
+    draw = torch.Generator().manual_seed(0)
+    for layer in layers:
+        for tensor in layer.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.add_(torch.randn(tensor.shape, generator=draw) * 0.05)
+    return Trained({"options": options}, Path("step-00000007"), 7, tokenizer, towers, layers)
+
+
+def test_those_of_a_tower_of_ones_own_are_merged(with_depth, tmp_path):
+    given = {"depth_values": torch.rand(4, 1, SIZE, SIZE)}
+    before = embeddings(with_depth.layers_of("depth"), given)["depth_embeds"]
+    scalar = canonical_state(with_depth.layers)["head.depth_text_logit_scale"]
+    write_export(with_depth, tmp_path / "out")
+    assert not [name for name in load_file(tmp_path / "out" / OWN_TOWERS) if ".lora_" in name]
+    again = open_model_folder(tmp_path / "out")
+    assert again.by_branch.keys() == {"image", "text", "depth"}
+    after = embeddings(again.layers_of("depth"), given)["depth_embeds"]
+    torch.testing.assert_close(after, before, rtol=0, atol=1e-5)  # fp32 at values of at most 1
+    assert canonical_state(again.layers)["head.depth_text_logit_scale"] == scalar
+
+
+def test_those_of_a_tower_of_ones_own_are_not_kept_apart(with_depth, tmp_path):
+    with pytest.raises(ValueError, match="--keep-adapters: those of the depth tower are not"):
+        write_export(with_depth, tmp_path / "out", keep_adapters=True)
+    assert not (tmp_path / "out").exists()
