@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from argparse import ArgumentParser, ArgumentTypeError
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -96,6 +96,14 @@ def read_pairs(given: str) -> tuple[PairOption, ...]:
     return tuple(pairs)
 
 
+def as_given(pairs: Iterable[PairOption]) -> str:
+    """Pairs as `--pairs` takes them."""
+    return ",".join(
+        f"{pair.first}:{pair.second}" + ("" if pair.weight == 1 else f":{pair.weight:g}")
+        for pair in pairs
+    )
+
+
 def loss_names(loss: str, pairs: str) -> tuple[str, ...]:
     """`--loss` of each pair of `--pairs`: one for all, or `image:text=sigmoid,region:text=infonce`,
     where pairs that are not named have infonce. Errors: ValueError for another pair, and for a pair
@@ -145,10 +153,7 @@ def pairs(text: str) -> str:
             f"{text!r} has {' and '.join(derived)}; a run compares annotations of one kind, so leave "
             f"{' or '.join(derived)} out"
         )
-    return ",".join(
-        f"{pair.first}:{pair.second}" + ("" if pair.weight == 1 else f":{pair.weight:g}")
-        for pair in found
-    )
+    return as_given(found)
 
 
 def workers(text: str) -> str | int:

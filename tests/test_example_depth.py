@@ -21,18 +21,23 @@ from data.index.sources import open_source
 from data.loader import MicroBatchDataset
 from data.modalities.image import ImageModality
 from data.modalities.preprocessing import CLIP
+from data.modalities.tokenizer import load_tokenizer
 from data.modalities.transforms import EvalTransform, TrainTransform, Views
 from data.modules import import_modules
 from data.streams.opening import open_stream
+from launch.config.options import parse_options
+from launch.exporting.writing import canonical_state
 from launch.inference.embedding import Embedder
 from launch.inference.evaluation import directions
-from launch.inference.trained import open_model_folder, open_run
+from launch.inference.trained import open_model_folder, open_run, with_named_towers
+from launch.setup.dry_run import dry_run
+from launch.setup.model import RunModel
 from models.weights.names import OWN_TOWERS
 
 PAIRS = "image:text,depth:text,image:depth"
 FLAGS = ["--import-module", "examples.depth.shown", "--pairs", PAIRS, "--augmentation", "crop+flip"]
 FLAGS += words("--image-tower resnet18:layers=1-1-1-1 --image-size 32 --text-tower bert-tiny")
-FLAGS += words("--embed-dim 16 --max-text-tokens 8 --val-fraction 0.2 --workers 0")
+FLAGS += words("--tower depth=48 --embed-dim 16 --max-text-tokens 8 --val-fraction 0.2 --workers 0")
 FORK = {
     "layout": "fork",
     "stages": {"image": 1, "text": 1, "depth": 2},
@@ -291,3 +296,66 @@ def test_an_export_keeps_it_beside_the_model(run, twins, tmp_path, capsys, monke
     save_file(tensors, out / OWN_TOWERS)
     with pytest.raises(ValueError, match="holds no depth.patches"):
         open_model_folder(out)
+
+
+@pytest.fixture(scope="module")
+def exported(run, module_folder):
+    out = module_folder("exports") / "out"
+    status, output = run_to_end("export.py", run, out, "--trust-run")
+    assert status == 0, output[-3000:]
+    return out
+
+
+def begun_from(out, *flags):
+    """The options of a run that begins from an export, its tokenizer and its model."""
+    options = parse_options(["--import", str(out), "--label-smoothing", "0", *flags])
+    tokenizer = load_tokenizer(options.tokenizer_source())
+    return options, RunModel.of(with_named_towers(options, None), tokenizer)
+
+
+MODULE = ("--import-module", "examples.depth.shown")
+
+
+@pytest.mark.parametrize("flags", ((), ("--pairs", PAIRS), ("--pairs", "depth:text,image:text")))
+def test_a_run_begins_from_an_export_with_it(flags, run, exported, registries):
+    options, model = begun_from(exported, *MODULE, *flags)
+    assert options.tower == ("depth=48",)
+    assert options.pairs == (flags[1] if flags else PAIRS)
+    built = {
+        name: tensor
+        for tower in model.towers
+        for spec in tower.specs
+        for name, tensor in canonical_state([model.build_layer(spec)]).items()
+    }
+    trained = canonical_state(open_run(run).layers)
+    lost = trained.keys() - built.keys()
+    assert lost == (
+        {"head.image_depth_logit_scale"} if "image:depth" not in options.pairs else set()
+    )
+    assert not [name for name in built if not torch.equal(built[name], trained[name])]
+
+
+def test_a_run_from_an_export_may_leave_it_out(exported, registries):
+    options, model = begun_from(exported, *MODULE, "--pairs", "image:text")
+    assert options.tower == () and [each.branch for each in model.towers] == ["image", "text"]
+
+
+def test_what_does_not_go_with_its_weights_is_refused(exported, registries, capsys):
+    with pytest.raises(ValueError, match="depth.patches.conv.weight has shape .* there but"):
+        begun_from(exported, *MODULE, "--tower", "depth=32")
+    with pytest.raises(SystemExit):
+        begun_from(exported, *MODULE, "--weights", f"depth={exported}")
+    assert "it holds the depth tower; leave out --weights depth=" in capsys.readouterr().err
+
+
+def test_a_run_that_begins_from_an_export_without_its_module_says_so(
+    data, exported, registries, monkeypatch, capsys
+):
+    monkeypatch.setattr("data.modules._named", set())
+    flags = ["--import", str(exported), "--data", data["jsonl"], "--dry-run", "--ranks", "1"]
+    flags += ["--set", "train_batch_size=12"]
+    for further, expected in (((), True), (MODULE, False)):
+        assert dry_run(parse_options([*flags, *further])) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert ("leaves out depth, of the Python module examples.depth.shown" in said) == expected
+        assert ("depth depth48, " in said) != expected

@@ -14,6 +14,8 @@ from typing import Any
 
 from common.files import read_json
 from common.model_sizes import refuse_sizes
+from common.output import brief
+from data.modules import is_trusted
 from data.options import IMAGE_TEXT, branches_of
 from launch.config.groups import FLAGS, OF_BRANCH, PIXELS, flag_of
 from launch.records import RECORD, RUN_RECORD, read_export
@@ -72,15 +74,16 @@ def refuse_no_model(where: str, folder: Path, weights_alone: bool) -> None:
 
 def options_of_import(where: Path) -> dict[str, Any]:
     """train.py's options that go on with the model in a folder, of export.py, of transformers or of
-    OpenCLIP; none of a file of weights. `pairs` is among them where sounds are. Errors: ValueError
-    for a model that is not built, FileNotFoundError for one that lacks a file."""
+    OpenCLIP; none of a file of weights. `pairs` is among them where sounds are, or towers of one's
+    own whose modules the command line names. Errors: ValueError for a model that is not built,
+    FileNotFoundError for one that lacks a file."""
     if not is_published(where):
         if (read_export(where) or {}).get("adapters"):
             raise ValueError(
                 f"--import {where}: its adapters are apart from its weights, which are those "
                 "before training; export without --keep-adapters to go on from it"
             )
-        return options_of_export(where)
+        return options_of_export(where) | _options_of_own(where)
     # imports transformers, which the command line can do without
     from models.weights.open_clip_models import PREFIX, folder_of, options_of_open_clip
     from models.weights.whole_models import is_whole_model, options_of_model
@@ -131,6 +134,38 @@ def options_of_export(folder: Path) -> dict[str, Any]:
 def fusion_of_export(folder: Path) -> dict[str, Any]:
     """Those of what scores pairs. Errors: as `options_of_export`."""
     return _options_said(folder, "fusion", FUSION_OPTIONS)
+
+
+def own_of_export(folder: Path) -> dict[str, Any]:
+    """What an export says of its towers of modalities of one's own; nothing where it has none. Errors:
+    ValueError."""
+    own = (read_export(folder) or {}).get("own") or {}
+    kinds = {"modules": list, "branches": list, "pairs": str, "tower": list}
+    wrong = [key for key, kind in kinds.items() if own and not isinstance(own.get(key), kind)]
+    if wrong or (own and not {*own["branches"]} <= {*branches_of(own["pairs"])}):
+        raise ValueError(f"{folder / RECORD}: own is {brief(own)}; export again")
+    return own
+
+
+def describe_own_left_out(folder: Path, remedy: str) -> str:
+    """A line where the command line names none of the modules of these towers; empty where it
+    does."""
+    own = own_of_export(folder)
+    if not own or is_trusted(own["modules"]):
+        return ""
+    return (
+        f"{folder}: leaves out {' and '.join(own['branches'])}, of the Python module "
+        f"{', '.join(own['modules'])}; if you trust it, add {remedy}"
+    )
+
+
+def _options_of_own(folder: Path) -> dict[str, Any]:
+    """--pairs and --tower that go on with these towers, too, where the command line names their
+    modules."""
+    own = own_of_export(folder)
+    if not own or not is_trusted(own["modules"]):
+        return {}
+    return {"pairs": own["pairs"], "tower": tuple(own["tower"])}
 
 
 def _options_said(folder: Path, key: str, allowed: Collection[str]) -> dict[str, Any]:

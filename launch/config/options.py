@@ -46,7 +46,12 @@ from launch.config.groups import (
     flag_of,
     tower_names,
 )
-from launch.config.imported import as_branches, options_of_import, refuse_no_model
+from launch.config.imported import (
+    as_branches,
+    options_of_import,
+    own_of_export,
+    refuse_no_model,
+)
 from launch.config.recipe_files import RecipeFile, find_recipe
 from launch.config.settings import split_settings
 from launch.records import read_export, read_run
@@ -161,7 +166,7 @@ def decide(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Options
     from launch.config.pixels import settled_pixels
 
     pixels, trained = settled_pixels(given, values, held, began)
-    settled = {**values, **_paths(values), **pixels}
+    settled = {**values, **_paths(values), **_further_towers(values, imported), **pixels}
     for branch, of_branch in OF_BRANCH.items():
         if of_branch.unset and branch not in branches_of(values["pairs"]):
             settled |= dict.fromkeys((of_branch.tower, *of_branch.others))
@@ -266,14 +271,26 @@ def _of_import(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...
         part = OF_BRANCH.get(stored(branch).parts)
         if part and part.tower in said:  # the tower of images is for the frames of films
             said[OF_BRANCH[branch].tower] = said.pop(part.tower)
-    # what export.py wrote of three towers goes on with two of them too
-    if lacking and not (lacking == ["audio"] and read_export(where)):
+    # what export.py wrote of more towers goes on with two of them too
+    own = own_of_export(where)
+    if lacking and not (read_export(where) and {*lacking} <= {"audio", *own.get("branches", ())}):
         raise ValueError(
             f"argument --import: it is of the {lacking[0]} branch, and no pair of --pairs {pairs} "
             f"has '{lacking[0]}'; leave it out"
         )
-    unused = [name for branch in lacking for name in OF_BRANCH[branch].names]
+    if "tower" in said:
+        towers = by_modality(said["tower"])
+        said["tower"] = tuple(f"{b}={name}" for b, name in towers.items() if b in named)
+    unused = [name for branch in lacking if branch in OF_BRANCH for name in OF_BRANCH[branch].names]
     return {name: value for name, value in said.items() if name not in unused}, held
+
+
+def _further_towers(values: Mapping[str, Any], imported: Mapping[str, Any]) -> dict[str, Any]:
+    """--tower, with what the model of --import says of branches that it does not name."""
+    named = by_modality(values["tower"])
+    said = by_modality(imported.get("tower"))
+    further = [f"{branch}={name}" for branch, name in said.items() if branch not in named]
+    return {"tower": (*values["tower"], *further)}
 
 
 def _model_folder(where: str) -> str:

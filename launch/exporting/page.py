@@ -90,7 +90,8 @@ WITH_OWN = """## Further towers
 
 `{file}` holds the weights, under their own names, of {branches}, which no public library has. Wye loads
 them with the Python module `{modules}`, which is not in this folder: `evaluate.py FOLDER --import-module
-{modules} …`. `modeling_export.py` leaves them out."""
+{modules} …`, and `train.py --import FOLDER --import-module {modules} …` begins from them. `modeling_export.py`
+leaves them out."""
 OF_CLIPS = """## Clips
 
 This model was trained on clips of films, of which it saw {frames} frames each at most{rate}, from

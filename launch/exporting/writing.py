@@ -16,7 +16,7 @@ from transformers import ClapConfig, PreTrainedConfig
 
 from common.files import replacing_folder, write_text
 from data.modalities.tokenizer_open_clip import PREFIX
-from data.options import IMAGE_TEXT, loss_names
+from data.options import IMAGE_TEXT, as_given, loss_names
 from data.stored.kinds import is_text, text_of
 from launch.config.groups import OF_BRANCH, tower_names
 from launch.config.imported import FUSION_OPTIONS, HERE
@@ -422,11 +422,7 @@ def _lacks_config(tower: Tower) -> bool:
 
 def _pairs(trained: Trained) -> str:
     """Those of what is exported, as in --pairs."""
-    return ",".join(
-        f"{pair.first}:{pair.second}" + (f":{pair.weight:g}" if pair.weight != 1 else "")
-        for pair in trained.pairs
-        if trained.by_branch.keys() >= {*pair.branches}
-    )
+    return as_given(pair for pair in trained.pairs if trained.by_branch.keys() >= {*pair.branches})
 
 
 def _fusion_options(towers: Mapping[str, Tower]) -> dict[str, object]:

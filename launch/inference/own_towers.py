@@ -10,14 +10,10 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from common.output import brief
-from data.options import IMAGE_TEXT, branches_of, read_pairs
+from data.options import IMAGE_TEXT, as_given, read_pairs
 from launch.config.groups import by_modality
 from launch.modalities import OWN
-from launch.records import RECORD
 from models.towers.layers import Layer, Tower
-
-KEYS = {"modules": list, "branches": list, "pairs": str, "tower": list}
 
 
 def own_branches(towers: Sequence[Tower]) -> list[str]:
@@ -35,7 +31,7 @@ def own_record(
     return {
         "modules": list(options.get("import_module") or ()),
         "branches": list(branches),
-        "pairs": ",".join(f"{pair.first}:{pair.second}" for pair in pairs),
+        "pairs": as_given(pairs),
         "tower": [f"{name}={value}" for name, value in named.items() if name in branches],
     }
 
@@ -51,15 +47,6 @@ def own_tensors(
     ]
     scalars = tuple(f"head.{pair.name}_logit_" for pair in pairs)
     return {name: each for name, each in state.items() if name in names or name.startswith(scalars)}
-
-
-def read_own(export: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """What an export says of them; nothing where it has none. Errors: ValueError."""
-    own = export.get("own") or {}
-    wrong = [key for key, kind in KEYS.items() if own and not isinstance(own.get(key), kind)]
-    if wrong or (own and not {*own["branches"]} <= {*branches_of(own["pairs"])}):
-        raise ValueError(f"{folder / RECORD}: own is {brief(own)}; export again")
-    return own
 
 
 def fill_own(layers: Sequence[Layer], branches: Sequence[str], file: Path) -> None:

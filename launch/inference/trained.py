@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from common.model_sizes import refuse_sizes
 from data.modalities.preprocessing import Preprocessing
 from data.modalities.tokenizer import load_tokenizer, num_ids, refuse_no_vocabulary
-from data.modules import import_recorded, is_trusted, modules_of_specs
+from data.modules import import_recorded, modules_of_specs
 from data.options import (
     IMAGE_TEXT,
     PairOption,
@@ -40,15 +40,17 @@ from launch.config.groups import AudioOptions
 from launch.config.imported import (
     MODEL_OPTIONS,
     branches_held,
+    describe_own_left_out,
     fusion_of_export,
     is_published,
     options_of_export,
     options_of_import,
+    own_of_export,
     refuse_no_model,
 )
 from launch.config.pixels import PROCESSORS, trained_with
 from launch.inference.adapters import ADAPTERS, FILE, read_adapters
-from launch.inference.own_towers import fill_own, read_own
+from launch.inference.own_towers import fill_own
 from launch.modalities import MODALITIES, Vocabulary, tower_of
 from launch.objective import losses_of, pairs_of
 from launch.records import WEIGHTS, read_export, record_of_run
@@ -184,16 +186,13 @@ def open_model_folder(
     of_libraries = towers = towers_of(options, tokenizer)
     reader = open_model(str(folder), *of_libraries)
     reader.refuse_missing(of_libraries)
-    own = read_own(export or {}, folder)
-    if own and is_trusted(own["modules"]):
+    own = own_of_export(folder)
+    if left_out := describe_own_left_out(folder, "--import-module, or --trust-run"):
+        show(left_out)
+    elif own:
         import_recorded(own["modules"], folder)
         options |= {"pairs": own["pairs"], "tower": own["tower"]}
         towers = towers_of(options, tokenizer)
-    elif own:
-        show(
-            f"{folder}: leaves out {' and '.join(own['branches'])}, of the Python module "
-            f"{', '.join(own['modules'])}; if you trust it, add --import-module, or --trust-run"
-        )
     # of its towers only: a name becomes part of a path
     held = export["adapters"] if export else {}
     adapters = {each.branch: held[each.branch] for each in towers if each.branch in held}

@@ -33,7 +33,7 @@ from engine.optimizer.preview import preview, unreached
 from engine.planning.costs import precision_of
 from engine.planning.planner import RunPlan
 from launch.config.groups import flag_of
-from launch.config.imported import branches_held
+from launch.config.imported import branches_held, describe_own_left_out
 from launch.config.options import Options, default_of
 from launch.config.pixels import describe_pixels
 from launch.setup.costing import NOMINAL
@@ -106,6 +106,7 @@ def first_screen(run: PreparedRun, ranks: Ranks) -> list[tuple[str, str]]:
         ("note", unreached(config, plan.optimizer_groups, total_steps)),
         *(_split(line) for line in further if line),
         ("note", _published(options, model.towers)),
+        ("note", _left_out_of_import(options)),
         ("predicted", _predicted(plan, total_steps)),
         ("folder", ranks.describe_folder(run.folder)),
     ]
@@ -168,6 +169,14 @@ def _weights(options: Options) -> dict[str, str]:
     """By branch, of towers that start from pretrained ones: where these come from."""
     held = branches_held(options.imported, options.branches)
     return options.first_weights | dict.fromkeys(held, options.imported or "")
+
+
+def _left_out_of_import(options: Options) -> str:
+    """The towers of modalities of one's own in the model of --import that no run can begin from,
+    because their module is not named; empty where there are none."""
+    return (
+        describe_own_left_out(Path(options.imported), "--import-module") if options.imported else ""
+    )
 
 
 def _published(options: Options, towers: Sequence[Tower]) -> str:

@@ -41,7 +41,7 @@ from models.weights.libraries import (
     published_open_clip,
     published_timm,
 )
-from models.weights.names import ANNOTATIONS, AUDIO, FUSION
+from models.weights.names import ANNOTATIONS, AUDIO, FUSION, OWN_TOWERS
 from models.weights.of_transformers import OF_TRANSFORMERS
 from models.weights.open_clip import is_open_clip, open_clip_pairs, refuse_other_architecture
 from models.weights.open_clip_models import folder_of, local_model, weights_of
@@ -54,8 +54,11 @@ log = logging.getLogger(__name__)
 SAFETENSORS, TORCH = ("model.safetensors",), ("pytorch_model.bin", "pytorch_model.pth", "model.pth")
 # how a sentence encoder pools, beside its weights
 POOLING = ("modules.json", "*_Pooling/config.json")
+# what an export keeps beside the model: the fusion head, the audio tower, heads of annotations, and
+# towers of one's own
+BESIDE = (FUSION, AUDIO, *ANNOTATIONS.values(), OWN_TOWERS)
 # what a whole model has beside its weights
-WHOLE = ("*.json", "*.txt", "*.model")
+WHOLE = ("*.json", "*.txt", "*.model", *BESIDE)
 PREFIXES = {  # of wrappers, of models with a task head, and of models of images and texts
     "text": (
         *("module.", "bert.", "roberta.", "distilbert.", "electra.", "mpnet.", "model."),
@@ -268,8 +271,7 @@ def open_model(where: str, *towers: Tower) -> WeightReader:
             "OpenCLIP weights; a single tower is started from with --image-weights, --text-weights "
             "or --audio-weights"
         )
-    # what an export keeps beside the model: of the fusion head, the audio tower, and annotations
-    for file in (FUSION, AUDIO, *ANNOTATIONS.values()):
+    for file in BESIDE:
         if (path / file).is_file():
             source = {**source, **_open_file(path / file)}
     reader = WeightReader(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import BertConfig, BertForMaskedLM, BertModel, PreTrainedModel
@@ -14,7 +15,7 @@ import models.weights.reading
 from models.towers.building import with_head
 from models.towers.image import image_tower
 from models.towers.text import text_tower
-from models.weights.reading import open_weights
+from models.weights.reading import find_model, open_weights
 
 VOCAB = 120  # of the families
 
@@ -172,6 +173,23 @@ def test_hub_names(cases, tmp_path, monkeypatch):
     monkeypatch.setattr(models.weights.reading, "snapshot_download", unreachable)
     with pytest.raises(FileNotFoundError, match="'someone/model' could not be had .*check the id"):
         open_weights("text", "someone/model", tower)
+
+
+def test_an_export_on_the_hub_is_downloaded_whole(tmp_path, monkeypatch):
+    """With what lies beside the model: the audio tower, fusion, regions and towers of one's own."""
+    names = ["model.safetensors", "wye.json", "image/config.json", "vocab.txt"]
+    names += ["audio.safetensors", "fusion.safetensors", "regions.safetensors"]
+    names += ["own_towers.safetensors"]
+
+    def download(hub_id, allow_patterns):
+        for name in filter_repo_objects([*names, "page.html"], allow_patterns=allow_patterns):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(models.weights.reading, "snapshot_download", download)
+    folder = find_model("someone/model")
+    assert {str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()} == {*names}
 
 
 def test_only_what_a_layer_needs_is_read(cases, tmp_path, monkeypatch):
