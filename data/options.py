@@ -126,6 +126,21 @@ def loss_names(loss: str, pairs: str) -> tuple[str, ...]:
     return tuple(found.get(pair.name, DEFAULT_LOSS) for pair in known)
 
 
+def loss_for(loss: str, pairs: str) -> str:
+    """`--loss` for these `--pairs`, of more pairs that it may name; one name where they have one.
+    Errors: ValueError."""
+    if "=" not in loss:
+        return loss
+    known = {(pair.first, pair.second) for pair in read_pairs(pairs)}
+    kept = [
+        each
+        for each in loss.split(",")
+        if (of := read_pairs(each.partition("=")[0])[0]) and (of.first, of.second) in known
+    ]
+    names = {*loss_names(",".join(kept), pairs)} if kept else {DEFAULT_LOSS}
+    return names.pop() if len(names) == 1 else ",".join(kept)
+
+
 def branches_of(given: str) -> tuple[str, ...]:
     """The branches of `--pairs`, in the order in which they are first named."""
     return tuple(dict.fromkeys(name for pair in read_pairs(given) for name in pair.branches))

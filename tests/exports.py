@@ -17,8 +17,9 @@ from rounding import assert_equal_rows
 
 from data.modalities.tokenizer import batch_tokens, train_tokenizer
 from data.modalities.transforms import EvalTransform, normalise, stacked
+from data.modules import import_modules
 from launch.config.options import parse_options
-from launch.inference.trained import Trained
+from launch.inference.trained import Trained, towers_of
 from models.losses import build_loss
 from models.towers.adapters.layers import adapted_tower
 from models.towers.building import build_towers
@@ -95,16 +96,46 @@ def trained_model(
         adapted_tower(tower, adapters[tower.branch]) if tower.branch in adapters else tower
         for tower in towers_for(image_tower, text_tower, tokenizer, loss, fusion)
     )
+    options = {"image_tower": image_tower, "text_tower": text_tower, "loss": loss}
+    options |= {"embed_dim": 32, "image_size": SIZE, "max_text_tokens": TOKENS}
+    layers = moved_layers(towers)
+    for layer in layers:
+        for parameter in layer.parameters():
+            parameter.data = parameter.data.to(dtype)
+    return Trained({"options": options}, Path("step-00000007"), 7, tokenizer, towers, layers)
+
+
+def moved_layers(towers):
+    """Those of the towers, with no value as it begins."""
     layers = [spec.build(3).eval() for tower in towers for spec in tower.specs]
     draw = torch.Generator().manual_seed(0)
     for layer in layers:
         for tensor in layer.state_dict().values():
             if tensor.is_floating_point():
                 tensor.add_(torch.randn(tensor.shape, generator=draw) * 0.05)
-        for parameter in layer.parameters():
-            parameter.data = parameter.data.to(dtype)
-    options = {"image_tower": image_tower, "text_tower": text_tower, "loss": loss}
-    options |= {"embed_dim": 32, "image_size": SIZE, "max_text_tokens": TOKENS}
+    return layers
+
+
+def model_with_depth(image_tower, text_tower, loss, lora=None) -> Trained:
+    """As `trained_model`, beside the tower of `examples/depth/`; `lora`: of all three."""
+    import_modules(["examples.depth.shown"])
+    options = {
+        "image_tower": image_tower,
+        "text_tower": text_tower,
+        "loss": loss,
+        "embed_dim": 32,
+        "image_size": SIZE,
+        "max_text_tokens": TOKENS,
+        "fusion": 0,
+        "pairs": "image:text,depth:text,image:depth",
+        "import_module": ("examples.depth.shown",),
+        "tower": ("depth=32",),
+    }
+    tokenizer = tokenizer_for(text_tower)
+    towers = towers_of(options, tokenizer)
+    if lora is not None:
+        towers = tuple(adapted_tower(tower, lora) for tower in towers)
+    layers = moved_layers(towers)
     return Trained({"options": options}, Path("step-00000007"), 7, tokenizer, towers, layers)
 
 

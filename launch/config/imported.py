@@ -140,7 +140,7 @@ def own_of_export(folder: Path) -> dict[str, Any]:
     """What an export says of its towers of modalities of one's own; nothing where it has none. Errors:
     ValueError."""
     own = (read_export(folder) or {}).get("own") or {}
-    kinds = {"modules": list, "branches": list, "pairs": str, "tower": list}
+    kinds = {"modules": list, "branches": list, "pairs": str, "loss": str, "tower": list}
     wrong = [key for key, kind in kinds.items() if own and not isinstance(own.get(key), kind)]
     if wrong or (own and not {*own["branches"]} <= {*branches_of(own["pairs"])}):
         raise ValueError(f"{folder / RECORD}: own is {brief(own)}; export again")
@@ -160,12 +160,12 @@ def describe_own_left_out(folder: Path, remedy: str) -> str:
 
 
 def _options_of_own(folder: Path) -> dict[str, Any]:
-    """--pairs and --tower that go on with these towers, too, where the command line names their
-    modules."""
+    """--pairs, --tower and --loss that go on with these towers, too, where the command line names
+    their modules."""
     own = own_of_export(folder)
     if not own or not is_trusted(own["modules"]):
         return {}
-    return {"pairs": own["pairs"], "tower": tuple(own["tower"])}
+    return {"pairs": own["pairs"], "tower": tuple(own["tower"]), "loss": own["loss"]}
 
 
 def _options_said(folder: Path, key: str, allowed: Collection[str]) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from data.options import (
     LoadingOptions,
     branches_of,
     derived_of,
+    loss_for,
     loss_names,
     read_pairs,
 )
@@ -278,6 +279,8 @@ def _of_import(given: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...
             f"argument --import: it is of the {lacking[0]} branch, and no pair of --pairs {pairs} "
             f"has '{lacking[0]}'; leave it out"
         )
+    if "loss" in said:
+        said["loss"] = loss_for(said["loss"], pairs)
     if "tower" in said:
         towers = by_modality(said["tower"])
         said["tower"] = tuple(f"{b}={name}" for b, name in towers.items() if b in named)

@@ -16,7 +16,7 @@ from transformers import ClapConfig, PreTrainedConfig
 
 from common.files import replacing_folder, write_text
 from data.modalities.tokenizer_open_clip import PREFIX
-from data.options import IMAGE_TEXT, as_given, loss_names
+from data.options import IMAGE_TEXT, as_given, loss_for, loss_names
 from data.stored.kinds import is_text, text_of
 from launch.config.groups import OF_BRANCH, tower_names
 from launch.config.imported import FUSION_OPTIONS, HERE
@@ -193,7 +193,9 @@ def exported(trained: Trained) -> Trained:
                 f"{trained.checkpoint}: its tower {tower.name} is in no library that another "
                 "program could load it with; take its weights from the checkpoint"
             )
-    return _of(trained, chosen)
+    trained = _of(trained, chosen)
+    loss = loss_for(trained.options["loss"], _pairs(trained))
+    return replace(trained, record=trained.record | {"options": trained.options | {"loss": loss}})
 
 
 def _of(trained: Trained, branches: Sequence[str]) -> Trained:

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from data.options import IMAGE_TEXT, as_given, read_pairs
+from data.options import IMAGE_TEXT, as_given, loss_for, read_pairs
 from launch.config.groups import by_modality
 from launch.modalities import OWN
 from models.towers.layers import Layer, Tower
@@ -26,12 +26,14 @@ def own_record(
 ) -> dict[str, Any]:
     """What an export says of them. `others`: branches that are exported, too."""
     every = {*branches, *others}
-    pairs = [p for p in read_pairs(options.get("pairs", IMAGE_TEXT)) if {*p.branches} <= every]
+    given = read_pairs(options.get("pairs", IMAGE_TEXT))
+    pairs = as_given(pair for pair in given if {*pair.branches} <= every)
     named = by_modality(options.get("tower"))
     return {
         "modules": list(options.get("import_module") or ()),
         "branches": list(branches),
-        "pairs": as_given(pairs),
+        "pairs": pairs,
+        "loss": loss_for(options["loss"], pairs),
         "tower": [f"{name}={value}" for name, value in named.items() if name in branches],
     }
 

@@ -191,7 +191,7 @@ def open_model_folder(
         show(left_out)
     elif own:
         import_recorded(own["modules"], folder)
-        options |= {"pairs": own["pairs"], "tower": own["tower"]}
+        options |= {"pairs": own["pairs"], "tower": own["tower"], "loss": own["loss"]}
         towers = towers_of(options, tokenizer)
     # of its towers only: a name becomes part of a path
     held = export["adapters"] if export else {}

@@ -3,7 +3,6 @@ process that knows nothing of ours gets the embeddings of the training stages fr
 
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from exports import (
     assert_same,
     embed_by_pages,
     embeddings,
-    tokenizer_for,
+    model_with_depth,
     trained_model,
 )
 from neighbours import neighbour
@@ -22,11 +21,9 @@ from rounding import assert_equal_rows
 from safetensors.torch import load_file
 
 from data.modalities.tokenizer import batch_tokens
-from data.modules import import_modules
 from launch.config.imported import options_of_import
 from launch.exporting.writing import canonical_state, write_export
-from launch.inference.trained import Trained, open_model_folder, towers_of
-from models.towers.adapters.layers import adapted_tower
+from launch.inference.trained import open_model_folder
 from models.towers.adapters.lora import LoRA
 from models.weights.names import OWN_TOWERS
 
@@ -111,22 +108,7 @@ def test_what_cannot_be_kept_apart_is_refused(tmp_path):
 @pytest.fixture
 def with_depth(registries):
     """A model with a tower of one's own, all of whose towers have adapters."""
-    import_modules(["examples.depth.shown"])
-    options = trained_model(VIT, BERT, "infonce").options | {
-        "pairs": "image:text,depth:text",
-        "fusion": 0,
-        "import_module": ("examples.depth.shown",),
-        "tower": ("depth=32",),
-    }
-    tokenizer = tokenizer_for(BERT)
-    towers = tuple(adapted_tower(tower, ALL) for tower in towers_of(options, tokenizer))
-    layers = [spec.build(3).eval() for tower in towers for spec in tower.specs]
-    draw = torch.Generator().manual_seed(0)
-    for layer in layers:
-        for tensor in layer.state_dict().values():
-            if tensor.is_floating_point():
-                tensor.add_(torch.randn(tensor.shape, generator=draw) * 0.05)
-    return Trained({"options": options}, Path("step-00000007"), 7, tokenizer, towers, layers)
+    return model_with_depth(VIT, BERT, "infonce", ALL)
 
 
 def test_those_of_a_tower_of_ones_own_are_merged(with_depth, tmp_path):

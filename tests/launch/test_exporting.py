@@ -24,6 +24,7 @@ from exports import (
     encoded,
     evaluated,
     files,
+    model_with_depth,
     sample_image,
     tokenizer_for,
     towers_for,
@@ -45,6 +46,7 @@ from common import __version__
 from common.boxes import WHOLE
 from data.modalities.tokenizer import batch_tokens, load_tokenizer
 from data.modalities.transforms import EvalTransform, normalise, stacked
+from data.options import loss_names
 from launch.config.imported import options_of_export
 from launch.config.options import parse_options
 from launch.exporting import modeling_export
@@ -260,6 +262,53 @@ def test_a_tower_is_named_by_the_option_that_named_it(tmp_path):
     assert "\n# resnet18:" in page and RESNET50 not in page
     again = open_model_folder(tmp_path / "out")
     assert_equal(canonical_state(again.layers), canonical_state(trained.layers))
+
+
+# --loss, of what the export says it without the pairs of the tower that is left out, and with them
+LOSSES = {
+    "of each": ("image:text=sigmoid,depth:text=infonce", "sigmoid", "image:text=sigmoid"),
+    "of a dropped pair": ("depth:text=sigmoid", "infonce", "depth:text=sigmoid"),
+    "of all": ("sigmoid", "sigmoid", "sigmoid"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_losses_of_pairs_that_are_left_out_are_left_out(
+    name, tmp_path, registries, monkeypatch, capsys
+):
+    loss, of_libraries, of_all = LOSSES[name]
+    trained, out = model_with_depth(VIT, BERT, loss), tmp_path / "out"
+    write_export(trained, out)
+    assert options_of_export(out)["loss"] == of_libraries
+    assert ("\n- siglip\n" in (out / "README.md").read_text()) == (of_libraries == "sigmoid")
+    for named in (True, False):
+        if not named:
+            monkeypatch.setattr("data.modules._named", set())
+        again = open_model_folder(out)
+        state, expected = canonical_state(again.layers), canonical_state(trained.layers)
+        assert {*again.by_branch} == {"image", "text", *["depth"] * named}
+        assert_equal(state, {n: t for n, t in expected.items() if named or "depth" not in n})
+        options = parse_options(["--import", str(out)])
+        assert options.pairs == ("image:text,depth:text,image:depth" if named else "image:text")
+        found = loss_names(options.loss, options.pairs)
+        assert found == loss_names(of_all if named else of_libraries, options.pairs)
+        assert parse_options(["--import", str(out), "--pairs", "image:text"]).loss == of_libraries
+
+
+def test_a_run_with_fewer_pairs_goes_on_with_their_losses(exports, tmp_path):
+    """Of an export of three towers with two of them."""
+    copy = shutil.copytree(exports["resnet50+bert+sigmoid"][1], tmp_path / "copy")
+    record = json.loads((copy / "wye.json").read_text())
+    record["options"] |= {
+        "pairs": "image:text,audio:text",
+        "loss": "image:text=sigmoid,audio:text=infonce",
+    }
+    (copy / "wye.json").write_text(json.dumps(record))
+    for pairs, loss in (
+        ("image:text", "sigmoid"),
+        ("image:text,video:text", "image:text=sigmoid"),
+    ):
+        assert parse_options(["--import", str(copy), "--pairs", pairs]).loss == loss
 
 
 @pytest.mark.parametrize("pairs", ["image:text,image:palette", "palette:text,image:text"])
