@@ -116,8 +116,9 @@ def moved_layers(towers):
     return layers
 
 
-def model_with_depth(image_tower, text_tower, loss, lora=None) -> Trained:
-    """As `trained_model`, beside the tower of `examples/depth/`; `lora`: of all three."""
+def model_with_depth(image_tower, text_tower, loss, lora=None, **more) -> Trained:
+    """As `trained_model`, beside the tower of `examples/depth/`; `lora`: of all three; `more`:
+    options of the run."""
     import_modules(["examples.depth.shown"])
     options = {
         "image_tower": image_tower,
@@ -130,6 +131,7 @@ def model_with_depth(image_tower, text_tower, loss, lora=None) -> Trained:
         "pairs": "image:text,depth:text,image:depth",
         "import_module": ("examples.depth.shown",),
         "tower": ("depth=32",),
+        **more,
     }
     tokenizer = tokenizer_for(text_tower)
     towers = towers_of(options, tokenizer)

@@ -43,7 +43,7 @@ from models.towers.names import TWO_LAYERS, join_name, split_name
 from models.towers.video import frames_tower
 from models.weights.clap import clap_config, clap_pairs, scale_of, what_clap_lacks
 from models.weights.names import ANNOTATIONS, AUDIO, FUSION, OWN_TOWERS, TEXT_FOLDER
-from models.weights.of_image import as_image_layers, as_image_tower
+from models.weights.of_image import as_image_layers, as_image_tower, beside_images
 from models.weights.of_transformers import library_config
 from models.weights.open_clip_export import config_of_text, open_clip_model, what_open_clip_lacks
 from models.weights.translation import to_theirs
@@ -82,8 +82,8 @@ def write_export(
     """
     folder = folder.expanduser().resolve()
     refuse_to_overwrite(folder, overwrite)
-    whole = trained
-    trained, adapters = taken_off(exported(trained), merge=not keep_adapters)
+    whole = _of_frames(trained)
+    trained, adapters = taken_off(exported(whole), merge=not keep_adapters)
     # in the weights in any case: only towers of a library have a form for adapters apart
     ours, adapters_of_ours = taken_off(_of(whole, own_branches(whole.towers)), merge=True)
     towers = trained.by_branch
@@ -231,7 +231,7 @@ def _of_frames(trained: Trained) -> Trained:
         layer
         for tower in trained.towers
         for own in (trained.layers_of(tower.branch),)
-        for layer in (as_image_layers(own) if tower is video else own)
+        for layer in (as_image_layers(own) if tower is video else map(beside_images, own))
     ]
     towers = tuple(as_image_tower(each) if each is video else each for each in trained.towers)
     record = trained.record | {"options": options}

@@ -203,7 +203,7 @@ def open_model_folder(
     with library_models_kept():
         specs = [spec for tower in towers for spec in tower.specs]
         layers = [spec.build(options["seed"], read_by.get(spec.branch)).eval() for spec in specs]
-    if len(towers) > len(of_libraries):
+    if own and not left_out:
         fill_own(layers, own["branches"], folder / OWN_TOWERS)
     read_adapters(layers, folder, adapters)
     layers = [layer.to(device) for layer in layers]

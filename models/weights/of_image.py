@@ -68,6 +68,12 @@ def as_image_layers(layers: Iterable[Layer]) -> list[Layer]:
     ]
 
 
+def beside_images(layer: Layer) -> Layer:
+    """A layer of another tower, where the tower of films is that of images: a head may own what the
+    loss of a pair with films learns."""
+    return _head_of_images(layer) if isinstance(layer, Head) else layer
+
+
 def _head_of_images(head: Head) -> Head:
     """The same tensors, called as the head of images calls its own; it is read and not run."""
     renamed = copy.copy(head)
@@ -81,5 +87,6 @@ def _head_of_images(head: Head) -> Head:
 
 def _as_of_images(name: str) -> str:
     """`video_projection.weight` -> `image_projection.weight`, `video_text_logit_scale` ->
-    `logit_scale`"""
-    return re.sub("^video_", "image_", name).replace("image_text_logit_", "logit_")
+    `logit_scale`, `depth_video_logit_scale` -> `depth_image_logit_scale`"""
+    name = re.sub("^video_|(?<=_)video_(?=logit_)", "image_", name)
+    return name.replace("image_text_logit_", "logit_")

@@ -295,6 +295,21 @@ def test_the_losses_of_pairs_that_are_left_out_are_left_out(
         assert parse_options(["--import", str(out), "--pairs", "image:text"]).loss == of_libraries
 
 
+@pytest.mark.parametrize("pairs", ("video:text,depth:text", "video:text,depth:text,depth:video"))
+def test_a_tower_of_ones_own_goes_with_the_frames_of_films(pairs, tmp_path, registries):
+    """The tower of which is that of images, also in what the loss of their pair learns."""
+    films = {"video_tower": RESNET, "video_frames": 2, "video_rate": None, "pairs": pairs}
+    trained = model_with_depth(RESNET, BERT, "infonce", **films)
+    write_export(trained, tmp_path / "out")
+    again = open_model_folder(tmp_path / "out")
+    assert [tower.branch for tower in again.towers] == ["image", "text", "depth"]
+    expected = {
+        name.replace("video_text_logit", "logit").replace("video", "image"): tensor
+        for name, tensor in canonical_state(trained.layers).items()
+    }
+    assert_equal(canonical_state(again.layers), expected)
+
+
 def test_a_run_with_fewer_pairs_goes_on_with_their_losses(exports, tmp_path):
     """Of an export of three towers with two of them."""
     copy = shutil.copytree(exports["resnet50+bert+sigmoid"][1], tmp_path / "copy")
