@@ -1,5 +1,5 @@
-"""Annotations: what is said of a place within one value, such as a box of an image or some seconds of
-a film. `data/regions.py` and `data/moments.py` have the two kinds of places.
+"""Annotations: what is said of a place within one value, such as a box of an image or some seconds
+of a film. `data/regions.py` and `data/moments.py` have the two kinds of places.
 
 A row gives them as a list of objects, each with its place and `"text": "…" or ["…"]`, and with
 `"negatives": ["…"]`, phrases that are not true of it. One with `"candidate": true` and no text is a
@@ -19,9 +19,10 @@ NO_TEXT = ("no-caption", "empty-caption", "invalid-row")
 
 
 class Annotation(NamedTuple):
-    """A place within a value, and what is said of it. `extent`: of a region x1, y1, x2, y2 in fractions
-    0..1 of the sides of the image as shown; of a moment start and end in seconds of the film.
-    `phrases`: at least one; of a candidate none. `negatives`: phrases that are not true of it."""
+    """A place within a value, and what is said of it. `extent`: of a region x1, y1, x2, y2 in
+    fractions 0..1 of the sides of the image as shown; of a moment start and end in seconds of the
+    film. `phrases`: at least one; of a candidate none. `negatives`: phrases that are not true of
+    it."""
 
     extent: tuple[float, ...]
     phrases: tuple[str, ...]
@@ -29,9 +30,9 @@ class Annotation(NamedTuple):
 
 
 class Annotations(NamedTuple):
-    """The good annotations of a row, as its kind checks them without the value that they are of; what is
-    wrong with the others, and with phrases beside good ones; how many there are in all; and how many
-    are in doubt, by what is (`data/box_checks.py`)."""
+    """The good annotations of a row, as its kind checks them without the value that they are of;
+    what is wrong with the others, and with phrases beside good ones; how many there are in all; and
+    how many are in doubt, by what is (`data/box_checks.py`)."""
 
     good: list[Any]
     dropped: list[BadSample]
@@ -47,8 +48,8 @@ class Annotations(NamedTuple):
 def checked_text(
     given: Mapping[str, Any], dropped: list[BadSample], name: str
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The phrases and the negatives of an annotation. `dropped` gets what is wrong with phrases beside
-    good ones; `name`: of the kind, for messages. Raises BadSample."""
+    """The phrases and the negatives of an annotation. `dropped` gets what is wrong with phrases
+    beside good ones; `name`: of the kind, for messages. Raises BadSample."""
     text, negatives = given.get("text"), given.get("negatives")
     try:
         is_candidate = text is None and given.get("candidate") is True

@@ -1,8 +1,8 @@
 """Moments of a film: seconds of it, and phrases that say what is seen then.
 
-A row gives them as `{"start_s": 2.5, "end_s": 4, "text": "…" or ["…"], "negatives": ["…"]}`, in seconds
-since the film's beginning, as the clip of a row is given. What lies outside of the clip of its sample
-is cut off.
+A row gives them as `{"start_s": 2.5, "end_s": 4, "text": "…" or ["…"], "negatives": ["…"]}`, in
+seconds since the film's beginning, as the clip of a row is given. What lies outside of the clip of
+its sample is cut off.
 """
 
 from collections.abc import Mapping
@@ -29,8 +29,8 @@ def checked_moment(given: Mapping[str, Any], dropped: list[BadSample]) -> Annota
 
 
 def placed_moments(found: Annotations, start_s: float, end_s: float) -> list[Annotation]:
-    """The moments within a clip, cut to it; those that are not in it go from the good to the dropped
-    ones."""
+    """The moments within a clip, cut to it; those that are not in it go from the good to the
+    dropped ones."""
     given, shown = found.good[:], []
     found.good.clear()
     for each in given:

@@ -1,7 +1,7 @@
 """Regions of an image: boxes, and phrases that say what is in them.
 
-A row gives them as `{"box": [x, y, width, height], "text": "…"}`, or with `"xyxy": [x1, y1, x2, y2]`,
-in pixels of the image as its file has it, before EXIF turns it; with `"unit": "relative"` in
+A row gives them as `{"box": [x, y, width, height], "text": "…"}`, or with `"xyxy": [x1, y1, x2,
+y2]`, in pixels of the image as its file has it, before EXIF turns it; with `"unit": "relative"` in
 fractions of its sides, with `"thousandths"` in thousandths of them. `BoxOptions` of a data set say
 otherwise. The index keeps them as fractions of the image as it is shown.
 """
@@ -70,8 +70,8 @@ class Given(NamedTuple):
 def checked_region(
     given: Mapping[str, Any], dropped: list[BadSample], unit: str | None = None
 ) -> Given:
-    """`unit`: of a box that has none. `dropped` gets what is wrong with phrases beside good ones. Raises
-    BadSample."""
+    """`unit`: of a box that has none. `dropped` gets what is wrong with phrases beside good ones.
+    Raises BadSample."""
     own = given.get("unit")
     unit = unit if own is None else own
     box, is_relative = _box_of(given, unit)

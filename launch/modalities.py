@@ -1,5 +1,6 @@
 """The modalities of a run, one entry each: what loads its samples, in training and in evaluation,
-which tower its branch has, and how its values are shown. A module of one's own adds or replaces one:
+which tower its branch has, and how its values are shown. A module of one's own adds or replaces
+one:
 
     MODALITIES["tone"] = ModalityEntry(
         lambda inputs: Tone(), lambda wanted: tone_tower(wanted.name)
@@ -62,9 +63,10 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Inputs:
     """What a modality may need to load samples. `tokenizer`: None where no pair has texts;
-    `length_multiple`: of the tokens of a micro-batch's texts; `cache`: of decoded images and sounds;
-    `patch_size`: of a ViT, pixels; `languages`: that the text tower tells apart; `share_frames`: that
-    clips which overlap load a frame once, in evaluation by towers that read `video_frame_row`."""
+    `length_multiple`: of the tokens of a micro-batch's texts; `cache`: of decoded images and
+    sounds; `patch_size`: of a ViT, pixels; `languages`: that the text tower tells apart;
+    `share_frames`: that clips which overlap load a frame once, in evaluation by towers that read
+    `video_frame_row`."""
 
     options: InputOptions
     tokenizer: PreTrainedTokenizerBase | None = None
@@ -278,8 +280,8 @@ OWN = dict(MODALITIES)  # which no module added or replaced
 def refuse_pairs(
     given: str, towers: Sequence[str], fusion: bool, weights: Sequence[str] = ()
 ) -> None:
-    """Raise ValueError, in the words of a command line, for --pairs, --tower, --weights and --fusion
-    that do not go together."""
+    """Raise ValueError, in the words of a command line, for --pairs, --tower, --weights and
+    --fusion that do not go together."""
     pairs, named = read_pairs(given), branches_of(given)
     for name in named:
         try:
@@ -337,8 +339,8 @@ def tower_of(
 
 
 def refuse_unfit_towers(branches: Sequence[str], options: Mapping[str, Any]) -> None:
-    """Raise ValueError for a tower of one's own that is none, before data is opened. Those of texts wait
-    for their tokenizer."""
+    """Raise ValueError for a tower of one's own that is none, before data is opened. Those of texts
+    wait for their tokenizer."""
     for branch in branches:
         if entry_of(branch) is not OWN.get(branch) and not is_text(branch):
             tower_of(branch, options, Vocabulary(), {})
@@ -360,7 +362,8 @@ _audio_input = lru_cache(audio_input)  # a loader is made for every evaluation
 
 
 def shown_as(modality: str) -> str:
-    """The modality whose values show those of this one: of annotations that of what they are within."""
+    """The modality whose values show those of this one: of annotations that of what they are
+    within."""
     return DERIVED[modality].of[0] if modality in DERIVED else modality
 
 

@@ -1,8 +1,8 @@
-"""Images with regions, or clips with moments, and texts with phrases: which there are in a batch, and
-what a micro-batch brings of them.
+"""Images with regions, or clips with moments, and texts with phrases: which there are in a batch,
+and what a micro-batch brings of them.
 
-A third of the samples have no annotation, one has fifty; some are not in the view; phrases repeat, and
-some come with negatives.
+A third of the samples have no annotation, one has fifty; some are not in the view; phrases repeat,
+and some come with negatives.
 """
 
 from __future__ import annotations

@@ -124,11 +124,11 @@ class Batches:
     `train` [N]: the source's indices of the training samples. `buckets`: the shapes of their
     images; None: one square. `texts`: what packs texts by cost; None: they come with their samples,
     which are packed in order. `costs`: by branch, of those whose values do not cost alike, the
-    source's indices of samples -> what each costs, such as the frames of its clip. `annotations`: which
-    are shown, where a pair has them. `weights_of`: a global batch -> what its samples count in its
-    loss, [G] int64 millionths; None: all the same. `examples`: numbers of training samples that
-    stand for others that are not known yet; None: all are known. `keeps_shares`: whether `shares`
-    is asked for every step.
+    source's indices of samples -> what each costs, such as the frames of its clip. `annotations`:
+    which are shown, where a pair has them. `weights_of`: a global batch -> what its samples count
+    in its loss, [G] int64 millionths; None: all the same. `examples`: numbers of training samples
+    that stand for others that are not known yet; None: all are known. `keeps_shares`: whether
+    `shares` is asked for every step.
 
     `order` and `settings` change in the course of a run, for steps that no loader has begun with.
     """
@@ -167,8 +167,8 @@ class Batches:
         return GlobalBatch(step, epoch, visited, indices, setting, places)
 
     def like(self, step: int, setting: Setting) -> GlobalBatch:
-        """A global batch to plan with: that of the step, or where its samples are not known yet, one
-        of `examples`."""
+        """A global batch to plan with: that of the step, or where its samples are not known yet,
+        one of `examples`."""
         if self.examples is None:
             return self.at(step, setting)
         size, rng = self.order.global_batch_size, np.random.default_rng([self.order.seed, step])

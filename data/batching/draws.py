@@ -25,14 +25,15 @@ def caption_numbers(seed: int, epoch: int, i: int, captions: int, shown: int = 1
 def annotation_numbers(
     seed: int, epoch: int, i: int, have: int, shown: int, negatives: bool = False
 ) -> list[int]:
-    """Which of its annotations 0..have-1, or of their negatives, sample `i` of the source shows in an
-    epoch, ascending."""
+    """Which of its annotations 0..have-1, or of their negatives, sample `i` of the source shows in
+    an epoch, ascending."""
     generator = np.random.default_rng([seed, epoch, i, NEGATIVES if negatives else ANNOTATIONS])
     return np.sort(generator.permutation(have)[:shown]).tolist()
 
 
 def phrase_number(seed: int, epoch: int, i: int, k: int, phrases: int) -> int:
-    """Which of the phrases 0..phrases-1 of its k-th shown annotation sample `i` shows in an epoch."""
+    """Which of the phrases 0..phrases-1 of its k-th shown annotation sample `i` shows in an
+    epoch."""
     if phrases == 1:
         return 0
     return int(np.random.default_rng([seed, epoch, i, k, PHRASE]).integers(phrases))

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Of some samples [b] int64 each: the place of their `first` annotation, and the `number` that they
-    show; the same of negatives. `kind`: of the annotations."""
+    """Of some samples [b] int64 each: the place of their `first` annotation, and the `number` that
+    they show; the same of negatives. `kind`: of the annotations."""
 
     kind: Derived
     first: np.ndarray
@@ -75,8 +75,8 @@ class Places:
 class PhraseRows:
     """Phrases [n]: their samples in the source, their numbers (k: of the k-th annotation that the
     sample shows; −1 − k: its k-th negative), how many annotations, or negatives, the sample shows,
-    their places in the global batch, and their weights in millionths (None: all the same). `kind`: of
-    the annotations."""
+    their places in the global batch, and their weights in millionths (None: all the same). `kind`:
+    of the annotations."""
 
     kind: Derived
     index: np.ndarray
@@ -112,9 +112,9 @@ class PhraseRows:
 
 @dataclass(frozen=True)
 class ShownAnnotations:
-    """Of each sample as many annotations of a kind as it has, at most `most`, and as many of all their
-    negatives, at most `most_negatives`; which, is drawn in each epoch. `candidates`: with those that
-    have no phrase, behind the others, for an evaluation."""
+    """Of each sample as many annotations of a kind as it has, at most `most`, and as many of all
+    their negatives, at most `most_negatives`; which, is drawn in each epoch. `candidates`: with
+    those that have no phrase, behind the others, for an evaluation."""
 
     source: Source
     kind: Derived

@@ -50,8 +50,8 @@ def loss_weights(
     """[G] int64, millionths: what the samples of a global batch count in its loss, 1,000,000 on
     average.
 
-    `lengths`: [G] of the texts of a global batch; None: there are none. Whole numbers, so that they are the same on every
-    machine and travel unchanged in any precision.
+    `lengths`: [G] of the texts of a global batch; None: there are none. Whole numbers, so that they
+    are the same on every machine and travel unchanged in any precision.
     """
     terms = [
         (image, source.numbers("complexity", batch.indices)),

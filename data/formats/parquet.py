@@ -393,8 +393,8 @@ def _is_filled(metadata: pq.FileMetaData, name: str) -> bool:
 
 
 def _holds(file: BinaryIO, what: bytes, within: int) -> bool:
-    """Whether `what` stands in so many bytes at the beginning of a file, of which a block is held at
-    a time."""
+    """Whether `what` stands in so many bytes at the beginning of a file, of which a block is held
+    at a time."""
     held = b""
     while within > 0 and (block := file.read(min(BLOCK, within))):
         within -= len(block)

@@ -422,8 +422,8 @@ def _measured(
 def _looked_at(
     kind: StoredFile, value: Any, decodes: bool, media: Media, hashed: bytes
 ) -> dict[str, Any]:
-    """`kind.look`. What a measure of one's own raises is its value's fault, but for a module that is not
-    installed; what it returns has to be its columns. Raises BadSample, ValueError."""
+    """`kind.look`. What a measure of one's own raises is its value's fault, but for a module that
+    is not installed; what it returns has to be its columns. Raises BadSample, ValueError."""
     if not is_own(kind):
         return kind.look(value, decodes, media, hashed)
     with own_code(f"{kind.name}: its measure", but=(OSError, BadSample)):

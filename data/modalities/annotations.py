@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 KEPT = 0.5  # of an annotation's extent: one of which a view shows less is not of the view
 
 Within = Callable[[int, Sequence[Annotation]], tuple[np.ndarray, np.ndarray]]
-"""The number of a sample in the micro-batch, and annotations [n] of it -> where the tower sees them,
-[n, extent] whole numbers, and which part of each one's extent it sees, [n]."""
+"""The number of a sample in the micro-batch, and annotations [n] of it -> where the tower sees
+them, [n, extent] whole numbers, and which part of each one's extent it sees, [n]."""
 
 
 def annotation_rows(
@@ -33,11 +33,11 @@ def annotation_rows(
     extent: tuple[str, int],
     within: Within | None,
 ) -> dict[str, Loaded]:
-    """The rows of annotations of the samples that were `loaded` of a modality, by their name; none where
-    no pair has any of it. With `extent` = ("boxes", 4) the tensors are NAME_boxes int32 [n, 4], and
-    NAME_row int64 [n], the sample of each in the micro-batch. One that the view does not show is left
-    out of the loss, as a sample that cannot be read. `within`: None where nothing was loaded, whose
-    extents are zeros."""
+    """The rows of annotations of the samples that were `loaded` of a modality, by their name; none
+    where no pair has any of it. With `extent` = ("boxes", 4) the tensors are NAME_boxes int32 [n,
+    4], and NAME_row int64 [n], the sample of each in the micro-batch. One that the view does not
+    show is left out of the loss, as a sample that cannot be read. `within`: None where nothing was
+    loaded, whose extents are zeros."""
     places = request.places
     if places is None or places.kind.of[0] != modality:
         return {}

@@ -141,8 +141,8 @@ def read_values(
     blank: Callable[[], Value],
 ) -> tuple[list[Value], Loaded]:
     """Call `read` for each sample of the request. Returns what it made, with stand-ins for samples
-    for which it raised Absent or BadSample; and a `Loaded` that lists these and says which values are
-    equal, still without tensors."""
+    for which it raised Absent or BadSample; and a `Loaded` that lists these and says which values
+    are equal, still without tensors."""
     values: list[Value | None] = []
     key = stored(modality).equal_rows(source, request.index)
     loaded = replace(Loaded.of(request, {}), key=key)

@@ -35,9 +35,9 @@ class Preprocessing:
     every resizing. `crop_pct`: the tower's input ÷ what the shorter side is resized to before the
     centre is cropped, in evaluation (timm's word; 224 / 232 for torchvision's ResNet-50).
     `resize_mode`, in evaluation (OpenCLIP's words): `shortest` keeps the shape of an image and cuts
-    off what is too long; `longest` keeps it and fills what is too short with black; `squash` resizes
-    both sides to the tower's input, as SigLIP was trained. `train_resize_mode`: the same of what
-    training crops out of an image. It is a value of its own because version 0.1 cropped as
+    off what is too long; `longest` keeps it and fills what is too short with black; `squash`
+    resizes both sides to the tower's input, as SigLIP was trained. `train_resize_mode`: the same of
+    what training crops out of an image. It is a value of its own because version 0.1 cropped as
     `shortest` does, whatever its evaluation did.
     """
 

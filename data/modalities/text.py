@@ -55,8 +55,8 @@ class TextModality(Modality):
     """input_ids and attention_mask int64 [t, L]: c texts of each sample, or those that were packed
     by themselves; with `languages` also language_ids int64 [t]. `length_multiple`: of L.
 
-    Where a pair has annotations, their phrases and negatives follow the texts in these tensors, t + n
-    in all, and are the rows `phrase`."""
+    Where a pair has annotations, their phrases and negatives follow the texts in these tensors, t +
+    n in all, and are the rows `phrase`."""
 
     name = "text"
     count_names = ("truncated_texts", "text_tokens", "padded_text_tokens")

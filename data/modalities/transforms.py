@@ -395,7 +395,8 @@ def _resized_to_crop(
 
 
 def _sides_to_crop(image: Size, least: Size, resize_mode: str) -> Size:
-    """(h, w) -> the sides to which an image is resized before its centre is cropped or filled up."""
+    """(h, w) -> the sides to which an image is resized before its centre is cropped or filled
+    up."""
     if resize_mode == "squash":
         return least
     if resize_mode == "longest":
@@ -413,8 +414,8 @@ def _within(target: Size, image: Size) -> Size:
 
 
 def _margins(image: Size, size: Size) -> tuple[int, int]:
-    """Top and left of the centre of `size` in an image; below 0 where the image is smaller. Both are
-    rounded as OpenCLIP's and torchvision's."""
+    """Top and left of the centre of `size` in an image; below 0 where the image is smaller. Both
+    are rounded as OpenCLIP's and torchvision's."""
     top, left = (round((a - b) / 2) if a >= b else -((b - a) // 2) for a, b in zip(image, size))
     return top, left
 

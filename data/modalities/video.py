@@ -62,8 +62,8 @@ class FrameTimes:
 
 
 class View(NamedTuple):
-    """The frames of a clip uint8 [T, H, W, 3], their times int64 [T], milliseconds since the first, and
-    the second of the film when that comes."""
+    """The frames of a clip uint8 [T, H, W, 3], their times int64 [T], milliseconds since the first,
+    and the second of the film when that comes."""
 
     frames: list[np.ndarray]
     times: np.ndarray
@@ -88,8 +88,8 @@ class VideoModality(Modality):
     show is decoded and loaded once. video_frames then has U <= F frames, and video_frame_row int64
     [F] says which of them each is.
 
-    Where a pair has moments also the rows `moment`: moment_spans int32 [n, 2] (start and end, milliseconds
-    since the clip's first frame) and moment_row int64 [n], the clip of each.
+    Where a pair has moments also the rows `moment`: moment_spans int32 [n, 2] (start and end,
+    milliseconds since the clip's first frame) and moment_row int64 [n], the clip of each.
     """
 
     name = "video"
@@ -181,9 +181,9 @@ class VideoModality(Modality):
         number_of: Mapping[int, int],
         span_of: Mapping[int, Span],
     ) -> dict[int, View]:
-        """The clips of samples, by sample. A frame is one array in all clips that show it: each film
-        is decoded once, in its order. Clips of a film that cannot be read throughout are left out,
-        to be read one by one, which says what is wrong with them."""
+        """The clips of samples, by sample. A frame is one array in all clips that show it: each
+        film is decoded once, in its order. Clips of a film that cannot be read throughout are left
+        out, to be read one by one, which says what is wrong with them."""
         clips_of: dict[bytes, dict[int, np.ndarray]] = {}
         for i, span in span_of.items():
             if span[1] > span[0]:
@@ -242,8 +242,8 @@ class VideoModality(Modality):
 
 
 def _in_clips(views: Sequence[View]) -> Within:
-    """Spans of films, of whose clips `views` says what is shown, in milliseconds since the first frame;
-    a clip shows all of them (`data/moments.py`)."""
+    """Spans of films, of whose clips `views` says what is shown, in milliseconds since the first
+    frame; a clip shows all of them (`data/moments.py`)."""
 
     def within(sample: int, moments: Sequence[Annotation]) -> tuple[np.ndarray, np.ndarray]:
         spans = np.array([each.extent for each in moments])

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StoredAnnotations(Stored):
-    """One kind of annotations. `of`: the modality of the values that they are within. `negatives`: the
-    column of the index that counts those of a sample. `needed`: what one looks like, for messages."""
+    """One kind of annotations. `of`: the modality of the values that they are within. `negatives`:
+    the column of the index that counts those of a sample. `needed`: what one looks like, for
+    messages."""
 
     of: str = ""
     negatives: str = ""
@@ -30,15 +31,15 @@ class StoredAnnotations(Stored):
 
     @abstractmethod
     def one(self, given: Mapping[str, Any], dropped: list[BadSample], format: Format) -> Any:
-        """An annotation, checked as far as that needs no value. `dropped` gets what is wrong with phrases
-        beside good ones. Raises BadSample."""
+        """An annotation, checked as far as that needs no value. `dropped` gets what is wrong with
+        phrases beside good ones. Raises BadSample."""
 
     @abstractmethod
     def placed(
         self, found: Annotations, measured: Mapping[str, Any], format: Format
     ) -> list[Annotation] | None:
-        """The good ones on their value, of which `measured` has the columns; those that are not on it go
-        from the good to the dropped ones. None: it was not measured."""
+        """The good ones on their value, of which `measured` has the columns; those that are not on
+        it go from the good to the dropped ones. None: it was not measured."""
 
     @property
     def key(self) -> str:
@@ -62,8 +63,8 @@ class StoredAnnotations(Stored):
 
     def checked(self, given: Any, format: Format, total: int | None = None) -> Annotations:
         """The good ones of a row; what is no annotation but a BadSample is one that cannot be read.
-        `total`: of which `given` are the first. Raises BadSample when none is good, with what is wrong
-        with the first."""
+        `total`: of which `given` are the first. Raises BadSample when none is good, with what is
+        wrong with the first."""
         given = listed(given)
         if given is None or isinstance(given, list) and not given:
             raise BadSample("no-value", f"no {self.name} is given")
@@ -128,7 +129,8 @@ class StoredAnnotations(Stored):
         return BadSample(broken[0].reason, f"{of}: {broken[0].detail}") if broken else None
 
     def box(self, source: Source, i: int, annotation: Annotation) -> tuple[float, ...]:
-        """Where it is on a picture of the value of sample i: x1, y1, x2, y2 in fractions of the sides."""
+        """Where it is on a picture of the value of sample i: x1, y1, x2, y2 in fractions of the
+        sides."""
         return annotation.extent
 
     def read(self, text: str) -> list[Annotation]:

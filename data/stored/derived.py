@@ -1,5 +1,5 @@
-"""Rows that are made of annotations and compared beside those of samples: of a place within a value,
-such as a box of an image, and of the phrases that are said of it."""
+"""Rows that are made of annotations and compared beside those of samples: of a place within a
+value, such as a box of an image, and of the phrases that are said of it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 class Derived:
     """`name`: the modality of data sets that says which rows a sample has (`kinds.py`). `rows`: the
     names of what is compared, and `of`: the branch that makes each of them. `most`: the option of
-    train.py for how many of a sample come in a step. `extent`: what a phrase chooses among those of its
-    sample, as metrics name it. `in_view`: whether a view that leaves out a part of the value may leave
-    out rows."""
+    train.py for how many of a sample come in a step. `extent`: what a phrase chooses among those of
+    its sample, as metrics name it. `in_view`: whether a view that leaves out a part of the value
+    may leave out rows."""
 
     name: str
     rows: tuple[str, str]
@@ -32,7 +32,8 @@ class Derived:
 
     @property
     def phrase_to_extent(self) -> str:
-        """How the metrics of phrases among the annotations of their sample begin: `phrase_to_box`."""
+        """How the metrics of phrases among the annotations of their sample begin:
+        `phrase_to_box`."""
         return f"{self.rows[1]}_to_{self.extent}"
 
     @property

@@ -1,5 +1,5 @@
-"""What data sets know of a modality: the names under which rows hold it, and how a value is checked;
-where its values are encoded files, also how these end and what is measured of them.
+"""What data sets know of a modality: the names under which rows hold it, and how a value is
+checked; where its values are encoded files, also how these end and what is measured of them.
 
 `kinds.py` has all of them. One of your own, which every data format then reads:
 
@@ -150,9 +150,9 @@ def no_decoders() -> list[str]:
 
 
 PLACE = {"offset": "i8", "size": "i8", "mtime_ns": "i8", "hash": f"V{HASH_BYTES}", "known_by": "u8"}
-"""What the index has of every file, under the modality's name (`image_offset`): see `Media`; the hash
-of the encoded bytes, and by what they are known again (`data/index/memo.py`): zeros where nothing
-could be measured."""
+"""What the index has of every file, under the modality's name (`image_offset`): see `Media`; the
+hash of the encoded bytes, and by what they are known again (`data/index/memo.py`): zeros where
+nothing could be measured."""
 
 
 @dataclass(frozen=True)
@@ -160,10 +160,11 @@ class StoredFile(Stored):
     """A modality whose values are encoded files: in folders, in archives or within rows.
 
     `endings`: of files and of members of an archive, there behind the first dot of a name.
-    `not_of_its_kind`: the reason of `data.bad_samples.REASONS` for what is no such file. `measured`:
-    columns of the index, name -> numpy type, 0 where it was not, and `said`: columns of texts.
-    `measure`: makes them of a value; whether it is decoded. Raises BadSample. `missing_decoders`:
-    what could be read if it were installed. `encode`: an item of a Python data set -> its bytes; raises BadSample.
+    `not_of_its_kind`: the reason of `data.bad_samples.REASONS` for what is no such file.
+    `measured`: columns of the index, name -> numpy type, 0 where it was not, and `said`: columns of
+    texts. `measure`: makes them of a value; whether it is decoded. Raises BadSample.
+    `missing_decoders`: what could be read if it were installed. `encode`: an item of a Python data
+    set -> its bytes; raises BadSample.
     """
 
     endings: tuple[str, ...] = ()

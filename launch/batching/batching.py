@@ -54,8 +54,8 @@ def order_of_run(
 
 class Batching:
     """Of one rank: its micro-batches, and what it measures. `workers`: loader processes of a rank;
-    `patch_size`: of a ViT. Where processes share `folder`, one goes first and counts tokens for all.
-    Errors: ValueError for bounds that these towers or data do not have.
+    `patch_size`: of a ViT. Where processes share `folder`, one goes first and counts tokens for
+    all. Errors: ValueError for bounds that these towers or data do not have.
     """
 
     def __init__(
@@ -145,8 +145,8 @@ class Batching:
 
     @property
     def epochs_apart(self) -> int:
-        """Of checkpoints and evaluations whose number no flag gives. An epoch of few samples is over
-        in less time than they take."""
+        """Of checkpoints and evaluations whose number no flag gives. An epoch of few samples is
+        over in less time than they take."""
         return self.order.epochs_of(LEAST_STEPS)
 
     def describe_shapes(self) -> str:

@@ -236,8 +236,8 @@ def value_costs(
     in_sizes: bool,
 ) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
     """By branch whose samples are dealt by what their values cost: the source's indices of samples
-    -> that. Branches that share stages have their samples together, which are dealt by one alone: by
-    the sizes of images (`in_sizes`), else by the first branch whose values do not cost alike."""
+    -> that. Branches that share stages have their samples together, which are dealt by one alone:
+    by the sizes of images (`in_sizes`), else by the first branch whose values do not cost alike."""
     if block.strategy == "off" or plan.schedule_type.loss_per_micro_batch:
         return {}
     differ: dict[str, Callable[[np.ndarray], np.ndarray]] = {

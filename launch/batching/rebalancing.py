@@ -1,5 +1,5 @@
-"""What follows from measured times and losses: costs, numbers of micro-batches, feed rates, shares of
-replicas and the mix of data sets.
+"""What follows from measured times and losses: costs, numbers of micro-batches, feed rates, shares
+of replicas and the mix of data sets.
 
 It is decided by the first rank, for a step that no loader has begun with, and all ranks take it
 over.
@@ -41,9 +41,9 @@ Decision = Mapping[str, Any]  # JSON-like: "setting", "observations", "mix", "re
 
 
 class Rebalancing:
-    """Of the rank that has this stage and replica; its loader may be `ahead` steps ahead. It appends
-    to the settings of `batches`, which begin with the planned one, and replaces their order.
-    `adaptation`: of the weights of the data sets; None: they stay.
+    """Of the rank that has this stage and replica; its loader may be `ahead` steps ahead. It
+    appends to the settings of `batches`, which begin with the planned one, and replaces their
+    order. `adaptation`: of the weights of the data sets; None: they stay.
     """
 
     def __init__(

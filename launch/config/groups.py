@@ -389,8 +389,8 @@ class VideoOptions(OptionGroup):
 
 @dataclass(frozen=True, kw_only=True)
 class AnnotationOptions(OptionGroup):
-    """Which regions of an image, or moments of a film, are compared with their phrases, where a pair has
-    them."""
+    """Which regions of an image, or moments of a film, are compared with their phrases, where a
+    pair has them."""
 
     title = "annotations, for --pairs with region:text or moment:text"
     in_recipe = True

@@ -1,5 +1,5 @@
-"""Annotations and their phrases: which place of its sample a phrase finds, such as a box of its image,
-and which name a place has."""
+"""Annotations and their phrases: which place of its sample a phrase finds, such as a box of its
+image, and which name a place has."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ SQUASH = "; --image-resize-mode squash of train.py shows all"
 
 
 def annotation_figures(annotated: Annotated) -> dict[str, float]:
-    """As in training by the same place, `phrase_to_box_R@1` and so on; by the overlap of places; and
-    of places among the distinct phrases as names. Without annotations: none."""
+    """As in training by the same place, `phrase_to_box_R@1` and so on; by the overlap of places;
+    and of places among the distinct phrases as names. Without annotations: none."""
     kind, rows, phrase = annotated.kind, annotated.rows, annotated.phrase
     number, begin = len(annotated.of), kind.phrase_to_extent
     counts: dict[str, float] = {

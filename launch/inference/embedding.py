@@ -62,12 +62,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class Annotated:
-    """The embeddings of n annotations, such as regions of images, of which the tower sees at least half,
-    and of m of their phrases. `sample` of both `rows` has numbers of annotations, which tell what a phrase
-    is said of; `of` [n]: the samples that the annotations are of; `extent` float64 [n, ...]: as in
-    `data.annotations.Annotation`; `which` [n]: their numbers among those of their samples; `said_of` [m]:
-    the row of the annotation of each phrase. `num_given`: with the annotations that are not seen.
-    `all_phrases`: else the first of each annotation."""
+    """The embeddings of n annotations, such as regions of images, of which the tower sees at least
+    half, and of m of their phrases. `sample` of both `rows` has numbers of annotations, which tell
+    what a phrase is said of; `of` [n]: the samples that the annotations are of; `extent` float64
+    [n, ...]: as in `data.annotations.Annotation`; `which` [n]: their numbers among those of their
+    samples; `said_of` [m]: the row of the annotation of each phrase. `num_given`: with the
+    annotations that are not seen. `all_phrases`: else the first of each annotation."""
 
     kind: Derived
     rows: Rows
@@ -122,8 +122,8 @@ class Embedded:
 
 @dataclass(frozen=True)
 class Values:
-    """Not a whole KnownSource, but all of one that values of one modality are loaded by: a sample each,
-    which are texts, or what files hold. `languages`: of texts, None where it is not known."""
+    """Not a whole KnownSource, but all of one that values of one modality are loaded by: a sample
+    each, which are texts, or what files hold. `languages`: of texts, None where it is not known."""
 
     values: Sequence[Any]
     spec: str = "texts"
@@ -198,8 +198,9 @@ class Embedder:
     def embedded(
         self, source: KnownSource, subset: np.ndarray, all_captions: bool = False
     ) -> Embedded:
-        """A data set: with the first caption of each sample and the first phrase of each annotation, as
-        training evaluates, or with all. Samples that have one modality alone are left out."""
+        """A data set: with the first caption of each sample and the first phrase of each
+        annotation, as training evaluates, or with all. Samples that have one modality alone are
+        left out."""
         compared, derived = self.trained.compared, self.trained.derived
         every = (*self.branches, *([derived.name] if derived else []))
         lacking = {name: source.lacking(name) for name in every}
@@ -230,8 +231,9 @@ class Embedder:
     def annotated(
         self, kind: Derived, source: KnownSource, subset: np.ndarray, all_phrases: bool = False
     ) -> tuple[Rows, Annotated]:
-        """The values of the samples `subset`, and all of their annotations of a kind, whatever the run
-        takes of a sample in a step (`--max-regions`), with the first phrase of each or with all."""
+        """The values of the samples `subset`, and all of their annotations of a kind, whatever the
+        run takes of a sample in a step (`--max-regions`), with the first phrase of each or with
+        all."""
         annotations = ShownAnnotations(source, kind, ANNOTATION_LIMIT, 0, candidates=True)
         names = (kind.of[0], kind.rows[0])
         values, (number, of, key, embeds) = self._gathered(names, source, subset, annotations)

@@ -5,10 +5,10 @@ It has for each modality an array float32 [n, D] with rows of length 1, named af
 `texts.jsonl` and so on, with `index` in the data, `id` and `where`; a text has itself as `text`
 and, for each other modality, the row of its sample there (`image`, `audio`), any other value a
 checksum as `content`, and the first text of its sample as `caption`. A run that compares regions
-also has `region.npy` and `phrase.npy`: the lines of both have the `box` (x1, y1, x2, y2 in fractions of
-the image's sides), its number among those of the image as `region`, and the phrase as `text`, which a
-box without one lacks; one that compares moments has `moment.npy` beside `phrase.npy`, whose lines have
-the `span` in seconds of the film, and its number as `moment`.
+also has `region.npy` and `phrase.npy`: the lines of both have the `box` (x1, y1, x2, y2 in
+fractions of the image's sides), its number among those of the image as `region`, and the phrase as
+`text`, which a box without one lacks; one that compares moments has `moment.npy` beside
+`phrase.npy`, whose lines have the `span` in seconds of the film, and its number as `moment`.
 `about.json` says what model and what data they are of.
 """
 
@@ -84,8 +84,8 @@ def lines_for(rows: Mapping[str, Rows], source: KnownSource, modality: str) -> I
 
 
 def annotation_lines(annotated: Annotated, source: KnownSource, modality: str) -> Iterator[Line]:
-    """Of each annotation, or of each phrase. The text of an annotation is what the data says of it first,
-    if anything."""
+    """Of each annotation, or of each phrase. The text of an annotation is what the data says of it
+    first, if anything."""
     kind, texts = annotated.kind, annotated.phrase.texts
     first = dict(zip(reversed(annotated.said_of.tolist()), reversed(texts)))
     of_phrases = modality == kind.rows[1]

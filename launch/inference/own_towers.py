@@ -1,5 +1,6 @@
-"""Towers of modalities of one's own in an export: their weights under their own names, in a file beside
-the model that libraries load, and what makes them again with the module that registers them."""
+"""Towers of modalities of one's own in an export: their weights under their own names, in a file
+beside the model that libraries load, and what makes them again with the module that registers
+them."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ def own_record(
 def own_tensors(
     record: Mapping[str, Any], layers: Sequence[Layer], state: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Of the state of a run those of their `layers`, and the scalars of their pairs, which may be of
-    another branch."""
+    """Of the state of a run those of their `layers`, and the scalars of their pairs, which may be
+    of another branch."""
     names = {name for layer in layers for name in layer.canonical_names.values()}
     pairs = [
         pair for pair in read_pairs(record["pairs"]) if {*pair.branches} & {*record["branches"]}

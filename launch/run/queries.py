@@ -34,9 +34,9 @@ class Answers:
     """What was found for some rows of one held-out set, in both directions of two modalities.
 
     `samples` [n]: of each row the index in the source; `which` [n]: which of its annotations it is,
-    of the `kind`; None where it is the whole sample. `found`: by direction the queries [q], as row + 1, and
-    their answers, float64 [q, k, 3], see `models.metrics.retrieval.first_answers`; 0: there is
-    none.
+    of the `kind`; None where it is the whole sample. `found`: by direction the queries [q], as row
+    + 1, and their answers, float64 [q, k, 3], see `models.metrics.retrieval.first_answers`; 0:
+    there is none.
     """
 
     source: KnownSource

@@ -239,8 +239,8 @@ def _num_different(values: Sequence[np.ndarray]) -> int:
 
 
 def _annotations(data: PreparedData, options: Options) -> tuple[str, str]:
-    """What they are called, and how many are trained on and how many the views of an evaluation leave
-    out; empty without."""
+    """What they are called, and how many are trained on and how many the views of an evaluation
+    leave out; empty without."""
     kind = derived_of(options.pairs)
     if kind is None or data.shards:
         return "", ""

@@ -135,8 +135,8 @@ class RunModel:
         self, image_buckets: int, balance: BalanceBlock, data: PreparedData, inputs: InputOptions
     ) -> None:
         """Raise ValueError where images of several sizes are asked for (--image-buckets, the bounds
-        `branches.balance.image_size`) and a tower takes one: that of the images, or one of one's own
-        whose tensors have the image's size."""
+        `branches.balance.image_size`) and a tower takes one: that of the images, or one of one's
+        own whose tensors have the image's size."""
         several = {
             "--image-buckets": image_buckets > 1,
             "branches.balance.image_size": balance.image_size is not None,
@@ -171,8 +171,8 @@ class RunModel:
                 )
 
     def refuse_annotations(self, block: BranchesBlock, kind: Derived | None) -> None:
-        """Raise ValueError where annotations of this kind are compared and cannot be, as the JSON file has
-        it."""
+        """Raise ValueError where annotations of this kind are compared and cannot be, as the JSON
+        file has it."""
         if kind is None:
             return
         several, rest = stored(kind.name).several, f"or leave {kind.pair_name} out of --pairs"
@@ -193,7 +193,8 @@ class RunModel:
 
 
 def patch_side(tower: Tower) -> int | None:
-    """Pixels a side of the patches that an image tower cuts images into, once; None: it does not."""
+    """Pixels a side of the patches that an image tower cuts images into, once; None: it does
+    not."""
     for module in tower.specs[0].template.modules():
         # a network of several resolutions begins with smaller ones
         if isinstance(module, nn.Conv2d) and module.stride == module.kernel_size:

@@ -1,5 +1,6 @@
-"""Which annotation of its own sample does a phrase choose, among those that are given for it, such as
-the boxes of an image? Exact, in blocks. RefCOCO with given boxes (Yu et al. 2016) is such a question."""
+"""Which annotation of its own sample does a phrase choose, among those that are given for it, such
+as the boxes of an image? Exact, in blocks. RefCOCO with given boxes (Yu et al. 2016) is such a
+question."""
 
 from __future__ import annotations
 
@@ -26,11 +27,11 @@ def choice_sums(
     others_sample: Tensor,
     is_right: Rule,
 ) -> Tensor:
-    """Phrases `own` [b, D] of the samples `sample` [b], among annotations `other` [B, D] of the samples
-    `others_sample` [B]: what `query_figures` divides, float64 [7], which ranks add up.
+    """Phrases `own` [b, D] of the samples `sample` [b], among annotations `other` [B, D] of the
+    samples `others_sample` [B]: what `query_figures` divides, float64 [7], which ranks add up.
 
-    Of the sample of a phrase at least one annotation `is_right`. Another one that ties with the best
-    right one counts as before it.
+    Of the sample of a phrase at least one annotation `is_right`. Another one that ties with the
+    best right one counts as before it.
     """
     sums = torch.zeros(NUM_SUMS, dtype=torch.float64, device=own.device)
     for same, right, ranks in _ranked(own, other, sample, others_sample, is_right):
@@ -46,8 +47,8 @@ def choice_sums(
 
 
 class Choice(NamedTuple):
-    """How often the annotation that a phrase chooses is right, and how often one drawn by chance is, in
-    0..1; among how many, on average."""
+    """How often the annotation that a phrase chooses is right, and how often one drawn by chance
+    is, in 0..1; among how many, on average."""
 
     right: float
     chance: float
@@ -67,9 +68,9 @@ def choice(
 
 
 class Said(NamedTuple):
-    """Which annotations phrases [n] are said of: their `sample`, a `key` that is equal for equal phrases,
-    and the number of their `annotation` among B, each int64 [n]. A phrase that comes several times with a
-    sample is said of all these annotations."""
+    """Which annotations phrases [n] are said of: their `sample`, a `key` that is equal for equal
+    phrases, and the number of their `annotation` among B, each int64 [n]. A phrase that comes
+    several times with a sample is said of all these annotations."""
 
     sample: Tensor
     key: Tensor
@@ -119,8 +120,8 @@ def _ranked(
     others_sample: Tensor,
     is_right: Rule,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Of blocks of phrases: which annotations are of the same sample, and which of these are right, bool
-    [block, B]; the place of the best right one, from 0, int64 [block]."""
+    """Of blocks of phrases: which annotations are of the same sample, and which of these are right,
+    bool [block, B]; the place of the best right one, from 0, int64 [block]."""
     for rows, similarity in similarities(own, other):
         same = sample[rows, None] == others_sample
         right = same & is_right(rows)

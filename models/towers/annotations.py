@@ -21,8 +21,9 @@ from models.towers.head import Head
 
 class AnnotationsHead(Head):
     """The head of a branch that also embeds annotations: NAME_embeds [n, D] fp32 of length 1, of
-    `extents` int32 [n, ...], where they are, and NAME_row int64 [n], of which sample each is; none where
-    these are not given. `tapped`: what the tower makes for it, see `pooled`, of C channels together."""
+    `extents` int32 [n, ...], where they are, and NAME_row int64 [n], of which sample each is; none
+    where these are not given. `tapped`: what the tower makes for it, see `pooled`, of C channels
+    together."""
 
     def __init__(
         self,
@@ -49,8 +50,8 @@ class AnnotationsHead(Head):
     def pooled(
         self, tapped: Sequence[Tensor], extents: Tensor | None, row: Tensor | None
     ) -> Tensor:
-        """The mean features of annotations [n, C], in the dtype of what is tapped; [0, C] where none are
-        given."""
+        """The mean features of annotations [n, C], in the dtype of what is tapped; [0, C] where
+        none are given."""
 
     def compute(self, features: Tensor, *tapped: Tensor, **given: Tensor) -> tuple[Tensor, ...]:
         made = super().compute(features)

@@ -70,8 +70,8 @@ ANNOTATED: dict[str, Callable[[Tower], tuple[tuple[LayerSpec, ...], Callable[...
     "region": lambda tower: tap_maps(tower, meta_inputs(tower, 2)["pixel_values"]),
     "moment": tap_frames,
 }
-"""Annotations by name -> from a tower without a head to its layers with taps, and what makes the head
-that embeds them."""
+"""Annotations by name -> from a tower without a head to its layers with taps, and what makes the
+head that embeds them."""
 
 
 def with_head(
@@ -186,8 +186,8 @@ def refuse_unfit_tower(branch: str, tower: Any) -> None:
 
 
 def takes_other_sizes(tower: Tower) -> bool:
-    """Does an image tower take images of other sides than those that it was made for? Tried with one
-    that is wider."""
+    """Does an image tower take images of other sides than those that it was made for? Tried with
+    one that is wider."""
     (pixels,) = meta_inputs(tower, 2).values()
     more = tower.config.get("patch_size", 32)
     return runs_on(tower, {"pixel_values": torch.cat([pixels, pixels[..., :more]], dim=-1)})

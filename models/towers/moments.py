@@ -38,8 +38,8 @@ class FramesTap(Layer):
 
 
 def tap_frames(tower: Tower) -> tuple[tuple[LayerSpec, ...], partial[MomentsHead]]:
-    """The recipes of a video tower without a head, with a tap behind the layers of its frames, and what
-    makes its head. Errors: ValueError for a tower that has no features of frames."""
+    """The recipes of a video tower without a head, with a tap behind the layers of its frames, and
+    what makes its head. Errors: ValueError for a tower that has no features of frames."""
     *before, last = tower.specs
     if not isinstance(last.template, FramesMean):
         raise ValueError(
@@ -51,12 +51,12 @@ def tap_frames(tower: Tower) -> tuple[tuple[LayerSpec, ...], partial[MomentsHead
 
 
 def span_weights(spans: Tensor, row: Tensor, frame_row: Tensor, frame_ms: Tensor) -> Tensor:
-    """How much of each moment a frame stands for: `spans` [n, 2] start and end, milliseconds, `row` [n]
-    of which clip -> [n, F] fp32, whose rows add up to 1.
+    """How much of each moment a frame stands for: `spans` [n, 2] start and end, milliseconds, `row`
+    [n] of which clip -> [n, F] fp32, whose rows add up to 1.
 
-    A frame stands for the time that is nearer to it than to any other frame of its clip, the first and
-    the last also for all before and behind them: a moment between two frames has the features of both,
-    by as much of it as is nearer to each.
+    A frame stands for the time that is nearer to it than to any other frame of its clip, the first
+    and the last also for all before and behind them: a moment between two frames has the features
+    of both, by as much of it as is nearer to each.
     """
     middle = (frame_ms[1:] + frame_ms[:-1]).float() / 2
     alone = frame_row[1:] != frame_row[:-1]
@@ -70,8 +70,8 @@ def span_weights(spans: Tensor, row: Tensor, frame_row: Tensor, frame_ms: Tensor
 
 
 class MomentsHead(AnnotationsHead):
-    """The head of clips with moments: `moment_spans` int32 [n, 2], milliseconds since the clip's first
-    frame, and `moment_row`, see `span_weights`."""
+    """The head of clips with moments: `moment_spans` int32 [n, 2], milliseconds since the clip's
+    first frame, and `moment_row`, see `span_weights`."""
 
     def __init__(self, branch: str, channels: int, *given: Any) -> None:
         super().__init__(branch, "moment", "moment_spans", FRAMES, channels, *given)

@@ -55,7 +55,8 @@ def tap_maps(
     tower: Tower, pixel_values: Tensor
 ) -> tuple[tuple[LayerSpec, ...], partial[RegionsHead]]:
     """The recipes of a tower without a head, with taps behind its last two sizes of maps, or its
-    only one, and what makes its head. `pixel_values`: as in `models.towers.building.meta_inputs`."""
+    only one, and what makes its head. `pixel_values`: as in
+    `models.towers.building.meta_inputs`."""
     specs, maps = list(tower.specs), dict[str, int]()
     ends = [(end, shape) for end, shape in map_ends(tower, pixel_values) if len(shape) > 1]
     for number, (end, shape) in enumerate(ends[-SCALES:]):
@@ -117,7 +118,8 @@ class PooledRegions:
 
 class RegionsHead(AnnotationsHead):
     """The head of images with regions: `region_boxes` int32 [n, 4] and `region_row`, see
-    `region_features`. `maps`: by name with their channels, of which the features stand side by side."""
+    `region_features`. `maps`: by name with their channels, of which the features stand side by
+    side."""
 
     def __init__(self, branch: str, maps: Mapping[str, int], *given: Any) -> None:
         channels = sum(maps.values())

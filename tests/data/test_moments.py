@@ -1,5 +1,5 @@
-"""Moments of films: every format gives the same, every fault has its reason, and what a tower is shown of
-them is where they lie in the film."""
+"""Moments of films: every format gives the same, every fault has its reason, and what a tower is
+shown of them is where they lie in the film."""
 
 import io
 import json

@@ -20,8 +20,9 @@ ROW = torch.tensor([0, 0, 0, 0, 1, 2, 2])
 
 
 def test_a_frame_counts_by_the_milliseconds_that_are_nearest_to_it():
-    """Counted millisecond by millisecond, in the middle of each; also before the first frame and behind
-    the last one. What has no length, as of a clip that could not be read, is a millisecond."""
+    """Counted millisecond by millisecond, in the middle of each; also before the first frame and
+    behind the last one. What has no length, as of a clip that could not be read, is a
+    millisecond."""
     expected = np.zeros((len(SPANS), len(MS)))
     for n, (start, end) in enumerate(SPANS.tolist()):
         own = np.flatnonzero((FRAME_ROW == ROW[n]).numpy())
