@@ -126,15 +126,15 @@ class Evaluator:
         for comparison in self.engine.objective.comparisons:
             totals = measured[comparison.name]
             of_pair = f"/{comparison.name}" if len(measured) > 1 else ""
-            kind = shown.kind if shown is not None and comparison.made else None
-            in_sample = kind.phrase_to_extent if kind else ""
+            asked = shown if comparison.made else None
+            in_sample = asked.kind.phrase_to_extent if asked else ""
             values |= _figures(totals, comparison.rows, of_pair, in_sample)
             rows: tuple[np.ndarray, np.ndarray | None] = (held_out.subset, None)
-            if kind and shown is not None:
-                rows = shown.places(held_out.subset, training=False).samples(held_out.subset)
-                values[kind.num_unseen] = len(rows[0]) - totals.num_samples
-                every = shown.in_all(held_out.subset)
-                values[kind.num_beyond] = float(every - len(rows[0]))
+            if asked is not None:
+                rows = asked.places(held_out.subset, training=False).samples(held_out.subset)
+                values[asked.kind.num_unseen] = len(rows[0]) - totals.num_samples
+                every = asked.in_all(held_out.subset)
+                values[asked.kind.num_beyond] = float(every - len(rows[0]))
             found = {
                 direction: (
                     sums[-NUM_FOUND:-NUM_QUERIES].view(NUM_QUERIES, -1, 3).cpu(),
@@ -142,7 +142,7 @@ class Evaluator:
                 )
                 for direction, sums in totals.directions.items()
             }
-            answers.append(Answers(held_out.source, *rows, found, kind))
+            answers.append(Answers(held_out.source, *rows, found, asked.kind if asked else None))
         return values, answers
 
 

@@ -84,7 +84,7 @@ def protocol(
         for name in (_num_given(kind), kind.num_unseen, _num_alone(kind))
     )
     place, of = kind.extent, kind.of[0]
-    among = f"all annotated {_places(kind)} of its {of} ({alone:,} of {total:,} have no phrase)"
+    among = f"all annotated {kind.extents} of its {of} ({alone:,} of {total:,} have no phrase)"
     said = PROTOCOL.format(
         place=place,
         among=among if alone else f"those given for its {of}",
@@ -135,7 +135,7 @@ def title(kind: Derived) -> str:
 
 
 def _choice(kind: Derived, values: Mapping[str, float], name: str) -> tuple[str, float, float]:
-    candidates = f"{values[f'{name}_candidates']:.3g} {_places(kind)} of its {kind.of[0]}"
+    candidates = f"{values[f'{name}_candidates']:.3g} {kind.extents} of its {kind.of[0]}"
     return candidates, values[f"{name}_right"], values[f"{name}_chance"]
 
 
@@ -145,10 +145,6 @@ def _as_boxes(extent: Tensor) -> Tensor:
         return extent
     start, end = extent.unbind(1)
     return torch.stack([start, torch.zeros_like(start), end, torch.ones_like(end)], 1)
-
-
-def _places(kind: Derived) -> str:
-    return {"box": "boxes"}.get(kind.extent, f"{kind.extent}s")
 
 
 def _same(kind: Derived) -> str:
