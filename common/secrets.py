@@ -16,7 +16,19 @@ URL = re.compile(
 )
 # Options of data specs, which stand where an address has its query.
 OF_SPECS = frozenset(
-    {"image", "text", "audio", "video", "region", "start_s", "end_s", "id", "label", "language"}
+    {
+        "image",
+        "text",
+        "audio",
+        "video",
+        "region",
+        "moment",
+        "start_s",
+        "end_s",
+        "id",
+        "label",
+        "language",
+    }
     | {"root", "split", "separator", "near", "captions", "boxes"}
     | {"mixed", "where", "unseen", "unseen_by"}
 )

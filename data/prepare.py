@@ -141,7 +141,9 @@ class PreparedData:
         has so many."""
         shards, coming = self.shards[number], self.stream_order.coming(number)
         last = int(np.searchsorted(np.cumsum(shards.counts[coming]), least)) + 1
-        near = [shards.starts[k] + np.arange(shards.counts[k]) for k in coming[:last].tolist()]
+        near = [
+            shards.samples.starts[k] + np.arange(shards.counts[k]) for k in coming[:last].tolist()
+        ]
         return np.concatenate(near)
 
     def first_with(self, *modalities: str) -> int | None:

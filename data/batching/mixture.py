@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from data.batching.order import Parts
+from data.concat import Concat
 from data.identity import fingerprint
 from data.index.mapped import UnusedCounts, add_unused
 from data.index.sources import KnownSource, Source, open_source
@@ -32,7 +33,7 @@ class Mixture:
     def __init__(self, sources: Sequence[Source]) -> None:
         self.sources = tuple(sources)
         self.spec = " + ".join(source.spec for source in sources)
-        self._starts = np.cumsum([0, *map(len, sources)])
+        self._samples = Concat(map(len, sources))
 
     @property
     def known(self) -> tuple[KnownSource, ...]:
@@ -40,7 +41,7 @@ class Mixture:
         return cast(tuple[KnownSource, ...], self.sources)
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return len(self._samples)
 
     def identity(self, i: int) -> str:
         number, source, own = self._of(i)
@@ -59,10 +60,9 @@ class Mixture:
         return source.content_hash(modality, own)
 
     def numbers(self, name: str, index: np.ndarray) -> np.ndarray:
-        of = np.searchsorted(self._starts, index, side="right") - 1
         found = [
-            (of == n, self.sources[n].numbers(name, index[of == n] - self._starts[n]))
-            for n in np.unique(of).tolist()
+            (own, self.sources[n].numbers(name, within))
+            for n, own, within in self._samples.split(index)
         ]
         together = np.zeros(len(index), found[0][1].dtype if found else np.int64)
         for own, values in found:
@@ -90,7 +90,7 @@ class Mixture:
 
     def usable(self) -> np.ndarray:
         return np.concatenate(
-            [start + source.usable() for start, source in zip(self._starts, self.known)]
+            [start + source.usable() for start, source in zip(self.starts, self.known)]
         )
 
     def bad_samples(self) -> Iterator[tuple[str, str, str, str]]:
@@ -119,11 +119,11 @@ class Mixture:
     @property
     def starts(self) -> tuple[int, ...]:
         """The first index of each source."""
-        return tuple(self._starts[:-1].tolist())
+        return tuple(self._samples.starts[:-1].tolist())
 
     def parts(self, subset: np.ndarray, weights: Sequence[float]) -> Parts:
         """Of an ascending subset [n]: how many samples are of each source, and its weight."""
-        ends = np.searchsorted(subset, self._starts)
+        ends = np.searchsorted(subset, self._samples.starts)
         return tuple(
             (int(count), float(weight))
             for count, weight in zip(np.diff(ends), weights, strict=True)
@@ -139,8 +139,8 @@ class Mixture:
     def _of(self, i: int) -> tuple[int, Source, int]:
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {self.spec}: there are 0..{len(self) - 1}")
-        number = int(np.searchsorted(self._starts, i, side="right")) - 1
-        return number, self.sources[number], int(i - self._starts[number])
+        number, own = self._samples.part(i)
+        return number, self.sources[number], own
 
 
 def specs_of(source: Source) -> list[str]:

@@ -15,6 +15,7 @@ import numpy as np
 
 from data.batching.draws import GROUP, SHARD, SHARDS
 from data.batching.order import GlobalOrder
+from data.concat import Concat
 
 LAPS_KEPT = 4  # of each data set: those of a batch, and those that are looked up ahead
 GROUPS_KEPT = 8
@@ -29,13 +30,9 @@ class Shards:
     mixed: int
 
     @cached_property
-    def starts(self) -> np.ndarray:
-        """[S + 1]: the first sample of each shard."""
-        return np.concatenate([[0], np.cumsum(self.counts)])
-
-    def of(self, samples: np.ndarray) -> np.ndarray:
-        """[n]: the shards of samples."""
-        return np.searchsorted(self.starts, samples, side="right") - 1
+    def samples(self) -> Concat:
+        """Those of all shards in a row."""
+        return Concat(self.counts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,11 +107,10 @@ class StreamOrder(GlobalOrder):
 
     def needed(self, samples: np.ndarray) -> dict[int, np.ndarray]:
         """Number of each data set -> the shards, ascending, that training samples [n] lie in."""
-        ends = np.cumsum([0, *(int(each.counts.sum()) for each in self.shards)])
-        of = np.searchsorted(ends, samples, side="right") - 1
+        sets = Concat(len(each.samples) for each in self.shards)
         return {
-            number: np.unique(self.shards[number].of(samples[of == number] - ends[number]))
-            for number in np.unique(of).tolist()
+            number: np.unique(self.shards[number].samples.parts(own))
+            for number, _, own in sets.split(samples)
         }
 
     def live(self, step: int) -> dict[int, np.ndarray]:
@@ -160,11 +156,12 @@ class StreamOrder(GlobalOrder):
         """Of some groups of the first lap of a data set."""
         places, numbers = [], []
         lap = self._lap(number, 0)
-        groups = np.linspace(0, len(lap.starts) - 2, MEASURED_GROUPS).astype(int)
+        starts = lap.groups.starts
+        groups = np.linspace(0, len(starts) - 2, MEASURED_GROUPS).astype(int)
         for group in np.unique(groups).tolist():  # of few groups each once
-            samples, _ = lap.samples(int(lap.starts[group]), int(lap.starts[group + 1]))
+            samples, _ = lap.samples(int(starts[group]), int(starts[group + 1]))
             numbers.append(samples)
-            places.append(np.arange(len(samples)) + lap.starts[group])
+            places.append(np.arange(len(samples)) + starts[group])
         return _rank_correlation(np.concatenate(places), np.concatenate(numbers))
 
 
@@ -193,27 +190,27 @@ class _Lap:
         for piece in range(self._mixed):
             whole, rest = np.divmod(counts, self._mixed)
             sizes += np.roll(whole + (piece < rest), piece)
-        self.starts = np.concatenate([[0], np.cumsum(sizes)])
+        self.groups = Concat(sizes)
         self._group = lru_cache(GROUPS_KEPT)(self._make_group)
         # each is needed for K groups
         self._permutation = lru_cache(self._mixed + GROUPS_KEPT)(self._permuted)
 
     def samples(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """[stop - start] samples of these visits, and the slots of their shards, from 0 to 1."""
-        first = int(np.searchsorted(self.starts, start, side="right")) - 1
+        (first,) = self.groups.parts(np.array([start])).tolist()
         found = []
-        while self.starts[first] < stop:
-            begin = int(self.starts[first])
+        while self.groups.starts[first] < stop:
+            begin = int(self.groups.starts[first])
             found.append(self._group(first)[max(0, start - begin) : stop - begin])
             first += 1
         samples = np.concatenate(found)
-        slots = self._place[self._shards.of(samples)] % self._mixed / self._mixed
+        slots = self._place[self._shards.samples.parts(samples)] % self._mixed / self._mixed
         return samples, slots
 
     def live(self, start: int, stop: int) -> np.ndarray:
         """The shards of the groups that these visits are in."""
-        first = int(np.searchsorted(self.starts, start, side="right")) - 1
-        last = int(np.searchsorted(self.starts, stop, side="left"))
+        (first,) = self.groups.parts(np.array([start])).tolist()
+        last = int(np.searchsorted(self.groups.starts, stop, side="left"))
         places = np.arange(first - self._mixed + 1, max(last, first + 1))
         return self._order[places % len(self._order)]
 
@@ -225,17 +222,17 @@ class _Lap:
     def visits_until(self, shard: int, visit: int) -> int | None:
         """How many visits come between `visit` and the next of a shard; None: it comes no more."""
         place, groups = int(self._place[shard]), len(self._order)
-        at = int(np.searchsorted(self.starts, visit, side="right")) - 1
+        (at,) = self.groups.parts(np.array([visit])).tolist()
         if (at - place) % groups < self._mixed:
             return 0
-        return int(self.starts[place]) - visit if place > at else None
+        return int(self.groups.starts[place]) - visit if place > at else None
 
     def _make_group(self, group: int) -> np.ndarray:
         pieces = []
         for piece in range(self._mixed):
             shard = int(self._order[(group - piece) % len(self._order)])
             own = np.array_split(self._permutation(shard), self._mixed)[piece]
-            pieces.append(self._shards.starts[shard] + own)
+            pieces.append(self._shards.samples.starts[shard] + own)
         samples = np.concatenate(pieces).astype(np.int64)
         np.random.default_rng([*self._seed, group, GROUP]).shuffle(samples)
         return samples

@@ -26,6 +26,7 @@ import pyarrow.compute as pc
 
 from common.files import OWN_LIMIT, read_json
 from data.box_checks import DOUBTS
+from data.concat import Concat
 from data.formats.rows import CAPTION_LINES, DEFAULT_PAIRS, Format
 from data.formats.specs import cache_folder
 from data.identity import MISSING, Identity, fingerprint
@@ -115,7 +116,7 @@ class Index:
         self.modalities: tuple[str, ...] = tuple(self.meta["modalities"])
         self._batches = pa.ipc.open_file(pa.py_buffer(texts))
         sizes = [(rows, file) for _, file, batches, _ in self.meta["parts"] for rows in batches]
-        self._starts = np.cumsum([0, *(rows for rows, _ in sizes)])
+        self._rows = Concat(rows for rows, _ in sizes)
         self._files = [file for _, file in sizes]  # of each batch
         kinds = numbers_of(self.modalities)
         self._columns = {
@@ -125,7 +126,7 @@ class Index:
         self._reads = 0
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return len(self._rows)
 
     def __reduce__(self):
         return _opened, (Registered(), self.folder)
@@ -148,16 +149,12 @@ class Index:
                 mapped.madvise(mmap.MADV_DONTNEED)
         if name not in self._batches.schema.names:
             return ""
-        number = self._batch_of(i)
-        column = self._batches.get_batch(number).column(name)
-        return column[i - int(self._starts[number])].as_py()
-
-    def _batch_of(self, i: int) -> int:
-        return int(np.searchsorted(self._starts, i, side="right")) - 1
+        number, row = self._rows.part(i)
+        return self._batches.get_batch(number).column(name)[row].as_py()
 
     def container(self, i: int) -> str:
         """The file or folder that the row stands in."""
-        return self._files[self._batch_of(i)]
+        return self._files[self._rows.part(i)[0]]
 
     def unused(self) -> UnusedCounts:
         """What is no part of a sample, of all parts."""
@@ -175,7 +172,7 @@ class Index:
 
     def filled(self, name: str) -> Iterator[tuple[int, str]]:
         """Row and text of all rows where a text is not empty."""
-        for number, start in enumerate(self._starts[:-1].tolist()):
+        for number, start in enumerate(self._rows.starts[:-1].tolist()):
             column = self._batches.get_batch(number).column(name)
             lengths = pc.binary_length(column).to_numpy(zero_copy_only=False)
             for place in np.flatnonzero(lengths).tolist():
@@ -183,7 +180,7 @@ class Index:
 
     def batch(self, number: int) -> tuple[pa.RecordBatch, np.ndarray]:
         """Texts and numbers [n] of a batch."""
-        rows = slice(*self._starts[number : number + 2])
+        rows = slice(*self._rows.starts[number : number + 2])
         numbers = np.empty(rows.stop - rows.start, numbers_of(self.modalities))
         for name, column in self._columns.items():
             numbers[name] = column[rows]

@@ -17,6 +17,7 @@ from common.files import replacing
 from data.batching.mixture import Mixture
 from data.batching.rows import Rows
 from data.batching.stream_order import StreamOrder
+from data.concat import Concat
 from data.identity import kept_name
 from data.index.sources import Source
 from data.modalities.lengths import (
@@ -52,7 +53,7 @@ def stream_token_counts(
             assert not isinstance(rows, int)
             own = folder / str(number)
             found.append(token_counts(each, rows, tokenizer, max_text_tokens, own, True))
-    return found[0] if len(found) == 1 else SeveralTokenCounts(found, train.starts)
+    return found[0] if len(found) == 1 else SeveralTokenCounts(found, train.sets)
 
 
 class _InPieces:
@@ -102,10 +103,8 @@ class StreamTokenCounts(_InPieces):
         return self._of_shard(self.first_shard).typical()
 
     def _pieces(self, visited: np.ndarray) -> Iterator[tuple[np.ndarray, Counts, np.ndarray]]:
-        of = self.source.shards_of(visited)
-        for shard in np.unique(of).tolist():
-            own = np.flatnonzero(of == shard)
-            yield own, self._of_shard(shard), visited[own] - self.source.starts[shard]
+        for shard, own, rows in self.source.samples.split(visited):
+            yield own, self._of_shard(shard), rows
 
     @cached_property
     def _tokenizer(self) -> str:
@@ -145,14 +144,14 @@ class StreamTokenCounts(_InPieces):
 
 
 class SeveralTokenCounts(_InPieces):
-    """Those of several data sets in a row. `starts` [D + 1]: the first training sample of each."""
+    """Those of several data sets. `sets`: their training samples in a row."""
 
-    def __init__(self, counts: Sequence[Counts], starts: np.ndarray) -> None:
-        self.counts, self.starts = tuple(counts), starts
+    def __init__(self, counts: Sequence[Counts], sets: Concat) -> None:
+        self.counts, self.sets = tuple(counts), sets
 
     def typical(self) -> np.ndarray:
         """Of each data set in proportion to its training samples, as many as all are known of."""
-        each, sizes = [counts.typical() for counts in self.counts], np.diff(self.starts)
+        each, sizes = [counts.typical() for counts in self.counts], np.diff(self.sets.starts)
         known = [len(own) / size for own, size in zip(each, sizes) if size]
         numbers = np.ceil(min(known, default=0.0) * sizes).astype(int)
         return np.concatenate(
@@ -164,10 +163,8 @@ class SeveralTokenCounts(_InPieces):
         )
 
     def _pieces(self, visited: np.ndarray) -> Iterator[tuple[np.ndarray, Counts, np.ndarray]]:
-        of = np.searchsorted(self.starts, visited, side="right") - 1
-        for number in np.unique(of).tolist():
-            own = np.flatnonzero(of == number)
-            yield own, self.counts[number], visited[own] - self.starts[number]
+        for number, own, rows in self.sets.split(visited):
+            yield own, self.counts[number], rows
 
 
 def of_streams(counts: Counts) -> dict[int, StreamTokenCounts]:

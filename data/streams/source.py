@@ -21,6 +21,7 @@ import numpy as np
 from common.secrets import redact
 from data.bad_samples import CODES, REASON_OF_CODE, REASONS, BadSample
 from data.box_checks import FEWEST, refuse_wrong_unit
+from data.concat import Concat
 from data.formats.parquet import ParquetFormat
 from data.formats.rows import DEFAULT_PAIRS, Format, Pairs
 from data.formats.shards import Shard, short_names
@@ -142,8 +143,7 @@ class StreamSource:
         self.spec = redact(spec)
         self.table, self.cache, self.pairs = table, cache, pairs
         self.max_audio_seconds = max_audio_seconds
-        # [S + 1]: the first sample of each shard
-        self.starts = np.concatenate([[0], np.cumsum(table.counts)])
+        self.samples = Concat(table.counts)  # of all shards in a row
         self._reset()
 
     def _reset(self) -> None:
@@ -167,7 +167,7 @@ class StreamSource:
     # -- samples
 
     def __len__(self) -> int:
-        return int(self.starts[-1])
+        return len(self.samples)
 
     def identity(self, i: int) -> str:
         found = self._of(i)
@@ -184,7 +184,7 @@ class StreamSource:
     def value(self, modality: str, i: int) -> Any:
         if found := self._of(i):
             return found[0].value(modality, found[1])
-        shard = self._shard_of(i)
+        shard, _ = self._at(i)
         told = f"{self.table.told[shard]:,} samples were announced"
         if code := int(self.table.lost[shard]):
             raise BadSample(REASON_OF_CODE[code], told)
@@ -201,21 +201,21 @@ class StreamSource:
     def where(self, i: int, modality: str | None = None) -> str:
         if found := self._of(i):
             return found[0].where(found[1], modality)
-        shard = self._shard_of(i)
-        return f"{redact(self.table.names[shard])}#row {i - self.starts[shard]}"
+        shard, row = self._at(i)
+        return f"{redact(self.table.names[shard])}#row {row}"
 
     def numbers(self, name: str, index: np.ndarray) -> np.ndarray:
         """What is known when a shard is read, of `IndexedSource.numbers`; of samples that are not
         there 0."""
-        of, found = self.shards_of(index), None
-        for shard in np.unique(of[self.table.lost[of] == 0]).tolist():
-            own = of == shard
+        found = None
+        for shard, own, rows in self.samples.split(index):
+            if self.table.lost[shard]:
+                continue
             column = self._column(shard, name)
             if found is None:
                 found = np.zeros(len(index), column.dtype)
-            rows = index[own] - self.starts[shard]
             there = rows < len(column)
-            found[np.flatnonzero(own)[there]] = column[rows[there]]
+            found[own[there]] = column[rows[there]]
         return np.zeros(len(index)) if found is None else found
 
     def bad_counts(self) -> dict[str, int]:
@@ -233,23 +233,19 @@ class StreamSource:
     def hints(self) -> list[str]:
         return []
 
-    def shards_of(self, index: np.ndarray) -> np.ndarray:
-        """[n]: the shards of samples."""
-        return np.searchsorted(self.starts, index, side="right") - 1
-
-    def _shard_of(self, i: int) -> int:
+    def _at(self, i: int) -> tuple[int, int]:
+        """The shard of a sample, and its number there."""
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of {self.spec}: there are 0..{len(self) - 1}")
-        return int(self.shards_of(np.array(i)))
+        return self.samples.part(i)
 
     def _of(self, i: int) -> tuple[IndexedSource, int] | None:
         """The samples of its shard, and its row there; None: it is announced, and not there."""
-        shard = self._shard_of(i)
+        shard, sample = self._at(i)
         if self.table.lost[shard]:
             return None
         with self._lock:
             source, rows = self.shard(shard), self._open[shard].rows
-        sample = int(i - self.starts[shard])
         return (source, int(rows[sample])) if sample < len(rows) else None
 
     def _column(self, shard: int, name: str) -> np.ndarray:

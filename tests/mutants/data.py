@@ -216,9 +216,9 @@ MUTANTS = (
     ),
     Mutant(
         "wrong-shard",
-        "data/batching/stream_order.py",
-        'return np.searchsorted(self.starts, samples, side="right") - 1',
-        'return np.searchsorted(self.starts, samples, side="left")',
+        "data/concat.py",
+        'return np.searchsorted(self.starts, numbers, side="right") - 1',
+        'return np.searchsorted(self.starts, numbers, side="left")',
         "a sample is read from its own shard",
         STREAMS,
     ),

@@ -159,7 +159,7 @@ def test_an_intact_shard_of_another_number_than_is_told_is_named_or_left_out(
 
 
 def captions_of(stream, shard):
-    start, stop = stream.starts[shard : shard + 2]
+    start, stop = stream.samples.starts[shard : shard + 2]
     return [stream.captions(k)[0] for k in range(start, stop)]
 
 
