@@ -161,9 +161,7 @@ def refuse(parser: CommandParser, given: argparse.Namespace) -> None:
                     f"--{flag} {path}: nothing can be written in {above}; give another place"
                 )
     # before a model is loaded for minutes
-    from launch.inference.embedding import (
-        chosen_device,  # imports torch, which --help can do without
-    )
+    from launch.inference.devices import chosen_device  # imports torch, as --help does not
 
     try:
         given.device = chosen_device(given.device)

@@ -167,6 +167,14 @@ MUTANTS = (
         "tests/data/test_shown.py tests/data/test_regions.py",
     ),
     Mutant(
+        "moments-of-the-whole-film",
+        "data/modalities/video.py",
+        "np.rint(1000 * (spans - views[sample].first_s))",
+        "np.rint(1000 * spans)",
+        "moments are told from the first frame that is shown of their clip",
+        "tests/data/test_moments.py",
+    ),
+    Mutant(
         "other-frames-of-a-clip",
         "data/decoding/films.py",
         "return start_s + (np.arange(number) + 0.5) * ((end_s - start_s) / number)",
