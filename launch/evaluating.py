@@ -187,13 +187,13 @@ def _measured(sides: Sides, branch: str, mine: Tensor) -> Tensor:
     within = torch.zeros(NUM_SUMS, dtype=torch.float64, device=mine.device)
     if own.sample is not None and other.sample is not None and branch != first_of(sides):
         phrase = rows if own.keys is None else own.keys[:, 0]
-        region = rows if other.keys is None else other.keys[:, 1]
+        annotation = rows if other.keys is None else other.keys[:, 1]
         within = choice_sums(
             own.embeds[mine],
             other.embeds,
             own.sample[mine],
             other.sample,
-            equal(region, phrase[mine]),
+            equal(annotation, phrase[mine]),
         )
     return torch.cat(
         [

@@ -148,7 +148,7 @@ class RunModel:
         if image is not None and not takes_other_sizes(image):
             raise ValueError(
                 f"{asked[0]}: image tower {image.name} takes images of one size only"
-                f"{', as every ViT with regions does' * self.objective.has_further_rows}; leave it "
+                f"{', as every ViT with regions does' * ('regions' in image.config)}; leave it "
                 "out, or use another tower (timm's ViTs: dynamic_img_size=true)"
             )
         more = side_multiple(self.patch_size)
