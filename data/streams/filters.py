@@ -120,7 +120,6 @@ def kept_rows(
     """
     if where is None and unseen is None:
         return None
-    # read before there are threads: in two of them at once, Python 3.11's parser may fail
     if where is not None and not columns(where):
         raise ValueError(f"where={where}: names no column; write as in where=similarity>0.3")
     asked = (where, text, lines, unseen and (unseen.by, unseen.digest), *told_apart_by(names))

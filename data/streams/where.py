@@ -1,24 +1,23 @@
-"""Which rows of a table are read: the expressions of `?where=`.
+"""Which rows of a table are read: the conditions of `?where=`, in SQL.
 
-    similarity > 0.3 and width >= 256 and language in ('en', 'de') and not punsafe > 0.5
+    similarity > 0.3 and width between 256 and 4096 and lower(language) in ('en', 'de')
 
-They are written as in Python: `and`, `or`, `not`, comparisons, also in chains (`0.2 < x <= 0.5`),
-`in` and `not in` a list, `is None` and `is not None`, `+ - * /` of columns and numbers (in double
-precision, where a division by 0 is infinite), numbers, strings, True and False. A column of truth
-values is a condition itself. Nothing is run as Python.
+sqlglot reads them in Spark's dialect, which has strings in either quotes, `==` beside `=` and names
+in backticks; pyarrow computes them. What version 0.1 took is read too: `is None`, lists in brackets
+and comparisons in chains (`0.2 < x <= 0.5`). Only the columns of the table can be reached: what is
+not in the tables below is refused, so that a condition from a stranger does no harm.
 
 Nulls are as in SQL: what is compared with a null is neither true nor false, nor is its `not`, and a
-row is read where the whole is true. NaN is a number, which only `!=` is true of.
+row is read where the whole is true. NaN is a number, which only `!=` is true of. Sums, products and
+quotients are in double precision, where a division by 0 is infinite.
 """
 
 from __future__ import annotations
 
-import ast
 import operator
 import re
-from collections.abc import Callable
-from contextlib import suppress
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -29,29 +28,78 @@ from pyarrow.dataset import Scanner
 from common.spelling import near
 from data.values import plain_column
 
+DIALECT = "spark"
 LONGEST = 2000  # characters
 DEEPEST = 40  # levels
+ESCAPED = re.compile(r"""\\[\\'"nrt]""")  # what Python and Spark read alike
 READ = 64  # expressions that are kept as they were read
-SINGLE = re.compile(r"(?<![=<>!:])=(?!=)")
 SHOWN = 60  # characters of a piece in a message
-COMPARISONS: dict[type[ast.AST], Callable[[Any, Any], pc.Expression]] = {
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
+KEYWORDS = "AND OR NOT IN IS NULL TRUE FALSE BETWEEN LIKE ILIKE RLIKE".split()
+PARTS = {"this", "expression", "expressions", "low", "high"}  # of a node, that are read
+HINTS = {"is_string", "typed", "safe"}  # of a node, that change nothing here
+
+
+def _joined(join: Callable[[Any, Any], Any], parts: Sequence[pc.Expression]) -> pc.Expression:
+    """By halves, so that a long list is not nested deeply."""
+    while len(parts) > 1:
+        parts = [join(*pair) for pair in zip(parts[::2], parts[1::2])] + [*parts[len(parts) & ~1 :]]
+    return parts[0]
+
+
+def _in(value: pc.Expression, *listed: pc.Expression) -> pc.Expression:
+    """By comparisons: a null in `is_in` would be False, and true under `not`."""
+    return _joined(operator.or_, [value == each for each in listed])
+
+
+def _of(kind: pa.DataType, compute: Callable[..., pc.Expression]) -> Callable[..., pc.Expression]:
+    return lambda *values: compute(*(value.cast(kind, safe=False) for value in values))
+
+
+TEXT, DOUBLE = pa.string(), pa.float64()  # in which integers neither wrap nor are cut by a division
+COMPARISONS: dict[str, Callable[..., pc.Expression]] = {
+    "LT": operator.lt,
+    "LTE": operator.le,
+    "GT": operator.gt,
+    "GTE": operator.ge,
+    "EQ": operator.eq,
+    "NEQ": operator.ne,
 }
-SUMS: dict[type[ast.AST], Callable[[Any, Any], pc.Expression]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: pc.divide,
+PATTERNS: dict[str, Callable[[pc.Expression, str], pc.Expression]] = {
+    "Like": pc.match_like,
+    "ILike": partial(pc.match_like, ignore_case=True),
+    "RegexpLike": pc.match_substring_regex,  # RE2: its time is linear in the text
 }
+COMPUTED: dict[str, Callable[..., pc.Expression]] = {  # by the name of sqlglot's node
+    "Paren": lambda inside: inside,
+    "And": lambda *parts: _joined(operator.and_, parts),
+    "Or": lambda *parts: _joined(operator.or_, parts),
+    "Not": operator.invert,
+    "In": _in,
+    "Between": lambda value, low, high: (value >= low) & (value <= high),
+    "Add": _of(DOUBLE, operator.add),
+    "Sub": _of(DOUBLE, operator.sub),
+    "Mul": _of(DOUBLE, operator.mul),
+    "Div": _of(DOUBLE, pc.divide),
+    "Neg": _of(DOUBLE, pc.negate),
+    "Abs": _of(DOUBLE, pc.abs),
+    "Lower": _of(TEXT, pc.utf8_lower),
+    "Upper": _of(TEXT, pc.utf8_upper),
+    "Length": _of(TEXT, pc.utf8_length),
+}
+LOOSE = ("In", "Is", "Not", "Between", *PATTERNS)  # which languages bind unlike beside comparisons
+REFUSED = {
+    "Null": "is compared by `is null` or `is not null` alone",
+    "Concat": 'are two strings; write "it\'s" for a string with a quote',
+}
+ALLOWED = (
+    "there are and, or, not, comparisons, in, between, like, ilike, rlike, is null, + - * /, "
+    "lower, upper, length, abs, columns, numbers, strings, true and false"
+)
 
 
 def parse(text: str) -> pc.Expression:
-    """Errors: ValueError for anything but what is described above."""
+    """Errors: ValueError for anything but what is described above, and where sqlglot is not
+    installed."""
     return _read(text)[0]
 
 
@@ -92,133 +140,126 @@ def apply(text: str, table: pa.Table) -> np.ndarray:
 def _read(text: str) -> tuple[pc.Expression, tuple[str, ...]]:
     if len(text) > LONGEST:
         raise ValueError(f"where={_cut(text)}: has {len(text)} characters; {LONGEST} are the most")
+    sqlglot = _sqlglot()
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
-        ast.parse(f"({text.strip()})", mode="eval")  # a comment, which may hide conditions, is none
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        said = getattr(error, "msg", error)
-        if _with_two_signs(text):
-            said = "a single = compares nothing; write == for equal"
+        dialect = sqlglot.Dialect.get_or_raise(DIALECT)
+        tokens = [_plain(token, text, sqlglot.TokenType) for token in dialect.tokenize(text)]
+        trees = dialect.parser().parse_into(sqlglot.exp.Condition, tokens, text)
+        if len(trees) != 1 or trees[0] is None:
+            raise ValueError(f"is {len(list(filter(None, trees)))} conditions; one is needed")
+        reader = _Reader()
+        return reader.expression(trees[0]), tuple(reader.names)
+    except sqlglot.ParseError as error:
+        found = error.errors[-1]
+        said = f"{found['description']} {found['highlight']!r}"
+    except (sqlglot.TokenError, RecursionError) as error:
+        said = str(error)
+    except ValueError as error:
+        raise ValueError(f"where={_cut(text)}: {error}") from error
+    raise ValueError(
+        f"where={_cut(text)}: cannot be read ({_cut(said)}); write as in "
+        "where=similarity>0.3 and language in ('en', 'de')"
+    )
+
+
+def _sqlglot() -> Any:
+    try:
+        import sqlglot
+    except ImportError as error:
         raise ValueError(
-            f"where={_cut(text)}: cannot be read ({said}); write as in "
-            "where=similarity>0.3 and language in ('en', 'de')"
+            "where: the Python package 'sqlglot' is not installed, which reads the conditions of "
+            "filters; run: pip install -r requirements-filters.txt"
         ) from error
-    reader = _Reader(text.strip())
-    return reader.condition(tree), tuple(reader.names)
+    return sqlglot
 
 
-def _with_two_signs(text: str) -> bool:
-    """Whether it could be read with == instead of each =, as SQL has it."""
-    twice = SINGLE.sub("==", text)
-    with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
-        ast.parse(twice.strip(), mode="eval")
-        return twice != text
-    return False
+def _plain(token: Any, text: str, kinds: Any) -> Any:
+    """The token with words that are no keyword here as names, numbers as Python writes them too and
+    `None` as null. Errors: ValueError for a comment, which may hide conditions, and for a string
+    in which Spark reads another character than version 0.1."""
+    if token.comments:
+        raise ValueError(f"has a comment, {_cut(token.comments[0])!r}; leave it out")
+    written = text[token.start : token.end + 1]
+    if token.token_type == kinds.STRING:
+        if "\\" in ESCAPED.sub("", written):
+            raise ValueError(f"{_cut(written)}: write \\\\ for a backslash in a string")
+    elif token.token_type != kinds.NUMBER and "0" <= written[0] <= "9":  # 1_000, 0x10
+        token.token_type, token.text = kinds.NUMBER, str(int(written, 0))
+    elif token.text == "None" and token.token_type == kinds.VAR:
+        token.token_type = kinds.NULL
+    elif token.text.isidentifier() and token.text.upper() not in KEYWORDS:
+        if token.token_type != kinds.IDENTIFIER:  # in backticks
+            token.token_type = kinds.VAR
+    return token
 
 
 class _Reader:
-    """Makes expressions of the pieces of `text`, and notes the columns."""
+    """Makes expressions of what sqlglot has read, and notes the columns."""
 
-    def __init__(self, text: str) -> None:
-        self.text, self.names = text, dict[str, None]()
+    def __init__(self) -> None:
+        self.names = dict[str, None]()
 
-    def condition(self, node: ast.expr, depth: int = 0) -> pc.Expression:
-        self.check_depth(node, depth)
-        if isinstance(node, ast.BoolOp):
-            parts = [self.condition(each, depth + 1) for each in node.values]
-            join = operator.and_ if isinstance(node.op, ast.And) else operator.or_
-            return _joined(join, parts)
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            return ~self.condition(node.operand, depth + 1)
-        if isinstance(node, ast.Compare):
-            sides = [node.left, *node.comparators]
-            return _joined(
-                operator.and_,
-                [
-                    self.comparison(node, left, sign, right, depth + 1)
-                    for left, sign, right in zip(sides, node.ops, sides[1:])
-                ],
-            )
-        if isinstance(node, ast.Name) or (
-            isinstance(node, ast.Constant) and isinstance(node.value, bool)
-        ):
-            return self.value(node, depth)
-        raise self.refused(node, "is no condition")
-
-    def comparison(
-        self, whole: ast.Compare, left: ast.expr, sign: ast.cmpop, right: ast.expr, depth: int
-    ) -> pc.Expression:
-        value = self.value(left, depth)
-        if isinstance(sign, (ast.Is, ast.IsNot)):
-            if not (isinstance(right, ast.Constant) and right.value is None):
-                raise self.refused(whole, "compares by `is`, which is for None alone")
-            return value.is_null() if isinstance(sign, ast.Is) else value.is_valid()
-        if isinstance(sign, (ast.In, ast.NotIn)):
-            listed = right.elts if isinstance(right, (ast.Tuple, ast.List)) else [right]
-            if not listed or not all(map(_is_literal, listed)):
-                raise self.refused(right, "is no list of numbers or strings")
-            # by comparisons: a null in `is_in` would be False, and true under `not`
-            found = _joined(operator.or_, [value == self.value(each, depth) for each in listed])
-            return found if isinstance(sign, ast.In) else ~found
-        return COMPARISONS[type(sign)](value, self.value(right, depth))
-
-    def value(self, node: ast.expr, depth: int) -> pc.Expression:
-        self.check_depth(node, depth)
-        if isinstance(node, ast.Name):
-            self.names[node.id] = None
-            return pc.field(node.id)
-        if isinstance(node, ast.Constant) and isinstance(node.value, (bool, int, float, str)):
-            return self.literal(node, node.value)
-        if isinstance(node, ast.Constant) and node.value is None:
-            raise self.refused(node, "is compared by `is None` or `is not None` alone")
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            if _is_literal(node):
-                return self.literal(node, ast.literal_eval(node))
-            return pc.negate(self.number(node.operand, depth + 1))
-        if isinstance(node, ast.BinOp) and type(node.op) in SUMS:
-            left, right = (self.number(each, depth + 1) for each in (node.left, node.right))
-            return SUMS[type(node.op)](left, right)
-        raise self.refused(node, "is neither a column nor a number, string, sum or product")
-
-    def number(self, node: ast.expr, depth: int) -> pc.Expression:
-        """In double precision: integers would wrap or be cut by a division."""
-        if isinstance(node, ast.Constant) and isinstance(node.value, (bool, str)):
-            raise self.refused(node, "is no number to compute with")
-        return self.value(node, depth).cast(pa.float64(), safe=False)
-
-    def literal(self, node: ast.expr, value: bool | int | float | str) -> pc.Expression:
-        try:
-            return pc.scalar(value)
-        except (OverflowError, UnicodeError, pa.ArrowException) as error:
-            raise self.refused(node, "is too large, or no text") from error
-
-    def check_depth(self, node: ast.expr, depth: int) -> None:
+    def expression(self, node: Any, depth: int = 0) -> pc.Expression:
         if depth > DEEPEST:
-            raise self.refused(node, f"is nested more than {DEEPEST} levels deep")
+            raise ValueError(f"is nested more than {DEEPEST} levels deep")
+        kind, filled = _kind(node), {name for name, part in node.args.items() if part}
+        if filled - PARTS - HINTS or kind in REFUSED or kind == "In" and not node.expressions:
+            raise _refused(node, REFUSED.get(kind, "is not known here"))
+        if kind == "Column":
+            self.names[node.name] = None
+            return pc.field(node.name)
+        if _is_literal(node):
+            return _literal(node)
+        if kind == "Is" and _kind(node.expression) == "Null":
+            if _kind(node.this.unnest()) in COMPARISONS:  # 0.1 read `a < b is None` otherwise
+                raise _refused(node, "compares a comparison")
+            return self.expression(node.this, depth + 1).is_null()
+        if kind in PATTERNS and node.expression.is_string:
+            text = self.expression(node.this, depth + 1).cast(TEXT)
+            return PATTERNS[kind](text, node.expression.this)
+        if kind in COMPARISONS:
+            sides, signs = _chain(node)
+            if joined := [side for side in sides if _kind(side) in LOOSE]:
+                raise _refused(joined[0], "needs parentheses, to be compared as a whole")
+            values = [self.expression(side, depth + 1) for side in sides]
+            pairs = zip(signs, values, values[1:])
+            return _joined(operator.and_, [COMPARISONS[sign](a, b) for sign, a, b in pairs])
+        if kind in COMPUTED:
+            parts = node.flatten(False) if kind in ("And", "Or") else node.iter_expressions()
+            return COMPUTED[kind](*(self.expression(part, depth + 1) for part in parts))
+        raise _refused(node, "is not known here")
 
-    def refused(self, node: ast.expr, why: str) -> ValueError:
-        piece = ast.get_source_segment(self.text, node) or ""
-        return ValueError(
-            f"where={_cut(self.text)}: {_cut(piece)!r} {why}; there are and, or, not, comparisons, "
-            "in, is None, + - * /, columns, numbers, strings, True and False"
-        )
+
+def _chain(node: Any) -> tuple[list[Any], list[str]]:
+    """The sides of `a < b <= c`, which is `a < b and b <= c`, and the signs between them."""
+    if _kind(node) not in COMPARISONS:
+        return [node], []
+    (left, before), (right, behind) = _chain(node.this), _chain(node.expression)
+    return [*left, *right], [*before, _kind(node), *behind]
 
 
-def _joined(join: Callable[[Any, Any], Any], parts: list[pc.Expression]) -> pc.Expression:
-    """By halves, so that a long list is not nested deeply."""
-    while len(parts) > 1:
-        parts = [
-            join(*parts[i : i + 2]) if i + 1 < len(parts) else parts[i]
-            for i in range(0, len(parts), 2)
-        ]
-    return parts[0]
+def _is_literal(node: Any) -> bool:
+    if _kind(node) == "Neg":
+        return _kind(node.this.unnest()) == "Literal" and not node.this.unnest().is_string
+    return _kind(node) in ("Literal", "Boolean")
 
 
-def _is_literal(node: ast.expr) -> bool:
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        node = node.operand
-        return isinstance(node, ast.Constant) and type(node.value) in (int, float)
-    return isinstance(node, ast.Constant) and isinstance(node.value, (bool, int, float, str))
+def _literal(node: Any) -> pc.Expression:
+    given = f"-{node.this.unnest().this}" if _kind(node) == "Neg" else node.this
+    try:
+        if not node.is_string and not isinstance(given, bool):
+            given = int(given) if given.lstrip("-").isdigit() else float(given)
+        return pc.scalar(given)
+    except (ValueError, OverflowError, pa.ArrowException) as error:
+        raise _refused(node, "is no number, too large, or no text") from error
+
+
+def _kind(node: Any) -> str:
+    return type(node).__name__
+
+
+def _refused(node: Any, why: str) -> ValueError:
+    return ValueError(f"{_cut(node.sql(DIALECT))!r} {why}; {ALLOWED}")
 
 
 def _cut(text: str) -> str:
