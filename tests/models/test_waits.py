@@ -14,6 +14,7 @@ from models.towers.fusion import FusionSizes
 from models.towers.image import image_tower
 from models.towers.layers import library_models_kept
 from models.towers.text import text_tower
+from models.towers.video import video_tower
 
 # FakeTensorMode refuses it, but the tensor is on the host: rows and columns of SigLIP 2's patches
 READS_ON_HOST = ("siglip2",)
@@ -81,6 +82,19 @@ def test_regions_and_phrases():
         check_both(
             towers, images=more, texts={"phrase_position": torch.arange(3)}, annotations="region"
         )
+
+
+def test_moments():
+    tower = video_tower("resnet18:layers=1-1-1-1,time=transformer,time_layers=1", 32, 3)
+    frames = {
+        "video_frames": torch.randn(5, 3, 32, 32),
+        "video_row": torch.tensor([0, 0, 0, 1, 1]),
+        "video_clips": torch.tensor([3, 2]),
+        "video_time": torch.tensor([0, 400, 800, 0, 400]),
+        "moment_spans": torch.tensor([[350, 450], [-200, 1000]], dtype=torch.int32),
+        "moment_row": torch.tensor([1, 0]),
+    }
+    check(with_head(tower, 8, {}, annotations="moment"), frames)
 
 
 def check_both(towers, fusion=None, images=None, texts=None, annotations=None):
