@@ -17,7 +17,8 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,9 +30,22 @@ SHOWN = 4  # words that a message lists
 QUOTED = re.compile(r"""(?:--[^\s=]+=)?(['"]).*\1""")
 
 
+@dataclass(frozen=True)
+class InFile:
+    """The type of an argument that is a text, or @FILE for those that `read` finds in the file: one,
+    or several where the argument may be repeated. `endings`: of such files, by which they differ
+    from files of arguments."""
+
+    read: Callable[[Path], Sequence[str]]
+    endings: tuple[str, ...]
+
+    def __call__(self, text: str) -> str:
+        return text
+
+
 class CommandParser(argparse.ArgumentParser):
     """Reads the flags of a program. A word that begins with @ and is not the value of a flag is a
-    file of arguments.
+    file of arguments. Where the type of a value is `InFile`, @FILE stands for what is in that file.
 
     What is wrong is one line on stderr and exit status 2. Started on many ranks at once, it speaks
     on the first only.
@@ -57,13 +71,14 @@ class CommandParser(argparse.ArgumentParser):
             super().print_help(file)
 
     def words(self, arguments: Sequence[str] | None = None) -> list[str]:
-        """The arguments, with those of files in their places; without any, those that this process
+        """The arguments, with what files hold in their places; without any, those that this process
         was started with, which `sys.argv` then has like this, for records. Ends with a message where
         a file cannot be read, or a shell has visibly cut the command."""
         try:
             if arguments is None:
                 refuse_cut_command()
             found = self._with_files(sys.argv[1:] if arguments is None else arguments)
+            found = self._with_values(found)
         except (OSError, ValueError) as error:
             self.error(str(error))
         if arguments is None:
@@ -84,11 +99,50 @@ class CommandParser(argparse.ArgumentParser):
             if word == "--":  # what follows is another program's
                 return [*found, *arguments[place:]]
             is_value = place > 0 and self._waits_for_value(arguments[place - 1])
+            is_value |= not is_value and self._of_file_of_values("", word) is not None
             if word.startswith(FILE) and len(word) > 1 and not is_value:
                 found += self._of_file(Path(word[1:]))
             else:
                 found.append(word)
         return found
+
+    def _with_values(self, words: Sequence[str]) -> list[str]:
+        """The words, with the values that files hold. Errors: ValueError for several values of an
+        argument that takes one."""
+        found: list[str] = []
+        for place, word in enumerate(words):
+            if word == "--":
+                return [*found, *words[place:]]
+            flag, equals, value = word.partition("=")
+            if not (equals and word.startswith("--")):
+                waits = found and self._waits_for_value(found[-1])
+                flag, equals, value = found[-1] if waits else "", "", word
+            action = self._of_file_of_values(flag, value)
+            if action is None:
+                found.append(word)
+                continue
+            values = action.type.read(Path(value[1:]))
+            if len(values) > 1 and not isinstance(action, argparse._AppendAction):
+                name = flag or action.metavar or action.dest
+                raise ValueError(f"{value} holds {len(values)} of {name}, which takes one")
+            for n, each in enumerate(values):
+                found += [f"{flag}={each}"] if equals else [flag, each] if n else [each]
+        return found
+
+    def _of_file_of_values(self, flag: str, word: str) -> Any:
+        """The argument whose values are in the file that `word` names; None: it names no such file.
+        `flag`: before it, perhaps the beginning of one; "": none."""
+        if not word.startswith(FILE) or len(word) == 1:
+            return None
+        named = self._option_string_actions
+        meant = (
+            [flag] if flag in named else [name for name in named if name.startswith(flag or " ")]
+        )
+        actions = [named[name] for name in meant] if flag else self._get_positional_actions()
+        if len(actions) != 1 or not isinstance(actions[0].type, InFile):
+            return None
+        is_one = flag or Path(word).suffix.lower() in actions[0].type.endings
+        return actions[0] if is_one else None
 
     def _waits_for_value(self, word: str) -> bool:
         """Whether it is a flag, perhaps the beginning of one, whose value is the next word."""

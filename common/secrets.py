@@ -29,7 +29,8 @@ OF_SPECS = frozenset(
         "label",
         "language",
     }
-    | {"root", "split", "separator", "near", "captions", "boxes"}
+    | {"root", "split", "separator", "near", "captions", "boxes", "unit"}
+    | {"names", "classnames", "templates"}
     | {"mixed", "where", "unseen", "unseen_by"}
 )
 SECRET_NAME = re.compile(r"(^|_)(API_?KEY|KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?)$", re.I)

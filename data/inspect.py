@@ -37,6 +37,7 @@ from data.modalities.fonts import columns_of, fonts_for, wrapped
 from data.modules import import_modules
 from data.options import add_pairs_flags, compared
 from data.prepare import bad_values, count_bad
+from data.spec_files import SPEC
 from data.speed import NEEDED, measured
 from data.stored.kinds import STORED, annotations_of, files_of, is_own, several_of
 from data.streams.opening import is_stream, open_stream
@@ -236,7 +237,7 @@ def make_parser() -> CommandParser:
         description="What is in a data set: counts, histograms, bad samples, a sheet of images and "
         "spectrograms.",
     )
-    parser.add_argument("spec", metavar="SPEC", help="as --data of train.py")
+    parser.add_argument("spec", type=SPEC, metavar="SPEC", help="as --data of train.py")
     add_root_flag(parser, "SPEC")
     add_pairs_flags(parser)
     parser.add_argument(

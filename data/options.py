@@ -22,6 +22,7 @@ from common.options import (
 from data.bad_samples import SECONDS_LIMIT
 from data.index.roots import KINDS_WITH_PATHS, root, takes_roots
 from data.modules import add_module_flag
+from data.spec_files import SPEC
 from data.stored.derived import DERIVED, Derived
 
 IMAGE_TEXT = "image:text"
@@ -247,8 +248,9 @@ class DataOptions(SeedOptions, PairsOptions, BadSampleOptions):
     title = "data"
     data: tuple[str, ...] = option(
         ("demo",),
-        f"{SPECS}; repeat it to mix several (data/README.md)",
+        f"{SPECS}, or @FILE with one or several; repeat it to mix several (data/README.md)",
         "SPEC",
+        SPEC,
         action="append",
         shown="demo",
     )
@@ -293,7 +295,11 @@ class DataOptions(SeedOptions, PairsOptions, BadSampleOptions):
         in_recipe=True,
     )
     val_data: str | None = option(
-        None, "held-out samples from elsewhere, instead of a part of --data", "SPEC", action=Once
+        None,
+        "held-out samples from elsewhere, instead of a part of --data",
+        "SPEC",
+        SPEC,
+        action=Once,
     )
     val_fraction: float = option(
         0.1, "part of --data held out, never trained on", "F", fraction, in_recipe=True

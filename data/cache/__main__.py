@@ -17,13 +17,16 @@ from data.modalities.preprocessing import CLIP, INTERPOLATIONS
 from data.modalities.transforms import TrainTransform
 from data.modules import import_modules
 from data.options import add_pairs_flags, compared
+from data.spec_files import SPEC
 
 
 def make_parser() -> CommandParser:
     parser = CommandParser(
         prog="python -m data.cache", description="Fill the cache of decoded images before training."
     )
-    parser.add_argument("spec", metavar="SPEC", help="the data set, as --data of train.py")
+    parser.add_argument(
+        "spec", type=SPEC, metavar="SPEC", help="the data set, as --data of train.py"
+    )
     add_root_flag(parser, "SPEC")
     add_pairs_flags(parser)
     parser.add_argument(

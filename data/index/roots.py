@@ -46,8 +46,13 @@ def _absolute(word: str) -> str:
     return _option(root) if key == ROOT and root and not is_remote(root) else word
 
 
+def escaped(value: str) -> str:
+    """The value of an option as a spec has it."""
+    return "".join(ESCAPES.get(letter, letter) for letter in value)
+
+
 def _option(root: str) -> str:
-    return f"{ROOT}=" + "".join(ESCAPES.get(letter, letter) for letter in local_path(root))
+    return f"{ROOT}={escaped(local_path(root))}"
 
 
 # -- on the command line

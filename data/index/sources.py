@@ -316,7 +316,7 @@ def open_format(spec: str, pairs: Pairs = DEFAULT_PAIRS) -> Format:
         )
     if kind not in KINDS:
         known = ", ".join(usage for usage, _ in KINDS.values())
-        hint = near(kind, KINDS) or "; give one of these"
+        hint = near(kind, [*KINDS, "stream"]) or "; give one of these"
         if meant := ENDINGS.get(Path(kind.lower()).suffix):
             hint = f"; did you mean '{meant}:{spec}'?"
         raise ValueError(f"data spec '{spec}': unknown kind '{kind}'; known: {known}{hint}")

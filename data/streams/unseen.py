@@ -15,6 +15,7 @@ from common.output import outlive_output, run_program
 from data.index.sources import open_source
 from data.modules import import_modules
 from data.options import IMAGE_TEXT, add_pairs_flags, compared
+from data.spec_files import SPEC
 from data.streams.bloom import CAPTION, key_of, write_unseen
 from data.streams.filters import keys_in
 from data.streams.opening import is_stream, named_shards
@@ -41,7 +42,7 @@ def main(words: Sequence[str] | None = None) -> int:
         prog="python -m data.streams.unseen",
         description="Write a file of keys, whose rows a stream leaves out by &unseen=FILE.",
     )
-    parser.add_argument("spec", metavar="SPEC", help="a data set, as --data of train.py")
+    parser.add_argument("spec", type=SPEC, metavar="SPEC", help="a data set, as --data of train.py")
     add_pairs_flags(parser)
     parser.add_argument(
         "--by",

@@ -10,6 +10,7 @@ from common.command_line import CommandParser
 from common.options import Once, at_least
 from data.index.roots import add_root_flag, from_anywhere, given_roots, with_roots
 from data.modules import add_trust_flags
+from data.spec_files import SPEC
 
 NUM_ANSWERS = 20
 OF_SPECS = ("val_data", "classify", "classify_train")
@@ -34,7 +35,7 @@ def make_parser() -> CommandParser:
     about = "the moving average of the weights (the JSON's ema block) instead of the weights"
     add("--ema", action="store_true", help=about)
     about = "samples to evaluate, see data/README.md (default: the held-out samples of the run)"
-    add("--val-data", action=Once, metavar="SPEC", help=about)
+    add("--val-data", action=Once, type=SPEC, metavar="SPEC", help=about)
     about = (
         "also regions of images, by a model that learned none: by its last map (default: where it "
     )
@@ -46,9 +47,9 @@ def make_parser() -> CommandParser:
     add("--captions", choices=("first", "all"), help=about)
     about = "instead: classes of images or sounds, such as imagefolder:DIR or audiofolder:DIR; its "
     about += "captions are the prompts"
-    add("--classify", action=Once, metavar="SPEC", help=about)
+    add("--classify", action=Once, type=SPEC, metavar="SPEC", help=about)
     about = "with it: train a linear probe and find neighbours in these"
-    add("--classify-train", metavar="SPEC", help=about)
+    add("--classify-train", type=SPEC, metavar="SPEC", help=about)
     add_root_flag(parser, "--val-data, --classify and --classify-train")
     about = "also put the K nearest candidates of each query in the order of the fusion's scores"
     add("--rerank", type=at_least(1), metavar="K", help=about)

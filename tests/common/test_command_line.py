@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from deepspeed.launcher.multinode_runner import PDSHRunner
 
-from common.command_line import CommandParser
+from common.command_line import CommandParser, InFile
 
 ROOT = Path(__file__).resolve().parents[2]
 SPEC = "stream:/d/{000..999}.parquet?mixed=16&text=caption&where=similarity>=0.5 and x != 'a;b'"
@@ -76,6 +76,31 @@ def test_a_value_that_begins_with_the_sign_is_a_value(parser, tmp_path):
     # what follows -- is another program's
     parser.add_argument("options", nargs="*")
     assert parser.parse_args(["--", f"@{tmp_path}/args"]).options == [f"@{tmp_path}/args"]
+
+
+def test_a_value_may_be_in_a_file(parser, refused, tmp_path):
+    def read(file):
+        return file.read_text().split()
+
+    parser.add_argument("--sets", type=InFile(read, (".yaml",)), action="append")
+    parser.add_argument("--valid", type=InFile(read, (".yaml",)))
+    parser.add_argument("word", type=InFile(read, (".yaml",)), nargs="?")
+    two, one = tmp_path / "two.yaml", tmp_path / "one.yaml"
+    two.write_text("a b")
+    one.write_text("c")
+    (tmp_path / "run.args").write_text(f"--sets @{two}\n--valid=@{one}\n@{one}")
+    for words in (
+        ["--sets", f"@{two}", "--valid", f"@{one}", f"@{one}"],
+        [f"@{one}", f"--sets=@{two}", "--val", f"@{one}"],
+        [f"@{tmp_path}/run.args"],
+    ):
+        found = parser.parse_args(words)
+        assert (found.sets, found.valid, found.word) == (["a", "b"], "c", "c"), words
+    assert parser.parse_args(["--sets", "x", "--data", f"@{two}"]).data == [f"@{two}"]
+    assert parser.words(["x", "--", "--sets", f"@{two}"]) == ["x", "--", "--sets", f"@{two}"]
+    for words in (["--valid", f"@{two}"], [f"--valid=@{two}"]):
+        assert f"@{two} holds 2 of --valid, which takes one" in refused(*words)
+    assert f"@{two} holds 2 of word" in refused(f"@{two}")
 
 
 def test_what_was_written_for_a_shell_is_refused_in_a_file(refused, tmp_path):

@@ -58,6 +58,7 @@ def test_every_room_is_in_the_figure():
     elsewhere = {
         "__init__",
         "options",
+        "spec_files",
         "processes",
         "fork_server",
         "inspect",

@@ -15,13 +15,12 @@ from stream_shards import write_shards, write_tar
 from common.secrets import OF_SPECS
 from data.bad_samples import BadSample
 from data.batching.requests import MicroBatchRequest
-from data.formats.parquet import columns
 from data.index.sources import open_source
 from data.loader import MicroBatchDataset
 from data.modalities.lengths import token_counts
 from data.modalities.text import TextModality
 from data.streams.lengths import StreamTokenCounts
-from data.streams.opening import OPTIONS, open_stream
+from data.streams.opening import OPTIONS, of_shards_known, open_stream
 from data.streams.source import BadShard
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -190,4 +189,7 @@ def test_films_of_parquet_are_read_and_options_are_recorded(tmp_path):
         spec = f"stream:{tmp_path}/{column}.parquet{named}"
         stream, _ = open_stream(spec, (("video", "text"),))
         assert stream.value("video", 1).end_s == 0.8 and stream.captions(1) == ["b"]
-    assert {*OPTIONS, *columns()} <= OF_SPECS  # else a record of a remote address would lack them
+    assert {
+        *OPTIONS,
+        *of_shards_known(),
+    } <= OF_SPECS  # else a record of a remote address would lack them
