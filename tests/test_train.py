@@ -251,6 +251,16 @@ def check_evaluation(run_dir, *flags):
     )
 
 
+# what a shell leaves of a spec, whose end must be shown although it is long
+SHARDS = f"stream:/nowhere{'/of/many/folders' * 12}/{{000..999}}.parquet?text=caption&where=width>9"
+CUT_SHARDS = (
+    'folders/{000..999}.parquet?text=caption&where=width>9"] on rank 0; '
+    f'…{SHARDS.partition("&")[0][-158:]}"] on rank 1\n    where a shell has taken a part of an '
+    "argument, which it does with {…}, *, ?, &, ;, > and quotes, put the argument into quotes, or give "
+    "the arguments in a file, as @FILE"
+)
+
+
 def test_bad_input_is_answered_with_one_message(tmp_path, merged, fork, pairs):
     """Status 2, with which supervise.sh starts nothing again: found in the flags, in the JSON, by
     the planner, in the data, by DeepSpeed. All start at once, and what is found early makes no
@@ -273,10 +283,17 @@ def test_bad_input_is_answered_with_one_message(tmp_path, merged, fork, pairs):
         (3, [*nowhere, "--deepspeed_config", tmp_path / "three.json"], "fill 2 ranks, but there"),
         (2, ["--data", f"jsonl:{data}"], f"{data}:2"),
         (2, [*SMALL, *fork, *pairs], "options.seed: 0 on rank 0; 3 on rank 1"),
+        (2, [*nowhere, "--eval-every", 2], "options.eval_every: 2 on rank 0; 1 on rank 1"),
+        (2, [*fork, "--data", SHARDS], CUT_SHARDS),
     ]
+    others = {
+        "options.seed": ["--seed", 3],
+        "options.eval_every": ["--eval-every", 1],
+        "&where=": ["--set", f"data={SHARDS.partition('&')[0]}"],
+    }
     runs = []
     for number, (ranks, arguments, message) in enumerate(cases):
-        last = ["--seed", 3] if "options.seed" in message else []
+        last = next((words for key, words in others.items() if key in message), [])
         given = [*arguments, "--steps", 1, "--run-dir", tmp_path / f"run{number}"]
         runs.append(start("train.py", *given, ranks=ranks, last=last))
     for number, (run, (ranks, _, message)) in enumerate(zip(runs, cases)):

@@ -85,18 +85,19 @@ def _descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def compare_records() -> tuple[str | None, str | None]:
-    """What is said of equal records, and of different ones."""
+def compare_records() -> tuple[str | None, ...]:
+    """What is said of equal records, of different ones, and of long ones with a remedy."""
     rank = int(os.environ["RANK"])
     return (
         _said({"plan": {"stages": 4}}),
         _said({"alike": 1, "plan": {"stages": 4 + rank, "layout": "fork"}}),
+        _said({"data": f"{'a' * 300}{rank}{'b' * 300}"}, "give them alike"),
     )
 
 
-def _said(record: dict[str, Any]) -> str | None:
+def _said(record: dict[str, Any], remedy: str = "") -> str | None:
     try:
-        refuse_differences(record)
+        refuse_differences(record, remedy)
     except ValueError as error:
         return str(error)
     return None

@@ -129,8 +129,9 @@ def write_record(run: PreparedRun) -> dict[str, Any]:
 
 def prepare_run(options: Options, ranks: Ranks) -> PreparedRun:
     """Decide everything. All ranks call it together. Errors: ValueError, OSError."""
-    # How to run: the JSON file, checked against this hardware and this number of processes, and the
-    # same on all of them.
+    # How to run: the same options on all ranks, and the JSON file, checked against this hardware and
+    # this number of processes.
+    ranks.compare_options(options)
     config_file, config, block, monitors = read_configuration(
         options, ranks.number, ranks.abilities
     )

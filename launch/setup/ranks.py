@@ -15,6 +15,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from common.secrets import redacted
+from common.shell import REMEDY
 from engine.checkpoint.layout import verify
 from engine.config.reading import BranchesBlock
 from engine.json_messages import from_first_rank
@@ -52,6 +53,12 @@ from launch.terminal.quiet import quiet_ranks
 
 # communicators of NCCL take seconds to make, a C++ op that is compiled before them minutes
 CONNECTING_LIMIT_S = 600.0
+# options that may differ between hosts: what these have, and where files lie there
+OF_A_MACHINE = ("workers", "cache", "cache_limit", "stream_cache", "run_dir", "deepspeed_config")
+CUT = (
+    "where a shell has taken a part of an argument, which it does with {…}, *, ?, &, ;, > and quotes, "
+    + REMEDY
+)
 KEPT = (
     "samples",
     "shards",
@@ -113,6 +120,12 @@ class LiveRanks:
         """In here the first rank is alone before the others, which find what it made."""
         return first_rank_first(self.processes)
 
+    def compare_options(self, options: Options) -> None:
+        """Raise ValueError where another rank was given other options, before anything is made by
+        them."""
+        record = {k: v for k, v in options.record().items() if k not in OF_A_MACHINE}
+        refuse_differences(redacted({"options": record}), CUT)
+
     def compare(self, record: Mapping[str, Any]) -> None:
         """Raise ValueError where another rank has another record."""
         refuse_differences(redacted(record))
@@ -173,6 +186,9 @@ class PlannedRanks:
 
     def first_first(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def compare_options(self, options: Options) -> None:
+        return
 
     def compare(self, record: Mapping[str, Any]) -> None:
         return

@@ -275,9 +275,11 @@ def test_ranks_of_unlike_environments_start_together(tmp_path):
 
 
 def test_records_that_differ_between_ranks_are_named_on_all():
-    (same, first), (_, second) = run_ranks(2, compare_records)
+    (same, first, long), (_, second, _) = run_ranks(2, compare_records)
     assert same is None and first == second
     assert "plan.stages: 4 on rank 0; 5 on rank 1" in first and "alike" not in first.splitlines()[1]
+    shown = f"data: …{'a' * 80}0{'b' * 79}… on rank 0; …{'a' * 80}1{'b' * 79}… on rank 1"
+    assert long.endswith(f"\n    {shown}\n    give them alike")
 
 
 def test_ranks_of_srun_and_mpirun_know_their_number():
