@@ -21,17 +21,17 @@ import sys
 import tempfile
 import threading
 import time
-import urllib.request
 from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from email.utils import formatdate
+from functools import lru_cache
 from http.client import HTTPConnection
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from struct import pack
 from typing import IO, Any
-from urllib.parse import quote, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 PIECE = 1 << 14  # bytes that are sent at a time
 MOTO = """
@@ -148,14 +148,38 @@ def s3_server(faults: Faults | None = None) -> Iterator[dict[str, str]]:
         process.communicate()
 
 
+@contextmanager
+def plain_server(folder: Path) -> Iterator[str]:
+    """The address of a folder that Python's own server shows: it answers no ranges, has no etags, and
+    tells times in seconds."""
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "http.server", "0", "--bind", "127.0.0.1", "-d", str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        yield f"http://127.0.0.1:{process.stdout.readline().split()[5]}"
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def put(variables: dict[str, str], name: str, content: bytes) -> None:
     """Store `BUCKET/KEY`, without faults; a bucket is made by its first object."""
-    for path, body in ((name.partition("/")[0], None), (name, content)):
-        address = f"{variables['WYE_TESTS_S3']}/{quote(path)}"
-        kind = {"Content-Type": "binary/octet-stream"} if body is not None else {}
-        request = urllib.request.Request(address, body, kind, method="PUT")
-        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request):
-            pass
+    bucket, _, key = name.partition("/")
+    client = _client(variables["WYE_TESTS_S3"])
+    client.create_bucket(Bucket=bucket)  # also where it is there
+    client.put_object(Bucket=bucket, Key=key, Body=content)
+
+
+@lru_cache
+def _client(endpoint: str) -> Any:
+    import boto3
+
+    known = {"aws_access_key_id": "of-tests", "aws_secret_access_key": "of-tests"}
+    return boto3.client("s3", region_name="us-east-1", endpoint_url=endpoint, **known)
 
 
 class _Server:

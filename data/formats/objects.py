@@ -9,12 +9,14 @@ import importlib.util
 import os
 import re
 import threading
+import time
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from common.files import first_bytes
+from common.secrets import redact
 from data.formats.s3_names import can_list, listed_keys
 from data.identity import Identity
 from data.keys import content_hash
@@ -24,9 +26,15 @@ STORES = 64  # kept open; addresses with a query have one each
 SCHEMES = {"s3", "s3a", "gs", "az", "abfs", "abfss", "http", "https"}  # of obstore
 STATUS = re.compile(r"status code: (\d{3})")
 SETTINGS = ("AWS_", "AZURE_", "GOOGLE_")
+BY_SECONDS = re.compile(r'(W/)?"[0-9a-f]{8}-[0-9a-f]+"')  # nginx makes its etags of time and size
+SETTLES_S = 2.0  # in which what was written may be written again, at the same time in seconds
 
 _process = 0  # that uses obstore
 _lock = threading.Lock()
+
+
+class UnaskableName(OSError):
+    """A name that obstore reads as another one, or not at all."""
 
 
 class Object:
@@ -44,10 +52,20 @@ class Object:
             self._store = _store(root, tuple(sorted(settings)))
 
     def identity(self) -> Identity:
+        meta = self._head()
+        age_s = time.time() - meta["last_modified"].timestamp()
+        by_seconds = not meta["e_tag"] or BY_SECONDS.fullmatch(meta["e_tag"])
+        # Sizes tell little, since a tar is filled up to a multiple of 10,240 bytes.
+        if by_seconds and abs(age_s) < SETTLES_S:
+            time.sleep(SETTLES_S)
+            meta = self._head()
+        return _of_meta(meta)
+
+    def _head(self) -> Any:
         import obstore
 
         try:
-            return _of_meta(obstore.head(self._store, self._path))
+            return obstore.head(self._store, self._path)
         except Exception as error:
             # addresses that are signed for one method; others know no second one
             if not self._root.startswith("http") or status_of(error) not in (403, 405, 501):
@@ -56,7 +74,7 @@ class Object:
             found = obstore.get(self._store, self._path, options={"range": (0, 1)})
         except obstore.exceptions.NotSupportedError:  # no ranges
             found = obstore.get(self._store, self._path)
-        return _of_meta(found.meta)
+        return found.meta
 
     def read(self, start: int, stop: int) -> bytes:
         """The bytes, and some behind them where more come than were asked for."""
@@ -140,8 +158,15 @@ def object_at(address: str) -> Object | File:
     if not root:
         return File(address)
     if address.startswith("http"):
-        return Object(root, unquote(urlsplit(address).path).lstrip("/"))
-    return Object(root, address[len(root) + 1 :])
+        path = unquote(urlsplit(address).path).lstrip("/")
+    else:
+        path = address[len(root) + 1 :]
+    if path and {"", ".", ".."} & {*path.split("/")}:
+        raise UnaskableName(
+            f"{redact(address)}: a name with an empty part, '.' or '..' cannot be asked for; rename "
+            "the object, or leave it out of the pattern"
+        )
+    return Object(root, path)
 
 
 def root_of(address: str) -> str:

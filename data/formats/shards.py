@@ -19,7 +19,7 @@ from common.files import make_folder, move, read_json, write_text
 from common.secrets import redact
 from data.formats.rows import Format, Stamp, stamp
 from data.formats.specs import cache_folder, is_remote, local_path, split_options
-from data.formats.store import WAIT_S, fetch, identity_of
+from data.formats.store import WAIT_S, fetch, identity_of, listed
 from data.identity import Identity
 from data.keys import content_hash
 
@@ -88,8 +88,8 @@ def expand(kind: str, pattern: str, usage: str, must_exist: bool = True) -> list
     """`a/{000..012}.tar::b/*.tar` -> names of files, in order: braces as the shell has them, `*`
     and `?` sorted, `::` between patterns.
 
-    Local names come back absolute, remote ones as they are, which are not looked for; local ones
-    neither unless they `must_exist`. Errors: ValueError, FileNotFoundError.
+    Local names come back absolute. Remote ones are not looked for, unless by `*` or `?`; local ones
+    neither unless they `must_exist`. Errors: ValueError, OSError (FileNotFoundError).
     """
     if not pattern:
         raise ValueError(f"data spec '{kind}:' names no file; write {usage}")
@@ -104,7 +104,7 @@ def expand(kind: str, pattern: str, usage: str, must_exist: bool = True) -> list
         every = [name for part in pattern.split("::") for name in braceexpand(part)]
     except (ValueError, RecursionError) as error:  # of braceexpand: UnbalancedBracesError
         raise ValueError(f"{spec}: {error}") from error
-    names = [name for each in every for name in ([each] if is_remote(each) else _found(spec, each))]
+    names = [name for each in every for name in _found(spec, each)]
     missing = [name for name in names if not is_remote(name) and not os.path.isfile(name)]
     if missing and must_exist:
         more = f" and {len(missing) - MAX_SHOWN} more" if len(missing) > MAX_SHOWN else ""
@@ -116,6 +116,11 @@ def expand(kind: str, pattern: str, usage: str, must_exist: bool = True) -> list
 
 
 def _found(spec: str, name: str) -> list[str]:
+    if is_remote(name):
+        plain, mark, query = name.partition("?")
+        # a query may hold any character, as a signature does
+        is_query = "=" in query or name.startswith("http")
+        return listed(name) if {*plain} & {*"*["} or (mark and not is_query) else [name]
     path = local_path(name)
     if os.path.exists(path) or not glob.has_magic(path):
         return [path]

@@ -93,7 +93,7 @@ def has_options(kind: str, where: str) -> bool:
     exists under the whole name."""
     if "?" not in where or os.path.exists(local_path(where)):
         return False
-    if kind == "parquet" and "=" not in where.rpartition("?")[2]:
+    if kind in ("parquet", "stream") and "=" not in where.rpartition("?")[2]:
         return False  # part-?.parquet: a pattern of files
     folder, _, file = where.rpartition(":")
     return not (os.path.isdir(local_path(folder)) and os.path.isfile(local_path(file)))

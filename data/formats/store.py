@@ -33,7 +33,7 @@ from common.files import (
     write_text,
 )
 from common.secrets import redact
-from data.formats.objects import File, Object, object_at, root_of, status_of
+from data.formats.objects import File, Object, UnaskableName, object_at, root_of, status_of
 from data.formats.specs import cache_folder, is_remote, local_path
 from data.identity import Identity
 
@@ -270,7 +270,7 @@ class _Patience:
 
     def wait(self, error: Exception) -> None:
         """Errors: OSError, where waiting would change nothing or was long enough."""
-        if isinstance(error, Unexpected):
+        if isinstance(error, (Unexpected, UnaskableName)):
             raise error
         if refusal := _refusal(self._address, error):
             raise refusal from None  # the libraries' own words may hold credentials

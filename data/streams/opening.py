@@ -13,7 +13,6 @@ from data.formats.prompts import OPTIONS as CLASS_OPTIONS
 from data.formats.rows import DEFAULT_PAIRS, Pairs
 from data.formats.shards import expand
 from data.formats.specs import cache_folder, is_remote, local_path, split_options
-from data.formats.store import listed
 from data.formats.tables import READING
 from data.index.sources import refuse_hidden
 from data.streams.bloom import CAPTION, Unseen, open_unseen
@@ -80,11 +79,7 @@ def named_shards(spec: str) -> tuple[list[str], dict[str, str]]:
     refuse_hidden(spec)
     where = spec.partition(":")[2]
     pattern, options, _ = split_options("stream", where, (*OPTIONS, *of_shards_known()))
-    names = [
-        name
-        for each in expand("stream", pattern, USAGE, must_exist=False)
-        for name in (listed(each) if is_remote(each) and set(each) & {*"*?["} else [each])
-    ]
+    names = expand("stream", pattern, USAGE, must_exist=False)
     endings = sorted({_ending(name) for name in names})
     if len(endings) != 1 or endings[0] not in FORMATS:
         raise ValueError(

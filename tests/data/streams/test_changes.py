@@ -1,16 +1,21 @@
 """Shards that change, vanish, or are not what a file beside them says."""
 
+import io
 import json
 import os
 import pickle
 import re
+import tarfile
+import time
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from stores import Faults, http_server
+from stores import Faults, http_server, plain_server, put, s3_server
 from stream_shards import write_shards, write_tar
 
 from data.bad_samples import BadSample
@@ -91,15 +96,37 @@ def test_token_counts_of_a_run_are_made_anew_for_other_captions(emoji_set, token
         assert found.longest(every, every).tolist() == [len(tokenizer(word)["input_ids"])] * 6
 
 
+@contextmanager
+def served(how, folder, monkeypatch):
+    """The address of what `write` writes into a folder, and what brings it there."""
+    if how == "s3":
+        with s3_server() as variables:
+            for name, value in variables.items():
+                monkeypatch.setenv(name, value)
+            files = folder.iterdir
+            yield (
+                "s3://shards",
+                lambda: [put(variables, f"shards/{f.name}", f.read_bytes()) for f in files()],
+            )
+        return
+    servers = {"http": http_server, "http without etags": plain_server}
+    with servers[how](folder) if how in servers else nullcontext(str(folder)) as address:
+        yield address, lambda: None
+
+
 @pytest.mark.parametrize("where", ["", "?where=width>=2"])
-@pytest.mark.parametrize("remote", [True, False])
-def test_a_shard_written_anew_is_counted_and_read_anew(remote, where, tmp_path, tokenizer):
-    folder, least = tmp_path / "shards", 2 if where else 0
-    with http_server(folder, Faults()) as url:
-        spec = f"stream:{url if remote else folder}/{{0..1}}.parquet{where}"
+@pytest.mark.parametrize("how", ["local", "http", "http without etags", "s3"])
+def test_a_shard_written_anew_is_counted_and_read_anew(
+    how, where, tmp_path, tokenizer, monkeypatch
+):
+    folder, least, remote = tmp_path / "shards", 2 if where else 0, how != "local"
+    folder.mkdir()
+    with served(how, folder, monkeypatch) as (address, bring):
+        spec = f"stream:{address}/{{0..1}}.parquet{where}"
         write(folder, 1, 4)
         for number, word in ((5, "old"), (9, "new one"), (3, "third")):
             write(folder, 0, number, word)
+            bring()
             stream, _ = open_stream(spec, cache_bytes=10**9)
             expected = [f"{word} {n}" for n in range(least, number)]
             assert captions(stream) == [*expected, *(f"sample {n}" for n in range(least, 4))]
@@ -111,6 +138,7 @@ def test_a_shard_written_anew_is_counted_and_read_anew(remote, where, tmp_path, 
         stream.keep([])
         again = pickle.loads(pickle.dumps(stream))
         write(folder, 0, 3, "fourth")
+        bring()
         if remote:
             assert again.captions(0) == [f"third {least}"]  # of the copy that the run began with
             again.cache = replace(again.cache, folder=tmp_path / "empty")
@@ -119,9 +147,26 @@ def test_a_shard_written_anew_is_counted_and_read_anew(remote, where, tmp_path, 
         ):
             again.keep([])
             again.captions(0)
+        if how == "s3":
+            return
         (folder / "0.parquet").unlink()
         with pytest.raises(BadShard, match="0.parquet: the shard is not there any more"):
             again.captions(0)
+
+
+def test_tars_of_one_size_and_second_are_told_apart(tmp_path):
+    """A tar is filled up, so 5 and 9 samples may take as many bytes."""
+    with plain_server(tmp_path) as url:
+        for number in (5, 9):
+            with tarfile.open(tmp_path / "0.tar", "w") as tar:
+                for n, ending in product(range(number), ("png", "txt")):
+                    member = tarfile.TarInfo(f"{n}.{ending}")
+                    member.size = 9
+                    tar.addfile(member, io.BytesIO(b"sample %d " % n))
+            now = int(time.time())
+            os.utime(tmp_path / "0.tar", (now, now))
+            assert (tmp_path / "0.tar").stat().st_size == 20_480
+            assert len(open_stream(f"stream:{url}/{{0..0}}.tar")[0]) == number
 
 
 def test_rows_of_the_parquet_beside_a_tar_follow_its_content(tmp_path):

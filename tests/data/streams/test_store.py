@@ -17,8 +17,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from stores import Faults, http_server, put, s3_server
+from stream_shards import write_shards
 
 from data.formats.objects import object_at
+from data.formats.shards import expand
 from data.formats.store import (
     Unexpected,
     fetch,
@@ -29,6 +31,8 @@ from data.formats.store import (
     read_small,
 )
 from data.identity import Identity
+from data.index.sources import open_source
+from data.streams.opening import open_stream
 
 ROOT = Path(__file__).resolve().parents[3]
 CONTENT = np.random.default_rng(0).bytes(3_000_000)
@@ -206,7 +210,7 @@ def test_what_will_not_pass_is_an_error_at_once(served, tmp_path, s3, monkeypatc
         for address, kind, words in (
             ("s3://bucket/none.tar", FileNotFoundError, "check the address"),
             ("s3://no-bucket/a.tar", FileNotFoundError, "s3://no-bucket/a.tar"),
-            ("s3://bucket/x//a.tar", OSError, "empty path segment"),
+            ("s3://bucket/x//a.tar", OSError, "an empty part"),
             (f"{web}/a.tar?Signature=secret", PermissionError, "credentials"),
             (f"http://me:password@{'x' * 20}.invalid/a.tar", OSError, "known"),
             ("http://a b/c", OSError, "domain"),
@@ -316,6 +320,39 @@ def test_keys_with_empty_parts_are_passed_over(s3, caplog, monkeypatch):
     with pytest.raises(OSError, match="in//.*install boto3") as caught:
         listed("s3://slashes/in/*.tar")
     assert "\n" not in str(caught.value)
+
+
+def test_names_that_obstore_reads_as_others_are_refused(s3, served):
+    """It takes `/1.tar` for `1.tar`."""
+    put(s3[0], "empty-parts//1.tar", b"one")
+    put(s3[0], "empty-parts/1.tar", b"another")
+    asked = ["s3://empty-parts//1.tar", "s3://empty-parts/./1.tar", "s3://empty-parts//*.tar"]
+    for spec in (f"{kind}:{name}" for kind in ("stream", "webdataset") for name in asked):
+        with pytest.raises(OSError, match="an empty part.*; rename") as caught:
+            open_source(spec) if spec[0] == "w" else open_stream(spec)
+        assert "\n" not in str(caught.value)
+    with http_server(served) as url, pytest.raises(OSError, match="an empty part"):
+        identity_of(f"{url}/a//b.tar")
+
+
+def test_every_kind_of_shards_takes_patterns_of_remote_names(s3, served, tmp_path, monkeypatch):
+    monkeypatch.setenv("WYE_CACHE", str(tmp_path / "cache"))
+    pattern = write_shards(served, [3, 2, 4], sizes=False)
+    for name in expand("webdataset", f"{served}/{pattern}", ""):
+        put(s3[0], f"listed/in/{Path(name).name}", Path(name).read_bytes())
+    for wanted, number in (("*", 9), ("0000[01]", 0), ("0000?", 9), ("*1", 2)):
+        for open_one in (open_source, lambda spec: open_stream(f"stream{spec[10:]}")[0]):
+            if number:
+                assert len(open_one(f"webdataset:s3://listed/in/{wanted}.tar")) == number
+            else:  # there are no ranges of characters, as in the names of a store
+                with pytest.raises(FileNotFoundError):
+                    open_one(f"webdataset:s3://listed/in/{wanted}.tar")
+    with http_server(served) as url:
+        assert len(open_source(f"webdataset:{url}/{pattern}")) == 9
+        with pytest.raises(OSError, match="cannot be listed; write {000..012}"):
+            open_source(f"webdataset:{url}/*.tar")
+        # a query, with which addresses are signed
+        assert len(open_source(f"webdataset:{url}/00001.tar?signed=1")) == 2
 
 
 def test_open_files(s3, served, tmp_path):
