@@ -78,14 +78,14 @@ class ParquetFormat(ShardsFormat):
     without_bytes = ""  # for messages: why paths are not looked up
 
     def __init__(self, where: str, shard: Shard | None = None) -> None:
-        """`where`: `PATTERN[?image=COLUMN&…&root=DIR]`. `shard`: instead of what the pattern names.
+        """`where`: `PATTERN[?image=COLUMN&…&split=NAME&root=DIR]`. `shard`: instead of what the pattern names.
         Errors: ValueError, OSError."""
         usual = columns()
-        pattern, options, more = split_options("parquet", where, (*usual, *READING, ROOT))
+        pattern, options, more = split_options("parquet", where, (*usual, *READING, "split", ROOT))
         spec = f"data spec 'parquet:{where}':"
         self.boxes = BoxOptions.of(spec, options)
         self.captions = take_captions(spec, options, self.caption_ways)
-        super().__init__("parquet", pattern, USAGE, shard)
+        super().__init__("parquet", pattern, USAGE, shard, options.pop("split", None))
         schema = self._schema(spec)
         self.columns = chosen_columns(spec, schema.names, usual, options)
         self.usual = names_of(usual, options)

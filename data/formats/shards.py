@@ -17,6 +17,7 @@ from filelock import FileLock
 
 from common.files import make_folder, move, read_json, write_text
 from common.secrets import redact
+from data.formats.hub import folder_shards
 from data.formats.rows import Format, Stamp, stamp
 from data.formats.specs import cache_folder, is_remote, local_path, split_options
 from data.formats.store import WAIT_S, fetch, identity_of, listed
@@ -44,15 +45,23 @@ class Shard(NamedTuple):
 class ShardsFormat(Format):
     """The rows of all files that a pattern names, in order."""
 
-    def __init__(self, kind: str, pattern: str, usage: str, shard: Shard | None = None) -> None:
-        """`shard`: the only file, instead of those of the pattern. Errors: ValueError, OSError."""
+    def __init__(
+        self,
+        kind: str,
+        pattern: str,
+        usage: str,
+        shard: Shard | None = None,
+        split: str | None = None,
+    ) -> None:
+        """`shard`: the only file, instead of those of the pattern. `split`: of a pattern that is a
+        folder. Errors: ValueError, OSError."""
         if shard is not None:
             self.names, self.files = [shard.name], [shard.file]
             self.shown = {shard.file: redact(shard.name)}
             self.short = {shard.file: shard.short}
             self.spec = redact(f"{kind}:{shard.name}")
             return
-        self.names = expand(kind, pattern, usage)
+        self.names = expand(kind, pattern, usage, split=split)
         for name in self.names:
             self.check(name)
         self.files = local_copies(self.names)
@@ -63,6 +72,7 @@ class ShardsFormat(Format):
         # What an index of the pattern is filed under, whichever files it names by now.
         parts = (each if is_remote(each) else local_path(each) for each in pattern.split("::"))
         self.spec = redact(f"{kind}:{'::'.join(parts)}")
+        self.spec += f"?split={split}" if split else ""
 
     def stamp(self, file: str) -> tuple[Stamp, str]:
         """Of a file and of its short name, which changes with the other files' names. Raises
@@ -84,9 +94,11 @@ def split_pattern(kind: str, where: str, known: tuple[str, ...]) -> tuple[str, d
     return split_options(kind, where, known)[:2]
 
 
-def expand(kind: str, pattern: str, usage: str, must_exist: bool = True) -> list[str]:
+def expand(
+    kind: str, pattern: str, usage: str, must_exist: bool = True, split: str | None = None
+) -> list[str]:
     """`a/{000..012}.tar::b/*.tar` -> names of files, in order: braces as the shell has them, `*`
-    and `?` sorted, `::` between patterns.
+    and `?` sorted, `::` between patterns. A folder stands for its shards of `split`.
 
     Local names come back absolute. Remote ones are not looked for, unless by `*` or `?`; local ones
     neither unless they `must_exist`. Errors: ValueError, OSError (FileNotFoundError).
@@ -104,7 +116,18 @@ def expand(kind: str, pattern: str, usage: str, must_exist: bool = True) -> list
         every = [name for part in pattern.split("::") for name in braceexpand(part)]
     except (ValueError, RecursionError) as error:  # of braceexpand: UnbalancedBracesError
         raise ValueError(f"{spec}: {error}") from error
-    names = [name for each in every for name in _found(spec, each)]
+    folders = [each for each in every if not is_remote(each) and os.path.isdir(local_path(each))]
+    if split is not None and not folders:
+        raise ValueError(f"{spec} names files, of which split={split} is not told; give a folder")
+    names = [
+        name
+        for each in every
+        for name in (
+            folder_shards(spec, kind, local_path(each), split)
+            if each in folders
+            else _found(spec, each)
+        )
+    ]
     missing = [name for name in names if not is_remote(name) and not os.path.isfile(name)]
     if missing and must_exist:
         more = f" and {len(missing) - MAX_SHOWN} more" if len(missing) > MAX_SHOWN else ""

@@ -41,7 +41,7 @@ from data.stored.record import StoredFile
 from data.stored.text import StoredText, lines_of
 
 CLASS = "cls"  # the ending of a class
-OF_TARS = (*BOX_OPTIONS, "captions", *OPTIONS)
+OF_TARS = (*BOX_OPTIONS, "captions", "split", *OPTIONS)
 USAGE = "webdataset:PATTERN, for example webdataset:shards/{000..012}.tar"
 PACKED = (".gz", ".tgz", ".bz2", ".xz", ".zst")
 # Ending and, of JSON, key: the first good text is taken.
@@ -74,7 +74,7 @@ class WebdatasetFormat(ShardsFormat):
         self.described = redact(f"data spec 'webdataset:{where:.1000}':")
         self.boxes = BoxOptions.of(self.described, options)
         self.captions = take_captions(self.described, options, self.caption_ways)
-        super().__init__("webdataset", pattern, USAGE, shard)
+        super().__init__("webdataset", pattern, USAGE, shard, options.pop("split", None))
         self.holds = tuple(name for name, kind in STORED.items() if kind.in_archives)
         self.class_options = options
         self.spec += self.boxes.words() + (f"?captions={self.captions}" if self.captions else "")

@@ -23,7 +23,7 @@ from data.streams.source import FORMATS, ShardTable, StreamSource, _ending
 USAGE = "stream:PATTERN, for example stream:s3://bucket/{00000..01242}.tar"
 MIXED = 64  # shards
 SPARE = 2  # that come while as many leave
-OPTIONS = ("mixed", "where", "unseen", "unseen_by")
+OPTIONS = ("mixed", "where", "unseen", "unseen_by", "split")
 PLAIN = "/:{} ,.'()+@~"  # what stands as it is in the value of an option
 DISK_SHARE = 0.5  # of what is free, where no limit is given
 
@@ -79,7 +79,7 @@ def named_shards(spec: str) -> tuple[list[str], dict[str, str]]:
     refuse_hidden(spec)
     where = spec.partition(":")[2]
     pattern, options, _ = split_options("stream", where, (*OPTIONS, *of_shards_known()))
-    names = expand("stream", pattern, USAGE, must_exist=False)
+    names = expand("stream", pattern, USAGE, must_exist=False, split=options.get("split"))
     endings = sorted({_ending(name) for name in names})
     if len(endings) != 1 or endings[0] not in FORMATS:
         raise ValueError(
