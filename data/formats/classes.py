@@ -1,4 +1,5 @@
-"""Classes of samples that a tar shard gives as `.cls`: numbers of a list of names, or names.
+"""Classes of samples that a tar shard gives as `.cls`, or a column of parquet: numbers of a list of
+names, or names.
 
 The list and the sentences around a name lie beside the shards or one folder above, as
 CLIP_benchmark lays its data sets out: `classnames.txt`, a name a line, and
@@ -7,7 +8,7 @@ CLIP_benchmark lays its data sets out: `classnames.txt`, a name a line, and
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -91,6 +92,20 @@ def classes_beside(spec: str, shard: str, options: Mapping[str, str]) -> Classes
         return Classes(names, read_templates(_local(spec, beside, "")), (file, beside))
     templates, made_of = chosen_templates(spec, options.get("templates"), TEMPLATES)
     return Classes(names, templates, (file, made_of))
+
+
+def classes_of(
+    spec: str, names: tuple[str, ...], of: str, options: Mapping[str, str], usual: Sequence[str]
+) -> Classes:
+    """Those of a column, `of`, whose file tells `names` of the numbers in it, if the options give no
+    others. `usual`: templates where the options give none. Errors: ValueError, OSError."""
+    given = named_option(spec, options)
+    if given == IMAGENET:
+        names = imagenet_classes()
+    elif given:
+        names = _names(_local(spec, given, f"a file of class names; or {IMAGENET}"))
+    templates, made_of = chosen_templates(spec, options.get("templates"), usual)
+    return Classes(names, templates, (given or of, made_of))
 
 
 def local_stamps(shard: str, options: Mapping[str, str]) -> list[Stamp]:

@@ -5,6 +5,7 @@ An image is read with its whole row group, of which the last one is kept: files 
 groups are fast in any order (Hugging Face writes 100 rows), files with one large group are not.
 """
 
+import json
 import math
 import os
 from collections.abc import Iterator
@@ -17,8 +18,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.output import brief
+from common.spelling import near
 from data.annotations import Annotations
 from data.bad_samples import ANNOTATION_LIMIT, CAPTION_LIMIT, FILE_LIMIT, BadSample
+from data.formats.classes import Classes, classes_of
+from data.formats.prompts import OPTIONS, TEMPLATES
 from data.formats.rows import (
     DEFAULT_PAIRS,
     Media,
@@ -32,6 +36,7 @@ from data.formats.rows import (
 from data.formats.shards import Shard, ShardsFormat
 from data.formats.specs import ROOT, is_remote, names_of, split_options
 from data.formats.tables import READING, chosen_columns, named_kinds
+from data.identity import fingerprint
 from data.regions import BoxOptions
 from data.stored.annotations import StoredAnnotations
 from data.stored.kinds import STORED, annotations_of, is_file, names_of_rows, stored
@@ -43,6 +48,8 @@ USAGE = (
     "parquet:FILE_OR_PATTERN or "
     "parquet:FILE_OR_PATTERN?image=COLUMN&text=COLUMN&audio=COLUMN&id=COLUMN&root=DIR"
 )
+LABEL = "label"  # the column of classes
+OF_CLASSES = (LABEL, *OPTIONS)
 # A dictionary page repeats one value of megabytes in thousands of rows for a few bytes each. Only
 # what was decoded tells how large rows are, so they are decoded one by one.
 ROWS_AT_ONCE = 1
@@ -74,20 +81,31 @@ class ParquetFormat(ShardsFormat):
     """
 
     unit = "row group"
-    caption_ways = ("lines",)
+    caption_ways = ("lines", "classes")
+    classes: Classes | None = None  # that captions are made of
     without_bytes = ""  # for messages: why paths are not looked up
 
     def __init__(self, where: str, shard: Shard | None = None) -> None:
         """`where`: `PATTERN[?image=COLUMN&…&split=NAME&root=DIR]`. `shard`: instead of what the pattern names.
         Errors: ValueError, OSError."""
         usual = columns()
-        pattern, options, more = split_options("parquet", where, (*usual, *READING, "split", ROOT))
+        pattern, options, more = split_options(
+            "parquet", where, (*usual, *OF_CLASSES, *READING, "split", ROOT)
+        )
         spec = f"data spec 'parquet:{where}':"
         self.boxes = BoxOptions.of(spec, options)
         self.captions = take_captions(spec, options, self.caption_ways)
         super().__init__("parquet", pattern, USAGE, shard, options.pop("split", None))
         schema = self._schema(spec)
-        self.columns = chosen_columns(spec, schema.names, usual, options)
+        of_classes = {key: options.pop(key) for key in OF_CLASSES if key in options}
+        column = self._class_column(spec, schema, names_of(usual, options), of_classes)
+        if column is not None:
+            told = class_names(schema).get(column, ())
+            has_images = {*schema.names} & {*names_of(usual, options)["image"]}
+            templates = TEMPLATES if has_images else ("{}",)
+            of = f"column '{column}'"
+            self.classes = classes_of(spec, told, of, of_classes, templates)
+        self.columns = chosen_columns(spec, schema.names, usual, options, column)
         self.usual = names_of(usual, options)
         self.holds = tuple(key for key in STORED if key in self.columns)
         # modality -> "bytes", also within a structure, "path", or "either", in {bytes, path}
@@ -98,6 +116,7 @@ class ParquetFormat(ShardsFormat):
         }
         self.spec += f"?{self.columns}{named_kinds(options)}{self.boxes.words()}"
         self.spec += f"?captions={self.captions}" if self.captions else ""
+        self.spec += f"?classes={fingerprint(self.classes)}" if self.classes else ""
         if {"path", "either"} & {*self.stored.values()}:
             own = self._one_folder(spec)
             if own or more:
@@ -109,6 +128,36 @@ class ParquetFormat(ShardsFormat):
                     "; its path is not looked up, since the files are not in one local folder: "
                     "give --data-root DIR"
                 )
+
+    def _class_column(
+        self,
+        spec: str,
+        schema: pa.Schema,
+        names: dict[str, tuple[str, ...]],
+        options: dict[str, str],
+    ) -> str | None:
+        """The column of classes that captions are made of, where there are no texts, or where the
+        options say so. Errors: ValueError."""
+        is_asked = bool(options) or self.captions == "classes"
+        if not is_asked and {*names["text"]} & {*schema.names}:
+            return None
+        known = [*class_names(schema)]
+        if LABEL in options or LABEL in known or (is_asked and LABEL in schema.names):
+            known = [options.get(LABEL, LABEL)]
+        if len(known) == 1 and known[0] in schema.names:
+            return known[0]
+        if not is_asked and not known:
+            return None
+        raise ValueError(
+            f"{spec} captions are made of classes, and which column has these is not clear; there "
+            f"are: {', '.join(schema.names)}{near(known[0] if known else LABEL, schema.names)}; name "
+            "it: ?label=COLUMN"
+        )
+
+    @property
+    def made_of(self) -> tuple[str | None, str | None]:
+        """Where names of classes and their sentences are from."""
+        return self.classes.made_of if self.classes else (None, None)
 
     def _schema(self, spec: str) -> pa.Schema:
         """The schema of the first file that can be read, which holds for the others."""
@@ -236,11 +285,17 @@ class ParquetFormat(ShardsFormat):
             key: attempt(self._value, key, batch.column(column)[0], place)
             for key, column in wanted.items()
         }
+        if self.classes and isinstance(found := values.get("text"), tuple):
+            values[LABEL], values["text"] = found
         return values["id"] if isinstance(values.get("id"), BadSample) else values
 
     def _value(self, key: str, scalar: pa.Scalar, place: int) -> Any:
         """Raises BadSample."""
         kind = STORED.get(key)
+        if isinstance(kind, StoredText) and self.classes:
+            if (given := _python(scalar)) is None:
+                raise BadSample("no-caption", f"no class in column '{self.columns[key]}'")
+            return self.classes.of(str(whole(given)))
         if isinstance(kind, StoredText):
             return self._checked(key, _texts(scalar), scalar.type, "the text", (str,))
         if isinstance(kind, StoredAnnotations):
@@ -334,6 +389,23 @@ class ParquetFormat(ShardsFormat):
 def columns() -> dict[str, tuple[str, ...]]:
     """What rows may hold -> the columns that it may stand under."""
     return names_of_rows(PARQUET) | {"id": ("id",)}
+
+
+def class_names(schema: pa.Schema) -> dict[str, tuple[str, ...]]:
+    """Column -> names of the classes that its numbers stand for, as the library `datasets` writes
+    them into a file."""
+    try:
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        return {
+            column: tuple(name.replace("_", " ") for name in kind["names"])
+            for column, kind in features.items()
+            if column in schema.names
+            and isinstance(kind, dict)
+            and kind.get("_type") == "ClassLabel"
+            and all(isinstance(name, str) and name.strip() for name in kind["names"])
+        }
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return {}
 
 
 def open_parquet(source: Any) -> pq.ParquetFile:

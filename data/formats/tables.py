@@ -149,13 +149,18 @@ class JsonlFormat(EntriesFormat):
 
 
 def chosen_columns(
-    spec: str, columns: Sequence[str], usual: dict[str, tuple[str, ...]], options: dict[str, str]
+    spec: str,
+    columns: Sequence[str],
+    usual: dict[str, tuple[str, ...]],
+    options: dict[str, str],
+    made: str | None = None,
 ) -> dict[str, str]:
     """What a table has -> its column, the first of `names_of`. Images and texts are needed unless
-    there are other files, such as sounds, to compare one of them with. `spec` begins messages.
-    Errors: ValueError."""
+    there are other files, such as sounds, to compare one of them with. `made`: the column that texts
+    are made of. `spec` begins messages. Errors: ValueError."""
     names = names_of(usual, options)
     found = {key: name for key in usual for name in reversed(names[key]) if name in columns}
+    found |= {} if made is None else {"text": made}
     needed, files = {*options}, [key for key in found if is_file(key)]
     if not {*files} - {*DEFAULT_PAIRS[0]}:
         needed |= {*DEFAULT_PAIRS[0]}

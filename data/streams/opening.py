@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import quote
 
 from common.sizes import sized
-from data.formats.parquet import columns
+from data.formats.parquet import LABEL, columns
 from data.formats.prompts import OPTIONS as CLASS_OPTIONS
 from data.formats.rows import DEFAULT_PAIRS, Pairs
 from data.formats.shards import expand
@@ -30,7 +30,7 @@ DISK_SHARE = 0.5  # of what is free, where no limit is given
 
 def of_shards_known() -> tuple[str, ...]:
     """What the format of a shard may be told."""
-    return (*columns(), *READING, *CLASS_OPTIONS)
+    return (*columns(), LABEL, *READING, *CLASS_OPTIONS)
 
 
 def is_stream(spec: str) -> bool:
@@ -86,10 +86,8 @@ def named_shards(spec: str) -> tuple[list[str], dict[str, str]]:
             f"data spec '{spec:.1000}': its shards end in {', '.join(endings) or 'nothing'}; a "
             f"stream has shards that all end in one of {', '.join(FORMATS)}"
         )
-    if options.keys() & columns().keys() and endings[0] != ".parquet":
+    if options.keys() & {*columns(), LABEL} and endings[0] != ".parquet":
         raise ValueError(f"data spec '{spec:.1000}': only .parquet has columns; leave them out")
-    if options.keys() & {*CLASS_OPTIONS} and endings[0] != ".tar":
-        raise ValueError(f"data spec '{spec:.1000}': only .tar has classes; leave them out")
     return names, options
 
 

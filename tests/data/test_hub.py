@@ -1,5 +1,6 @@
 """Folders as data sets lie on Hugging Face's hub, and in its cache."""
 
+import json
 import os
 
 import pyarrow as pa
@@ -12,6 +13,9 @@ from data.streams.opening import open_stream
 
 NAMES = ["tench", "gold fish", "great_white_shark"]
 FEATURES = {"image": {"_type": "Image"}, "label": {"names": NAMES, "_type": "ClassLabel"}}
+
+
+METADATA = {b"huggingface": json.dumps({"info": {"features": FEATURES}}).encode()}
 
 
 def rows(number, first=0):
@@ -145,3 +149,68 @@ def test_a_split_is_a_data_set_of_its_own(tmp_path):
         sources = [open_source(spec) for spec in specs]
         assert [len(source) for source in sources] == [6, 2]
         assert sources[0].index.folder.parent != sources[1].index.folder.parent
+
+
+def classified(file, labels, metadata=METADATA, **more):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    images = [row["image"] for row in rows(len(labels))]
+    table = pa.table({"image": images, "label": labels, **more})
+    pq.write_table(table.replace_schema_metadata(metadata), file)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "stream"])
+def test_captions_are_made_of_the_names_of_classes(kind, tmp_path):
+    """As `datasets` writes them into the file."""
+    for n in range(2):
+        classified(tmp_path / "data" / f"train-{n:05d}-of-00002.parquet", [2, n, 1])
+    source = opened(f"{kind}:{tmp_path}")
+    names = ["great white shark", "tench", "gold fish", "great white shark", *["gold fish"] * 2]
+    assert captions(source) == [f"a photo of a {name}" for name in names]
+    assert len(source.captions(0)) == 5
+    source = opened(f"{kind}:{tmp_path}?templates=a {{}}!")
+    assert source.captions(0) == ["a great white shark!"]
+    (tmp_path / "names.txt").write_text("one\ntwo\nthree\n")
+    for words in ("names", "label=label&names"):
+        source = opened(f"{kind}:{tmp_path}?{words}={tmp_path}/names.txt&templates={{}}")
+        assert captions(source) == ["three", "one", "two", "three", "two", "two"]
+    (tmp_path / "names.txt").write_text("one\ntwo\nfour\n")  # is read anew
+    source = opened(f"{kind}:{tmp_path}?names={tmp_path}/names.txt&templates={{}}")
+    assert captions(source) == ["four", "one", "two", "four", "two", "two"]
+
+
+def test_classes_of_a_column(tmp_path):
+    classified(file := tmp_path / "0.parquet", [0, -1, None, 7])
+    source = open_source(f"parquet:{file}")
+    assert source.label(0) == "000000 tench" and source.usable().tolist() == [0]
+    reasons = {where[-1]: (reason, detail) for _, where, reason, detail in source.bad_samples()}
+    assert (
+        reasons["1"][0] == "invalid-row"
+        and "'-1' is none of the 3 classes of column" in reasons["1"][1]
+    )
+    assert reasons["2"][0] == "no-caption" and reasons["3"][0] == "invalid-row"
+    assert source.format.made_of == ("column 'label'", None)
+    # where there are texts, these are read
+    classified(file, [0, 2], text=["a fish", "a shark"])
+    assert captions(open_source(f"parquet:{file}")) == ["a fish", "a shark"]
+    source = open_source(f"parquet:{file}?captions=classes")
+    assert captions(source) == ["a photo of a tench", "a photo of a great white shark"]
+    # names instead of numbers
+    classified(file, ["cat", "dog"], None)
+    assert captions(open_source(f"parquet:{file}?label=label&templates={{}}")) == ["cat", "dog"]
+    for metadata, said in (
+        (None, "no column text"),
+        ({b"huggingface": b"[" * 100_000}, "no column text"),
+        ({b"huggingface": b'{"info": {"features": {"label": {"names": 3}}}}'}, "no column text"),
+        ({b"huggingface": b'{"info": {"features": []}}'}, "no column text"),
+    ):
+        classified(file, [0, 1], metadata)
+        with pytest.raises(ValueError, match=said):
+            open_source(f"parquet:{file}")
+    several = {"info": {"features": {name: FEATURES["label"] for name in ("fine", "coarse")}}}
+    classified(
+        file, [0, 1], {b"huggingface": json.dumps(several).encode()}, fine=[0, 1], coarse=[1, 1]
+    )
+    with pytest.raises(ValueError, match="not clear.*image, label, fine, coarse.*label=COLUMN"):
+        open_source(f"parquet:{file}")
+    source = open_source(f"parquet:{file}?label=coarse&templates={{}}")
+    assert captions(source) == ["gold fish", "gold fish"]
