@@ -6,22 +6,32 @@ groups are fast in any order (Hugging Face writes 100 rows), files with one larg
 """
 
 import json
-import math
 import os
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import islice
-from typing import Any, BinaryIO
+from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.output import brief
 from common.spelling import near
 from data.annotations import Annotations
-from data.bad_samples import ANNOTATION_LIMIT, CAPTION_LIMIT, FILE_LIMIT, BadSample
+from data.bad_samples import ANNOTATION_LIMIT, FILE_LIMIT, BadSample
 from data.formats.classes import Classes, classes_of
+from data.formats.parquet_files import (
+    TEXT_LIMIT,
+    VALUES_LIMIT,
+    is_filled,
+    is_joined,
+    open_parquet,
+    python_value,
+    rows_of,
+    small_group,
+    text_bytes,
+    texts_of,
+)
 from data.formats.prompts import OPTIONS, TEMPLATES
 from data.formats.rows import (
     DEFAULT_PAIRS,
@@ -42,7 +52,7 @@ from data.stored.annotations import StoredAnnotations
 from data.stored.kinds import STORED, annotations_of, is_file, names_of_rows, stored
 from data.stored.record import PARQUET
 from data.stored.text import StoredText
-from data.values import plain, whole
+from data.values import whole
 
 USAGE = (
     "parquet:FILE_OR_PATTERN or "
@@ -50,23 +60,9 @@ USAGE = (
 )
 LABEL = "label"  # the column of classes
 OF_CLASSES = (LABEL, *OPTIONS)
-# A dictionary page repeats one value of megabytes in thousands of rows for a few bytes each. Only
-# what was decoded tells how large rows are, so they are decoded one by one.
-ROWS_AT_ONCE = 1
 GROUP = 1 << 32  # a place in a file is the number of the row group times this, plus the row in it
-# bytes of a row group that is kept; of a larger one only the rows up to the wanted one are read
-KEPT_LIMIT = 256 << 20
 ROW_BYTES = 1 << 10  # that a row counts at least
 DECODED_FACTOR = 1000  # times the size of its file a row group may decode to, beside FILE_LIMIT
-VALUES_LIMIT = 100_000_000  # of a column of a row group; lists have several in a row
-TEXT_LIMIT = 1 << 20  # bytes of the texts of a row
-FOOTER_LIMIT = 32 << 20  # bytes; 100,000 chunks of columns take 10 MB
-BLOCK = 1 << 20  # bytes of what is looked for in a file
-OFFSETS = {pa.string(): np.int32, pa.binary(): np.int32}  # of the texts of an array
-OFFSETS |= {pa.large_string(): np.int64, pa.large_binary(): np.int64}
-END = 8  # bytes behind the footer: its length, and MAGIC
-DELTA = "DELTA_BYTE_ARRAY"  # an encoding in which a text is a part of the one before
-MAGIC = b"PAR1"  # how a file begins and ends
 JOINED = (
     "several parquet files one behind the other, of which none can be read; give them by themselves"
 )
@@ -86,8 +82,8 @@ class ParquetFormat(ShardsFormat):
     without_bytes = ""  # for messages: why paths are not looked up
 
     def __init__(self, where: str, shard: Shard | None = None) -> None:
-        """`where`: `PATTERN[?image=COLUMN&…&split=NAME&root=DIR]`. `shard`: instead of what the pattern names.
-        Errors: ValueError, OSError."""
+        """`where`: `PATTERN[?image=COLUMN&…&split=NAME&root=DIR]`. `shard`: instead of what the
+        pattern names. Errors: ValueError, OSError."""
         usual = columns()
         pattern, options, more = split_options(
             "parquet", where, (*usual, *OF_CLASSES, *READING, "split", ROOT)
@@ -192,7 +188,7 @@ class ParquetFormat(ShardsFormat):
             try:
                 with open_parquet(file) as opened:
                     metadata = opened.metadata
-                fault = JOINED if _is_joined(file, metadata) else ""
+                fault = JOINED if is_joined(file, metadata) else ""
             except (pa.ArrowException, OSError) as error:
                 fault = f"no parquet file, or its end is missing: {error}"
             if fault:
@@ -214,7 +210,7 @@ class ParquetFormat(ShardsFormat):
             for key in self.modalities
             if key in self.columns
             for name in self.usual[key]
-            if name != self.columns[key] and _is_filled(metadata, name)
+            if name != self.columns[key] and is_filled(metadata, name)
         ]
 
     def _names_files(self, group: pq.RowGroupMetaData) -> bool:
@@ -276,7 +272,7 @@ class ParquetFormat(ShardsFormat):
             if leaf.path_in_schema.startswith(nested) and leaf.physical_type == "BYTE_ARRAY"
         ]
         with pq.ParquetFile(file, read_dictionary=lists) as opened:
-            yield from _rows_of(opened, group, [*wanted.values()])
+            yield from rows_of(opened, group, [*wanted.values()])
 
     def _values(
         self, batch: pa.RecordBatch, wanted: dict[str, str], place: int
@@ -293,31 +289,35 @@ class ParquetFormat(ShardsFormat):
         """Raises BadSample."""
         kind = STORED.get(key)
         if isinstance(kind, StoredText) and self.classes:
-            if (given := _python(scalar)) is None:
+            if (given := python_value(scalar)) is None:
                 raise BadSample("no-caption", f"no class in column '{self.columns[key]}'")
             return self.classes.of(str(whole(given)))
         if isinstance(kind, StoredText):
-            return self._checked(key, _texts(scalar), scalar.type, "the text", (str,))
+            return self._checked(key, texts_of(scalar), scalar.type, "the text", (str,))
         if isinstance(kind, StoredAnnotations):
             return self._annotations(scalar, kind)
         if key == "id":
-            return self._checked(key, whole(_python(scalar)), scalar.type, "the id", (int, str))
+            return self._checked(
+                key, whole(python_value(scalar)), scalar.type, "the id", (int, str)
+            )
         if not is_file(key):
-            return self._checked(key, _python(scalar), scalar.type, key, (int, float, str))
-        found = self._content(key, _python(scalar))
+            return self._checked(key, python_value(scalar), scalar.type, key, (int, float, str))
+        found = self._content(key, python_value(scalar))
         return Media("", place, len(found), content=found) if isinstance(found, bytes) else found
 
     def _annotations(self, scalar: pa.Scalar, kind: StoredAnnotations) -> Any:
         """Those of a row; one of which a text is not UTF-8 is a BadSample. Raises BadSample."""
         if not isinstance(scalar, pa.ListScalar) or not scalar.is_valid:
-            return _python(scalar)
+            return python_value(scalar)
         given = scalar.values.slice(0, ANNOTATION_LIMIT)
         if (size := text_bytes(given)) > TEXT_LIMIT:
             raise BadSample(
                 "huge-caption",
                 f"the texts of the {kind.several} have {size:,} bytes; at most {TEXT_LIMIT:,} are read",
             )
-        return kind.checked([attempt(_python, each) for each in given], self, len(scalar.values))
+        return kind.checked(
+            [attempt(python_value, each) for each in given], self, len(scalar.values)
+        )
 
     def _checked(self, key: str, given: Any, kind: pa.DataType, what: str, needed: tuple) -> Any:
         """What is given, or each of a list of texts, if it is of a Python type that is `needed`.
@@ -372,15 +372,15 @@ class ParquetFormat(ShardsFormat):
         (group, row), column = divmod(place, GROUP), self.columns[modality]
         if self._kept.get(modality, ((), None))[0] != (file, group):
             self._kept.pop(modality, None)  # freed before the next one is read
-            self._kept[modality] = ((file, group), _small_group(file, group, column))
+            self._kept[modality] = ((file, group), small_group(file, group, column))
         rows = self._kept[modality][1]
         if rows is None:
             with pq.ParquetFile(file) as opened:
-                batch = next(islice(_rows_of(opened, group, [column]), row, None), None)
+                batch = next(islice(rows_of(opened, group, [column]), row, None), None)
             rows, row = [] if batch is None else [batch.column(column)], 0
         if row >= len(rows):
             raise BadSample("unreadable", f"row group {group} of {file} ends early: it changed")
-        return _python(rows[row][0])
+        return python_value(rows[row][0])
 
     def where(self, file: str, path: str, number: int) -> str:
         return f"{self.shown.get(file, file)}#row {number}"
@@ -408,72 +408,8 @@ def class_names(schema: pa.Schema) -> dict[str, tuple[str, ...]]:
         return {}
 
 
-def open_parquet(source: Any) -> pq.ParquetFile:
-    """`source`: a path, or a file that is open. Errors: OSError; pa.ArrowException, also for a
-    footer that is longer than any that is read."""
-    opened = source if hasattr(source, "read") else open(source, "rb")
-    try:
-        size = opened.seek(0, os.SEEK_END)
-        opened.seek(max(0, size - END))
-        promised = int.from_bytes(opened.read(END)[:4], "little")
-        if FOOTER_LIMIT < promised <= size - END:
-            raise pa.ArrowInvalid(
-                f"its footer has {promised:,} bytes; at most {FOOTER_LIMIT:,} are read"
-            )
-        opened.seek(0)
-        return pq.ParquetFile(source)
-    finally:
-        if opened is not source:
-            opened.close()
-
-
 class _Bomb(Exception):
     """The rest of a row group is not read."""
-
-
-def _is_joined(file: str, metadata: pq.FileMetaData) -> bool:
-    """Whether other parquet files stand before the one whose footer ends the file. Its places in
-    the file then point into these, so their rows would be read in the place of its own."""
-    end = len(MAGIC)
-    if metadata.num_row_groups:
-        group = metadata.row_group(metadata.num_row_groups - 1)
-        for chunk in map(group.column, range(group.num_columns)):
-            starts = (chunk.data_page_offset, chunk.dictionary_page_offset or math.inf)
-            end = max(end, int(min(starts)) + chunk.total_compressed_size)
-    # indexes of pages and Bloom filters stand there, too
-    between = os.path.getsize(file) - len(MAGIC) - 4 - metadata.serialized_size - end
-    if between <= len(MAGIC):
-        return False
-    with open(file, "rb") as opened:
-        return _holds(opened, 2 * MAGIC, between + len(MAGIC))
-
-
-def _is_filled(metadata: pq.FileMetaData, name: str) -> bool:
-    """Whether a file has a column, and its footer does not say that all of its values are null."""
-    schema = metadata.schema
-    own = [
-        number
-        for number in range(metadata.num_columns)
-        if f"{schema.column(number).path}.".startswith(f"{name}.")
-    ]
-    groups = map(metadata.row_group, range(metadata.num_row_groups) if own else ())
-    for chunk in (group.column(number) for group in groups for number in own):
-        nulls = chunk.statistics and chunk.statistics.null_count  # None: not known
-        if nulls is None or nulls < chunk.num_values:
-            return True
-    return False
-
-
-def _holds(file: BinaryIO, what: bytes, within: int) -> bool:
-    """Whether `what` stands in so many bytes at the beginning of a file, of which a block is held
-    at a time."""
-    held = b""
-    while within > 0 and (block := file.read(min(BLOCK, within))):
-        within -= len(block)
-        held = held[1 - len(what) :] + block
-        if what in held:
-            return True
-    return False
 
 
 def _stored_as(schema: pa.Schema, column: str, spec: str) -> str:
@@ -492,26 +428,6 @@ def _stored_as(schema: pa.Schema, column: str, spec: str) -> str:
     )
 
 
-def _small_group(file: str, group: int, column: str) -> list[pa.Array] | None:
-    """An array of each row; None where they are large once they are decoded."""
-    with pq.ParquetFile(file) as opened:
-        if opened.metadata.row_group(group).total_byte_size > KEPT_LIMIT:
-            return None
-        rows: list[pa.Array] = []
-        size = 0
-        for batch in _rows_of(opened, group, [column]):
-            rows.append(batch.column(column))
-            size += rows[-1].nbytes
-            if size > KEPT_LIMIT:
-                return None
-    return rows
-
-
-def _rows_of(opened: pq.ParquetFile, group: int, columns: list[str]) -> Iterator[pa.RecordBatch]:
-    # with threads a batch of one row takes ten times as long
-    return opened.iter_batches(ROWS_AT_ONCE, [group], columns, use_threads=False)
-
-
 def _decoded_bytes(batch: pa.RecordBatch, values: dict[str, Any] | BadSample) -> int:
     """That one row was decoded to. A dictionary, which all rows share, does not count; lists, which
     are read as one, count by their texts."""
@@ -528,57 +444,3 @@ def _decoded_bytes(batch: pa.RecordBatch, values: dict[str, Any] | BadSample) ->
         if not pa.types.is_nested(column.type) or pa.types.is_struct(column.type):
             size += column.nbytes
     return size
-
-
-def _python(scalar: pa.Scalar) -> Any:
-    """As `plain` has it. Raises BadSample: invalid-utf8, invalid-row."""
-    try:
-        return plain(scalar.as_py())
-    except UnicodeDecodeError as error:
-        byte = error.object[error.start]
-        raise BadSample(
-            "invalid-utf8", f"not UTF-8: byte {byte:#04x} at position {error.start}"
-        ) from None
-    except (ValueError, OverflowError) as error:  # a time beyond what Python has
-        raise BadSample("invalid-row", f"a value of type {scalar.type}: {error}") from None
-
-
-def _texts(scalar: pa.Scalar) -> Any:
-    """A text, or a list of them; bytes that are not UTF-8 become lone surrogates, which the check
-    of captions finds. Some tools write texts as bytes. Raises BadSample: huge-caption."""
-    is_list = isinstance(scalar, pa.ListScalar) and scalar.is_valid
-    texts: list[Any] = []
-    size = 0
-    for each in scalar if is_list else [scalar]:
-        each = each.value if isinstance(each, pa.DictionaryScalar) else each
-        if isinstance(each, pa.BinaryScalar) and each.is_valid:
-            size += each.as_buffer().size
-        if size > TEXT_LIMIT or len(texts) > CAPTION_LIMIT:
-            raise BadSample(
-                "huge-caption",
-                f"the texts of the row have over {size:,} bytes; at most {TEXT_LIMIT:,} bytes and "
-                f"{CAPTION_LIMIT:,} texts are read",
-            )
-        try:
-            given = plain(each.as_py())
-        except UnicodeDecodeError as error:
-            given = error.object
-        texts.append(given.decode(errors="surrogateescape") if isinstance(given, bytes) else given)
-    return texts if is_list else texts[0]
-
-
-def text_bytes(array: pa.Array) -> int:
-    """Of the texts of an array, also within lists and structures. A dictionary that is larger than
-    the array is not gone through."""
-    if pa.types.is_dictionary(array.type):
-        values, used = array.dictionary, array.indices.drop_null().to_numpy()
-        width = OFFSETS.get(array.type.value_type)
-        if width is None or not len(used):
-            return array.nbytes if width is None else 0
-        ends = np.frombuffer(values.buffers()[1], width)[values.offset :]
-        return int((ends[used + 1].astype(np.int64) - ends[used]).sum())
-    if pa.types.is_struct(array.type):
-        return sum(map(text_bytes, array.flatten()))
-    if pa.types.is_nested(array.type):
-        return text_bytes(array.flatten())
-    return array.nbytes

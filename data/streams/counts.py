@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 from common.files import make_folder, replacing
 from common.output import brief
 from common.secrets import redact
-from data.formats.parquet import END, FOOTER_LIMIT
+from data.formats.parquet_files import END, FOOTER_LIMIT
 from data.formats.store import WAIT_S, identity_of, open_file, read_range, read_small
 from data.formats.webdataset import count_rows
 from data.identity import MISSING, Identity, kept_name
@@ -49,8 +49,8 @@ PARQUET = (".parquet", ".pq")
 def identities_of(
     names: Sequence[str], shown: bool = True, limit_s: float = WAIT_S
 ) -> list[Identity]:
-    """Of each shard, by one look at its file or one question to its store; MISSING of those that are
-    not there. Errors: OSError."""
+    """Of each shard, by one look at its file or one question to its store; MISSING of those that
+    are not there. Errors: OSError."""
 
     def look(name: str) -> Identity:
         try:
@@ -113,7 +113,8 @@ def shown_names(names: Sequence[str]) -> list[str]:
 
 
 def _kept(file: Path, number: int) -> np.ndarray:
-    """Counts, and keys of the identities of what was counted, [2, S]; zeros where nothing is kept."""
+    """Counts, and keys of the identities of what was counted, [2, S]; zeros where nothing is
+    kept."""
     with suppress(OSError, ValueError, EOFError):
         found = np.load(file, allow_pickle=False)
         if found.shape == (2, number) and found.dtype == np.int64:

@@ -1,4 +1,5 @@
-"""What the metadata of one shard say of its rows: columns of parquet, or the .json and .txt of a tar.
+"""What the metadata of one shard say of its rows: columns of parquet, or the .json and .txt of a
+tar.
 
 Any number of shards are asked for their bytes at once, and few are decoded, a piece of rows at a
 time: a page of a few bytes can stand for gigabytes, and only what was decoded tells.
@@ -20,7 +21,7 @@ import pyarrow.parquet as pq
 from common.secrets import redact
 from common.sizes import sized
 from common.spelling import near
-from data.formats.parquet import DELTA, VALUES_LIMIT, open_parquet, text_bytes
+from data.formats.parquet_files import DELTA, VALUES_LIMIT, open_parquet, text_bytes
 from data.formats.specs import is_remote
 from data.formats.store import identity_of, open_file
 from data.formats.webdataset import records
@@ -196,7 +197,8 @@ def _decoded(array: pa.Array) -> pa.Array:
 
 
 class _Fetched(io.RawIOBase):
-    """A remote file of which the chunks that will be decoded are fetched, as far as they are few."""
+    """A remote file of which the chunks that will be decoded are fetched, as far as they are
+    few."""
 
     def __init__(self, file: BinaryIO, chunks: list[Any]) -> None:
         self._file, self._pieces = file, dict[int, bytes]()

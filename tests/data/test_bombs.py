@@ -93,7 +93,7 @@ def padded_image(size: int) -> bytes:
 
 
 def test_a_row_group_is_kept_by_what_it_decodes_to_and_not_by_its_footer(tmp_path, monkeypatch):
-    monkeypatch.setattr("data.formats.parquet.KEPT_LIMIT", 10 * MB)
+    monkeypatch.setattr("data.formats.parquet_files.KEPT_LIMIT", 10 * MB)
     columns = {"image": repeated(padded_image(MB), 20), "text": ["a text"] * 20}
     source = open_source(write_parquet(tmp_path / "a.parquet", **columns), workers=1)
     assert pq.ParquetFile(tmp_path / "a.parquet").metadata.row_group(0).total_byte_size < 2 * MB
