@@ -8,8 +8,8 @@ import numpy as np
 
 
 class Concat:
-    """Of parts with so many each, some of them with none. `starts` [P + 1] int64: the first number of
-    each part, and behind them the number of all."""
+    """Of parts with so many each, some of them with none. `starts` [P + 1] int64: the first number
+    of each part, and behind them the number of all."""
 
     def __init__(self, counts: Iterable[int] | np.ndarray) -> None:
         each = counts if isinstance(counts, np.ndarray) else np.fromiter(counts, np.int64)

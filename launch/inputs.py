@@ -58,8 +58,8 @@ def languages_of(towers: Sequence[Tower]) -> Languages | None:
 def refuse_unfit_loaders(
     towers: Sequence[Tower], data: PreparedData, options: InputOptions
 ) -> None:
-    """Raise ValueError where what loads a modality of one's own cannot load the first training sample
-    that has it, as its tower reads it."""
+    """Raise ValueError where what loads a modality of one's own cannot load the first training
+    sample that has it, as its tower reads it."""
     for tower, dataset, request in _own_loaders(towers, data, options):
         of = _loader_of(tower)
         read = f"{of}: reading {data.source.where(int(request.index[0]), tower.branch)}"
@@ -74,7 +74,8 @@ def inputs_of_wider_images(
     towers: Sequence[Tower], data: PreparedData, options: InputOptions, more: int
 ) -> Iterator[tuple[Tower, dict[str, Tensor]]]:
     """Each tower of one's own whose tensors follow the size of the image, with those of two samples
-    whose image is `more` pixels wider, on the meta device. Only the loader knows whether they do."""
+    whose image is `more` pixels wider, on the meta device. Only the loader knows whether they
+    do."""
     wider = (options.image_size, options.image_size + more)
     for tower, dataset, request in _own_loaders(towers, data, options):
         with own_code(f"{_loader_of(tower)}: its meta_batch", but=(OSError,)):
@@ -115,8 +116,8 @@ def _loader_of(tower: Tower) -> str:
 def _refuse_other_tensors(
     of: str, tower: Tower, loaded: Mapping[str, Tensor], meta: Mapping[str, Tensor]
 ) -> None:
-    """Raise ValueError where tensors are not those that the tower reads, or not shaped as those that
-    stages are told of beforehand."""
+    """Raise ValueError where tensors are not those that the tower reads, or not shaped as those
+    that stages are told of beforehand."""
     if missing := sorted(meta_inputs(tower, 2).keys() - loaded.keys()):
         raise ValueError(
             f"{of}: it makes {', '.join(loaded)}, and its tower reads {missing[0]}; give both the "

@@ -30,8 +30,9 @@ SHOWN = 5
 
 
 def folder_shards(spec: str, kind: str, folder: str, split: str | None) -> list[str]:
-    """The shards in a folder and below it, sorted, or those of a split, or of several, `train+test`.
-    `spec` begins messages. Errors: ValueError where it is not clear which these are; OSError."""
+    """The shards in a folder and below it, sorted, or those of a split, or of several,
+    `train+test`. `spec` begins messages. Errors: ValueError where it is not clear which these are;
+    OSError."""
     folder = _of_cache(spec, folder)
     splits: dict[str, list[str]] = defaultdict(list)
     for path in _shards(spec, kind, folder):
@@ -63,8 +64,8 @@ def _of_cache(spec: str, folder: str) -> str:
 
 
 def _shards(spec: str, kind: str, folder: str) -> list[str]:
-    """Paths in the folder. Files may be links, as in the hub's cache; folders that are links are not
-    looked into."""
+    """Paths in the folder. Files may be links, as in the hub's cache; folders that are links are
+    not looked into."""
     found: dict[str, list[str]] = defaultdict(list)
     for parent, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith((".", "__"))]

@@ -30,33 +30,34 @@ def annotation_rows(
     seed: int,
     modality: str,
     loaded: Loaded,
-    extent: tuple[str, int],
     within: Within | None,
 ) -> dict[str, Loaded]:
     """The rows of annotations of the samples that were `loaded` of a modality, by their name; none
-    where no pair has any of it. With `extent` = ("boxes", 4) the tensors are NAME_boxes int32 [n,
-    4], and NAME_row int64 [n], the sample of each in the micro-batch. One that the view does not
-    show is left out of the loss, as a sample that cannot be read. `within`: None where nothing was
+    where no pair has any of it. The tensors are their extents, such as region_boxes int32 [n, 4],
+    and NAME_row int64 [n], the sample of each in the micro-batch. One that the view does not show
+    is left out of the loss, as a sample that cannot be read. `within`: None where nothing was
     loaded, whose extents are zeros."""
     places = request.places
     if places is None or places.kind.of[0] != modality:
         return {}
     row, number = np.repeat(np.arange(len(request.index)), places.number), counted(places.number)
     starts = np.cumsum(places.number) - places.number
-    called, size = extent
-    extents, inside = np.zeros((len(row), size), np.int32), np.zeros(len(row), np.float32)
+    kind = places.kind
+    extents = np.zeros((len(row), kind.num_edges), np.int32)
+    inside = np.zeros(len(row), np.float32)
     missing = {*loaded.absent, *(i for i, _, _ in loaded.bad)}
     for sample, i in enumerate(request.index.tolist()):
         count, training = int(places.number[sample]), request.training
         if within is None or not count or i in missing:
             continue
-        found = shown_annotations(source, places.kind, i, count, seed, request.epoch, training)
+        found = shown_annotations(source, kind, i, count, seed, request.epoch, training)
         own = slice(starts[sample], starts[sample] + count)
         extents[own], inside[own] = within(sample, found)
-    name, index = places.kind.rows[0], request.index[row]
+    name, index = kind.rows[0], request.index[row]
+    tensors = {f"{name}_{kind.extents}": extents, f"{name}_row": row}
     return {
         name: Loaded(
-            {f"{name}_{called}": torch.from_numpy(extents), f"{name}_row": torch.from_numpy(row)},
+            {name: torch.from_numpy(values) for name, values in tensors.items()},
             places.first[row] + number,
             np.where(inside < KEPT, -1 - index, index),
             None if request.weight is None else request.weight[row],

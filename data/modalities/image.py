@@ -68,7 +68,9 @@ class ImageModality(Modality):
         views, loaded = read_values(self.name, source, request, seed, read, blank)
         return replace(
             loaded,
-            further=self._regions(source, request, seed, loaded, _in_view([p for _, p in views])),
+            further=annotation_rows(
+                source, request, seed, self.name, loaded, _in_view([placed for _, placed in views])
+            ),
             tensors={
                 "pixel_values": stacked([pixels for pixels, _ in views]),
                 **self._kept_patches(request, seed, transform.size),
@@ -81,17 +83,8 @@ class ImageModality(Modality):
         tensors = {"pixel_values": torch.empty(shape, dtype=torch.uint8, device="meta")}
         tensors |= self._kept_patches(request, seed, size)
         loaded = Loaded.of(request, tensors)
-        return replace(loaded, further=self._regions(source, request, seed, loaded, None))
-
-    def _regions(
-        self,
-        source: Source,
-        request: MicroBatchRequest,
-        seed: int,
-        loaded: Loaded,
-        within: Within | None,
-    ) -> dict[str, Loaded]:
-        return annotation_rows(source, request, seed, self.name, loaded, ("boxes", 4), within)
+        further = annotation_rows(source, request, seed, self.name, loaded, None)
+        return replace(loaded, further=further)
 
     def _stored(self, source: Source, transform: ImageTransform, i: int) -> np.ndarray:
         """The image before augmentation. The source knows the bytes by their hash, so what is

@@ -149,7 +149,7 @@ class VideoModality(Modality):
                 **_rows(numbers),
                 "video_time": torch.from_numpy(np.concatenate(times)),
             },
-            further=self._moments(source, request, seed, loaded, _in_clips(views)),
+            further=annotation_rows(source, request, seed, self.name, loaded, _in_clips(views)),
         )
 
     def meta_batch(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
@@ -162,17 +162,8 @@ class VideoModality(Modality):
             "video_time": torch.empty(count, dtype=torch.int64, device="meta"),
         }
         loaded = Loaded.of(request, tensors)
-        return replace(loaded, further=self._moments(source, request, seed, loaded, None))
-
-    def _moments(
-        self,
-        source: Source,
-        request: MicroBatchRequest,
-        seed: int,
-        loaded: Loaded,
-        within: Within | None,
-    ) -> dict[str, Loaded]:
-        return annotation_rows(source, request, seed, self.name, loaded, ("spans", 2), within)
+        further = annotation_rows(source, request, seed, self.name, loaded, None)
+        return replace(loaded, further=further)
 
     def _shared(
         self,

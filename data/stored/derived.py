@@ -11,8 +11,9 @@ class Derived:
     """`name`: the modality of data sets that says which rows a sample has (`kinds.py`). `rows`: the
     names of what is compared, and `of`: the branch that makes each of them. `most`: the option of
     train.py for how many of a sample come in a step. `extent`: what a phrase chooses among those of
-    its sample, as metrics name it, and `extents`: several of them. `in_view`: whether a view that
-    leaves out a part of the value may leave out rows."""
+    its sample, as metrics name it, and `extents`: several of them; `num_edges`: numbers that say
+    where one is. `in_view`: whether a view that leaves out a part of the value may leave out
+    rows."""
 
     name: str
     rows: tuple[str, str]
@@ -20,6 +21,7 @@ class Derived:
     most: str
     extent: str
     extents: str
+    num_edges: int
     in_view: bool = False
 
     @property
@@ -49,7 +51,16 @@ class Derived:
 
 
 REGIONS = Derived(
-    "region", ("region", "phrase"), ("image", "text"), "max_regions", "box", "boxes", in_view=True
+    "region",
+    ("region", "phrase"),
+    ("image", "text"),
+    "max_regions",
+    "box",
+    "boxes",
+    4,
+    in_view=True,
 )
-MOMENTS = Derived("moment", ("moment", "phrase"), ("video", "text"), "max_moments", "span", "spans")
+MOMENTS = Derived(
+    "moment", ("moment", "phrase"), ("video", "text"), "max_moments", "span", "spans", 2
+)
 DERIVED = {each.name: each for each in (REGIONS, MOMENTS)}

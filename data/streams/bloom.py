@@ -1,4 +1,5 @@
-"""Files of keys that are not to be seen again: a Bloom filter behind a line that says what it is of.
+"""Files of keys that are not to be seen again: a Bloom filter behind a line that says what it is
+of.
 
 A key that was put in is always found; of others a share, the filter's rate, is found by chance.
 """

@@ -3,8 +3,8 @@
 An entry is a folder, named by the hash of its address. While it is filled it is called `HASH.part`,
 and stays where its filler was stopped, so that the next one goes on; a rename makes it the entry.
 What is evicted is called `HASH.gone` before it is removed. In each lies a small file with its name,
-the bytes that it may come to have, and of an entry those that it had when it was filled, so that one
-which lost some when power failed is known and filled anew.
+the bytes that it may come to have, and of an entry those that it had when it was filled, so that
+one which lost some when power failed is known and filled anew.
 
 All locks are flocks of folders, which end with their process, however it ends: an entry is held by
 a shared one, a part is filled under an exclusive one, and under that of the cache's own folder the

@@ -40,8 +40,8 @@ FILES = ("counts.npy", "rows")
 
 
 class Kept:
-    """`counts`, `totals` [S] int64: kept rows and all rows of each shard. `marks` [S]: other numbers
-    where other rows are kept. `keys` [S]: those of `metadata_keys`.
+    """`counts`, `totals` [S] int64: kept rows and all rows of each shard. `marks` [S]: other
+    numbers where other rows are kept. `keys` [S]: those of `metadata_keys`.
 
     On disk, in a folder: counts.npy has these, and rows in 4 bytes each what is kept, one shard
     after the other: numbers of rows, or, where only their keys are known, hashes of these by a seed
@@ -112,11 +112,10 @@ def kept_rows(
     """What is read of each shard; None: all of it.
 
     `keys`: as `metadata_keys` gives them; 0 where a shard is not there, of which no row is kept.
-    `folder`: where the result is kept, from which it is taken the next time for all shards that have
-    not changed. `text`: the column of captions in parquet shards. `lines`: each of their lines is
-    one. `shown`, `limit_s`: as in `counts_of`. Errors: ValueError for an
-    expression or columns that do not fit, metadata that are not there or are damaged, and where
-    nothing is kept; OSError.
+    `folder`: where the result is kept, from which it is taken the next time for all shards that
+    have not changed. `text`: the column of captions in parquet shards. `lines`: each of their lines
+    is one. `shown`, `limit_s`: as in `counts_of`. Errors: ValueError for an expression or columns
+    that do not fit, metadata that are not there or are damaged, and where nothing is kept; OSError.
     """
     if where is None and unseen is None:
         return None

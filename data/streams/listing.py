@@ -40,8 +40,8 @@ GONE, CHANGED = CODES["missing-shard"], CODES["changed-shard"]
 @dataclass(frozen=True)
 class ShardRules:
     """What is done about shards that are not what they should be. `drops`: they are left out, up to
-    `max_bad_fraction` of the samples; else they are refused. `record`: the file of what a run found.
-    `looks`: whether this process looks at what is there now."""
+    `max_bad_fraction` of the samples; else they are refused. `record`: the file of what a run
+    found. `looks`: whether this process looks at what is there now."""
 
     drops: bool = False
     max_bad_fraction: float = 0.0
@@ -105,8 +105,8 @@ def list_shards(
     rules: ShardRules,
     progress: bool = False,
 ) -> tuple[Listing, Kept | None]:
-    """`folder`: where counts and kept rows are cached. Errors: ValueError, OSError (FileNotFoundError
-    for a shard that is not there)."""
+    """`folder`: where counts and kept rows are cached. Errors: ValueError, OSError
+    (FileNotFoundError for a shard that is not there)."""
     before = _read(rules.record, spec, names) if rules.record else None
     if before is not None:
         names = before.names
@@ -197,8 +197,8 @@ def _judge(
 
 
 def refuse_lost(stream: StreamSource, held_out: np.ndarray) -> None:
-    """Raise OSError where shards that are held out are not what they were: what is measured would be
-    another set. A copy of a remote one is kept for good."""
+    """Raise OSError where shards that are held out are not what they were: what is measured would
+    be another set. A copy of a remote one is kept for good."""
     table = stream.table
     for shard in held_out.tolist():
         reason = REASON_OF_CODE.get(int(table.lost[shard]))

@@ -28,8 +28,8 @@ PAUSE_S = 0.25  # where there is no room, or nothing to do
 
 class Prefetcher:
     """Follows a rank from `step` on. `share`: the replica of the rank and the number of replicas,
-    where it reads a part of each global batch alone; None: it reads all. `tokens`: of each data set,
-    what counts the tokens of a shard."""
+    where it reads a part of each global batch alone; None: it reads all. `tokens`: of each data
+    set, what counts the tokens of a shard."""
 
     def __init__(
         self,

@@ -55,10 +55,11 @@ COUNTS = ("stream_wait_s", "stream_hits", "stream_misses", "stream_bytes")
 class ShardTable:
     """The shards of a data set. `counts` [S] int64: samples of each that are used; `told`: all that
     it has as far as is known before it is opened; `sizes`: bytes; `keys`: of their identities.
-    `marks`: as in `Kept`. `lost` [S] int8: codes of reasons why a shard is left out (see REASONS), 0: it is not.
-    `options`: of the format, as in a spec. `kept`: the rows that are samples, which `told` counts;
-    None: all. `drops`: whether a shard that has another number of samples than was told is left
-    out, or ends the run. `gone`: shards that were not there from the start, which are none of these.
+    `marks`: as in `Kept`. `lost` [S] int8: codes of reasons why a shard is left out (see REASONS),
+    0: it is not. `options`: of the format, as in a spec. `kept`: the rows that are samples, which
+    `told` counts; None: all. `drops`: whether a shard that has another number of samples than was
+    told is left out, or ends the run. `gone`: shards that were not there from the start, which are
+    none of these.
     """
 
     names: tuple[str, ...]

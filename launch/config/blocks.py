@@ -145,8 +145,8 @@ def sample_weights_block(written: Any) -> SampleWeightsBlock | None:
 
 
 def refuse_missing_weights(block: BranchesBlock, branches: Sequence[str]) -> None:
-    """Raise ValueError where `sample_weights` weighs what this run has no branch for: the key would do
-    nothing."""
+    """Raise ValueError where `sample_weights` weighs what this run has no branch for: the key would
+    do nothing."""
     if (weights := weighting(block)) is None:
         return
     there = f"this run has the branches {', '.join(branches)}"

@@ -10,7 +10,8 @@ chosen by measurement (bench/EVIDENCE.md).
 | locked | a tower that is locked |
 
 A tower with adapters has a rate of its own in each of these, `ADAPTERS_LR`. Measured is the first;
-the others are the values of their sources. A run keeps the numbers that it began with. Plain Python.
+the others are the values of their sources. A run keeps the numbers that it began with. Plain
+Python.
 """
 
 from __future__ import annotations

@@ -137,8 +137,8 @@ def fusion_of_export(folder: Path) -> dict[str, Any]:
 
 
 def own_of_export(folder: Path) -> dict[str, Any]:
-    """What an export says of its towers of modalities of one's own; nothing where it has none. Errors:
-    ValueError."""
+    """What an export says of its towers of modalities of one's own; nothing where it has none.
+    Errors: ValueError."""
     own = (read_export(folder) or {}).get("own") or {}
     kinds = {"modules": list, "branches": list, "pairs": str, "loss": str, "tower": list}
     wrong = [key for key, kind in kinds.items() if own and not isinstance(own.get(key), kind)]

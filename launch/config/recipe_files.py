@@ -25,8 +25,9 @@ class RecipeFile:
     """The block `recipe`, of `file`.
 
     `task`: what it is for; `arithmetic`: of its numbers, a line each; `needs`: data, weights,
-    hardware; `ranks`, `device`: what it is planned for, the defaults of --ranks and --device; `plan`,
-    `predicted`: what the planner says of that; `flags`: of train.py, without the leading dashes.
+    hardware; `ranks`, `device`: what it is planned for, the defaults of --ranks and --device;
+    `plan`, `predicted`: what the planner says of that; `flags`: of train.py, without the leading
+    dashes.
     """
 
     file: Path

@@ -22,8 +22,8 @@ PYTHONS = {"True": True, "False": False, "None": None}
 def split_settings(
     parser: argparse.ArgumentParser, given: Sequence[str]
 ) -> tuple[list[str], dict[str, bool], tuple[str, ...]]:
-    """The flags among `given` as command-line arguments; the switches that are put off, by name; and
-    the others, for the JSON file. A key that is given twice is an error of `parser`."""
+    """The flags among `given` as command-line arguments; the switches that are put off, by name;
+    and the others, for the JSON file. A key that is given twice is an error of `parser`."""
     flags = {action.dest: action for action in parser._actions if action.dest not in NOT_BY_SET} | {
         action.option_strings[-1].lstrip("-").replace("-", "_"): action
         for action in parser._actions
