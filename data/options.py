@@ -296,7 +296,7 @@ class DataOptions(SeedOptions, PairsOptions, BadSampleOptions):
     )
     val_data: str | None = option(
         None,
-        "held-out samples from elsewhere, instead of a part of --data",
+        "held-out samples from elsewhere, instead of a part of --data; @FILE as there",
         "SPEC",
         SPEC,
         action=Once,

@@ -34,7 +34,7 @@ def make_parser() -> CommandParser:
     add("--checkpoint", metavar="NAME", help=about)
     about = "the moving average of the weights (the JSON's ema block) instead of the weights"
     add("--ema", action="store_true", help=about)
-    about = "samples to evaluate, see data/README.md (default: the held-out samples of the run)"
+    about = "samples to evaluate, see data/README.md, or @FILE (default: those held out by the run)"
     add("--val-data", action=Once, type=SPEC, metavar="SPEC", help=about)
     about = (
         "also regions of images, by a model that learned none: by its last map (default: where it "
