@@ -140,6 +140,6 @@ def _rbloom() -> Any:
     except ImportError as error:
         raise ValueError(
             "unseen: the Python package 'rbloom' is not installed, which reads and writes files of "
-            "keys; run: pip install rbloom"
+            "keys; run: pip install -r requirements-filters.txt"
         ) from error
     return Bloom

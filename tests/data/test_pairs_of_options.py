@@ -63,7 +63,7 @@ from launch.inputs import micro_batch_dataset
 from launch.modalities import Inputs
 
 pytest.importorskip("av", reason="pip install -r requirements-audio.txt")
-pytest.importorskip("rbloom", reason="pip install rbloom")
+pytest.importorskip("rbloom", reason="pip install -r requirements-filters.txt")
 pytest.importorskip("soundfile", reason="pip install -r requirements-audio.txt")
 
 CASES = cases()

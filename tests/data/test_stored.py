@@ -168,7 +168,7 @@ def test_a_measure_of_any_numbers_is_inspected(kind, value, tmp_path, monkeypatc
 
 
 def test_captions_of_samples_without_an_image_are_left_out_of_a_stream(tmp_path, monkeypatch):
-    pytest.importorskip("rbloom", reason="pip install rbloom")
+    pytest.importorskip("rbloom", reason="pip install -r requirements-filters.txt")
     monkeypatch.setenv("WYE_CACHE", str(tmp_path / "cache"))
     written(tmp_path, "jsonl")
     rows = [{"depth": f"{n}.depth.png", "text": f"Number {n}"} for n in (1, 3)]

@@ -277,7 +277,7 @@ def test_values_are_compared_whatever_a_file_writes_them_as(tmp_path):
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "rbloom", None)
-    with pytest.raises(ValueError, match="pip install rbloom"):
+    with pytest.raises(ValueError, match="pip install -r requirements-filters.txt"):
         open_unseen(tmp_path / "seen")
 
 
