@@ -18,11 +18,12 @@ from common.secrets import redacted
 from common.sizes import GIB
 from data.bad_samples import REASONS, Absent, BadSample
 from data.batching.draws import LIMIT
+from data.batching.laps import Shards
 from data.batching.mixing import apportioned, mixed
 from data.batching.mixture import Mixture, open_sources
 from data.batching.order import BatchSizes, GlobalOrder, Parts, Together
 from data.batching.rows import Rows
-from data.batching.stream_order import Shards, StreamOrder
+from data.batching.stream_order import StreamOrder
 from data.index.leaks import count_leaks, describe_leaks, find_leaks
 from data.index.roots import with_roots
 from data.index.sources import KnownSource, Source, open_source
@@ -41,6 +42,7 @@ TRAIN = "train"
 SAMPLES_TRIED = 1000  # with a tokenizer that is given
 SAMPLES_LOOKED_INTO = 200  # of each data set, for modalities that none of them has
 EXAMPLES = 100_000  # training samples of streams that make a tokenizer
+STREAM_ORDER = 2  # that runs have which begin now; those of version 0.1 have none, or 1
 # options that do not say which samples there are, but how often they come and how many may be bad
 NOT_OF_SAMPLES = {
     "data_weights",
@@ -307,6 +309,7 @@ def _open_streams(
             f"--leak-bits {options.leak_bits}: samples of streams are not compared with held-out "
             "ones; leave it out, or leave known captions out by ?unseen=FILE"
         )
+    slides = _stream_order(folder) < STREAM_ORDER
     sources: list[Source] = []
     orders: list[Shards] = []
     rows: list[np.ndarray | int] = []
@@ -320,7 +323,7 @@ def _open_streams(
             sources.append(known)
             usable = known.usable()
             rows.append(usable)
-            orders.append(Shards(np.array([len(usable)]), 1))
+            orders.append(Shards(np.array([len(usable)]), 1, slides))
             continue
         record = folder / "shards" / f"{number}.json"
         whole, mixed_shards, listing = open_stream_listed(
@@ -340,7 +343,7 @@ def _open_streams(
         stream = whole.of_shards(division.train, division.counts)
         sources.append(stream)
         rows.append(len(stream))
-        orders.append(Shards(division.counts, mixed_shards))
+        orders.append(Shards(division.counts, mixed_shards, slides))
     starts = np.cumsum([0, *map(len, sources)]).tolist()
     train = Rows(list(zip(starts, rows)))
     if validation is None and held_out:
@@ -556,8 +559,17 @@ def _read_splits(folder: Path, made_of: Mapping[str, Any]) -> Splits | None:
     return Splits(train, dict(zip(record["held_out"], held_out)), record["leaks"])
 
 
+def _stream_order(folder: Path) -> int:
+    """In which the samples of streams come, of a run that began in `folder` or begins there."""
+    try:
+        return read_json(folder / "samples" / "made_of.json").get("stream_order", 1)
+    except FileNotFoundError:
+        return STREAM_ORDER
+
+
 def _write_splits(folder: Path, made_of: Mapping[str, Any], splits: Splits) -> None:
     record = {**made_of, "held_out": list(splits.held_out), "leaks": dict(splits.leaks)}
+    record["stream_order"] = STREAM_ORDER
     with replacing_folder(folder) as beside:
         for name, subset in {TRAIN: splits.train, **splits.held_out}.items():
             np.save(beside / f"{name}.npy", subset)

@@ -13,46 +13,26 @@ from typing import Any
 
 import numpy as np
 
-from data.batching.draws import GROUP, SHARD, SHARDS
+from data.batching.laps import Lap, Shards, make_lap
 from data.batching.order import GlobalOrder
 from data.concat import Concat
 
 LAPS_KEPT = 4  # of each data set: those of a batch, and those that are looked up ahead
-GROUPS_KEPT = 8
-MEASURED_GROUPS = 16
-
-
-@dataclass(frozen=True, eq=False)
-class Shards:
-    """`counts` [S] int64: samples of each shard of a data set; `mixed`: K."""
-
-    counts: np.ndarray
-    mixed: int
-
-    @cached_property
-    def samples(self) -> Concat:
-        """Those of all shards in a row."""
-        return Concat(self.counts)
+MEASURED_PARTS = 16
 
 
 @dataclass(frozen=True, eq=False)
 class StreamOrder(GlobalOrder):
-    """A `GlobalOrder` in which neighbouring steps read the same few shards.
-
-    A lap, one pass over a data set, puts its shards in a random order, and cuts the samples of each
-    at random into K pieces. Group g of a lap has a piece of each of the shards at the places
-    g - K + 1 .. g, counted round the end, and its samples are shuffled. So from group to group one
-    shard comes and one leaves, K are needed at any time, and with S <= K every group is drawn from
-    all. MosaicML's py1e spreads the samples of a shard over a range in the same spirit; there they
-    are fewer at both ends of an epoch, here the K - 1 shards that begin an epoch come again at its
-    end.
+    """A `GlobalOrder` in which neighbouring steps read the same few shards: laps over each data set,
+    see `LanesLap`.
 
     A data set with weight w has w laps an epoch; they go on from epoch to epoch, so that no sample
     comes again before all have come. Data sets with several `parts` come by turns, evenly.
 
-    Within a global batch samples are sorted by the place of their shard modulo K. A shard keeps
-    that place as long as it is needed, so a replica, which computes consecutive positions, reads a
-    part of the K shards. The loss does not depend on the order within a global batch.
+    Within a global batch samples are sorted by their slots, the lanes that read them. So a replica,
+    which computes consecutive positions, reads the shards of its own lanes: alone where the replicas
+    divide the number of lanes and the global batch, else neighbours share a lane. The loss does not
+    depend on the order within a global batch.
     """
 
     shards: tuple[Shards, ...] = ()
@@ -95,9 +75,9 @@ class StreamOrder(GlobalOrder):
             yield count, range(before + first, before + last)
 
     @cached_property
-    def _lap(self) -> Callable[[int, int], _Lap]:
+    def _lap(self) -> Callable[[int, int], Lap]:
         return lru_cache(LAPS_KEPT * len(self.shards))(
-            lambda number, lap: _Lap(self.seed, number, lap, self.shards[number])
+            lambda number, lap: make_lap(self.seed, number, lap, self.shards[number])
         )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -153,15 +133,16 @@ class StreamOrder(GlobalOrder):
         }
 
     def _rank_correlation_of(self, number: int) -> float:
-        """Of some groups of the first lap of a data set."""
+        """Of some parts of the first lap of a data set."""
         places, numbers = [], []
-        lap = self._lap(number, 0)
-        starts = lap.groups.starts
-        groups = np.linspace(0, len(starts) - 2, MEASURED_GROUPS).astype(int)
-        for group in np.unique(groups).tolist():  # of few groups each once
-            samples, _ = lap.samples(int(starts[group]), int(starts[group + 1]))
-            numbers.append(samples)
-            places.append(np.arange(len(samples)) + starts[group])
+        lap, shards = self._lap(number, 0), self.shards[number]
+        count = len(shards.samples)
+        starts = np.arange(0, count, max(shards.mixed, count // len(shards.counts)))
+        ends = np.append(starts[1:], count)
+        chosen = np.unique(np.linspace(0, len(starts) - 1, MEASURED_PARTS).astype(int))
+        for start, end in zip(starts[chosen].tolist(), ends[chosen].tolist()):
+            numbers.append(lap.samples(start, end)[0])
+            places.append(np.arange(start, end))
         return _rank_correlation(np.concatenate(places), np.concatenate(numbers))
 
 
@@ -173,76 +154,6 @@ class Mixing:
 
     shards_per_batch: int
     rank_correlation: float
-
-
-class _Lap:
-    """One pass over a data set. `starts` [groups + 1]: the first visit of each group."""
-
-    def __init__(self, seed: int, number: int, lap: int, shards: Shards) -> None:
-        self._seed = (seed, number, lap)
-        self._shards = shards
-        num_shards = len(shards.counts)
-        self._mixed = max(1, min(shards.mixed, num_shards))
-        self._order = np.random.default_rng([*self._seed, SHARDS]).permutation(num_shards)
-        self._place = np.argsort(self._order)
-        counts = shards.counts[self._order]
-        sizes = np.zeros(num_shards, np.int64)
-        for piece in range(self._mixed):
-            whole, rest = np.divmod(counts, self._mixed)
-            sizes += np.roll(whole + (piece < rest), piece)
-        self.groups = Concat(sizes)
-        self._group = lru_cache(GROUPS_KEPT)(self._make_group)
-        # each is needed for K groups
-        self._permutation = lru_cache(self._mixed + GROUPS_KEPT)(self._permuted)
-
-    def samples(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """[stop - start] samples of these visits, and the slots of their shards, from 0 to 1."""
-        (first,) = self.groups.parts(np.array([start])).tolist()
-        found = []
-        while self.groups.starts[first] < stop:
-            begin = int(self.groups.starts[first])
-            found.append(self._group(first)[max(0, start - begin) : stop - begin])
-            first += 1
-        samples = np.concatenate(found)
-        slots = self._place[self._shards.samples.parts(samples)] % self._mixed / self._mixed
-        return samples, slots
-
-    def live(self, start: int, stop: int) -> np.ndarray:
-        """The shards of the groups that these visits are in."""
-        (first,) = self.groups.parts(np.array([start])).tolist()
-        last = int(np.searchsorted(self.groups.starts, stop, side="left"))
-        places = np.arange(first - self._mixed + 1, max(last, first + 1))
-        return self._order[places % len(self._order)]
-
-    def coming(self) -> np.ndarray:
-        """[S]: the shards of the first group, then the others as they come."""
-        first = -np.arange(self._mixed) % len(self._order)
-        return self._order[np.concatenate([first, np.arange(1, len(self._order) - len(first) + 1)])]
-
-    def visits_until(self, shard: int, visit: int) -> int | None:
-        """How many visits come between `visit` and the next of a shard; None: it comes no more."""
-        place, groups = int(self._place[shard]), len(self._order)
-        (at,) = self.groups.parts(np.array([visit])).tolist()
-        if (at - place) % groups < self._mixed:
-            return 0
-        return int(self.groups.starts[place]) - visit if place > at else None
-
-    def _make_group(self, group: int) -> np.ndarray:
-        pieces = []
-        for piece in range(self._mixed):
-            shard = int(self._order[(group - piece) % len(self._order)])
-            own = np.array_split(self._permutation(shard), self._mixed)[piece]
-            pieces.append(self._shards.samples.starts[shard] + own)
-        samples = np.concatenate(pieces).astype(np.int64)
-        np.random.default_rng([*self._seed, group, GROUP]).shuffle(samples)
-        return samples
-
-    def _permuted(self, shard: int) -> np.ndarray:
-        count = int(self._shards.counts[shard])
-        kind = np.int32 if count <= np.iinfo(np.int32).max else np.int64
-        order = np.arange(count, dtype=kind)
-        np.random.default_rng([*self._seed, shard, SHARD]).shuffle(order)
-        return order
 
 
 def _laps(count: int, visits: range) -> Iterator[tuple[int, int, int]]:

@@ -68,8 +68,8 @@ def open_stream_listed(
         raise ValueError(f"data spec '{spec:.1000}': its {len(names)} shards hold no sample")
     table = listing.table(_written(of_shards), kept, rules.drops)
     cache = ShardCache(folder / "shards", cache_bytes or _share_of_disk(folder))
-    mixed = min(_mixed(spec, options), len(table.names))
-    _refuse_small_cache(spec, table, cache, mixed)
+    mixed = _mixed(spec, options)
+    _refuse_small_cache(spec, table, cache, min(mixed, len(table.names)))
     return StreamSource(spec, table, cache, pairs, max_audio_seconds), mixed, listing
 
 

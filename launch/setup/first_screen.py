@@ -6,7 +6,7 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from common.cpus import usable_cpus
 from common.output import plain
 from common.sizes import sized
 from data.annotations import Annotation
+from data.batching.laps import lanes_read_twice
 from data.batching.mixture import Mixture
 from data.batching.stream_order import StreamOrder
 from data.index.sources import IndexedSource, KnownSource, Source
@@ -26,12 +27,13 @@ from data.modalities.annotations import KEPT
 from data.modalities.transforms import EvalTransform
 from data.options import derived_of, loss_names
 from data.prepare import PreparedData, count_bad
-from data.stored.kinds import annotations_of, files_of, several_of
+from data.stored.kinds import annotations_of, files_of, several_of, text_of
 from data.stored.record import StoredFile
 from data.streams.several import streams_of
 from engine.optimizer.preview import preview, unreached
 from engine.planning.costs import precision_of
 from engine.planning.planner import RunPlan
+from engine.topology import Stage
 from launch.config.groups import flag_of
 from launch.config.imported import branches_held, describe_own_left_out
 from launch.config.options import Options, default_of
@@ -94,7 +96,7 @@ def first_screen(run: PreparedRun, ranks: Ranks) -> list[tuple[str, str]]:
     screen = [
         ("data", "\n".join([_data(data), *_repeated(data, options)])),
         _annotations(data, options),
-        ("stream", _streams(data, config["train_batch_size"])),
+        ("stream", _streams(data, config["train_batch_size"], plan.graph.stages)),
         ("towers", _towers(options, model.towers, plan)),
         ("tokenizer", _tokenizer(options, data)),
         ("ranks", f"{ranks.described}; {precision_of(config)}, ZeRO stage {zero}"),
@@ -282,18 +284,19 @@ def _unseen(
     return unseen
 
 
-def _streams(data: PreparedData, batch_size: int) -> str:
-    """How the samples of shards are mixed, and how many shards this machine keeps."""
+def _streams(data: PreparedData, batch_size: int, stages: Sequence[Stage]) -> str:
+    """How the samples of shards are mixed, which are read twice, and how many shards this machine
+    keeps."""
     order = data.order(batch_size)
     if not isinstance(order, StreamOrder):
         return ""
-    lines, mixing = [], order.mixing()
+    lines, mixing = [], order.mixing(order.steps_per_epoch // 2)
     for number, stream in streams_of(data.source).items():
-        cache, table = stream.cache, stream.table
+        cache, table, mixed = stream.cache, stream.table, data.shards[number].mixed
         size = table.sizes.sum() / max(1, np.count_nonzero(table.sizes))
         room = f", {cache.limit_bytes / size:,.0f} shards" if size else ""
         lines.append(
-            f"{len(table.names):,} shards, {data.shards[number].mixed} of them mixed; at most "
+            f"{len(table.names):,} shards, {min(mixed, len(table.names))} of them mixed; at most "
             f"{sized(cache.limit_bytes)}{room} in {cache.folder}"
         )
         own = mixing[number]
@@ -302,6 +305,7 @@ def _streams(data: PreparedData, batch_size: int) -> str:
             f"and that of storage have a rank correlation of {own.rank_correlation:.2f} (0: fully "
             "mixed, 1: as stored)"
         )
+        lines += _read_twice(order, number, stages)
         if lost := [*table.gone, *(stream.shown[n] for n in np.flatnonzero(table.lost))]:
             samples = int(table.counts[table.lost != 0].sum())
             of = f", {samples:,} samples of this run's order" if samples else ""
@@ -311,6 +315,27 @@ def _streams(data: PreparedData, batch_size: int) -> str:
     if data.held_out:
         lines.append("samples of streams are not compared with those held out")
     return "\n".join(lines)
+
+
+def _read_twice(order: StreamOrder, number: int, stages: Sequence[Stage]) -> Iterator[str]:
+    """What replicas that read shards of their own have in common. Those with texts pack these over
+    the whole global batch, so each reads all shards."""
+    shards, size = order.shards[number], order.global_batch_size
+    for stage in stages:
+        if not stage.loads or text_of(stage.loads) or shards.slides:
+            continue
+        if twice := lanes_read_twice(shards.mixed, size, stage.replicas):
+            fewer = range(shards.mixed, 0, -1)
+            alone = next((n for n in fewer if not lanes_read_twice(n, size, stage.replicas)), None)
+            yield (
+                f"replicas of {stage.name} read parts of these {shards.mixed}, of which up to {twice} "
+                "are read by two and fetched twice where these are on two machines; "
+                + (
+                    f"?mixed={alone} gives each its own"
+                    if alone
+                    else f"a train_batch_size that {stage.replicas} divides gives each its own"
+                )
+            )
 
 
 def _left_out(source: Source) -> str:

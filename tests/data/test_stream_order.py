@@ -2,12 +2,15 @@
 whatever is asked first."""
 
 import pickle
+from zlib import crc32
 
 import numpy as np
 import pytest
 
-from data.batching.stream_order import Shards, StreamOrder, _turns
+from data.batching.laps import Shards, lanes_read_twice, spread_order
+from data.batching.stream_order import StreamOrder, _turns
 
+SLIDING = 481_785_689  # of the batches of two epochs, as version 0.1 makes them
 # shards, mixed, largest shard
 SHAPES = [(5, 3, 40), (7, 64, 13), (1, 8, 100), (30, 4, 50), (4, 1, 9)]
 
@@ -60,8 +63,7 @@ def test_a_shard_that_is_not_needed_says_when_it_is_again():
                 for later in range(200)
                 if shard in order.needed(order.batch(step + later))[0].tolist()
             )
-            # within the group in which it comes, one of its samples may come later
-            assert wait * 40 <= steps + 1e-6 and steps <= wait * 40 + 4
+            assert steps == int(wait * 400 + 1e-6) // 10
 
 
 def test_another_global_batch_goes_on_with_what_is_left_of_the_epoch():
@@ -118,16 +120,58 @@ def test_turns_are_even_and_agree_wherever_they_are_asked():
 
 
 def test_a_small_batch_has_samples_of_most_shards_that_are_mixed():
+    """At both ends of a lap, where shards are cut between two lanes, of half as many at least."""
     order = order_of(np.full(100, 400), 100, mixed=16)
-    for step in (0, 3, 150):
+    assert len(order.needed(order.batch(0))[0]) >= 8
+    for step in (60, 150, 300):
         assert len(order.needed(order.batch(step))[0]) >= 14
 
 
-def test_a_replica_reads_a_part_of_the_shards():
-    order = order_of(np.full(400, 50), 800, mixed=32)
-    whole = order.needed(order.batch(9))[0]
-    for own in np.array_split(order.batch(9), 8):
-        assert len(order.needed(own)[0]) <= 12 < 32 <= len(whole)
+@pytest.mark.parametrize(
+    "mixed, size, replicas", [(32, 800, 8), (24, 72, 6), (72, 144, 9), (64, 96, 4)]
+)
+def test_replicas_read_shards_of_their_own(mixed, size, replicas):
+    """But for a shard in which the lanes of two meet: whatever the sizes of shards."""
+    for counts in (np.full(300, 50), counts_of(300, 99)):
+        order = order_of(counts, size, mixed)
+        assert lanes_read_twice(mixed, size, replicas) == 0
+        read = [set() for _ in range(replicas)]
+        for step in range(order.first_step(1)):
+            for own, found in zip(np.array_split(order.batch(step), replicas), read):
+                found.update(order.needed(own)[0].tolist())
+        assert len(set.union(*read)) == np.count_nonzero(counts)
+        assert sum(map(len, read)) <= np.count_nonzero(counts) + replicas - 1
+
+
+def test_replicas_that_do_not_divide_the_lanes_have_one_in_common_with_a_neighbour():
+    assert [lanes_read_twice(64, 576, n) for n in (9, 6, 12, 48, 160)] == [8, 4, 8, 32, 64]
+    assert [lanes_read_twice(24, 60, 6), lanes_read_twice(32, 801, 8)] == [5, 7]
+    order = order_of(np.full(300, 50), 576, 64)
+    whole = order.needed(order.batch(7))[0]
+    parts = [order.needed(own)[0] for own in np.array_split(order.batch(7), 9)]
+    assert len(whole) + 8 <= sum(map(len, parts)) <= len(whole) + 16
+
+
+def test_lanes_come_evenly_also_in_a_part_of_a_round():
+    for number, parts in ((64, 16), (24, 8), (45, 9), (7, 7), (1, 1)):
+        order = spread_order(number)
+        assert sorted(order.tolist()) == list(range(number))
+        rounds = np.tile(order, 3)
+        for start in range(number):
+            lanes = rounds[start : start + parts]
+            assert np.bincount(lanes * parts // number, minlength=parts).tolist() == [1] * parts
+
+
+def test_runs_of_version_0_1_go_on_in_their_order():
+    shards = Shards(counts_of(30, 50), 4, slides=True)
+    order = StreamOrder(int(shards.counts.sum()), 16, 3, shards=(shards,))
+    batches = np.concatenate([order.batch(step) for step in range(order.first_step(2))])
+    assert crc32(batches.tobytes()) == SLIDING
+    for step in (0, 20, 40):
+        needed = order.needed(order.batch(step))[0]
+        assert np.isin(needed, order.live(step)[0]).all()
+        assert max(order.next_use(0, shard, step) for shard in needed.tolist()) < 0.05
+    assert sorted(order.coming(0).tolist()) == list(range(30))
 
 
 def test_a_hundred_million_samples_are_asked_for_at_any_step():
@@ -147,5 +191,6 @@ def test_counts_that_are_not_those_of_the_samples_are_refused():
 def test_coming_shards_are_those_that_are_needed_first(shards, mixed, largest):
     order = order_of(counts_of(shards, largest), 7, mixed)
     coming = order.coming(0).tolist()
-    assert sorted(coming) == list(range(shards))
-    assert set(coming[:mixed]) == set(order._lap(0, 0).live(0, 1).tolist())
+    assert sorted(coming) == np.flatnonzero(order.shards[0].counts).tolist()
+    live = set(order._lap(0, 0).live(0, 1).tolist())
+    assert set(coming[: len(live)]) == live

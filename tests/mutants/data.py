@@ -231,6 +231,22 @@ MUTANTS = (
         STREAMS,
     ),
     Mutant(
+        "lanes-by-their-number",
+        "data/batching/laps.py",
+        "order = (order + rest * np.arange(factor)[:, None]).ravel()",
+        "order = (factor * order[:, None] + np.arange(factor)).ravel()",
+        "replicas read shards of their own where K does not divide the global batch",
+        STREAMS,
+    ),
+    Mutant(
+        "lanes-all-forwards",
+        "data/batching/laps.py",
+        "np.where(lanes % 2, end - 1 - rounds, first + rounds)",
+        "first + rounds",
+        "lanes that meet in a shard read it at the same time",
+        STREAMS,
+    ),
+    Mutant(
         "held-out-shard-trained",
         "data/streams/division.py",
         "train = np.setdiff1d(shards, held_out)",

@@ -243,7 +243,7 @@ def test_a_run_goes_on_without_a_shard_by_the_same_order(run, what, pattern, tok
     assert [found.stream_order.batch(step).tolist() for step in range(32)] == [
         each.tolist() for each in order
     ]
-    said = first_screen._streams(found, 8)
+    said = first_screen._streams(found, 8, ())
     assert re.search("1 shards are left out, 8 samples of this run's order.*2.parquet", said)
     for other in (found, prepare_data(dropping, None, own, looks=False)):  # another rank
         source = other.source

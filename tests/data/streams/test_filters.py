@@ -146,8 +146,8 @@ def test_a_filtered_stream_is_the_data_set_on_the_kept_rows(kind, tmp_path):
 def test_shards_without_a_kept_row_are_never_read(tmp_path):
     write_shards(tmp_path / "shards", "parquet")
     url = f"url=='{row(1, 4)['url']}'"
-    stream, mixed = open_stream(f"stream:{tmp_path}/shards/*.parquet?where={url}")
-    assert stream.shown == [f"{tmp_path}/shards/00001.parquet"] and mixed == len(stream) == 1
+    stream, _ = open_stream(f"stream:{tmp_path}/shards/*.parquet?where={url}")
+    assert stream.shown == [f"{tmp_path}/shards/00001.parquet"] and len(stream) == 1
     assert pickle.loads(pickle.dumps(stream)).captions(0) == [row(1, 4)["caption"]]
 
 

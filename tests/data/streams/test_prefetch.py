@@ -6,7 +6,8 @@ from dataclasses import replace
 from stores import Faults, http_server
 from stream_shards import write_shards
 
-from data.batching.stream_order import Shards, StreamOrder
+from data.batching.laps import Shards
+from data.batching.stream_order import StreamOrder
 from data.streams.opening import open_stream
 from data.streams.prefetch import AT_ONCE, _Following
 

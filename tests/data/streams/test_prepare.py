@@ -1,5 +1,6 @@
 """A run's data of streams: what is held out, mixtures, and micro-batches on any ranks."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +19,7 @@ from data.prepare import prepare_data
 from data.stored.image import IMAGE
 from data.streams.division import divide_shards
 from data.streams.lengths import stream_token_counts
+from engine.topology import fork
 from launch.setup.first_screen import _known_values, _streams
 
 COUNTS = [20, 14, 9, 25, 17, 11, 30, 8]
@@ -76,7 +78,7 @@ def test_mixing_and_repeated_values_are_measured_over_every_data_set(mixture):
     )
     for number, mixing in order.mixing().items():
         lap = order._lap(number, 0)
-        samples = lap.samples(0, len(lap.groups))[0]
+        samples = lap.samples(0, order.parts[number][0])[0]
         assert mixing.rank_correlation == pytest.approx(
             np.corrcoef(np.arange(len(samples)), samples)[0, 1], rel=1e-9
         )
@@ -93,11 +95,12 @@ def test_mixing_and_repeated_values_are_measured_over_every_data_set(mixture):
 def test_the_first_screen_says_how_shards_are_mixed_and_what_they_take(mixture, tmp_path):
     """--stream-cache counts in GiB, and what is smaller is shown in a smaller unit."""
     options, data = mixture
-    (own, _) = data.order(12).mixing().values()
+    (own, _) = data.order(12).mixing(data.order(12).steps_per_epoch // 2).values()
+    stages = fork({"image": [range(1)], "text": [range(1)]}, {"image": 3, "text": 2}).stages
     for given, shown in ((1.5, "1.5 GiB"), (0.5 / 1024, "512.0 KiB")):
         asked = replace(options, stream_cache=given)
         found = prepare_data(asked, None, tmp_path / "run")
-        first, second, *_ = _streams(found, 12).splitlines()
+        first, second, *_ = _streams(found, 12, stages).splitlines()
         of = len(found.shards[0].counts)
         assert first.startswith(f"{of} shards, 3 of them mixed; at most {shown}, ")
         assert second == (
@@ -107,6 +110,36 @@ def test_the_first_screen_says_how_shards_are_mixed_and_what_they_take(mixture, 
         )
         (stream, *_) = found.source.sources
         assert stream.cache.limit_bytes == given * (1 << 30)
+
+
+def test_the_first_screen_says_which_shards_replicas_have_in_common(mixture):
+    """Of images alone: texts are packed over the whole global batch."""
+    _, data = mixture
+
+    def said(image, batch_size):
+        graph = fork({"image": [range(2)], "text": [range(2)]}, {"image": image, "text": 2})
+        lines = _streams(data, batch_size, graph.stages).splitlines()
+        return [line for line in lines if "fetched twice" in line]
+
+    assert said(3, 12) == said(1, 12) == said(3, 15) == []
+    (line,) = said(2, 12)
+    assert line == (
+        "replicas of image 0 read parts of these 3, of which up to 1 are read by two and fetched "
+        "twice where these are on two machines; ?mixed=2 gives each its own"
+    )
+    assert said(5, 12)[0].endswith("a train_batch_size that 5 divides gives each its own")
+
+
+def test_a_run_of_version_0_1_goes_on_in_its_order(mixture, tmp_path):
+    options, data = mixture
+    assert not any(each.slides for each in data.shards)
+    record = tmp_path / "run" / "samples" / "made_of.json"
+    made_of = json.loads(record.read_text())
+    del made_of["stream_order"]
+    record.write_text(json.dumps(made_of))
+    before = prepare_data(options, None, tmp_path / "run")
+    assert all(each.slides for each in before.shards)
+    assert (before.order(12).batch(3) != data.order(12).batch(3)).any()
 
 
 def test_an_epoch_of_a_mixture_on_any_ranks_and_workers(mixture, tmp_path):
