@@ -33,6 +33,11 @@ class Shards:
         """Those of all shards in a row."""
         return Concat(self.counts)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is a data set that is at hand as a whole."""
+        return len(self.counts) == 1
+
 
 class Lap(Protocol):
     """Every sample of a data set once, in `N` visits."""
@@ -90,6 +95,8 @@ class LanesLap:
         for part, own, within in self._row.split(self._places(lanes, rounds)):
             shard = int(self._order[part])
             found[own] = self._shards.samples.starts[shard] + self._permutation(shard)[within]
+        if self._shards.is_whole:  # which anybody can read, so each replica has as many of it
+            return found, np.arange(len(found)) / len(found)
         return found, lanes / number
 
     def live(self, start: int, stop: int) -> np.ndarray:
@@ -160,15 +167,11 @@ def spread_order(number: int) -> np.ndarray:
     return order
 
 
-def lanes_read_twice(lanes: int, global_batch_size: int, replicas: int) -> int:
-    """How many lanes, at most, more than one of the replicas reads, where each computes as many
-    samples; 0: each has lanes of its own."""
+def are_apart(lanes: int, visits: int, replicas: int) -> bool:
+    """Whether each of the replicas, which compute equally many of any `visits` in a row, reads lanes
+    that no other reads."""
     even = np.cumprod([1, *_factors(lanes)])  # so many visits in a row are of so many equal parts
-    if ((even % replicas == 0) & (global_batch_size % even == 0)).any():
-        return 0
-    if global_batch_size % lanes:
-        return min(lanes, replicas - 1)
-    return min(lanes, int(np.count_nonzero(np.arange(1, replicas) * lanes % replicas)))
+    return bool(((even % replicas == 0) & (visits % even == 0)).any())
 
 
 def _factors(number: int) -> list[int]:

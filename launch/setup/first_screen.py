@@ -19,7 +19,6 @@ from common.cpus import usable_cpus
 from common.output import plain
 from common.sizes import sized
 from data.annotations import Annotation
-from data.batching.laps import lanes_read_twice
 from data.batching.mixture import Mixture
 from data.batching.stream_order import StreamOrder
 from data.index.sources import IndexedSource, KnownSource, Source
@@ -320,21 +319,16 @@ def _streams(data: PreparedData, batch_size: int, stages: Sequence[Stage]) -> st
 def _read_twice(order: StreamOrder, number: int, stages: Sequence[Stage]) -> Iterator[str]:
     """What replicas that read shards of their own have in common. Those with texts pack these over
     the whole global batch, so each reads all shards."""
-    shards, size = order.shards[number], order.global_batch_size
+    shards = order.shards[number]
     for stage in stages:
         if not stage.loads or text_of(stage.loads) or shards.slides:
             continue
-        if twice := lanes_read_twice(shards.mixed, size, stage.replicas):
-            fewer = range(shards.mixed, 0, -1)
-            alone = next((n for n in fewer if not lanes_read_twice(n, size, stage.replicas)), None)
+        if common := order.lanes_in_common(number, stage.replicas):
             yield (
-                f"replicas of {stage.name} read parts of these {shards.mixed}, of which up to {twice} "
-                "are read by two and fetched twice where these are on two machines; "
-                + (
-                    f"?mixed={alone} gives each its own"
-                    if alone
-                    else f"a train_batch_size that {stage.replicas} divides gives each its own"
-                )
+                f"replicas of {stage.name} read parts of these {shards.mixed}, of which up to {common} "
+                "are read by two and fetched twice where these are on two machines; where "
+                f"{stage.replicas} divides ?mixed=K and the samples that a global batch has of each "
+                "data set, each has its own"
             )
 
 
