@@ -28,6 +28,7 @@ from common.files import make_folder, replacing
 from common.options import at_least, positive
 from common.output import outlive_output, plain, run_program
 from data.bad_samples import REASONS, Absent, BadSample
+from data.bad_tables import bad_values, count_bad
 from data.decoding.films import strip_of
 from data.decoding.images import decode_bytes, upright_8bit
 from data.decoding.sounds import decode_audio
@@ -36,7 +37,6 @@ from data.index.sources import IndexedSource, KnownSource, open_source
 from data.modalities.fonts import columns_of, fonts_for, wrapped
 from data.modules import import_modules
 from data.options import add_pairs_flags, compared
-from data.prepare import bad_values, count_bad
 from data.spec_files import SPEC
 from data.speed import NEEDED, measured
 from data.stored.kinds import STORED, annotations_of, files_of, is_own, several_of

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from data.batching.requests import evaluation_requests
-from data.prepare import HeldOut
+from data.prepared import HeldOut
 from data.progress import Bar, progress_bar
 from engine.evaluation import PairTotals
 from engine.executor import ForkEngine

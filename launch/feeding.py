@@ -15,6 +15,7 @@ from torch import Tensor
 
 from common.cpus import usable_cpus
 from common.sizes import GIB
+from data.bad_tables import bad_table
 from data.batching.requests import MicroBatchRequest
 from data.batching.stream_order import StreamOrder
 from data.cache import SampleCache, default_folder, open_cache
@@ -22,7 +23,7 @@ from data.index.sources import Source
 from data.loader import LoadReport, micro_batches, resolve_workers
 from data.modalities.text import Languages
 from data.options import LoadingOptions
-from data.prepare import PreparedData, bad_table
+from data.prepared import PreparedData
 from data.processes import start_early
 from data.stored.kinds import is_file, text_of
 from data.stored.record import UNREADABLE

@@ -18,7 +18,7 @@ from data.modalities.modality import Modality
 from data.modalities.preprocessing import Preprocessing
 from data.modalities.text import Languages
 from data.modules import own_code
-from data.prepare import PreparedData
+from data.prepared import PreparedData
 from engine.stage_runner import FromBytes
 from launch.config.groups import InputOptions
 from launch.modalities import MODALITIES, OWN, Inputs, entry_of

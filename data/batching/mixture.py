@@ -148,11 +148,14 @@ def specs_of(source: Source) -> list[str]:
     return [each.spec for each in source.sources] if isinstance(source, Mixture) else [source.spec]
 
 
-def open_sources(specs: Sequence[str], **building) -> KnownSource:
-    """One data set as it is, several as a `Mixture`. Errors: ValueError, OSError; see
-    `open_source`."""
-    sources: list[KnownSource] = [open_source(spec, **building) for spec in specs]
+def joined(sources: Sequence[Source]) -> Source:
+    """One data set as it is, several as a `Mixture`."""
     return sources[0] if len(sources) == 1 else Mixture(sources)
+
+
+def open_sources(specs: Sequence[str], **building) -> KnownSource:
+    """All of them, `joined`. Errors: ValueError, OSError; see `open_source`."""
+    return cast(KnownSource, joined([open_source(spec, **building) for spec in specs]))
 
 
 def source_names(specs: Sequence[str]) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from data.batching.mixture import source_names
 from data.batching.order import GlobalOrder
 from data.batching.requests import MicroBatchRequest
 from data.batching.settings import setting_at
-from data.prepare import PreparedData
+from data.prepared import PreparedData
 from data.stored.kinds import is_text
 from engine.config.reading import BranchesBlock
 from engine.executor import ForkEngine, StepSpec

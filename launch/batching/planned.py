@@ -26,7 +26,7 @@ from data.index.sources import Source
 from data.modalities.lengths import Counts, token_counts
 from data.modalities.tokenizer import token_lengths
 from data.options import derived_of
-from data.prepare import PreparedData
+from data.prepared import PreparedData
 from data.stored.kinds import is_text, text_of
 from data.streams.lengths import stream_token_counts
 from engine.config.reading import BranchesBlock

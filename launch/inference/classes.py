@@ -11,7 +11,7 @@ from rich.table import Table
 from torch import Tensor
 
 from data.index.sources import IndexedSource, Source
-from data.prepare import HeldOut
+from data.prepared import HeldOut
 from data.stored.kinds import is_text
 from launch.inference.embedding import Embedder
 from models.metrics.classification import (

@@ -6,11 +6,13 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import replace
 
+from data.bad_tables import first_bad
 from data.batching.mixture import open_sources
 from data.index.roots import with_roots
 from data.index.sources import open_source
 from data.options import DataOptions
-from data.prepare import HeldOut, first_bad, prepare_data
+from data.prepare import prepare_data
+from data.prepared import HeldOut
 from launch.inference.trained import Trained, import_of_data
 from launch.terminal.tables import show
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from data.index.leaks import count_leaks, find_leaks
 from data.options import DataOptions
-from data.prepare import HeldOut, PreparedData, prepare_data
+from data.prepare import prepare_data
+from data.prepared import HeldOut, PreparedData
 from data.streams.opening import is_stream
 from launch.inference.trained import Trained, import_of_data
 

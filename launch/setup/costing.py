@@ -17,7 +17,7 @@ from common.cpus import usable_cpus
 from data.batching.requests import MicroBatchRequest
 from data.modalities.tokenizer import token_lengths
 from data.options import LoadingOptions, derived_of
-from data.prepare import PreparedData
+from data.prepared import PreparedData
 from data.progress import progress_bar
 from data.stored.kinds import is_text, text_of
 from engine.config.reading import AUTO, MEASURE, BranchesBlock

@@ -19,13 +19,14 @@ from common.cpus import usable_cpus
 from common.output import plain
 from common.sizes import sized
 from data.annotations import Annotation
+from data.bad_tables import count_bad
 from data.batching.mixture import Mixture
 from data.batching.stream_order import StreamOrder
 from data.index.sources import IndexedSource, KnownSource, Source
 from data.modalities.annotations import KEPT
 from data.modalities.transforms import EvalTransform
 from data.options import derived_of, loss_names
-from data.prepare import PreparedData, count_bad
+from data.prepared import PreparedData
 from data.stored.kinds import annotations_of, files_of, several_of, text_of
 from data.stored.record import StoredFile
 from data.streams.several import streams_of

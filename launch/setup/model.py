@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from data.batching.buckets import side_multiple
-from data.prepare import PreparedData
+from data.prepared import PreparedData
 from data.stored.derived import Derived
 from data.stored.kinds import stored
 from engine.config.reading import BranchesBlock

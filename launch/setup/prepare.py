@@ -17,7 +17,8 @@ from deepspeed.monitor.config import DeepSpeedMonitorConfig
 
 from data.modalities.tokenizer import length_multiple
 from data.options import DataOptions, derived_of
-from data.prepare import PreparedData, prepare_data
+from data.prepare import prepare_data
+from data.prepared import PreparedData
 from engine.build import build_engine
 from engine.config.reading import BranchesBlock
 from engine.executor import ForkEngine

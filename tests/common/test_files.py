@@ -20,7 +20,7 @@ from common.files import (
     replacing_folder,
     write_text,
 )
-from data.prepare import write_bad_samples
+from data.bad_tables import write_bad_samples
 from engine.checkpoint.layout import replace_text
 from engine.checkpoint.writing import make_folder as make_checkpoint_folder
 from launch.inference.evaluation import write_numbers

@@ -20,6 +20,7 @@ from bad_audio import BAD_AUDIO, RATE, film, m4a, tone, wav  # noqa: E402
 from bad_sets import encoded_image  # noqa: E402
 
 from data.bad_samples import BadSample
+from data.bad_tables import count_bad, refuse_too_many_bad, write_bad_samples
 from data.batching.mixture import open_sources
 from data.decoding import sounds as decoding
 from data.decoding.sounds import decode_audio, describe_audio, resampled
@@ -30,7 +31,6 @@ from data.index.splits import split_source
 from data.loader import MicroBatchDataset
 from data.modalities.audio.features import AudioFeatures
 from data.modalities.audio.modality import AudioModality
-from data.prepare import count_bad, refuse_too_many_bad, write_bad_samples
 
 soundfile = pytest.importorskip("soundfile", reason="pip install -r requirements-audio.txt")
 pytest.importorskip("av", reason="pip install -r requirements-audio.txt")

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from data.bad_tables import count_bad
 from data.index.sources import ConceptSource, Source, open_format, open_source
-from data.prepare import count_bad
 
 GOOD = {"image_path": "images of emoji/0.png", "text": "again"}
 OTHER_KEY = '{"image_path": "images of emoji/0.png", "txt": "a"}'

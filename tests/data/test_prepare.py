@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import prepare
+from data import sets
 from data.index.sources import open_source
 from data.index.splits import split_source
 from data.modalities.tokenizer import train_tokenizer
@@ -82,7 +82,7 @@ def test_the_tokenizer_knows_the_training_captions_only(spec, folder):
 def test_the_second_time_and_in_another_folder_it_is_the_same(spec, folder, monkeypatch):
     first = contents(prepared(spec, folder, **QUARTER))
     assert first == contents(prepared(spec, folder.parent, **QUARTER))
-    monkeypatch.setattr(prepare, "split_source", lambda *_, **__: pytest.fail("divided again"))
+    monkeypatch.setattr(sets, "split_source", lambda *_, **__: pytest.fail("divided again"))
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
     assert first == contents(prepared(spec, folder, **QUARTER))
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}

@@ -18,10 +18,10 @@ from PIL import Image, ImageOps
 
 from data.annotations import Annotation
 from data.bad_samples import ANNOTATION_LIMIT, CODES, Absent, BadSample
+from data.bad_tables import count_bad
 from data.batching.mixture import open_sources
 from data.batching.shown import ShownAnnotations, shown_annotations
 from data.index.sources import open_format, open_source
-from data.prepare import count_bad
 from data.stored.derived import REGIONS
 from data.streams.opening import open_stream
 

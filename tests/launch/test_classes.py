@@ -13,7 +13,7 @@ from PIL import Image
 
 import evaluate
 from data.index.sources import open_source
-from data.prepare import HeldOut
+from data.prepared import HeldOut
 from launch.inference.classes import benchmark_metrics, classification, made_of
 
 open_clip = pytest.importorskip("open_clip", reason="class names and prompts are taken from it")

@@ -22,7 +22,8 @@ from data.modalities.fonts import fonts_for, installed_families
 from data.modalities.text import Languages, TextModality
 from data.modalities.tokenizer import batch_tokens
 from data.options import DataOptions
-from data.prepare import HeldOut, prepare_data
+from data.prepare import prepare_data
+from data.prepared import HeldOut
 from launch.exporting.writing import write_export
 from launch.inference.classes import classification
 from launch.inference.embedding import Embedded, Embedder, Rows, as_source

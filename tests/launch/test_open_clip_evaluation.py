@@ -11,7 +11,7 @@ from exports import trained_model
 from PIL import Image
 
 from data.index.sources import open_source
-from data.prepare import HeldOut
+from data.prepared import HeldOut
 from launch.exporting.writing import write_export
 from launch.inference.classes import classification
 from launch.inference.embedding import Embedder
