@@ -18,7 +18,7 @@ from data.index.sources import open_source
 from data.keys import content_hash
 from data.options import DataOptions
 from data.prepare import prepare_data
-from data.streams import metadata
+from data.streams import parquet_reading
 from data.streams.bloom import MARK, key_of, open_unseen, write_unseen
 from data.streams.counts import identities_of
 from data.streams.filters import Kept, _hashes, kept_rows, metadata_keys
@@ -401,8 +401,8 @@ def test_rows_that_are_decoded_in_pieces_are_the_same(kind, tmp_path, monkeypatc
     write_unseen(tmp_path / "seen", "caption", seen, 1e-9)
     asked = {"where": f"{WHERE} or url=='no'", "unseen": open_unseen(tmp_path / "seen")}
     whole = kept_of(names, tmp_path / "whole", **asked)
-    monkeypatch.setattr(metadata, "PIECE_ROWS", 4)
-    monkeypatch.setattr(metadata, "ROWS_AT_ONCE", 3)
+    monkeypatch.setattr(parquet_reading, "PIECE_ROWS", 4)
+    monkeypatch.setattr(parquet_reading, "ROWS_AT_ONCE", 3)
     pieces = kept_of(names, tmp_path / "pieces", **asked)
     assert 5 < whole.counts.sum() < 40
     for shard in range(SHARDS):
