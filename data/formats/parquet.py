@@ -186,9 +186,9 @@ class ParquetFormat(ShardsFormat):
         for file in self.files:
             unchanging = self.stamp(file)
             try:
-                with open_parquet(file) as opened:
-                    metadata = opened.metadata
-                fault = JOINED if is_joined(file, metadata) else ""
+                with open(file, "rb") as opened:
+                    metadata = open_parquet(opened).metadata
+                    fault = JOINED if is_joined(opened, metadata) else ""
             except (pa.ArrowException, OSError) as error:
                 fault = f"no parquet file, or its end is missing: {error}"
             if fault:
@@ -201,6 +201,13 @@ class ParquetFormat(ShardsFormat):
                 own = None if self._names_files(chunks) else (unchanging, group)
                 yield Part(file, (group, start, chunks.num_rows, beside), 1, own)
                 start, beside = start + chunks.num_rows, []
+
+    @property
+    def wanted(self) -> dict[str, str]:
+        """What is read of each row -> its column: of images and sounds those that are compared."""
+        beside = (key for name in self.modalities for key in stored(name).beside)
+        keys = ("id", *self.modalities, *beside)
+        return {key: self.columns[key] for key in keys if key in self.columns}
 
     def _further(self, metadata: pq.FileMetaData) -> list[str]:
         """Each column of a file that may hold a modality of which another column is read, as
@@ -231,11 +238,7 @@ class ParquetFormat(ShardsFormat):
         yield from (Unused(what, "", first) for what in beside)
         size = os.path.getsize(part.file)
         number, decoded, limit = first, 0, FILE_LIMIT + DECODED_FACTOR * size
-        # Of images and sounds those that are compared are read.
-        beside = (key for name in self.modalities for key in stored(name).beside)
-        keys = ("id", *self.modalities, *beside)
-        columns = {key: self.columns.get(key) for key in keys}
-        wanted = {key: column for key, column in columns.items() if column is not None}
+        wanted = self.wanted
         try:
             for batch in self._batches(part.file, group, wanted):
                 values = self._values(batch, wanted, group * GROUP + number - first)

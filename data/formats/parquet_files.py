@@ -48,7 +48,7 @@ def open_parquet(source: Any) -> pq.ParquetFile:
             opened.close()
 
 
-def is_joined(file: str, metadata: pq.FileMetaData) -> bool:
+def is_joined(file: BinaryIO, metadata: pq.FileMetaData) -> bool:
     """Whether other parquet files stand before the one whose footer ends the file. Its places in
     the file then point into these, so their rows would be read in the place of its own."""
     end = len(MAGIC)
@@ -58,11 +58,12 @@ def is_joined(file: str, metadata: pq.FileMetaData) -> bool:
             starts = (chunk.data_page_offset, chunk.dictionary_page_offset or math.inf)
             end = max(end, int(min(starts)) + chunk.total_compressed_size)
     # indexes of pages and Bloom filters stand there, too
-    between = os.path.getsize(file) - len(MAGIC) - 4 - metadata.serialized_size - end
+    size = file.seek(0, os.SEEK_END)
+    between = size - len(MAGIC) - 4 - metadata.serialized_size - end
     if between <= len(MAGIC):
         return False
-    with open(file, "rb") as opened:
-        return _holds(opened, 2 * MAGIC, between + len(MAGIC))
+    file.seek(0)
+    return _holds(file, 2 * MAGIC, between + len(MAGIC))
 
 
 def is_filled(metadata: pq.FileMetaData, name: str) -> bool:

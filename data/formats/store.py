@@ -143,13 +143,17 @@ def listed(pattern: str, limit_s: float = WAIT_S) -> list[str]:
 
 
 def open_file(
-    address: str, known: Identity | None = None, block: int = BLOCK, limit_s: float = WAIT_S
+    address: str,
+    known: Identity | None = None,
+    block: int = BLOCK,
+    limit_s: float = WAIT_S,
+    count: Callable[[int], object] = lambda fetched: None,
 ) -> BinaryIO:
-    """To read from any place, `block` bytes at a time. `known`: its identity. Errors, also of
-    reading: OSError."""
+    """To read from any place, `block` bytes at a time. `known`: its identity; `count`: called with
+    the number of bytes of each piece that is fetched. Errors, also of reading: OSError."""
     if not is_remote(address):
         return open(local_path(address), "rb")
-    reader = _Reader(address, (known or identity_of(address, limit_s)).size, limit_s)
+    reader = _Reader(address, (known or identity_of(address, limit_s)).size, limit_s, count)
     return cast(BinaryIO, io.BufferedReader(reader, block))
 
 
@@ -345,8 +349,11 @@ def _advice(address: str) -> str:
 
 
 class _Reader(io.RawIOBase):
-    def __init__(self, address: str, size: int, limit_s: float) -> None:
+    def __init__(
+        self, address: str, size: int, limit_s: float, count: Callable[[int], object]
+    ) -> None:
         self._address, self._size, self._limit_s, self._place = address, size, limit_s, 0
+        self._count = count
         self._copies, self._copy = ExitStack(), cast("BinaryIO | None", None)
 
     def close(self) -> None:
@@ -376,7 +383,10 @@ class _Reader(io.RawIOBase):
     def _read(self, start: int, stop: int) -> bytes:
         if self._copy is None:
             with suppress(NoRanges):
-                return _ranged(self._address, start, stop, self._limit_s)
+                found = _ranged(self._address, start, stop, self._limit_s)
+                self._count(len(found))
+                return found
             self._copy = self._copies.enter_context(_copied(self._address, self._limit_s))
+            self._count(self._size)
         self._copy.seek(start)
         return self._copy.read(stop - start)

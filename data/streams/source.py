@@ -10,7 +10,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -33,9 +33,10 @@ from data.index.building import load_index
 from data.index.mapped import UnusedCounts
 from data.index.sources import IndexedSource
 from data.keys import HASH_BYTES
-from data.stored.kinds import Registered
+from data.stored.kinds import Registered, is_text
 from data.streams.cache import Held, ShardCache
 from data.streams.filters import Kept
+from data.streams.texts import Texts, opened_texts
 
 FORMATS: dict[str, Callable[[str, Shard], Format]] = {
     ".tar": WebdatasetFormat,
@@ -43,6 +44,7 @@ FORMATS: dict[str, Callable[[str, Shard], Format]] = {
 }
 INDEX_BYTES = 1 << 10  # of a sample, at most on average: its row, captions and token counts
 DAMAGES = [CODES[reason] for reason in ("truncated-archive", "empty-file")]  # of a shard
+TEXTS = "#texts"  # how the name of an entry ends that has nothing but these
 HELD_UNTOLD = 2  # shards that are held by who reads samples in any order
 KEPT_NUMBERS = 256  # columns of shards
 
@@ -131,6 +133,9 @@ class StreamSource:
 
     Once `keep` was called, a shard that was opened stays in the cache until `keep` says that it is
     not needed; before that until others are. Pickled it is the table and the cache's folder.
+
+    `only_texts`: of remote parquet shards nothing else is fetched. Their samples have the same
+    numbers, names and captions as those of the whole shards, and no values.
     """
 
     def __init__(
@@ -140,10 +145,11 @@ class StreamSource:
         cache: ShardCache,
         pairs: Pairs = DEFAULT_PAIRS,
         max_audio_seconds: float | None = None,
+        only_texts: bool = False,
     ) -> None:
         self.spec = redact(spec)
         self.table, self.cache, self.pairs = table, cache, pairs
-        self.max_audio_seconds = max_audio_seconds
+        self.max_audio_seconds, self.only_texts = max_audio_seconds, only_texts
         self.samples = Concat(table.counts)  # of all shards in a row
         self._reset()
 
@@ -158,6 +164,7 @@ class StreamSource:
         state = {"kinds": Registered(), **self.__dict__}
         for name in ("_open", "_is_told", "_numbers", "_counts", "_lock"):
             del state[name]
+        state.pop("texts_alone", None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -267,12 +274,28 @@ class StreamSource:
     @property
     def entries(self) -> list[str]:
         """The shards' names in the cache, without credentials."""
-        return [redact(self.table.entry(shard)) for shard in range(len(self.table.names))]
+        return [redact(self.entry(shard)) for shard in range(len(self.table.names))]
+
+    def entry(self, shard: int) -> str:
+        """The name of a shard in the cache."""
+        return f"{self.table.entry(shard)}{TEXTS if self.only_texts else ''}"
 
     def of_shards(self, shards: np.ndarray, counts: np.ndarray) -> StreamSource:
         """Some of the shards, of each the first `counts` samples."""
         table = replace(self.table.chosen(shards), counts=counts)
         return StreamSource(self.spec, table, self.cache, self.pairs, self.max_audio_seconds)
+
+    @cached_property
+    def texts_alone(self) -> StreamSource:
+        """The same samples as far as texts go, without the rest of their shards where it need not
+        be fetched."""
+        texts = dict.fromkeys(name for pair in self.pairs for name in pair if is_text(name))
+        names = self.table.names
+        is_known = self.only_texts or not any(map(is_remote, names))
+        if not texts or is_known or _ending(names[0]) != ".parquet":
+            return self
+        pairs = tuple((name, name) for name in texts)
+        return StreamSource(self.spec, self.table, self.cache, pairs, only_texts=True)
 
     def fingerprint(self) -> int:
         """Another number where shards have other names, counts or kept rows."""
@@ -347,28 +370,49 @@ class StreamSource:
     ) -> tuple[Held, bool] | None:
         """A shard in the cache, and whether it was not there before; None, and the rest: see
         `ShardCache.hold`. Errors: OSError; BadShard where it is not what the run began with."""
-        name, entry, table = self.table.names[shard], self.table.entry(shard), self.table
+        name, entry, table = self.table.names[shard], self.entry(shard), self.table
         remote = is_remote(name)
         if not remote:
             self._refuse_changed(shard, identity_of)
         if there := self.cache.find(entry):  # the store is not asked
             return there, False
         counts = table.told if table.kept is None else table.kept.totals
-        size = int(counts[shard]) * INDEX_BYTES + int(table.sizes[shard]) * remote
-        filled = False
+        rest = int(counts[shard]) * INDEX_BYTES
 
-        def fill(folder: Path) -> None:
-            nonlocal filled
-            filled = True
-            if remote:
-                file = folder / _file_name(name)
-                check = partial(self._refuse_other, shard)
-                fetched = self._refuse_changed(shard, lambda name: fetch(name, file, check=check))
-                with self._lock:
-                    self._counts["stream_bytes"] += fetched.size
+        def hold(size: int, write: Callable[[Path], object] | None) -> tuple[Held, bool] | None:
+            filled = False
 
-        held = self.cache.hold(entry, size, fill, needed, next_use)
-        return None if held is None else (held, filled)
+            def fill(folder: Path) -> None:
+                nonlocal filled
+                filled = True
+                if write is not None:
+                    write(folder / _file_name(name))
+
+            held = self.cache.hold(entry, size + rest, fill, needed, next_use)
+            return None if held is None else (held, filled)
+
+        if not remote:
+            return hold(0, None)
+        if self.only_texts:
+            with suppress(ValueError):  # of what is damaged all is fetched, and read as it is
+                stored = self._refuse_changed(shard, identity_of)
+                known = partial(self._format, shard)
+                with opened_texts(name, stored, known, self._count_bytes) as texts:
+                    return hold(texts.size, partial(self._write_texts, shard, texts))
+        return hold(int(table.sizes[shard]), partial(self._fetch, shard))
+
+    def _fetch(self, shard: int, file: Path) -> None:
+        check = partial(self._refuse_other, shard)
+        fetched = self._refuse_changed(shard, lambda name: fetch(name, file, check=check))
+        self._count_bytes(fetched.size)
+
+    def _write_texts(self, shard: int, texts: Texts, file: Path) -> None:
+        texts.write(file)
+        self._refuse_changed(shard, identity_of)  # its parts are all of one file
+
+    def _count_bytes(self, fetched: int) -> None:
+        with self._lock:
+            self._counts["stream_bytes"] += fetched
 
     def _refuse_changed(self, shard: int, look: Callable[[str], Identity]) -> Identity:
         """What `look` finds under the shard's name. Errors: BadShard, OSError."""
@@ -394,9 +438,7 @@ class StreamSource:
         with ExitStack() as undo:
             undo.callback(held.close)
             file = held.folder / _file_name(name) if is_remote(name) else Path(name)
-            given = Shard(name, str(file), table.short[shard])
-            format = FORMATS[_ending(name)](f"shard{table.options}", given)
-            format.pairs = self.pairs
+            format = self._format(shard, file)
             is_new = not (held.folder / "index").exists()
             index = load_index(
                 format,
@@ -416,6 +458,14 @@ class StreamSource:
         if needed:
             self._counts["stream_misses" if filled else "stream_hits"] += 1
         return OpenShard(held, source, every[:0] if is_left_out else every, is_left_out)
+
+    def _format(self, shard: int, file: Path) -> Any:
+        """What reads the samples of a shard, from a file of it."""
+        name, table = self.table.names[shard], self.table
+        given = Shard(name, str(file), table.short[shard])
+        format = FORMATS[_ending(name)](f"shard{table.options}", given)
+        format.pairs = self.pairs
+        return format
 
     def _is_miscounted(self, shard: int, source: IndexedSource, number: int) -> bool:
         """Whether it has another number of samples than was told. Of a damaged one some may lack,
