@@ -17,6 +17,7 @@ from data.options import DataOptions, derived_of, read_pairs
 from data.prepared import EXAMPLES, PreparedData
 from data.sets import open_sets
 from data.stored.kinds import annotations_of, stored, text_of
+from data.streams.several import texts_alone
 
 SAMPLES_TRIED = 1000  # with a tokenizer that is given
 
@@ -103,6 +104,7 @@ def _texts(options: DataOptions, source: Source, samples: np.ndarray | Rows) -> 
     derived = derived_of(options.pairs)
     kinds = annotations_of((derived.name,)) if derived else []
     have = [source.numbers(kind.count, samples[:]) for kind in kinds]
+    source = source if kinds else texts_alone(source)
     for place, i in enumerate(samples[:].tolist()):
         yield from source.captions(i)
         for kind, numbers in zip(kinds, have):

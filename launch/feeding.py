@@ -25,10 +25,11 @@ from data.modalities.text import Languages
 from data.options import LoadingOptions
 from data.prepared import PreparedData
 from data.processes import start_early
-from data.stored.kinds import is_file, text_of
+from data.stored.kinds import is_file, is_text, text_of
 from data.stored.record import UNREADABLE
 from data.streams.lengths import of_streams
 from data.streams.prefetch import Prefetcher
+from data.streams.several import texts_alone
 from data.streams.source import COUNTS as STREAM_COUNTS
 from engine.executor import ForkEngine
 from engine.processes.start import Processes
@@ -70,6 +71,10 @@ class Feeding:
         # the next stage must know all shapes of a step before its first micro-batch
         self.meta_first = engine.stage.next is not None
         self.batch = engine.batches[self.branch]
+        # what training samples are read from
+        self.source = data.source
+        if batching.batches.texts_apart and all(map(is_text, self.modalities)):
+            self.source = texts_alone(data.source)
         self.inputs = Inputs(
             inputs,
             data.tokenizer,
@@ -93,9 +98,7 @@ class Feeding:
         requests = self.batching.requests(start_step, stop_step, self.meta_first)
         if self.data.shards and self.modalities:
             requests = self._prefetched(requests, start_step)
-        return self._micro_batches(
-            self.data.source, requests, self.loading.num_workers, training=True
-        )
+        return self._micro_batches(self.source, requests, self.loading.num_workers, training=True)
 
     def counts(self) -> dict[str, float]:
         """What was counted since the last call; the same names on every rank."""
@@ -112,7 +115,7 @@ class Feeding:
         share = (self.engine.comm.replica, self.batch.replicas) if alone else None
         texts = batches.texts if text_of(self.modalities) else None
         tokens = of_streams(texts.tokens) if texts else {}
-        known = (self.data.source, self._order(), share, start_step, tokens)
+        known = (self.source, self._order(), share, start_step, tokens)
         with Prefetcher(*known) as self._prefetcher:
             for request in requests:
                 step = request[0].step if isinstance(request, list) else request.step

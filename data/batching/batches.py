@@ -128,7 +128,8 @@ class Batches:
     which are shown, where a pair has them. `weights_of`: a global batch -> what its samples count
     in its loss, [G] int64 millionths; None: all the same. `examples`: numbers of training samples
     that stand for others that are not known yet; None: all are known. `keeps_shares`: whether
-    `shares` is asked for every step.
+    `shares` is asked for every step. `texts_apart`: whether a stage that loads texts asks for
+    nothing else of samples.
 
     `order` and `settings` change in the course of a run, for steps that no loader has begun with.
     """
@@ -143,6 +144,7 @@ class Batches:
     weights_of: Callable[[GlobalBatch], np.ndarray] | None = None
     examples: np.ndarray | None = None
     keeps_shares: bool = False
+    texts_apart: bool = False
     # of steps that were packed, and not asked for yet
     _shares: dict[int, Shares] = field(default_factory=dict, init=False, repr=False)
 

@@ -94,10 +94,12 @@ class _Following:
         self.streams, self.order, self.share = streams_of(source), order, share
         self.step, self.rank, self.pool = step, rank, pool
         self.then = {number: counts.count for number, counts in tokens.items()}
+        # also of what other ranks of this machine read of the same shards
         self.places = {
             name: (number, shard)
             for number, stream in self.streams.items()
-            for shard, name in enumerate(stream.entries)
+            for shard, names in enumerate(stream.entries)
+            for name in names
         }
         self.roomless: dict[tuple[int, int], int] = {}  # shards -> the steps that need them
         self.seen: deque[tuple[float, int]] = deque([(time.monotonic(), step)], PACE_STEPS)

@@ -19,6 +19,15 @@ def streams_of(source: Source) -> dict[int, StreamSource]:
     return {n: each for n, each in enumerate(sources) if isinstance(each, StreamSource)}
 
 
+def texts_alone(source: Source) -> Source:
+    """The same samples as far as texts go, for which less of streams is fetched."""
+    if isinstance(source, StreamSource):
+        return source.texts_alone
+    if isinstance(source, Mixture) and streams_of(source):
+        return Mixture([texts_alone(each) for each in source.sources])
+    return source
+
+
 def keep_shards(source: Source, shards: Mapping[int, np.ndarray]) -> None:
     """Let go of all other shards. `shards`: by number of the data set."""
     for number, stream in streams_of(source).items():

@@ -272,13 +272,10 @@ class StreamSource:
         return [redact(name) for name in self.table.names]
 
     @property
-    def entries(self) -> list[str]:
-        """The shards' names in the cache, without credentials."""
-        return [redact(self.entry(shard)) for shard in range(len(self.table.names))]
-
-    def entry(self, shard: int) -> str:
-        """The name of a shard in the cache."""
-        return f"{self.table.entry(shard)}{TEXTS if self.only_texts else ''}"
+    def entries(self) -> list[tuple[str, str]]:
+        """The names in the cache of each shard and of its texts, without credentials."""
+        names = map(self.table.entry, range(len(self.table.names)))
+        return [(redact(name), redact(f"{name}{TEXTS}")) for name in names]
 
     def of_shards(self, shards: np.ndarray, counts: np.ndarray) -> StreamSource:
         """Some of the shards, of each the first `counts` samples."""
@@ -370,7 +367,8 @@ class StreamSource:
     ) -> tuple[Held, bool] | None:
         """A shard in the cache, and whether it was not there before; None, and the rest: see
         `ShardCache.hold`. Errors: OSError; BadShard where it is not what the run began with."""
-        name, entry, table = self.table.names[shard], self.entry(shard), self.table
+        name, table = self.table.names[shard], self.table
+        entry = table.entry(shard) + (TEXTS if self.only_texts else "")
         remote = is_remote(name)
         if not remote:
             self._refuse_changed(shard, identity_of)

@@ -29,6 +29,7 @@ from data.options import derived_of
 from data.prepared import PreparedData
 from data.stored.kinds import is_text, text_of
 from data.streams.lengths import stream_token_counts
+from data.streams.several import texts_alone
 from engine.config.reading import BranchesBlock
 from engine.planning.planner import RunPlan
 from launch.config.blocks import BalanceBlock, SampleWeightsBlock, balancing, weighting
@@ -60,17 +61,21 @@ def planned_batches(
     balance = balancing(block)
     refuse_missing_branches(balance, plan)
     buckets = image_buckets(data, options, patch_size)
+    weights_of = sample_weights_of(data, weighting(block), options.max_text_tokens, folder)
+    annotations = shown_annotations_of(data.source, options)
+    apart = weights_of is annotations is None and _texts_enter_alone(plan)
     batches = Batches(
         order,
         data.train,
         [Setting(0, {b: batch.num_micro_batches for b, batch in plan.batches.items()})],
         buckets=buckets,
-        texts=text_packer(balance, plan, data, options, folder),
+        texts=text_packer(balance, plan, data, options, folder, apart),
         costs=value_costs(balance, plan, data, options, in_sizes=buckets is not None),
-        annotations=shown_annotations_of(data.source, options),
-        weights_of=sample_weights_of(data, weighting(block), options.max_text_tokens, folder),
+        annotations=annotations,
+        weights_of=weights_of,
         examples=data.example_numbers(MOST_EXAMPLES) if data.shards else None,
     )
+    batches.texts_apart = apart and (buckets is None or batches.texts is not None)
     batches.keeps_shares = _knows_rows_of_others(plan, batches, balance)
     if batches.texts is None:
         return batches, LoadControl()
@@ -81,6 +86,11 @@ def planned_batches(
     )
     batches.settings = [with_numbers(first, batches, plan, balance, order.changed_at)]
     return batches, control
+
+
+def _texts_enter_alone(plan: RunPlan) -> bool:
+    """Whether there is a stage that loads texts and nothing else."""
+    return any(stage.loads and all(map(is_text, stage.loads)) for stage in plan.graph.stages)
 
 
 def equal_shares(plan: RunPlan, batches: Batches, balance: BalanceBlock) -> bool:
@@ -141,7 +151,7 @@ def sample_weights_of(
         return None
     if data.tokenizer is None:
         return partial(loss_weights, data.source, None, block.image, block.text, block.audio)
-    counts = counted_tokens(data, max_text_tokens, folder)
+    counts = counted_tokens(data, data.source, max_text_tokens, folder)
 
     def lengths(batch: GlobalBatch) -> np.ndarray:
         has_text = data.source.numbers("num_captions", batch.indices) > 0
@@ -179,12 +189,14 @@ def phrase_tokens(
 # -- texts that are packed by cost
 
 
-def counted_tokens(data: PreparedData, max_text_tokens: int, folder: Path) -> Counts:
+def counted_tokens(
+    data: PreparedData, source: Source, max_text_tokens: int, folder: Path
+) -> Counts:
     """Tokens of all captions, counted by the first process that comes and kept in the run's
-    folder."""
+    folder. `source`: that of the data, or its texts alone."""
     if isinstance(data.train, Rows):
         return stream_token_counts(
-            data.source,
+            source,
             data.train,
             data.stream_order,
             data.text_tokenizer,
@@ -192,7 +204,7 @@ def counted_tokens(data: PreparedData, max_text_tokens: int, folder: Path) -> Co
             folder / "token_counts",
         )
     return token_counts(
-        data.source,
+        source,
         data.train[:],
         data.text_tokenizer,
         max_text_tokens=max_text_tokens,
@@ -202,17 +214,24 @@ def counted_tokens(data: PreparedData, max_text_tokens: int, folder: Path) -> Co
 
 
 def text_packer(
-    block: BalanceBlock, plan: RunPlan, data: PreparedData, options: BatchingOptions, folder: Path
+    block: BalanceBlock,
+    plan: RunPlan,
+    data: PreparedData,
+    options: BatchingOptions,
+    folder: Path,
+    apart: bool,
 ) -> TextPacker | None:
-    """None: texts are not packed by cost."""
+    """None: texts are not packed by cost. `apart`: a stage reads texts alone, so all ranks count
+    the tokens of these, and count alike whatever else is wrong with a shard."""
     planned = plan.batches.get("text")
     if block.strategy == "off" or plan.schedule_type.loss_per_micro_batch or planned is None:
         return None
     fork = plan.graph.layout == "fork"
     annotations = shown_annotations_of(data.source, options)
     each, of_sample = phrase_tokens(data, annotations, options.max_text_tokens)
+    source = texts_alone(data.source) if apart else data.source
     return TextPacker(
-        tokens=counted_tokens(data, options.max_text_tokens, folder),
+        tokens=counted_tokens(data, source, options.max_text_tokens, folder),
         max_text_tokens=options.max_text_tokens,
         seed=options.seed,
         bounds=Bounds(
@@ -406,7 +425,7 @@ def load_control(
     if block.captions_per_image is not None:
         least, most = block.captions_per_image
         known = data.examples() if data.shards else data.train[:]
-        have = int(data.source.numbers("num_captions", known).max())
+        have = int(texts_alone(data.source).numbers("num_captions", known).max())
         if least > have:
             raise ValueError(
                 f"branches.balance.captions_per_image: [{least}, {most}], but no image of this "
