@@ -97,7 +97,11 @@ def _pieces(
     # text is a part of the one before, there is none
     texts = {e.path_in_schema for e in chunks if e.physical_type == "BYTE_ARRAY"}
     by_prefix = {e.path_in_schema for e in chunks if DELTA in e.encodings} & {*read}
-    opened = pq.ParquetFile(file, metadata=metadata, read_dictionary=[*(texts - by_prefix)])
+    # Arrow's own reading ahead joins ranges, so it would not ask for what was fetched, and its
+    # threads can wait for this one for ever where the file is one of Python's
+    opened = pq.ParquetFile(
+        file, metadata=metadata, read_dictionary=[*(texts - by_prefix)], pre_buffer=False
+    )
     # lists come in pieces of their own, which Arrow cannot join
     at_once = 1 if by_prefix or not texts <= {*read} else ROWS_AT_ONCE
     groups = range(metadata.num_row_groups)
