@@ -19,6 +19,7 @@ OF_SPECS = frozenset(
     {
         "image",
         "text",
+        "texts",
         "audio",
         "video",
         "region",

@@ -29,7 +29,7 @@ from data.stored.kinds import is_file, is_text, text_of
 from data.stored.record import UNREADABLE
 from data.streams.lengths import of_streams
 from data.streams.prefetch import Prefetcher
-from data.streams.several import texts_alone
+from data.streams.several import checking_texts, texts_alone
 from data.streams.source import COUNTS as STREAM_COUNTS
 from engine.executor import ForkEngine
 from engine.processes.start import Processes
@@ -73,8 +73,9 @@ class Feeding:
         self.batch = engine.batches[self.branch]
         # what training samples are read from
         self.source = data.source
-        if batching.batches.texts_apart and all(map(is_text, self.modalities)):
-            self.source = texts_alone(data.source)
+        if batching.batches.texts_apart and self.modalities:
+            alone = all(map(is_text, self.modalities))
+            self.source = (texts_alone if alone else checking_texts)(data.source)
         self.inputs = Inputs(
             inputs,
             data.tokenizer,

@@ -247,6 +247,18 @@ def records(
         yield record, texts.good if isinstance(texts, Captions) else []
 
 
+def keys_and_captions(
+    file: BinaryIO, size: int, name: str, is_lines: bool
+) -> Iterator[tuple[str, list[str]]]:
+    """Of each sample of a shard its key and its good captions, each line one if `is_lines`. Errors:
+    as `count_rows`."""
+    shard = _shard_of(file, size, name)
+    for found in shard.samples():
+        if not isinstance(found, Unused):
+            texts = _first_good_text(shard, found[1], set(), [], is_lines)
+            yield found[0], texts.good if isinstance(texts, Captions) else []
+
+
 def _shard_of(file: BinaryIO, size: int, name: str) -> "_Shard":
     if file.read(2) == b"\x1f\x8b":
         raise ValueError(_refusal(name))

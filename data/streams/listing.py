@@ -79,7 +79,7 @@ class Listing:
         make_folder(file.parent)
         write_text(file, json.dumps(record, ensure_ascii=False))
 
-    def table(self, options: str, kept: Kept | None, drops: bool) -> ShardTable:
+    def table(self, options: str, kept: Kept | None, drops: bool, apart: bool) -> ShardTable:
         """Of the shards that have samples: others would be fetched for nothing."""
         found = {name: column for name, column in self.columns.items() if name != "facts"}
         gone = [
@@ -91,6 +91,7 @@ class Listing:
             options=options,
             kept=kept,
             drops=drops,
+            apart=apart,
             gone=tuple(shown_names(gone)),
             **found,
         )

@@ -4,7 +4,7 @@ tar."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 from common.secrets import redact
 from common.spelling import near
 from data.formats.parquet_files import open_parquet
-from data.formats.store import identity_of, open_file
+from data.formats.store import WAIT_S, identity_of, open_file
 from data.formats.webdataset import records
 from data.identity import Identity
 from data.stored.record import PARQUET
@@ -50,11 +50,8 @@ def metadata_of(
         titles = (text,) if text else TEXT.names_in(PARQUET)
         for table in _columns(name, stored, [*wanted], titles if words else (), limit_s):
             yield Metadata(table, None, len(table))
-    elif there := beside(name, limit_s):
-        titles = (CAPTION, "text", "title") if words else ()
-        for table in _columns(*there, [*wanted, KEY], titles, limit_s, (STATUS,)):
-            if STATUS in table.column_names:
-                table = table.filter(pc.equal(table[STATUS], SUCCESS))
+    elif (tables := rows_beside(name, [*wanted], words, limit_s)) is not None:
+        for table in tables:
             yield Metadata(table, [str(key) for key in table[KEY].to_pylist()], len(table))
     else:
         yield _of_members(name, [*wanted], words, limit_s)
@@ -70,6 +67,26 @@ def beside(name: str, limit_s: float) -> tuple[str, Identity] | None:
         return None
 
 
+def rows_beside(
+    name: str,
+    wanted: list[str],
+    words: bool,
+    limit_s: float = WAIT_S,
+    count: Callable[[int], object] = lambda fetched: None,
+) -> Iterator[pa.Table] | None:
+    """Of the samples of a tar what the parquet file beside it has: their keys, the columns `wanted`
+    and, as `WORDS`, captions. None: there is no such file. `count`: as in `open_file`."""
+    there = beside(name, limit_s)
+    if there is None:
+        return None
+    titles = (CAPTION, "text", "title") if words else ()
+    tables = _columns(*there, [*wanted, KEY], titles, limit_s, (STATUS,), count)
+    return (
+        table.filter(pc.equal(table[STATUS], SUCCESS)) if STATUS in table.column_names else table
+        for table in tables
+    )
+
+
 def _columns(
     address: str,
     stored: Identity,
@@ -77,10 +94,11 @@ def _columns(
     titles: Sequence[str],
     limit_s: float,
     maybe: Sequence[str] = (),
+    count: Callable[[int], object] = lambda fetched: None,
 ) -> Iterator[pa.Table]:
     """Columns of a parquet file, also those of `maybe` that are there; as `WORDS` the first of
     `titles`."""
-    with open_file(address, stored, BLOCK, limit_s) as opened, reading(address):
+    with open_file(address, stored, BLOCK, limit_s, count) as opened, reading(address):
         file = open_parquet(opened)
         schema = file.schema_arrow
         captions = next((title for title in titles if title in schema.names), None)

@@ -22,8 +22,9 @@ from data.streams.source import FORMATS, ShardTable, StreamSource, _ending
 
 USAGE = "stream:PATTERN, for example stream:s3://bucket/{00000..01242}.tar"
 MIXED = 64  # shards
+MEMBERS = "members"
 SPARE = 2  # that come while as many leave
-OPTIONS = ("mixed", "where", "unseen", "unseen_by", "split")
+OPTIONS = ("mixed", "where", "unseen", "unseen_by", "split", "texts")
 PLAIN = "/:{} ,.'()+@~"  # what stands as it is in the value of an option
 DISK_SHARE = 0.5  # of what is free, where no limit is given
 
@@ -66,7 +67,7 @@ def open_stream_listed(
     listing, kept = list_shards(spec, names, asked, folder / "counts", rules, progress)
     if not listing.columns["counts"].any():
         raise ValueError(f"data spec '{spec:.1000}': its {len(names)} shards hold no sample")
-    table = listing.table(_written(of_shards), kept, rules.drops)
+    table = listing.table(_written(of_shards), kept, rules.drops, _texts_apart(spec, options))
     cache = ShardCache(folder / "shards", cache_bytes or _share_of_disk(folder))
     mixed = _mixed(spec, options)
     _refuse_small_cache(spec, table, cache, min(mixed, len(table.names)))
@@ -97,6 +98,15 @@ def _unseen(spec: str, options: dict[str, str]) -> Unseen | None:
     if "unseen_by" in options:
         raise ValueError(f"data spec '{spec:.1000}': unseen_by needs &unseen=FILE; give both")
     return None
+
+
+def _texts_apart(spec: str, options: dict[str, str]) -> bool:
+    if options.get("texts", MEMBERS) != MEMBERS:
+        raise ValueError(
+            f"data spec '{spec:.1000}': texts={options['texts']}; texts={MEMBERS} reads the captions "
+            "of tars from their members, and not from parquet files beside them"
+        )
+    return "texts" not in options
 
 
 def _mixed(spec: str, options: dict[str, str]) -> int:

@@ -28,6 +28,15 @@ def texts_alone(source: Source) -> Source:
     return source
 
 
+def checking_texts(source: Source) -> Source:
+    """The same samples, where others read `texts_alone` of them."""
+    if isinstance(source, StreamSource):
+        return source.checking_texts
+    if isinstance(source, Mixture) and streams_of(source):
+        return Mixture([checking_texts(each) for each in source.sources])
+    return source
+
+
 def keep_shards(source: Source, shards: Mapping[int, np.ndarray]) -> None:
     """Let go of all other shards. `shards`: by number of the data set."""
     for number, stream in streams_of(source).items():

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from common.files import replacing, write_text
 from common.secrets import redact
 from data.bad_samples import CODES, REASON_OF_CODE, REASONS, BadSample
 from data.box_checks import FEWEST, refuse_wrong_unit
@@ -36,14 +37,20 @@ from data.keys import HASH_BYTES
 from data.stored.kinds import Registered, is_text
 from data.streams.cache import Held, ShardCache
 from data.streams.filters import Kept
-from data.streams.texts import Texts, opened_texts
+from data.streams.texts import (
+    DAMAGES,
+    Texts,
+    agrees_at_first,
+    opened_texts,
+    tar_of_captions,
+    unlike_captions,
+)
 
 FORMATS: dict[str, Callable[[str, Shard], Format]] = {
     ".tar": WebdatasetFormat,
     ".parquet": ParquetFormat,
 }
 INDEX_BYTES = 1 << 10  # of a sample, at most on average: its row, captions and token counts
-DAMAGES = [CODES[reason] for reason in ("truncated-archive", "empty-file")]  # of a shard
 TEXTS = "#texts"  # how the name of an entry ends that has nothing but these
 HELD_UNTOLD = 2  # shards that are held by who reads samples in any order
 KEPT_NUMBERS = 256  # columns of shards
@@ -61,7 +68,7 @@ class ShardTable:
     0: it is not. `options`: of the format, as in a spec. `kept`: the rows that are samples, which
     `told` counts; None: all. `drops`: whether a shard that has another number of samples than was
     told is left out, or ends the run. `gone`: shards that were not there from the start, which are
-    none of these.
+    none of these. `apart`: whether texts may be read without the rest of their shards.
     """
 
     names: tuple[str, ...]
@@ -75,6 +82,7 @@ class ShardTable:
     kept: Kept | None = None
     drops: bool = False
     gone: tuple[str, ...] = ()
+    apart: bool = True
 
     def known_spec(self, shard: int) -> str:
         """The spec of a shard by itself, as a data set that is looked at beforehand."""
@@ -134,8 +142,9 @@ class StreamSource:
     Once `keep` was called, a shard that was opened stays in the cache until `keep` says that it is
     not needed; before that until others are. Pickled it is the table and the cache's folder.
 
-    `only_texts`: of remote parquet shards nothing else is fetched. Their samples have the same
-    numbers, names and captions as those of the whole shards, and no values.
+    `only_texts`: of remote shards nothing else is fetched where that goes. Their samples have the
+    same numbers, names and captions as those of the whole shards, and no values. `checks_texts`:
+    whether the captions of whole tars are compared with what `only_texts` reads.
     """
 
     def __init__(
@@ -146,10 +155,12 @@ class StreamSource:
         pairs: Pairs = DEFAULT_PAIRS,
         max_audio_seconds: float | None = None,
         only_texts: bool = False,
+        checks_texts: bool = False,
     ) -> None:
         self.spec = redact(spec)
         self.table, self.cache, self.pairs = table, cache, pairs
-        self.max_audio_seconds, self.only_texts = max_audio_seconds, only_texts
+        self.max_audio_seconds = max_audio_seconds
+        self.only_texts, self.checks_texts = only_texts, checks_texts
         self.samples = Concat(table.counts)  # of all shards in a row
         self._reset()
 
@@ -164,7 +175,7 @@ class StreamSource:
         state = {"kinds": Registered(), **self.__dict__}
         for name in ("_open", "_is_told", "_numbers", "_counts", "_lock"):
             del state[name]
-        state.pop("texts_alone", None)
+        state.pop("texts_alone", None)  # which is made of the rest
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -285,14 +296,41 @@ class StreamSource:
     @cached_property
     def texts_alone(self) -> StreamSource:
         """The same samples as far as texts go, without the rest of their shards where it need not
-        be fetched."""
+        be fetched. Errors: OSError."""
         texts = dict.fromkeys(name for pair in self.pairs for name in pair if is_text(name))
         names = self.table.names
         is_known = self.only_texts or not any(map(is_remote, names))
-        if not texts or is_known or _ending(names[0]) != ".parquet":
+        if not texts or is_known or not self.table.apart:
+            return self
+        if _ending(names[0]) == ".tar" and not self._has_captions_beside():
             return self
         pairs = tuple((name, name) for name in texts)
         return StreamSource(self.spec, self.table, self.cache, pairs, only_texts=True)
+
+    @property
+    def checking_texts(self) -> StreamSource:
+        """The same, where others read `texts_alone` of it."""
+        if self.texts_alone is self or _ending(self.table.names[0]) != ".tar":
+            return self
+        known = (self.spec, self.table, self.cache, self.pairs, self.max_audio_seconds)
+        return StreamSource(*known, checks_texts=True)
+
+    def _has_captions_beside(self) -> bool:
+        there = np.flatnonzero(self.table.lost == 0)
+        if not len(there) or self._captions_are == "classes":
+            return False
+        first = int(there[0])
+        name, is_lines = self.table.names[first], self._captions_are == "lines"
+        return agrees_at_first(name, self._total(first), is_lines)
+
+    @property
+    def _captions_are(self) -> str | None:
+        return self._format(0, Path(self.table.names[0])).captions
+
+    def _total(self, shard: int) -> int:
+        """All samples of a shard, also those that are not kept."""
+        counts = self.table.told if self.table.kept is None else self.table.kept.totals
+        return int(counts[shard])
 
     def fingerprint(self) -> int:
         """Another number where shards have other names, counts or kept rows."""
@@ -374,8 +412,7 @@ class StreamSource:
             self._refuse_changed(shard, identity_of)
         if there := self.cache.find(entry):  # the store is not asked
             return there, False
-        counts = table.told if table.kept is None else table.kept.totals
-        rest = int(counts[shard]) * INDEX_BYTES
+        rest = self._total(shard) * INDEX_BYTES
 
         def hold(size: int, write: Callable[[Path], object] | None) -> tuple[Held, bool] | None:
             filled = False
@@ -394,6 +431,9 @@ class StreamSource:
         if self.only_texts:
             with suppress(ValueError):  # of what is damaged all is fetched, and read as it is
                 stored = self._refuse_changed(shard, identity_of)
+                if _ending(name) == ".tar":
+                    captions = tar_of_captions(name, self._total(shard), self._count_bytes)
+                    return hold(len(captions), partial(_write, captions))
                 known = partial(self._format, shard)
                 with opened_texts(name, stored, known, self._count_bytes) as texts:
                     return hold(texts.size, partial(self._write_texts, shard, texts))
@@ -452,6 +492,8 @@ class StreamSource:
             # whoever opens it: what is kept beside it is of these rows
             every = table.kept.rows_of(shard, source) if table.kept else np.arange(len(source))
             is_left_out = self._is_miscounted(shard, source, len(every))
+            if self.checks_texts:
+                self._refuse_unlike_texts(shard, held.folder, source)
             undo.pop_all()
         if needed:
             self._counts["stream_misses" if filled else "stream_hits"] += 1
@@ -465,12 +507,28 @@ class StreamSource:
         format.pairs = self.pairs
         return format
 
+    def _refuse_unlike_texts(self, shard: int, folder: Path, source: IndexedSource) -> None:
+        """Errors: BadShard where what `only_texts` reads of a tar is not what it has."""
+        compared = folder / "compared"
+        if compared.exists():
+            return
+        name = self.table.names[shard]
+        with suppress(ValueError):  # then who reads texts alone reads this tar, too
+            captions = tar_of_captions(name, self._total(shard), self._count_bytes)
+            if unlike := unlike_captions(captions, source, self._captions_are == "lines"):
+                raise BadShard(
+                    f"{redact(name)}: sample {unlike} has another name or other captions in the "
+                    "parquet file beside it, which stages of texts read; write that file anew, or "
+                    "give ?texts=members, which reads the captions of the tars"
+                )
+            write_text(compared, "")
+
     def _is_miscounted(self, shard: int, source: IndexedSource, number: int) -> bool:
         """Whether it has another number of samples than was told. Of a damaged one some may lack,
         which are bad samples. Every reader finds the same, so all leave it out alike. Errors:
         BadShard."""
         told = int(self.table.told[shard])
-        is_damaged = bool(np.isin(source.column("bad"), DAMAGES).any())
+        is_damaged = bool(np.isin(source.column("bad"), [CODES[each] for each in DAMAGES]).any())
         if number == told or (is_damaged and number < told):
             return False
         if not self.table.drops:
@@ -481,6 +539,11 @@ class StreamSource:
                 "such shards out"
             )
         return True
+
+
+def _write(content: bytes, file: Path) -> None:
+    with replacing(file) as beside:
+        beside.write_bytes(content)
 
 
 def _ending(name: str) -> str:

@@ -1,5 +1,9 @@
-"""The texts of a remote parquet shard without its images: only the columns that are read for texts
-are fetched, and written as a parquet file of the same rows.
+"""The texts of a remote shard without its images.
+
+Of a parquet shard only the columns that are read for texts are fetched, and written as a parquet
+file of the same rows. Of a tar beside which img2dataset has written a parquet file, the captions of
+that one are fetched, and written as a tar of the same samples; what reads images compares them with
+those of the tar.
 
 A whole shard is a hundred times as large. A stage of texts needs a part of every shard, since texts
 are packed by length over the whole global batch.
@@ -7,9 +11,15 @@ are packed by length over the whole global batch.
 
 from __future__ import annotations
 
+import io
+import json
+import os
+import re
+import tarfile
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,13 +28,24 @@ import pyarrow.parquet as pq
 
 from common.files import make_folder, move, open_part, remove
 from common.secrets import redact
+from data.bad_samples import REASON_OF_CODE
 from data.formats.parquet import JOINED, ParquetFormat
 from data.formats.parquet_files import is_joined, open_parquet
 from data.formats.specs import cache_folder
 from data.formats.store import open_file
+from data.formats.webdataset import keys_and_captions
 from data.identity import Identity
+from data.index.sources import IndexedSource
+from data.streams.bloom import CAPTION
 from data.streams.counts import SAMPLES_LIMIT, checked_rows
+from data.streams.metadata import KEY, WORDS, rows_beside
 from data.streams.parquet_reading import BLOCK, Columns, reading
+
+TAR_LIMIT = 256 << 20  # bytes of the captions of a tar
+TAR_BLOCK = 1 << 14  # bytes of a remote tar that are read at a time
+TRIED = 8  # samples of a tar
+DAMAGES = ("truncated-archive", "empty-file")  # of a shard
+PLAIN_KEY = re.compile(r"[^./\\\x00-\x1f]{1,90}")  # a name of members that is read as it is written
 
 
 class Texts(NamedTuple):
@@ -98,3 +119,64 @@ def _write(columns: Columns, schema: pa.Schema, part: object) -> None:
         writer.write_table(pa.table(others | found, schema))
     assert writer is not None
     writer.close()
+
+
+def tar_of_captions(address: str, number: int, count: Callable[[int], object]) -> bytes:
+    """A tar of as many samples as a remote one has, `number`, with the captions that the parquet
+    file beside that has. `count`: as in `opened_texts`. Errors: ValueError where there is no such
+    file, or it is not of these samples; OSError."""
+    tables = rows_beside(address, [], True, count=count)
+    if tables is None:
+        raise ValueError(f"{redact(address)}: has no parquet file beside it")
+    written, total = io.BytesIO(), 0
+    with tarfile.open(fileobj=written, mode="w") as tar:
+        for table in tables:
+            for key, caption in zip(table[KEY].to_pylist(), table[WORDS].to_pylist()):
+                total += 1
+                if not isinstance(key, str) or not PLAIN_KEY.fullmatch(key):
+                    raise ValueError(
+                        f"{redact(address)}: key {key!r:.100} beside it is no plain name"
+                    )
+                ending, content = "txt", caption
+                if not isinstance(caption, str):  # a sample without a caption
+                    ending, content = "json", json.dumps({CAPTION: caption})
+                member = tarfile.TarInfo(f"{key}.{ending}")
+                encoded = content.encode(errors="surrogateescape")
+                member.size = len(encoded)
+                tar.addfile(member, io.BytesIO(encoded))
+                if written.tell() > TAR_LIMIT:
+                    raise ValueError(f"{redact(address)}: the captions beside it take too much")
+    if total != number:
+        raise ValueError(f"{redact(address)}: {total:,} rows beside it, {number:,} samples")
+    return written.getvalue()
+
+
+def agrees_at_first(address: str, number: int, is_lines: bool) -> bool:
+    """Whether the first samples of a remote tar are named and described as beside it. Errors:
+    OSError."""
+    with suppress(ValueError):
+        captions = tar_of_captions(address, number, lambda fetched: None)
+        told = keys_and_captions(io.BytesIO(captions), len(captions), address, is_lines)
+        with open_file(address, block=TAR_BLOCK) as tar:
+            size = tar.seek(0, os.SEEK_END)
+            tar.seek(0)
+            own = keys_and_captions(tar, size, redact(address), is_lines)
+            return [*islice(own, TRIED)] == [*islice(told, TRIED)]
+    return False
+
+
+def unlike_captions(captions: bytes, source: IndexedSource, is_lines: bool) -> str | None:
+    """The name of the first sample of a tar that has another one, or other captions, than
+    `tar_of_captions` gave; None: there is none. What a damaged tar lacks is not compared."""
+    short = source.format.short[source.format.files[0]]  # type: ignore[attr-defined]
+    bad, told = (
+        source.column("bad"),
+        keys_and_captions(io.BytesIO(captions), len(captions), short, is_lines),
+    )
+    for i, (key, texts) in enumerate(told):
+        if i == len(source) or REASON_OF_CODE.get(int(bad[i])) in DAMAGES:
+            return None
+        name = source.identity(i)
+        if name != f"{short}/{key}" or (not bad[i] and texts != source.captions(i)):
+            return name
+    return None
