@@ -34,6 +34,11 @@ from typing import IO, Any
 from urllib.parse import unquote, urlsplit
 
 PIECE = 1 << 14  # bytes that are sent at a time
+KEYS = {
+    "AWS_ACCESS_KEY_ID": "of-tests",
+    "AWS_SECRET_ACCESS_KEY": "of-tests",
+    "AWS_REGION": "us-east-1",
+}
 MOTO = """
 import logging, sys
 from moto.server import ThreadedMotoServer
@@ -137,10 +142,8 @@ def s3_server(faults: Faults | None = None) -> Iterator[dict[str, str]]:
         upstream = int(process.stdout.readline())
         with _serving(faults, lambda request: _passed(upstream, request)) as port:
             yield {
+                **KEYS,
                 "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-                "AWS_ACCESS_KEY_ID": "of-tests",
-                "AWS_SECRET_ACCESS_KEY": "of-tests",
-                "AWS_REGION": "us-east-1",
                 "WYE_TESTS_S3": f"http://127.0.0.1:{upstream}",  # without faults
             }
     finally:
