@@ -1,10 +1,7 @@
 """Training from a store that fails, with a cache that holds a part of the shards."""
 
-import os
-import threading
-from contextlib import contextmanager, suppress
-
 import pytest
+from disks import a_cache
 from launched import SMALL, finish, fork_flags, metrics, ranks_of, reached, start, wait_for
 from stores import Faults, put, s3_server
 from stream_shards import write_shards
@@ -28,32 +25,6 @@ def store(tmp_path_factory):
         for name, value in variables.items():
             patched.setenv(name, value)
         yield f"s3://pairs/set/{pattern}", max(f.stat().st_size for f in folder.glob("*.tar"))
-
-
-@contextmanager
-def a_cache(folder, limit, monkeypatch):
-    """A cache that fails the test where it is larger than its limit."""
-    monkeypatch.setenv("WYE_CACHE", str(folder))
-    done, over = threading.Event(), []
-
-    def watch():
-        while not done.wait(0.05):
-            held = 0
-            for parent, _, names in os.walk(folder / "streams" / "shards"):
-                for name in names:
-                    with suppress(FileNotFoundError):
-                        held += os.lstat(os.path.join(parent, name)).st_size
-            if held > limit:
-                over.append(held)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-    assert not over, (limit, max(over))
 
 
 def losses(run_dir):

@@ -10,12 +10,11 @@ import pickle
 import random
 import shutil
 import signal
-import subprocess
 import threading
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from disks import small_disk
 
 from data.streams.cache import ABOUT, ShardCache
 
@@ -407,23 +406,6 @@ def test_a_file_system_without_locks_is_named(cache, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", flock)
     with pytest.raises(OSError, match="locks no folders.*WYE_CACHE"):
         cache.hold("a", PART, never)
-
-
-@contextmanager
-def small_disk(folder, pages):
-    folder.mkdir()
-    options = f"size={pages * 4096}"
-    mount = ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)]
-    try:
-        done = subprocess.run(mount, capture_output=True, text=True)
-    except FileNotFoundError:
-        pytest.skip("there is no program mount")
-    if done.returncode:
-        pytest.skip(f"a small disk cannot be mounted: {done.stderr.strip()}")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def test_a_full_disk_is_made_room_on(tmp_path):
