@@ -28,6 +28,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
 
 from common.files import make_folder, move, open_folder, read_json, remove_folder, write_text
 from common.secrets import redact
@@ -39,6 +40,7 @@ ABOUT = ".about.json"
 ABOUTS_KEPT = 1 << 14  # in memory
 NAMES = re.compile(r"[0-9a-f]{32}(\.part|\.gone)?")
 FULL = (errno.ENOSPC, errno.EDQUOT)
+T = TypeVar("T")
 
 
 class Held:
@@ -217,6 +219,17 @@ class ShardCache:
                 over = sum(each.bytes for each in self._found()) - self.limit_bytes
                 if over > 0:
                     self._evict(over, _order(None), held.folder, partly=True)
+
+    def write_beside(self, held: Held, write: Callable[[], T]) -> T:
+        """What `write` returns, which writes into an entry. Where the disk is full, others are
+        removed for it, as for what is needed. Errors: those of `write`."""
+        while True:
+            try:
+                return write()
+            except OSError as error:
+                own = (held.folder, 1, _order(None))
+                if error.errno not in FULL or not self._make_disk_room(None, *own):
+                    raise
 
     def _alone(self) -> Held:
         while True:

@@ -6,7 +6,7 @@ n: samples of a shard, T: their captions, G: samples of a global batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -132,8 +132,10 @@ class StreamTokenCounts(_InPieces):
     def _counted(self, shard: int) -> TokenCounts:
         counts, starts = np.empty(0, np.uint16), np.zeros(1, np.int64)
         if not self.source.table.lost[shard]:
-            with self.source.opened(shard) as opened, np.load(self.count(shard, opened)) as found:
-                counts, starts = found["counts"], found["starts"]
+            with self.source.opened(shard) as opened:
+                count = partial(self.count, shard, opened)
+                with np.load(self.source.cache.write_beside(opened.held, count)) as found:
+                    counts, starts = found["counts"], found["starts"]
         # samples that are announced and not there show an empty text
         missing = int(self.source.table.counts[shard]) - (len(starts) - 1)
         if missing > 0:

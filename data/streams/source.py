@@ -478,13 +478,16 @@ class StreamSource:
             file = held.folder / _file_name(name) if is_remote(name) else Path(name)
             format = self._format(shard, file)
             is_new = not (held.folder / "index").exists()
-            index = load_index(
+            make = partial(
+                load_index,
                 format,
                 folder=held.folder / "index",
                 workers=1,
                 check="header",
                 max_audio_seconds=self.max_audio_seconds,
             )
+            # what is listed ahead takes nothing from others
+            index = self.cache.write_beside(held, make) if needed else make()
             if is_new:
                 self.cache.count_anew(held)
             refuse_wrong_unit(redact(name), index.notes(), FEWEST)
