@@ -3,7 +3,7 @@
     python bench/hosts.py store          image and text hosts, each with a cache of its own; an epoch
     python bench/hosts.py order          how many hosts read a shard, by the order alone
 
-A host of `store` is the data side of a rank without a model, `tests/hosts.py`. The store is a
+A host of `store` is the data side of a rank without a model, `tests/data_hosts.py`. The store is a
 folder, which an HTTP server for each host shows in the process of this script; a server notes what
 it was asked for. Images are random bytes behind the header of a picture. Steps take no time, so
 hosts read ahead as far as their caches allow; what they fetch for the time after the last step is
@@ -29,7 +29,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent / "tests"))
 
-from hosts import SEED, Host, Line, read_lines
+from data_hosts import SEED, Host, Line, read_lines
 from stores import KEYS, Faults, http_server
 from stream_shards import write_parquet
 
@@ -92,7 +92,7 @@ def run(hosts: Sequence[Host], store: Path) -> list[tuple[Log, list[Line]]]:
         for host, log in zip(hosts, logs):
             url = stack.enter_context(http_server(store, log))
             own = KEYS | {"WYE_CACHE": f"{host.out}.cache", "AWS_ENDPOINT_URL": url}
-            command = [sys.executable, "tests/hosts.py", host.words()]
+            command = [sys.executable, "tests/data_hosts.py", host.words()]
             program = Program(command, Path(f"{host.out}.log"), unlaunched() | NO_GPU | own)
             stack.callback(program.end, 0)
             programs.append(program)
@@ -181,6 +181,7 @@ def measure(
         "image_most": float(times[:, :, 0].sum(0).max()),
         "other_times": times[:, :, 1].mean(1).tolist(),
         "other_most": float(times[:, :, 1].sum(0).max()),
+        "by_order": [sum(map(len, uses[kind])) / len(read) for kind in kinds],
         "requests": [float(own[kind, :, 2].sum(1).mean()) for kind in kinds],
         "used": [float(used[kind].max()) / looks.cache_bytes for kind in kinds],
         "counted": sum(lines[-1]["stream_bytes"] for _, lines in seen)
@@ -212,6 +213,7 @@ def store(
             Column("image_most", "most", "{:.2f}"),
             Column("other_times", "its other bytes, times: to image, text hosts", "{:.2f}"),
             Column("other_most", "most", "{:.2f}"),
+            Column("by_order", "hosts that read a shard: image, text", "{:.2f}"),
             Column("requests", "requests a host: image, text", "{:,.0f}"),
             Column("used", "cache, most ÷ bound: image, text", "{:.3f}"),
             Column("counted", "counted by hosts ÷ sent", "{:.4f}"),

@@ -1,6 +1,6 @@
 """A host without a model: the data side of one rank, in a process with a cache of its own.
 
-    python tests/hosts.py '{"spec": "stream:…", "branch": "image", …}'      fields of `Host`
+    python tests/data_hosts.py '{"spec": "stream:…", "branch": "image", …}'      fields of `Host`
 
 It opens a stream, asks for the micro-batches of its replica as a rank does, with a prefetcher and
 loader processes, and reads the bytes of each, without decoding them. Each step is a line of
@@ -95,9 +95,8 @@ class Bytes:
         return self.source.value(self.branch, i)
 
 
-def steps(host: Host) -> Iterator[Line]:
-    """Of each step: `digest` of all that was read, `at_s` by the machine's clock, `usage` of the
-    cache in bytes, and what was counted."""
+def opened(host: Host) -> tuple[StreamSource, Batches]:
+    """The stream, and the batches of the host's branch."""
     record = None if host.record is None else Path(host.record)
     rules = ShardRules(record=record, looks=host.looks)
     source, mixed, listing = open_stream_listed(
@@ -107,9 +106,38 @@ def steps(host: Host) -> Iterator[Line]:
         listing.write(record)
     shards = (Shards(source.table.counts, mixed),)
     order = StreamOrder(len(source), host.global_batch_size, SEED, shards=shards)
-    packer = _packer(host, source, order)
     setting = Setting(0, {host.branch: host.num_micro_batches}, TEXT_COST)
-    batches = Batches(order, Rows([(0, len(source))]), [setting], texts=packer)
+    packer = _packer(host, source, order)
+    return source, Batches(order, Rows([(0, len(source))]), [setting], texts=packer)
+
+
+def _packer(host: Host, source: StreamSource, order: StreamOrder) -> TextPacker | None:
+    if host.branch != "text":
+        return None
+    counts = stream_token_counts(
+        source,
+        Rows([(0, len(source))]),
+        order,
+        load_tokenizer(host.tokenizer),
+        MAX_TEXT_TOKENS,
+        Path(host.out).parent,
+    )
+    return TextPacker(counts, MAX_TEXT_TOKENS, SEED)
+
+
+def requests_of(host: Host, batches: Batches) -> Iterator[MicroBatchRequest]:
+    which = (host.branch, host.replica, host.replicas, host.start, host.stop)
+    for request in batches.requests(*which):
+        assert isinstance(request, MicroBatchRequest)
+        yield request
+
+
+def steps(host: Host) -> Iterator[Line]:
+    """Of each step: `digest` of all that was read, `at_s` by the machine's clock, `usage` of the
+    cache in bytes, and what was counted."""
+    source, batches = opened(host)
+    order, packer = batches.order, batches.texts
+    assert isinstance(order, StreamOrder)
     # as launch/feeding.py
     share = None if packer else (host.replica, host.replicas)
     tokens = of_streams(packer.tokens) if packer else {}
@@ -117,9 +145,7 @@ def steps(host: Host) -> Iterator[Line]:
     with Prefetcher(source, order, share, host.start, tokens) as prefetcher:
 
         def requests() -> Iterator[MicroBatchRequest]:
-            which = (host.branch, host.replica, host.replicas, host.start, host.stop)
-            for request in batches.requests(*which):
-                assert isinstance(request, MicroBatchRequest)
+            for request in requests_of(host, batches):
                 prefetcher.at(request.step, order)
                 yield request
 
@@ -140,20 +166,6 @@ def steps(host: Host) -> Iterator[Line]:
                     "usage": source.cache.usage(),
                     **counts,
                 }
-
-
-def _packer(host: Host, source: StreamSource, order: StreamOrder) -> TextPacker | None:
-    if host.branch != "text":
-        return None
-    counts = stream_token_counts(
-        source,
-        Rows([(0, len(source))]),
-        order,
-        load_tokenizer(host.tokenizer),
-        MAX_TEXT_TOKENS,
-        Path(host.out).parent,
-    )
-    return TextPacker(counts, MAX_TEXT_TOKENS, SEED)
 
 
 def read_lines(file: Path | str) -> list[Line]:
