@@ -104,9 +104,9 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 @dataclass(frozen=True)
 class _Found:
-    """An entry, a part, or the rest of an eviction."""
+    """An entry, a part, or the rest of an eviction. `folder`: its name in that of the cache."""
 
-    path: Path
+    folder: str
     name: str
     bytes: int  # towards the limit
     used: float
@@ -216,9 +216,7 @@ class ShardCache:
             about, there = _about(held.folder), _bytes_in(held.folder)
             if about is not None and there > max(about[1:]):
                 _describe(held.folder, about[0], there, about[2])
-                over = sum(each.bytes for each in self._found()) - self.limit_bytes
-                if over > 0:
-                    self._evict(over, _order(None), held.folder, partly=True)
+                self._keep_to_limit(_order(None), held.folder)
 
     def write_beside(self, held: Held, write: Callable[[], T]) -> T:
         """What `write` returns, which writes into an entry. Where the disk is full, others are
@@ -248,10 +246,11 @@ class ShardCache:
                 stack.callback(lock._release)
             if whole.exists() or (lock is None and part.exists()):
                 return None, 0
-            others = sum(each.bytes for each in self._found() if each.path != part)
+            found = self._found()
+            others = sum(each.bytes for each in found if each.folder != part.name)
             missing = others + size - self.limit_bytes
             if missing > 0:
-                missing -= self._evict(missing, order, whole)
+                missing -= self._evict(found, missing, order, whole)
             if missing > 0:
                 return None, missing
             _describe(make_folder(part, within=self.folder), name, size)
@@ -263,41 +262,52 @@ class ShardCache:
         with self._alone():
             if not part._is_there():
                 return False
-            _describe(part.folder, name, size, _bytes_in(part.folder))
+            written = _bytes_in(part.folder)
+            _describe(part.folder, name, size, written)
             part._becomes(whole)
-            over = sum(each.bytes for each in self._found()) - self.limit_bytes
-            if over > 0:  # more was written than had been announced
-                self._evict(over, order, whole, partly=True)
+            if written > size:  # else it counts as much as the part did
+                self._keep_to_limit(order, whole)
             return True
 
     def _make_disk_room(self, part: Held | None, whole: Path, size: int, order: Order) -> bool:
         """Whether anything was removed; else the part is."""
         with self._alone():
             rest = size - _bytes_in(_part_of(whole))
-            if self._evict(max(rest, 1), order, whole, partly=True):
+            if self._evict(self._found(), max(rest, 1), order, whole, partly=True):
                 return True
             if part is not None:
                 part._release()
             self._drop(_part_of(whole))
             return False
 
-    def _evict(self, missing: int, order: Order, own: Path, partly: bool = False) -> int:
+    def _keep_to_limit(self, order: Order, own: Path) -> None:
+        found = self._found()
+        over = sum(each.bytes for each in found) - self.limit_bytes
+        if over > 0:
+            self._evict(found, over, order, own, partly=True)
+
+    def _evict(
+        self, found: list[_Found], missing: int, order: Order, own: Path, partly: bool = False
+    ) -> int:
         """Remove what goes first until `missing` bytes are free, and nothing if that cannot be,
         unless `partly`. Returns how many are, or would be."""
+        stay = (own.name, _part_of(own).name)
         going = [
             (place, each)
-            for each in self._found()
-            if each.path not in (own, _part_of(own)) and (place := order(each)) is not None
+            for each in found
+            if each.folder not in stay and (place := order(each)) is not None
         ]
         with contextlib.ExitStack() as stack:
             free, chosen = 0, []
             for _, each in sorted(going, key=lambda pair: pair[0]):
-                if free < missing and (lock := _lock(each.path, fcntl.LOCK_EX | fcntl.LOCK_NB)):
+                if free < missing and (
+                    lock := _lock(self.folder / each.folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                ):
                     stack.callback(lock._release)
                     chosen.append(each)
                     free += each.bytes
             if free >= missing or partly:
-                free -= sum(self._remove(each.path) for each in chosen)
+                free -= sum(self._remove(self.folder / each.folder) for each in chosen)
             return free
 
     def _drop(self, path: Path) -> bool:
@@ -317,22 +327,26 @@ class ShardCache:
         return _bytes_in(gone)
 
     def _found(self) -> list[_Found]:
+        """Under the lock that all wait for, of thousands of entries: two questions to the system of
+        each. A walk through the files of all entries would take longer than most fills."""
         found = []
-        for path in self.folder.iterdir():
-            if NAMES.fullmatch(path.name):
-                # a walk through all files of all entries would take longer than most fills
-                about = _about(path)
+        with os.scandir(self.folder) as entries:
+            for each in entries:
+                if not NAMES.fullmatch(each.name):
+                    continue
+                about = _about(each.path)
                 name, room, written = about or ("", 0, 0)
-                if about is None or path.suffix:
-                    written = _bytes_in(path)
-                found.append(_Found(path, name, max(room, written), path.lstat().st_mtime))
+                if about is None or "." in each.name:
+                    written = _bytes_in(each.path)
+                used = each.stat(follow_symlinks=False).st_mtime
+                found.append(_Found(each.name, name, max(room, written), used))
         return found
 
     def _no_room(self, name: str, missing: int, wait_s: float) -> OSError:
         with self._alone():
             used = []
             for each in self._found():
-                if lock := _lock(each.path, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                if lock := _lock(self.folder / each.folder, fcntl.LOCK_EX | fcntl.LOCK_NB):
                     lock._release()
                 else:
                     used.append(each)
@@ -356,7 +370,7 @@ def _order(next_use: Callable[[str], float] | None, ahead: str | None = None) ->
     least = -math.inf if ahead is None else when(ahead)
 
     def order(each: _Found) -> tuple[bool, float, float] | None:
-        if each.path.suffix:
+        if "." in each.folder:
             return False, 0.0, each.used
         use = when(each.name)
         return None if use < least else (True, -use, each.used)
@@ -410,18 +424,18 @@ def _describe(folder: Path, name: str, room: int, written: int = 0) -> None:
     write_text(folder / ABOUT, json.dumps(about, ensure_ascii=False))
 
 
-def _about(folder: Path) -> tuple[str, int, int] | None:
+def _about(folder: Path | str) -> tuple[str, int, int] | None:
     """Name, bytes that it may come to have, and those that were written when it was filled."""
     with contextlib.suppress(OSError):
-        status = (folder / ABOUT).stat()
-        return _read_about(folder / ABOUT, status.st_mtime_ns, status.st_ino)
+        status = os.stat(file := f"{folder}/{ABOUT}")
+        return _read_about(file, status.st_mtime_ns, status.st_ino)
     return None
 
 
 @lru_cache(ABOUTS_KEPT)
-def _read_about(file: Path, mtime_ns: int, inode: int) -> tuple[str, int, int] | None:
+def _read_about(file: str, mtime_ns: int, inode: int) -> tuple[str, int, int] | None:
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, ArithmeticError):
-        about = read_json(file)
+        about = read_json(Path(file))
         return str(about["name"]), int(about["room"]), int(about["bytes"])
     return None
 
@@ -431,7 +445,7 @@ def _is_complete(folder: Path) -> bool:
     return about is not None and _bytes_in(folder) >= about[2]
 
 
-def _bytes_in(folder: Path) -> int:
+def _bytes_in(folder: Path | str) -> int:
     total = 0
     for parent, _, files in os.walk(folder):
         for name in files:

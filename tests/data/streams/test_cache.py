@@ -10,6 +10,7 @@ import pickle
 import random
 import shutil
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -230,6 +231,23 @@ def test_what_is_written_later_counts_where_it_is_more_than_announced(cache):
         (held.folder / "index").write_bytes(b"x" * (PART - 1))
         cache.count_anew(held)
     assert cache.usage() <= 3 * PART and "c" in there(cache) and len(there(cache)) == 2
+
+
+def test_entries_are_looked_at_once_for_a_shard(cache):
+    """Which may be thousands, while all other processes of the machine wait."""
+    seen = []
+
+    def note(event, given):
+        if event in ("os.scandir", "os.listdir") and str(given[0]) == str(cache.folder):
+            seen.append(event)
+
+    add(cache, "a", "b", "c")
+    sys.addaudithook(note)  # for good, as hooks are
+    for name in ("d", "e"):
+        seen.clear()
+        add(cache, name, next_use={"b": 9.0}.__getitem__)
+        assert len(seen) == 1 and len(there(cache)) == 3
+    assert there(cache) >= {"d", "e"}
 
 
 def test_where_a_filler_is_killed_one_that_waits_goes_on(cache):
