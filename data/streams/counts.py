@@ -35,6 +35,9 @@ from data.progress import progress_bar
 from data.stored.kinds import files_of, is_own
 
 AT_ONCE = 64
+# questions with a short answer, which take as long as the way to the store and back: by one process
+# of a run, and far fewer than a bucket answers in a second
+QUESTIONS_AT_ONCE = 128
 BLOCK = 1 << 20  # bytes of a tar that are read at a time
 FOOTER = 1 << 16  # bytes that are read first; most footers are smaller
 SAMPLES_LIMIT = 10_000_000  # of a shard
@@ -58,7 +61,7 @@ def identities_of(
         except FileNotFoundError:
             return MISSING
 
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    with ThreadPoolExecutor(QUESTIONS_AT_ONCE) as pool:
         try:
             found = pool.map(look, names)
             return [*progress_bar(found, "looking at", "shard", total=len(names), shown=shown)]
@@ -85,7 +88,9 @@ def counts_of(
     made_of = (shown_names(names), *told_apart_by(names))
     file = kept and kept / f"{kept_name('counts', VERSION, *made_of)}.npy"
     known = np.zeros((2, len(names)), np.int64) if file is None else _kept(file, len(names))
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    # of tars large pieces are read
+    in_footers = all(map(is_parquet, names))
+    with ThreadPoolExecutor(QUESTIONS_AT_ONCE if in_footers else AT_ONCE) as pool:
         try:
             counts, told = _counted(pool, names, sizes, keys, known, shown, limit_s)
         except BaseException:

@@ -26,7 +26,7 @@ from data.options import DataOptions
 from data.prepare import prepare_data
 from data.streams.lengths import StreamTokenCounts
 from data.streams.listing import ShardRules
-from data.streams.opening import open_stream
+from data.streams.opening import open_stream, open_stream_listed
 from data.streams.source import BadShard
 from launch.setup import first_screen
 
@@ -257,6 +257,40 @@ def test_a_run_goes_on_without_a_shard_by_the_same_order(run, what, pattern, tok
         every = np.arange(32)
         lengths = StreamTokenCounts(source, tokenizer, 99, 0).longest(every, every)
         assert lengths[15] > lengths[16] == lengths[23] < lengths[24]
+
+
+def test_a_shard_takes_one_question_and_its_name(tmp_path):
+    """Of ten thousand shards; what is told of them is asked for once, and other ranks ask nothing."""
+    sizes = {}
+    write_shards(tmp_path / "shards", [3])
+    for number in range(240):
+        sizes[name := f"{number:05d}.tar"] = 3
+        if number:
+            os.link(tmp_path / "shards" / "00000.tar", tmp_path / "shards" / name)
+    (tmp_path / "shards" / "sizes.json").write_text(json.dumps(sizes))
+    pickled = []
+    for shards in (40, 240):
+        looks = [f"HEAD /{number:05d}.tar" for number in range(shards)]
+        record = tmp_path / f"{shards}.json"
+        with http_server(tmp_path / "shards", faults := Faults()) as url:
+            found = []
+            for rules, expected in (
+                (ShardRules(record=record), [*looks, "GET /sizes.json"]),
+                (ShardRules(record=record), looks),
+                (ShardRules(record=record, looks=False), []),
+            ):
+                faults.requests.clear()
+                spec = f"stream:{url}/{{00000..{shards - 1:05d}}}.tar"
+                source, _, listing = open_stream_listed(spec, cache_bytes=10**9, rules=rules)
+                assert sorted(faults.requests) == sorted(expected)
+                listing.write(record)
+                found.append(source.table)
+            pickled.append(len(pickle.dumps(source)))
+        for each in found[1:]:
+            assert each.names == found[0].names and (each.keys == found[0].keys).all()
+            assert (each.counts == found[0].counts).all() and (each.sizes == found[0].sizes).all()
+    # beside its name at most six numbers: columns of the table, and where its samples begin
+    assert pickled[1] - pickled[0] < 200 * (len(f"{url}/00000.tar") + 7 * 8)
 
 
 def test_a_run_does_not_go_on_with_more_shards(run):
