@@ -33,7 +33,8 @@ from data_hosts import SEED, Host, Line, read_lines
 from stores import KEYS, Faults, http_server
 
 from bench.common import NO_GPU, Column, Figures, Program, Study, Way, main, unlaunched
-from data.batching.stream_order import Shards, StreamOrder
+from data.batching.laps import Shards
+from data.batching.stream_order import StreamOrder
 from data.streams.source import INDEX_BYTES
 
 IMAGE_BYTES, TEXT_WORDS, GROUP_ROWS = 1000, 8, 16

@@ -64,7 +64,8 @@ def measure(store: str, folder: str, shards: int, way: str) -> Figures:
     os.environ["WYE_CACHE"] = tempfile.mkdtemp(dir=folder)
     import data.loader  # noqa: F401  torch
     from bench.memory_probe import ProcessGrowth
-    from data.batching.stream_order import Shards, StreamOrder
+    from data.batching.laps import Shards
+    from data.batching.stream_order import StreamOrder
     from data.streams.division import divide_shards
     from data.streams.listing import ShardRules
     from data.streams.opening import open_stream_listed

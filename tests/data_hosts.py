@@ -28,10 +28,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from data.batching.batches import Batches, TextPacker
 from data.batching.branch_cost import BranchCost
+from data.batching.laps import Shards
 from data.batching.requests import MicroBatchRequest
 from data.batching.rows import Rows
 from data.batching.settings import Setting
-from data.batching.stream_order import Shards, StreamOrder
+from data.batching.stream_order import StreamOrder
 from data.loader import LoadReport, micro_batches
 from data.modalities.tokenizer import load_tokenizer
 from data.streams.lengths import of_streams, stream_token_counts
@@ -104,6 +105,8 @@ def opened(host: Host) -> tuple[StreamSource, Batches]:
     )
     if record is not None and host.looks:
         listing.write(record)
+    # as launch/feeding.py
+    source = source.texts_alone if host.branch == "text" else source.checking_texts
     shards = (Shards(source.table.counts, mixed),)
     order = StreamOrder(len(source), host.global_batch_size, SEED, shards=shards)
     setting = Setting(0, {host.branch: host.num_micro_batches}, TEXT_COST)

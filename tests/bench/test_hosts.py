@@ -32,15 +32,16 @@ def test_a_host_reads_the_shards_of_its_part_of_each_batch():
             assert all(own[shard] >= step for shard in (part // 20).tolist())
     assert set().union(*two) == set(range(256))
     found = reads(counts, 4, 16)
-    assert 1 < found["2"] == sum(map(len, two)) / 256 < found["64"]
+    # whole lanes, which are shared where there are more hosts
+    assert 1 == found["2"] == sum(map(len, two)) / 256 < found["8"] <= found["64"]
 
 
 @pytest.mark.all("measures as the bench does")
 def test_two_hosts_and_a_store():
-    """Both read every shard, and fetch it once, or again where it comes at both ends of the epoch."""
+    """Both read every shard, and fetch it once: one of them as a whole, the other its texts."""
     found = measure({"image": 1, "text": 1}, 32, 16, 4, 16, 8, 0)
     assert found["by_order"] == [1, 1]
-    for name in ("image_times", "other_times"):
-        assert all(1 <= times <= 1 + 4 / 32 for times in found[name]), found
-    assert 2 <= found["image_most"] <= 4 and 0.5 < max(found["used"]) <= 1
+    assert found["image_times"] == [1, 0] and found["image_most"] == 1, found
+    assert found["other_times"][0] == 1 <= found["other_times"][1] < 2, found
+    assert 0.5 < max(found["used"]) <= 1
     assert found["counted"] == pytest.approx(1, abs=0.1)
