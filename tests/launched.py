@@ -109,14 +109,17 @@ def start(
     ranks: int | None = None,
     last: Sequence[Any] = (),
     folder: Path = ROOT,
+    caches: Path | None = None,
 ) -> Run:
     """A script on `ranks` ranks without a launcher; or alone, as `python SCRIPT` is, without the
     variables that make it a rank. `last`: further arguments of the last rank; `folder`: where they
-    are started."""
+    are started; `caches`: in which each rank has a cache of its own, as hosts have."""
     env, output = environment(), _new_output()
     environments = (
         [env] if ranks is None else [env | _rank_variables(rank, ranks) for rank in range(ranks)]
     )
+    for rank, variables in enumerate(environments if caches else ()):
+        variables["WYE_CACHE"] = f"{caches}/{rank}"
     _context.set_forkserver_preload(PRELOAD)
     words = [str(ROOT / script), *map(str, arguments)]
     commands = [words] * (len(environments) - 1) + [[*words, *map(str, last)]]

@@ -2,8 +2,18 @@
 
 import pytest
 from disks import a_cache
-from launched import SMALL, finish, fork_flags, metrics, ranks_of, reached, start, wait_for
-from stores import Faults, put, s3_server
+from launched import (
+    SMALL,
+    finish,
+    fork_flags,
+    metrics,
+    ranks_of,
+    reached,
+    run_to_end,
+    start,
+    wait_for,
+)
+from stores import Faults, http_server, put, s3_server
 from stream_shards import write_shards
 
 from common.sizes import GIB
@@ -67,3 +77,25 @@ def test_a_run_is_killed_twice_and_goes_on_with_fewer_ranks(store, tmp_path, mon
     found = losses(killed)
     assert sorted(found) == list(range(1, STEPS + 1))
     assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_host_of_texts_fetches_texts_alone(tmp_path):
+    """The losses are those of shards on a disk, which are read whole, to the last bit."""
+    pattern = write_shards(tmp_path / "shards", [OF_A_SHARD] * 4, ".parquet")
+    size = sum(file.stat().st_size for file in (tmp_path / "shards").glob("*.parquet"))
+    arguments = [*SMALL, *fork_flags(tmp_path), "--max-text-tokens", 16, "--steps", 5]
+    arguments += ["--val-fraction", 0, "--workers", 0]
+    with http_server(tmp_path / "shards") as url:
+        for name, folder in (("local", tmp_path / "shards"), ("remote", url)):
+            given = ["--data", f"stream:{folder}/{pattern}?mixed=2", "--run-dir", tmp_path / name]
+            status, output = run_to_end(
+                "train.py", *arguments, *given, ranks=2, caches=tmp_path / "caches"
+            )
+            assert status == 0, output[-5000:]
+    assert losses(tmp_path / "remote") == losses(tmp_path / "local")
+    of_images, of_texts = (
+        [file.stat().st_size for file in (tmp_path / "caches" / rank).rglob("shard.parquet")]
+        for rank in "01"
+    )
+    assert sum(of_images) > size and len(of_texts) == 4
+    assert sum(of_texts) < 0.1 * size
