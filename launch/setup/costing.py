@@ -20,6 +20,7 @@ from data.options import LoadingOptions, derived_of
 from data.prepared import PreparedData
 from data.progress import progress_bar
 from data.stored.kinds import is_text, text_of
+from data.streams.several import texts_alone
 from engine.config.reading import AUTO, MEASURE, BranchesBlock
 from engine.json_messages import from_first_rank
 from engine.planning.costs import (
@@ -344,7 +345,9 @@ def _example(
     those of their samples beside them, where a pair has
     annotations."""
     known = Inputs(inputs, data.tokenizer, data.length_multiple)
-    dataset = micro_batch_dataset(data.source, known, {branch})
+    alone = is_text(branch) and not phrases
+    source = texts_alone(data.source) if alone else data.source
+    dataset = micro_batch_dataset(source, known, {branch})
     number = np.arange(size)
     if is_text(branch) and lengths is not None:
         wanted = lengths.mean() if num_tokens is None else num_tokens
@@ -352,7 +355,6 @@ def _example(
     examples = data.examples(size)
     index = examples[number % len(examples)]
     annotations = shown_annotations_of(data.source, inputs)
-    alone = is_text(branch) and not phrases
     places = None if annotations is None or alone else annotations.places(index)
     example = dataset[MicroBatchRequest(0, 0, index, np.arange(size), True, places=places)]
     return as_values(example, inputs.preprocessing)
@@ -360,7 +362,8 @@ def _example(
 
 def _text_lengths(data: PreparedData, inputs: InputOptions) -> np.ndarray:
     """Tokens of the first training samples' texts, at most those that the tower takes."""
-    first = [(data.source.captions(int(i)) or [""])[0] for i in data.examples(EXAMPLE_TEXTS)]
+    source = texts_alone(data.source)
+    first = [(source.captions(int(i)) or [""])[0] for i in data.examples(EXAMPLE_TEXTS)]
     return np.array(token_lengths(data.text_tokenizer, first, inputs.max_text_tokens))
 
 
