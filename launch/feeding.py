@@ -29,7 +29,7 @@ from data.stored.kinds import is_file, is_text, text_of
 from data.stored.record import UNREADABLE
 from data.streams.lengths import of_streams
 from data.streams.prefetch import Prefetcher
-from data.streams.several import checking_texts, texts_alone
+from data.streams.several import checking_texts, stream_counts, texts_alone
 from data.streams.source import COUNTS as STREAM_COUNTS
 from engine.executor import ForkEngine
 from engine.processes.start import Processes
@@ -104,6 +104,9 @@ class Feeding:
     def counts(self) -> dict[str, float]:
         """What was counted since the last call; the same names on every rank."""
         counts, self._counts = self._counts, dict.fromkeys(self._counts, 0.0)
+        # what this process itself has read, to pack texts, is in no report of a loader
+        for name, number in stream_counts(self.source).items():
+            counts[name] += number
         if self._prefetcher is not None:
             counts["stream_bytes"] += self._prefetcher.taken_bytes()
         return counts

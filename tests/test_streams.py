@@ -84,8 +84,8 @@ def test_a_host_of_texts_fetches_texts_alone(tmp_path):
     pattern = write_shards(tmp_path / "shards", [OF_A_SHARD] * 4, ".parquet")
     size = sum(file.stat().st_size for file in (tmp_path / "shards").glob("*.parquet"))
     arguments = [*SMALL, *fork_flags(tmp_path), "--max-text-tokens", 16, "--steps", 5]
-    arguments += ["--val-fraction", 0, "--workers", 0]
-    with http_server(tmp_path / "shards") as url:
+    arguments += ["--val-fraction", 0, "--workers", 1]
+    with http_server(tmp_path / "shards", faults := Faults()) as url:
         for name, folder in (("local", tmp_path / "shards"), ("remote", url)):
             given = ["--data", f"stream:{folder}/{pattern}?mixed=2", "--run-dir", tmp_path / name]
             status, output = run_to_end(
@@ -93,6 +93,8 @@ def test_a_host_of_texts_fetches_texts_alone(tmp_path):
             )
             assert status == 0, output[-5000:]
     assert losses(tmp_path / "remote") == losses(tmp_path / "local")
+    counted = sum(line["stream_bytes"] for line in metrics(tmp_path / "remote").values())
+    assert 0.95 * faults.sent < counted <= faults.sent
     of_images, of_texts = (
         [file.stat().st_size for file in (tmp_path / "caches" / rank).rglob("shard.parquet")]
         for rank in "01"

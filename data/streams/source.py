@@ -305,7 +305,9 @@ class StreamSource:
         if _ending(names[0]) == ".tar" and not self._has_captions_beside():
             return self
         pairs = tuple((name, name) for name in texts)
-        return StreamSource(self.spec, self.table, self.cache, pairs, only_texts=True)
+        view = StreamSource(self.spec, self.table, self.cache, pairs, only_texts=True)
+        view._counts = self._counts
+        return view
 
     @property
     def checking_texts(self) -> StreamSource:
@@ -313,7 +315,9 @@ class StreamSource:
         if self.texts_alone is self or _ending(self.table.names[0]) != ".tar":
             return self
         known = (self.spec, self.table, self.cache, self.pairs, self.max_audio_seconds)
-        return StreamSource(*known, checks_texts=True)
+        view = StreamSource(*known, checks_texts=True)
+        view._counts = self._counts
+        return view
 
     def _has_captions_beside(self) -> bool:
         there = np.flatnonzero(self.table.lost == 0)
@@ -396,8 +400,10 @@ class StreamSource:
             self._open.pop(shard).held.close(done=True)
 
     def taken_counts(self) -> dict[str, float]:
-        """What was counted since the last call, see `COUNTS`."""
-        counts, self._counts = self._counts, dict.fromkeys(COUNTS, 0.0)
+        """What was counted since the last call, see `COUNTS`; by those that were made of each other
+        together."""
+        counts = dict(self._counts)
+        self._counts |= dict.fromkeys(COUNTS, 0.0)
         return counts
 
     def held(
