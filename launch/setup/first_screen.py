@@ -29,7 +29,7 @@ from data.options import derived_of, loss_names
 from data.prepared import PreparedData
 from data.stored.kinds import annotations_of, files_of, several_of, text_of
 from data.stored.record import StoredFile
-from data.streams.several import streams_of
+from data.streams.several import streams_of, texts_alone
 from engine.optimizer.preview import preview, unreached
 from engine.planning.costs import precision_of
 from engine.planning.planner import RunPlan
@@ -376,7 +376,7 @@ def _tokenizer(options: Options, data: PreparedData) -> str:
     entries, source = f"{len(data.tokenizer):,} entries", options.tokenizer_source()
     if source is None:
         known = data.examples() if data.shards else data.train[:]
-        captions = data.source.numbers("num_captions", known).sum(dtype=int)
+        captions = texts_alone(data.source).numbers("num_captions", known).sum(dtype=int)
         texts = f"{captions:,} captions"
         if kind := derived_of(options.pairs):
             (stored_kind,) = annotations_of((kind.name,))
