@@ -37,7 +37,7 @@ from data.batching.laps import Shards
 from data.batching.stream_order import StreamOrder
 from data.streams.source import INDEX_BYTES
 
-IMAGE_BYTES, TEXT_WORDS, GROUP_ROWS = 1000, 8, 16
+IMAGE_BYTES, TEXT_WORDS, GROUP_ROWS = 20_000, 8, 16
 LIMIT_S = 1800
 REPLICAS = (2, 3, 8, 9, 12, 16, 32, 64)
 SAMPLES = (16, 64, 256)  # of a replica in a global batch
