@@ -28,6 +28,13 @@ KEY, STATUS, SUCCESS = "key", "status", "success"  # of img2dataset
 SHOWN = 300  # characters of a list of columns
 
 
+class Beside(NamedTuple):
+    """The parquet file that img2dataset writes beside a tar."""
+
+    address: str
+    stored: Identity
+
+
 class Metadata(NamedTuple):
     """Of some rows of a shard, in order. `table`: a row for each sample, of which the numbers, or
     the `keys`, say which it is. `total`: how many."""
@@ -50,35 +57,32 @@ def metadata_of(
         titles = (text,) if text else TEXT.names_in(PARQUET)
         for table in _columns(name, stored, [*wanted], titles if words else (), limit_s):
             yield Metadata(table, None, len(table))
-    elif (tables := rows_beside(name, [*wanted], words, limit_s)) is not None:
-        for table in tables:
+    elif (there := beside(name, limit_s)) is not None:
+        for table in rows_beside(there, [*wanted], words, limit_s):
             yield Metadata(table, [str(key) for key in table[KEY].to_pylist()], len(table))
     else:
         yield _of_members(name, [*wanted], words, limit_s)
 
 
-def beside(name: str, limit_s: float) -> tuple[str, Identity] | None:
-    """The parquet file of a tar, where there is one."""
+def beside(name: str, limit_s: float = WAIT_S) -> Beside | None:
+    """The parquet file of a tar, where there is one. Errors: OSError."""
     plain = without_query(name)
     address = f"{os.path.splitext(plain)[0]}.parquet{name[len(plain) :]}"
     try:
-        return address, identity_of(address, limit_s)
+        return Beside(address, identity_of(address, limit_s))
     except (FileNotFoundError, PermissionError):  # which stores also say of what is not there
         return None
 
 
 def rows_beside(
-    name: str,
+    there: Beside,
     wanted: list[str],
     words: bool,
     limit_s: float = WAIT_S,
     count: Callable[[int], object] = lambda fetched: None,
-) -> Iterator[pa.Table] | None:
+) -> Iterator[pa.Table]:
     """Of the samples of a tar what the parquet file beside it has: their keys, the columns `wanted`
-    and, as `WORDS`, captions. None: there is no such file. `count`: as in `open_file`."""
-    there = beside(name, limit_s)
-    if there is None:
-        return None
+    and, as `WORDS`, captions. `count`: as in `open_file`."""
     titles = (CAPTION, "text", "title") if words else ()
     tables = _columns(*there, [*wanted, KEY], titles, limit_s, (STATUS,), count)
     return (

@@ -18,6 +18,7 @@ from data.index.sources import Source
 from data.processes import end_with_parent, start_method
 from data.streams.lengths import StreamTokenCounts
 from data.streams.several import streams_of
+from data.streams.source import TEXTS
 
 AHEAD_S = 120.0  # of training
 AHEAD_STEPS = 4  # at least
@@ -94,12 +95,10 @@ class _Following:
         self.streams, self.order, self.share = streams_of(source), order, share
         self.step, self.rank, self.pool = step, rank, pool
         self.then = {number: counts.count for number, counts in tokens.items()}
-        # also of what other ranks of this machine read of the same shards
         self.places = {
             name: (number, shard)
             for number, stream in self.streams.items()
-            for shard, names in enumerate(stream.entries)
-            for name in names
+            for shard, name in enumerate(stream.entries)
         }
         self.roomless: dict[tuple[int, int], int] = {}  # shards -> the steps that need them
         self.seen: deque[tuple[float, int]] = deque([(time.monotonic(), step)], PACE_STEPS)
@@ -174,7 +173,8 @@ class _Following:
         order, step = self.order, self.step
 
         def next_use(name: str) -> float:
-            number, shard = self.places[name]  # KeyError: of another run
+            # also of what other ranks of this machine read of the same shards
+            number, shard = self.places[name.partition(TEXTS)[0]]  # KeyError: of another run
             return order.next_use(number, shard, step)
 
         return next_use

@@ -37,6 +37,7 @@ from data.keys import HASH_BYTES
 from data.stored.kinds import Registered, is_text
 from data.streams.cache import Held, ShardCache
 from data.streams.filters import Kept
+from data.streams.metadata import Beside, beside
 from data.streams.texts import (
     DAMAGES,
     Texts,
@@ -51,7 +52,7 @@ FORMATS: dict[str, Callable[[str, Shard], Format]] = {
     ".parquet": ParquetFormat,
 }
 INDEX_BYTES = 1 << 10  # of a sample, at most on average: its row, captions and token counts
-TEXTS = "#texts"  # how the name of an entry ends that has nothing but these
+TEXTS = "#texts"  # follows the name of a shard in that of an entry that has nothing but these
 HELD_UNTOLD = 2  # shards that are held by who reads samples in any order
 KEPT_NUMBERS = 256  # columns of shards
 
@@ -169,11 +170,12 @@ class StreamSource:
         self._is_told = False  # by `keep`
         self._numbers: dict[tuple[int, str], np.ndarray] = {}
         self._counts = dict.fromkeys(COUNTS, 0.0)
+        self._beside: dict[int, Beside | None] = {}
         self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
         state = {"kinds": Registered(), **self.__dict__}
-        for name in ("_open", "_is_told", "_numbers", "_counts", "_lock"):
+        for name in ("_open", "_is_told", "_numbers", "_counts", "_beside", "_lock"):
             del state[name]
         state.pop("texts_alone", None)  # which is made of the rest
         return state
@@ -283,10 +285,10 @@ class StreamSource:
         return [redact(name) for name in self.table.names]
 
     @property
-    def entries(self) -> list[tuple[str, str]]:
-        """The names in the cache of each shard and of its texts, without credentials."""
-        names = map(self.table.entry, range(len(self.table.names)))
-        return [(redact(name), redact(f"{name}{TEXTS}")) for name in names]
+    def entries(self) -> list[str]:
+        """The name in the cache of each shard, without credentials; `TEXTS`, and more, follows it in
+        that of its texts."""
+        return [redact(self.table.entry(shard)) for shard in range(len(self.table.names))]
 
     def of_shards(self, shards: np.ndarray, counts: np.ndarray) -> StreamSource:
         """Some of the shards, of each the first `counts` samples."""
@@ -412,8 +414,10 @@ class StreamSource:
         """A shard in the cache, and whether it was not there before; None, and the rest: see
         `ShardCache.hold`. Errors: OSError; BadShard where it is not what the run began with."""
         name, table = self.table.names[shard], self.table
-        entry = table.entry(shard) + (TEXTS if self.only_texts else "")
-        remote = is_remote(name)
+        entry, remote = table.entry(shard), is_remote(name)
+        told = self._told_beside(shard) if self.only_texts else None
+        if self.only_texts:
+            entry += TEXTS if told is None else f"{TEXTS}#{told.stored.key:x}"
         if not remote:
             self._refuse_changed(shard, identity_of)
         if there := self.cache.find(entry):  # the store is not asked
@@ -438,12 +442,24 @@ class StreamSource:
             with suppress(ValueError):  # of what is damaged all is fetched, and read as it is
                 stored = self._refuse_changed(shard, identity_of)
                 if _ending(name) == ".tar":
-                    captions = tar_of_captions(name, self._total(shard), self._count_bytes)
+                    if told is None:
+                        raise ValueError(f"{redact(name)}: has no parquet file beside it")
+                    captions = tar_of_captions(name, told, self._total(shard), self._count_bytes)
                     return hold(len(captions), partial(_write, captions))
                 known = partial(self._format, shard)
                 with opened_texts(name, stored, known, self._count_bytes) as texts:
                     return hold(texts.size, partial(self._write_texts, shard, texts))
         return hold(int(table.sizes[shard]), partial(self._fetch, shard))
+
+    def _told_beside(self, shard: int) -> Beside | None:
+        """The parquet file beside a remote tar, for which the store is asked once. Errors:
+        OSError."""
+        name = self.table.names[shard]
+        if _ending(name) != ".tar" or not is_remote(name):
+            return None
+        if shard not in self._beside:
+            self._beside[shard] = beside(name)
+        return self._beside[shard]
 
     def _fetch(self, shard: int, file: Path) -> None:
         check = partial(self._refuse_other, shard)
@@ -518,12 +534,14 @@ class StreamSource:
 
     def _refuse_unlike_texts(self, shard: int, folder: Path, source: IndexedSource) -> None:
         """Errors: BadShard where what `only_texts` reads of a tar is not what it has."""
-        compared = folder / "compared"
+        told, name = self._told_beside(shard), self.table.names[shard]
+        if told is None:
+            return
+        compared = folder / f"compared-{told.stored.key:x}"
         if compared.exists():
             return
-        name = self.table.names[shard]
         with suppress(ValueError):  # then who reads texts alone reads this tar, too
-            captions = tar_of_captions(name, self._total(shard), self._count_bytes)
+            captions = tar_of_captions(name, told, self._total(shard), self._count_bytes)
             if unlike := unlike_captions(captions, source, self._captions_are == "lines"):
                 raise BadShard(
                     f"{redact(name)}: sample {unlike} has another name or other captions in the "

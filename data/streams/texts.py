@@ -38,7 +38,7 @@ from data.identity import Identity
 from data.index.sources import IndexedSource
 from data.streams.bloom import CAPTION
 from data.streams.counts import SAMPLES_LIMIT, checked_rows
-from data.streams.metadata import KEY, WORDS, rows_beside
+from data.streams.metadata import KEY, WORDS, Beside, beside, rows_beside
 from data.streams.parquet_reading import BLOCK, Columns, reading
 
 TAR_LIMIT = 256 << 20  # bytes of the captions of a tar
@@ -121,13 +121,13 @@ def _write(columns: Columns, schema: pa.Schema, part: object) -> None:
     writer.close()
 
 
-def tar_of_captions(address: str, number: int, count: Callable[[int], object]) -> bytes:
+def tar_of_captions(
+    address: str, there: Beside, number: int, count: Callable[[int], object]
+) -> bytes:
     """A tar of as many samples as a remote one has, `number`, with the captions that the parquet
-    file beside that has. `count`: as in `opened_texts`. Errors: ValueError where there is no such
-    file, or it is not of these samples; OSError."""
-    tables = rows_beside(address, [], True, count=count)
-    if tables is None:
-        raise ValueError(f"{redact(address)}: has no parquet file beside it")
+    file beside that has. `count`: as in `opened_texts`. Errors: ValueError where it is not of these
+    samples; OSError."""
+    tables = rows_beside(there, [], True, count=count)
     written, total = io.BytesIO(), 0
     with tarfile.open(fileobj=written, mode="w") as tar:
         for table in tables:
@@ -154,8 +154,11 @@ def tar_of_captions(address: str, number: int, count: Callable[[int], object]) -
 def agrees_at_first(address: str, number: int, is_lines: bool) -> bool:
     """Whether the first samples of a remote tar are named and described as beside it. Errors:
     OSError."""
+    there = beside(address)
+    if there is None:
+        return False
     with suppress(ValueError):
-        captions = tar_of_captions(address, number, lambda fetched: None)
+        captions = tar_of_captions(address, there, number, lambda fetched: None)
         told = keys_and_captions(io.BytesIO(captions), len(captions), address, is_lines)
         with open_file(address, block=TAR_BLOCK) as tar:
             size = tar.seek(0, os.SEEK_END)

@@ -111,6 +111,31 @@ def test_other_captions_beside_a_tar_end_the_run_that_trained_on_them(change, tm
         assert own.captions(3) == ["words 0 3 more more more "]
 
 
+def write_beside(folder, shard, change=lambda row: row):
+    rows = [{key: value for key, value in row.items() if key != "image"} for row in rows_of(shard)]
+    pq.write_table(pa.Table.from_pylist([*map(change, rows)]), folder / f"{shard:05d}.parquet")
+
+
+def test_captions_that_were_mended_beside_a_tar_are_fetched_anew(tmp_path):
+    """The tar is the same, and its captions and what was found of them lie in the cache."""
+    pattern = write(tmp_path / "shards")
+
+    def wrong(row):
+        return {**row, "caption": "of another"} if row["width"] == 22 else row
+
+    with http_server(tmp_path / "shards") as url:
+        for change, agrees in ((wrong, False), (lambda row: row, True), (wrong, False)):
+            write_beside(tmp_path / "shards", 1, change)
+            whole, _ = open_stream(f"stream:{url}/{pattern}", cache_bytes=10**9)
+            assert whole.texts_alone is not whole
+            assert ([*read(whole.texts_alone)] == [*read(whole)]) == agrees
+            if agrees:
+                assert [*read(whole.checking_texts)] == [*read(whole)]
+            else:
+                with pytest.raises(BadShard, match="write that file anew"):
+                    list(read(whole.checking_texts))
+
+
 @pytest.mark.parametrize(
     "how",
     [
