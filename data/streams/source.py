@@ -171,11 +171,13 @@ class StreamSource:
         self._numbers: dict[tuple[int, str], np.ndarray] = {}
         self._counts = dict.fromkeys(COUNTS, 0.0)
         self._beside: dict[int, Beside | None] = {}
+        # of shards: where there is no room, it is tried again and again, and nothing is fetched
+        self._text_sizes: dict[int, int] = {}
         self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
         state = {"kinds": Registered(), **self.__dict__}
-        for name in ("_open", "_is_told", "_numbers", "_counts", "_beside", "_lock"):
+        for name in ("_open", "_is_told", "_numbers", "_counts", "_beside", "_text_sizes", "_lock"):
             del state[name]
         state.pop("texts_alone", None)  # which is made of the rest
         return state
@@ -440,15 +442,11 @@ class StreamSource:
             return hold(0, None)
         if self.only_texts:
             with suppress(ValueError):  # of what is damaged all is fetched, and read as it is
-                stored = self._refuse_changed(shard, identity_of)
-                if _ending(name) == ".tar":
-                    if told is None:
-                        raise ValueError(f"{redact(name)}: has no parquet file beside it")
-                    captions = tar_of_captions(name, told, self._total(shard), self._count_bytes)
-                    return hold(len(captions), partial(_write, captions))
-                known = partial(self._format, shard)
-                with opened_texts(name, stored, known, self._count_bytes) as texts:
-                    return hold(texts.size, partial(self._write_texts, shard, texts))
+                if size := self._text_sizes.get(shard):
+                    return hold(size, partial(self._fetch_texts, shard))
+                with self._texts_of(shard) as texts:
+                    self._text_sizes[shard] = texts.size
+                    return hold(texts.size, texts.write)
         return hold(int(table.sizes[shard]), partial(self._fetch, shard))
 
     def _told_beside(self, shard: int) -> Beside | None:
@@ -465,6 +463,25 @@ class StreamSource:
         check = partial(self._refuse_other, shard)
         fetched = self._refuse_changed(shard, lambda name: fetch(name, file, check=check))
         self._count_bytes(fetched.size)
+
+    def _fetch_texts(self, shard: int, file: Path) -> None:
+        with self._texts_of(shard) as texts:
+            texts.write(file)
+
+    @contextmanager
+    def _texts_of(self, shard: int) -> Iterator[Texts]:
+        """Errors, also of writing: as `opened_texts`; BadShard."""
+        name, stored = self.table.names[shard], self._refuse_changed(shard, identity_of)
+        if _ending(name) == ".tar":
+            told = self._told_beside(shard)
+            if told is None:
+                raise ValueError(f"{redact(name)}: has no parquet file beside it")
+            captions = tar_of_captions(name, told, self._total(shard), self._count_bytes)
+            yield Texts(len(captions), partial(_write, captions))
+            return
+        known = partial(self._format, shard)
+        with opened_texts(name, stored, known, self._count_bytes) as texts:
+            yield Texts(texts.size, partial(self._write_texts, shard, texts))
 
     def _write_texts(self, shard: int, texts: Texts, file: Path) -> None:
         texts.write(file)

@@ -272,6 +272,23 @@ def test_the_limit_of_the_cache_holds(tmp_path):
             assert texts.cache.usage() <= room
 
 
+def test_no_footer_is_read_again_while_there_is_no_room(tmp_path):
+    write(tmp_path / "shards", table(), table(100))
+    with http_server(tmp_path / "shards", faults := Faults()) as url:
+        whole, _ = open_stream(f"stream:{url}/{{0..1}}.parquet?mixed=1", cache_bytes=10**9)
+        texts, room = whole.texts_alone, whole.cache.limit_bytes
+        texts.keep([0, 1])
+        texts.captions(0)
+        texts.cache = replace(texts.cache, limit_bytes=texts.cache.usage() + 10_000)
+        assert not texts.prefetch(1, lambda name: 0.0)
+        asked = len(faults.requests)
+        assert not texts.prefetch(1, lambda name: 0.0)
+        assert len(faults.requests) == asked
+        texts.cache = replace(texts.cache, limit_bytes=room)
+        assert texts.prefetch(1, lambda name: 0.0)
+        assert texts.captions(ROWS) == [words(100)]
+
+
 def test_what_is_on_a_disk_and_tars_stay_as_they_are(tmp_path):
     write(tmp_path / "shards", table())
     pattern = write_shards(tmp_path / "tars", [3, 4])

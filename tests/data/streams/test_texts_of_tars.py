@@ -3,6 +3,7 @@
 import io
 import json
 import tarfile
+from dataclasses import replace
 
 import numpy as np
 import pyarrow as pa
@@ -170,3 +171,23 @@ def test_a_tar_with_nothing_beside_it_is_read_among_others(tmp_path):
         for n in cut_off:
             with pytest.raises(BadSample, match="damaged|announced|cut off"):
                 checked.value("image", n)
+
+
+def test_nothing_is_fetched_again_while_there_is_no_room(tmp_path):
+    pattern = write(tmp_path / "shards")
+    with http_server(tmp_path / "shards", faults := Faults()) as url:
+        whole, _ = open_stream(f"stream:{url}/{pattern}?mixed=1", cache_bytes=10**9)
+        texts, room = whole.texts_alone, whole.cache.limit_bytes
+        texts.keep([0, 1])
+        texts.captions(0)
+        texts.cache = replace(texts.cache, limit_bytes=texts.cache.usage() + 10_000)
+        last = len(texts) - 1
+        first = int(texts.table.counts[0])
+        assert not texts.prefetch(1, lambda name: 0.0)
+        sent, asked = faults.sent, len(faults.requests)
+        assert not texts.prefetch(1, lambda name: 0.0)
+        assert (faults.sent, len(faults.requests)) == (sent, asked)
+        texts.cache = replace(texts.cache, limit_bytes=room)
+        assert texts.prefetch(1, lambda name: 0.0)
+        for i in (first, last):
+            assert texts.captions(i) == whole.captions(i)
