@@ -534,7 +534,7 @@ class StreamSource:
             # whoever opens it: what is kept beside it is of these rows
             every = table.kept.rows_of(shard, source) if table.kept else np.arange(len(source))
             is_left_out = self._is_miscounted(shard, source, len(every))
-            if self.checks_texts:
+            if self.checks_texts and not is_left_out:  # else nothing is trained on
                 self._refuse_unlike_texts(shard, held.folder, source)
             undo.pop_all()
         if needed:

@@ -13,6 +13,7 @@ from PIL import Image
 from stores import Faults, http_server
 
 from data.bad_samples import BadSample
+from data.streams.listing import ShardRules
 from data.streams.opening import open_stream
 from data.streams.source import BadShard
 
@@ -171,6 +172,26 @@ def test_a_tar_with_nothing_beside_it_is_read_among_others(tmp_path):
         for n in cut_off:
             with pytest.raises(BadSample, match="damaged|announced|cut off"):
                 checked.value("image", n)
+
+
+def test_a_shard_that_is_left_out_is_not_compared(tmp_path):
+    """It has a sample more than was told, and others' captions from there on."""
+    pattern = write(tmp_path / "shards")
+    with tarfile.open(tmp_path / "shards/00001.tar") as tar:
+        members = [(m.name, tar.extractfile(m).read()) for m in tar.getmembers()]
+    members[15:15] = [("extra.png", picture(3)), ("extra.txt", b"extra")]
+    with tarfile.open(tmp_path / "shards/00001.tar", "w") as tar:
+        for name, content in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    with http_server(tmp_path / "shards") as url:
+        spec = f"stream:{url}/{pattern}"
+        whole, _ = open_stream(spec, cache_bytes=10**9, rules=ShardRules(drops=True))
+        checked = whole.checking_texts
+        assert checked is not whole and [*read(checked)] == [*read(whole)]
+        with pytest.raises(BadSample, match="samples were announced"):
+            checked.value("image", len(whole) - 1)
 
 
 def test_nothing_is_fetched_again_while_there_is_no_room(tmp_path):
