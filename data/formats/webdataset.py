@@ -251,11 +251,13 @@ def keys_and_captions(
     file: BinaryIO, size: int, name: str, is_lines: bool
 ) -> Iterator[tuple[str, list[str]]]:
     """Of each sample of a shard its key and its good captions, each line one if `is_lines`. Errors:
-    as `count_rows`."""
+    ValueError, also for a sample whose captions are those of its class."""
     shard = _shard_of(file, size, name)
     for found in shard.samples():
         if not isinstance(found, Unused):
             texts = _first_good_text(shard, found[1], set(), [], is_lines)
+            if texts is None and CLASS in found[1]:
+                raise ValueError(f"{name}: {found[0]} has no text, but a class")
             yield found[0], texts.good if isinstance(texts, Captions) else []
 
 

@@ -174,6 +174,24 @@ def test_a_tar_with_nothing_beside_it_is_read_among_others(tmp_path):
                 checked.value("image", n)
 
 
+def test_captions_of_classes_are_those_of_members(tmp_path):
+    folder = tmp_path / "store" / "shards"
+    folder.mkdir(parents=True)
+    with tarfile.open(folder / "0.tar", "w") as tar:
+        for n in range(4):
+            for ending, content in (("png", picture(n)), ("cls", b"1")):
+                member = tarfile.TarInfo(f"{n}.{ending}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    beside = {"key": [f"{n}" for n in range(4)], "caption": pa.nulls(4, pa.string())}
+    pq.write_table(pa.table(beside), folder / "0.parquet")
+    (folder / "classnames.txt").write_text("cat\ndog\n")
+    with http_server(tmp_path / "store") as url:
+        whole, _ = open_stream(f"stream:{url}/shards/0.tar", cache_bytes=10**9)
+        assert whole.texts_alone is whole.checking_texts is whole
+        assert "a photo of a dog" in whole.captions(0)
+
+
 def test_a_shard_that_is_left_out_is_not_compared(tmp_path):
     """It has a sample more than was told, and others' captions from there on."""
     pattern = write(tmp_path / "shards")
