@@ -129,7 +129,7 @@ def tar_of_captions(
     samples; OSError."""
     tables = rows_beside(there, [], True, count=count)
     written, total = io.BytesIO(), 0
-    with tarfile.open(fileobj=written, mode="w") as tar:
+    with tarfile.TarFile(fileobj=written, mode="w") as tar:
         for table in tables:
             for key, caption in zip(table[KEY].to_pylist(), table[WORDS].to_pylist()):
                 total += 1
