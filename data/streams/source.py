@@ -171,8 +171,9 @@ class StreamSource:
         self._numbers: dict[tuple[int, str], np.ndarray] = {}
         self._counts = dict.fromkeys(COUNTS, 0.0)
         self._beside: dict[int, Beside | None] = {}
-        # of shards: where there is no room, it is tried again and again, and nothing is fetched
-        self._text_sizes: dict[int, int] = {}
+        # None: they cannot be read alone. Where there is no room, it is tried again and again, and
+        # nothing is fetched for that
+        self._text_sizes: dict[int, int | None] = {}
         self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -440,13 +441,14 @@ class StreamSource:
 
         if not remote:
             return hold(0, None)
-        if self.only_texts:
+        if self.only_texts and (size := self._text_sizes.get(shard, 0)) is not None:
             with suppress(ValueError):  # of what is damaged all is fetched, and read as it is
-                if size := self._text_sizes.get(shard):
+                if size:
                     return hold(size, partial(self._fetch_texts, shard))
                 with self._texts_of(shard) as texts:
                     self._text_sizes[shard] = texts.size
                     return hold(texts.size, texts.write)
+            self._text_sizes[shard] = None
         return hold(int(table.sizes[shard]), partial(self._fetch, shard))
 
     def _told_beside(self, shard: int) -> Beside | None:

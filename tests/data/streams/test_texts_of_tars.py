@@ -15,7 +15,7 @@ from stores import Faults, http_server
 from data.bad_samples import BadSample
 from data.streams.listing import ShardRules
 from data.streams.opening import open_stream
-from data.streams.source import BadShard
+from data.streams.source import INDEX_BYTES, BadShard
 
 ROWS, PIXELS = 40, 96
 
@@ -230,3 +230,19 @@ def test_nothing_is_fetched_again_while_there_is_no_room(tmp_path):
         assert texts.prefetch(1, lambda name: 0.0)
         for i in (first, last):
             assert texts.captions(i) == whole.captions(i)
+
+
+def test_a_tar_that_must_be_read_whole_is_asked_for_no_captions_again(tmp_path):
+    pattern = write(tmp_path / "shards")
+    (tmp_path / "shards/00001.parquet").write_bytes(b"no parquet file")
+    with http_server(tmp_path / "shards", faults := Faults()) as url:
+        whole, _ = open_stream(f"stream:{url}/{pattern}?mixed=1", cache_bytes=10**9)
+        texts = whole.texts_alone
+        texts.keep([0, 1])
+        texts.captions(0)
+        size = int(whole.table.sizes[1]) + int(whole.table.counts[1]) * INDEX_BYTES
+        texts.cache = replace(texts.cache, limit_bytes=size)
+        assert not texts.prefetch(1, lambda name: 0.0)
+        asked = len(faults.requests)
+        assert not texts.prefetch(1, lambda name: 0.0)
+        assert len(faults.requests) == asked
