@@ -116,7 +116,7 @@ class PreparedData:
         near = [
             shards.samples.starts[k] + np.arange(shards.counts[k]) for k in coming[:last].tolist()
         ]
-        return np.concatenate(near)
+        return np.concatenate([np.empty(0, np.int64), *near])
 
     def first_with(self, *modalities: str) -> int | None:
         """The first training sample that has a value of each of these; None: there is none. Of streams

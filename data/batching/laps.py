@@ -81,9 +81,8 @@ class LanesLap:
         number = max(1, min(shards.mixed, len(self._row)))
         self._turns = spread_order(number)
         whole, rest = divmod(len(self._row), number)
-        turn = np.argsort(self._turns)
-        self._turn = turn
-        self._lanes = Concat(whole + (turn < rest))
+        self._turn = np.argsort(self._turns)
+        self._lanes = Concat(whole + (self._turn < rest))
         # those of a batch, and those that come with the next
         self._permutation = lru_cache(2 * number + GROUPS_KEPT)(self._permuted)
 

@@ -122,21 +122,17 @@ class StreamOrder(GlobalOrder):
             wait = count - within + (self._lap(number, lap + 1).visits_until(shard, 0) or 0)
         return wait / per_epoch
 
-    def lanes_in_common(self, number: int, replicas: int) -> int:
-        """How many lanes of a data set, at most, more than one of the replicas reads, where each
-        computes as many samples of a global batch; 0: each has lanes of its own."""
+    def are_read_apart(self, replicas: int) -> bool:
+        """Whether each of the replicas, where they compute equally many samples of a global batch,
+        reads shards that no other reads, but for those in which lanes meet. Else neighbours have
+        lanes in common."""
         visits = [round(weight * count) for count, weight in self._newest(0)]
         own = [self.global_batch_size * each / sum(visits) for each in visits]
-        lanes = self.shards[number].mixed
-        if all(
+        return replicas == 1 or all(
             each.is_integer()
             and (each % replicas == 0 if at.is_whole else are_apart(at.mixed, int(each), replicas))
             for each, at in zip(own, self.shards)
-        ):
-            return 0
-        if len(own) > 1 or self.global_batch_size % lanes:
-            return min(lanes, replicas - 1)
-        return min(lanes, int(np.count_nonzero(np.arange(1, replicas) * lanes % replicas)))
+        )
 
     def mixing(self, step: int = 0) -> dict[int, Mixing]:
         """Number of each data set -> how well its samples are mixed, and of how many of its shards

@@ -120,6 +120,23 @@ class BadShard(Unexpected):
     """A shard that is not what was announced."""
 
 
+class Counts:
+    """What is counted, by several threads."""
+
+    def __init__(self) -> None:
+        self._lock, self._numbers = threading.Lock(), dict.fromkeys(COUNTS, 0.0)
+
+    def add(self, name: str, number: float) -> None:
+        with self._lock:
+            self._numbers[name] += number
+
+    def taken(self) -> dict[str, float]:
+        """Since the last call."""
+        with self._lock:
+            numbers, self._numbers = self._numbers, dict.fromkeys(COUNTS, 0.0)
+        return numbers
+
+
 @dataclass
 class OpenShard:
     """A shard that is held in the cache, and its samples."""
@@ -169,7 +186,7 @@ class StreamSource:
         self._open: dict[int, OpenShard] = {}
         self._is_told = False  # by `keep`
         self._numbers: dict[tuple[int, str], np.ndarray] = {}
-        self._counts = dict.fromkeys(COUNTS, 0.0)
+        self._counts = Counts()
         self._beside: dict[int, Beside | None] = {}
         # None: they cannot be read alone. Where there is no room, it is tried again and again, and
         # nothing is fetched for that
@@ -357,7 +374,7 @@ class StreamSource:
                 opened = self._opened(shard)
                 assert opened is not None
                 self._open[shard] = opened
-                self._counts["stream_wait_s"] += time.monotonic() - began
+                self._counts.add("stream_wait_s", time.monotonic() - began)
             return self._open[shard].source
 
     @contextmanager
@@ -407,9 +424,7 @@ class StreamSource:
     def taken_counts(self) -> dict[str, float]:
         """What was counted since the last call, see `COUNTS`; by those that were made of each other
         together."""
-        counts = dict(self._counts)
-        self._counts |= dict.fromkeys(COUNTS, 0.0)
-        return counts
+        return self._counts.taken()
 
     def held(
         self, shard: int, needed: bool = True, next_use: Callable[[str], float] | None = None
@@ -490,8 +505,7 @@ class StreamSource:
         self._refuse_changed(shard, identity_of)  # its parts are all of one file
 
     def _count_bytes(self, fetched: int) -> None:
-        with self._lock:
-            self._counts["stream_bytes"] += fetched
+        self._counts.add("stream_bytes", fetched)
 
     def _refuse_changed(self, shard: int, look: Callable[[str], Identity]) -> Identity:
         """What `look` finds under the shard's name. Errors: BadShard, OSError."""
@@ -537,10 +551,10 @@ class StreamSource:
             every = table.kept.rows_of(shard, source) if table.kept else np.arange(len(source))
             is_left_out = self._is_miscounted(shard, source, len(every))
             if self.checks_texts and not is_left_out:  # else nothing is trained on
-                self._refuse_unlike_texts(shard, held.folder, source)
+                self._refuse_unlike_texts(shard, held, source)
             undo.pop_all()
         if needed:
-            self._counts["stream_misses" if filled else "stream_hits"] += 1
+            self._counts.add("stream_misses" if filled else "stream_hits", 1)
         return OpenShard(held, source, every[:0] if is_left_out else every, is_left_out)
 
     def _format(self, shard: int, file: Path) -> Any:
@@ -551,12 +565,12 @@ class StreamSource:
         format.pairs = self.pairs
         return format
 
-    def _refuse_unlike_texts(self, shard: int, folder: Path, source: IndexedSource) -> None:
+    def _refuse_unlike_texts(self, shard: int, held: Held, source: IndexedSource) -> None:
         """Errors: BadShard where what `only_texts` reads of a tar is not what it has."""
         told, name = self._told_beside(shard), self.table.names[shard]
         if told is None:
             return
-        compared = folder / f"compared-{told.stored.key:x}"
+        compared = held.folder / f"compared-{told.stored.key:x}"
         if compared.exists():
             return
         with suppress(ValueError):  # then who reads texts alone reads this tar, too
@@ -567,7 +581,7 @@ class StreamSource:
                     "parquet file beside it, which stages of texts read; write that file anew, or "
                     "give ?texts=members, which reads the captions of the tars"
                 )
-            write_text(compared, "")
+            self.cache.write_beside(held, partial(write_text, compared, ""))
 
     def _is_miscounted(self, shard: int, source: IndexedSource, number: int) -> bool:
         """Whether it has another number of samples than was told. Of a damaged one some may lack,

@@ -305,31 +305,28 @@ def _streams(data: PreparedData, batch_size: int, stages: Sequence[Stage]) -> st
             f"and that of storage have a rank correlation of {own.rank_correlation:.2f} (0: fully "
             "mixed, 1: as stored)"
         )
-        lines += _read_twice(order, number, stages)
         if lost := [*table.gone, *(stream.shown[n] for n in np.flatnonzero(table.lost))]:
             samples = int(table.counts[table.lost != 0].sum())
             of = f", {samples:,} samples of this run's order" if samples else ""
             lines.append(
                 f"{len(lost):,} shards are left out{of}, such as {lost[0]} (--on-bad-shard drop)"
             )
+    lines += _read_twice(order, stages)
     if data.held_out:
         lines.append("samples of streams are not compared with those held out")
     return "\n".join(lines)
 
 
-def _read_twice(order: StreamOrder, number: int, stages: Sequence[Stage]) -> Iterator[str]:
+def _read_twice(order: StreamOrder, stages: Sequence[Stage]) -> Iterator[str]:
     """What replicas that read shards of their own have in common. Those with texts pack these over
     the whole global batch, so each reads all shards."""
-    shards = order.shards[number]
     for stage in stages:
-        if not stage.loads or text_of(stage.loads) or shards.slides:
-            continue
-        if common := order.lanes_in_common(number, stage.replicas):
+        alone = stage.loads and not text_of(stage.loads)
+        if alone and not order.are_read_apart(stage.replicas):
             yield (
-                f"replicas of {stage.name} read parts of these {shards.mixed}, of which up to {common} "
-                "are read by two and fetched twice where these are on two machines; where "
-                f"{stage.replicas} divides ?mixed=K and the samples that a global batch has of each "
-                "data set, each has its own"
+                f"replicas of {stage.name} read different shards, and neighbours have some in common, "
+                f"which two machines fetch twice; where {stage.replicas} divides ?mixed=K and the "
+                "samples that a global batch has of each data set, each replica has its own"
             )
 
 

@@ -134,7 +134,7 @@ def test_replicas_read_shards_of_their_own(mixed, size, replicas):
     """But for a shard in which the lanes of two meet: whatever the sizes of shards."""
     for counts in (np.full(300, 50), counts_of(300, 99)):
         order = order_of(counts, size, mixed)
-        assert order.lanes_in_common(0, replicas) == 0
+        assert order.are_read_apart(replicas)
         read = [set() for _ in range(replicas)]
         for step in range(order.first_step(1)):
             for own, found in zip(np.array_split(order.batch(step), replicas), read):
@@ -145,9 +145,9 @@ def test_replicas_read_shards_of_their_own(mixed, size, replicas):
 
 def test_replicas_that_do_not_divide_the_lanes_have_one_in_common_with_a_neighbour():
     order = order_of(np.full(300, 50), 576, 64)
-    assert [order.lanes_in_common(0, n) for n in (9, 6, 12, 48, 160)] == [8, 4, 8, 32, 64]
+    assert [order.are_read_apart(n) for n in (9, 6, 12, 48, 160, 8, 64)] == 5 * [False] + 2 * [True]
     for size, mixed, replicas in ((60, 24, 6), (801, 32, 8)):
-        assert order_of(order.shards[0].counts, size, mixed).lanes_in_common(0, replicas) > 4
+        assert not order_of(order.shards[0].counts, size, mixed).are_read_apart(replicas)
     whole = order.needed(order.batch(7))[0]
     parts = [order.needed(own)[0] for own in np.array_split(order.batch(7), 9)]
     assert len(whole) + 8 <= sum(map(len, parts)) <= len(whole) + 16
@@ -159,16 +159,16 @@ def test_replicas_read_shards_of_their_own_of_several_data_sets():
     counts = (np.full(60, 40), np.full(60, 20), np.array([600]))
     shards = tuple(Shards(each, 16 if len(each) > 1 else 1) for each in counts)
     parts = ((2400, 1.0), (1200, 1.0), (600, 1.0))
-    for size, common in ((112, 0), (100, 3)):
+    for size, apart in ((112, True), (100, False)):
         order = StreamOrder(4200, size, 3, parts=parts, shards=shards)
-        assert [order.lanes_in_common(number, 4) for number in (0, 1)] == [common] * 2
+        assert order.are_read_apart(4) == apart
         read = []
         for step in range(order.first_step(1)):
             for replica, own in enumerate(np.array_split(order.batch(step), 4)):
                 needed = order.needed(own)
                 read += [(n, k, replica) for n in (0, 1) for k in needed.get(n, [])]
-                assert common or np.count_nonzero(own >= 3600) == size // 7 // 4
-        assert (len(set(read)) > 126) == (common > 0)
+                assert not apart or np.count_nonzero(own >= 3600) == size // 7 // 4
+        assert (len(set(read)) <= 126) == apart
 
 
 def test_lanes_come_evenly_also_in_a_part_of_a_round():

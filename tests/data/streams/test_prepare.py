@@ -119,14 +119,14 @@ def test_the_first_screen_says_which_shards_replicas_have_in_common(mixture):
     def said(image, batch_size):
         graph = fork({"image": [range(2)], "text": [range(2)]}, {"image": image, "text": 2})
         lines = _streams(data, batch_size, graph.stages).splitlines()
-        return [line for line in lines if "fetched twice" in line]
+        return [line for line in lines if "fetch twice" in line]
 
     assert said(1, 12) == []
     (line,) = said(2, 12)
     assert line == (
-        "replicas of image 0 read parts of these 3, of which up to 1 are read by two and fetched "
-        "twice where these are on two machines; where 2 divides ?mixed=K and the samples that a "
-        "global batch has of each data set, each has its own"
+        "replicas of image 0 read different shards, and neighbours have some in common, which two "
+        "machines fetch twice; where 2 divides ?mixed=K and the samples that a global batch has of "
+        "each data set, each replica has its own"
     )
     data = replace(data, parts=((data.parts[0][0], 1.0), (30, 0.0)))
     assert said(3, 12) == said(3, 15) == [] != said(5, 12)
