@@ -114,8 +114,7 @@ class Feeding:
     def _prefetched(self, requests: Iterable[Any], start_step: int) -> Iterator[Any]:
         """The requests, of which a process of this rank knows the coming shards."""
         batches = self.batching.batches
-        in_order = batches.buckets is batches.weights_of is batches.annotations is None
-        alone = in_order and text_of(self.modalities) is None
+        alone = text_of(self.modalities) is None and batches.asks_own(self.branch)
         share = (self.engine.comm.replica, self.batch.replicas) if alone else None
         texts = batches.texts if text_of(self.modalities) else None
         tokens = of_streams(texts.tokens) if texts else {}

@@ -222,7 +222,7 @@ class Batches:
         samples: list[tuple[np.ndarray, Size | None]]
         samples = [(nothing, None) for _ in range(replicas * number)]
         if self.texts is None or not all(map(is_text, loads)):
-            samples = self._samples(branch, batch, replicas, number)
+            samples = self._samples(branch, batch, replica, replicas, number)
         packed: Packing | None = None
         if self.texts is not None and text_of(loads):
             packed = self.texts.pack(batch, replicas, (number,))
@@ -250,24 +250,64 @@ class Batches:
             for (position, size), rows in zip(samples[own], texts)
         ]
 
+    def _arranges_own(self, branch: str) -> bool:
+        is_stream = isinstance(self.order, StreamOrder)
+        return is_stream and (self.texts is not None or branch in self.costs)
+
+    def asks_own(self, branch: str) -> bool:
+        """Whether a replica of a branch, but for texts, needs to know its own part alone of each
+        global batch of a stream."""
+        in_order = self.buckets is None and branch not in self.costs
+        alone = self.weights_of is None and self.annotations is None
+        return alone and (in_order or self._arranges_own(branch))
+
     def _samples(
-        self, branch: str, batch: GlobalBatch, replicas: int, number: int
+        self, branch: str, batch: GlobalBatch, replica: int, replicas: int, number: int
     ) -> list[tuple[np.ndarray, Size | None]]:
         """Positions of each micro-batch and the size of its images, R · M of them: as equal as the
         global batch and the shares allow, and in the order of their buckets, so that most have one
         alone. The others have neighbouring shapes, and the size of most of their images. Where
-        values of the branch do not cost alike: as much to do in each."""
+        values of the branch do not cost alike: as much to do in each.
+
+        Of a stream each replica arranges its own part alone, whose shards it reads; of the others
+        only the samples of each replica are right. Where texts come with their images, micro-batches
+        are those of the whole global batch, whatever the replicas of each branch.
+        """
         shares = batch.setting.shares.get(branch)
-        if cost := self.costs.get(branch):
-            each = cost(batch.indices)
-            return [(part, None) for part in dealt_by_cost(each, replicas, number, shares)]
         parts = in_parts(len(batch.visited), replicas, number, shares)
+        if not self._arranges_own(branch):
+            return self._arranged(branch, batch, np.arange(len(batch.visited)), parts, shares)
+        mine = slice(replica * number, (replica + 1) * number)
+        own = np.concatenate(parts[mine])
+        within = np.split(np.arange(len(own)), np.cumsum([len(part) for part in parts[mine]])[:-1])
+        found: list[tuple[np.ndarray, Size | None]] = [(part, None) for part in parts]
+        found[mine] = self._arranged(branch, batch, own, within, None)
+        return found
+
+    def _arranged(
+        self,
+        branch: str,
+        batch: GlobalBatch,
+        positions: np.ndarray,
+        parts: Sequence[np.ndarray],
+        shares: Sequence[float] | None,
+    ) -> list[tuple[np.ndarray, Size | None]]:
+        """Of some positions [n] of a global batch as many micro-batches as `parts` of 0..n-1, which
+        say how many samples each has where all cost alike. `shares`: of replicas, 1 where None."""
+        if cost := self.costs.get(branch):
+            replicas = 1 if shares is None else len(shares)
+            dealt = dealt_by_cost(
+                cost(batch.indices[positions]), replicas, len(parts) // replicas, shares
+            )
+            return [(positions[part], None) for part in dealt]
         if self.buckets is None:
-            return [(part, None) for part in parts]
-        bucket, sizes = self.buckets.number[batch.visited], self.buckets.sizes  # [G]
+            return [(positions[part], None) for part in parts]
+        bucket = self.buckets.number[batch.visited[positions]]  # [n]
         by_bucket = np.argsort(bucket, kind="stable")
-        parts = [by_bucket[part] for part in parts]
-        return [(part, sizes[int(np.bincount(bucket[part]).argmax())]) for part in parts]
+        return [
+            (positions[own], self.buckets.sizes[int(np.bincount(bucket[own]).argmax())])
+            for own in (by_bucket[part] for part in parts)
+        ]
 
 
 def _joined(parts: Sequence[np.ndarray], replicas: int) -> list[np.ndarray]:

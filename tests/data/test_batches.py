@@ -17,11 +17,13 @@ from data.batching.batches import (
 )
 from data.batching.branch_cost import BranchCost
 from data.batching.buckets import Buckets
+from data.batching.laps import Shards
 from data.batching.load_control import FeedRates
 from data.batching.order import GlobalOrder
 from data.batching.packing import Bounds
 from data.batching.requests import evaluation_requests
 from data.batching.settings import Setting, setting_at
+from data.batching.stream_order import StreamOrder
 from data.modalities.lengths import TokenCounts
 
 ORDER = GlobalOrder(num_samples=103, global_batch_size=12, seed=5)
@@ -91,6 +93,48 @@ def test_clips_are_dealt_by_their_frames_where_no_images_come_with_them():
     assert np.ptp(sums("video")) <= 2 < np.ptp(sums("image"))
     assert sums("image", ("image", "video")) == sums("image")
     assert sums("video", ("video", "text")) == sums("video")
+
+
+def test_of_a_stream_each_replica_arranges_its_own_part():
+    """So it asks nothing of samples whose shards others read: neither costs nor sizes."""
+    counts = np.full(16, 12)
+    order = StreamOrder(192, 48, 3, shards=(Shards(counts, 8),))
+    frames = np.random.default_rng(2).integers(1, 9, 192)
+    setting, asked = Setting(0, {"video": 3, "image": 3}, COST), []
+
+    class Sizes:
+        def __getitem__(self, visited):
+            asked.extend(visited.tolist())
+            return (visited % 2).astype(np.int8)
+
+    def cost(index):
+        asked.extend(index.tolist())
+        return frames[index]
+
+    buckets = Buckets(((32, 64), (64, 32)), Sizes())
+    train = np.arange(192)
+    batches = Batches(order, train, [setting], buckets, texts=TEXTS, costs={"video": cost})
+    without = replace(batches, texts=None)
+    for branch in ("video", "image"):
+        found = []
+        for replica in range(2):
+            asked.clear()
+            requests = [*batches.requests(branch, replica, 2, 0, 1)]
+            own = np.concatenate([request.position for request in requests])
+            assert np.sort(own).tolist() == [*range(24 * replica, 24 * replica + 24)]
+            assert {*asked} == {*order.batch(0)[own].tolist()}
+            assert len(order.needed(np.array(asked))[0]) <= 4 + 1
+            if branch == "video":
+                assert np.ptp([int(frames[request.index].sum()) for request in requests]) <= 4
+            else:
+                assert {request.size for request in requests} == {*buckets.sizes}
+            found += own.tolist()
+        assert sorted(found) == [*range(48)] and batches.asks_own(branch)
+    assert not without.asks_own("image") and without.asks_own("video")
+    asked.clear()  # where texts come with their images the micro-batches of all are the same
+    whole = [r.position.tolist() for r in without.requests("image", 0, 1, 0, 1)]
+    assert {*asked} == {*order.batch(0).tolist()} and whole != [[*range(16)]] * 3
+    assert not replace(batches, weights_of=lambda batch: np.ones(48)).asks_own("video")
 
 
 # -- samples
