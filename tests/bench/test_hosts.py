@@ -38,10 +38,12 @@ def test_a_host_reads_the_shards_of_its_part_of_each_batch():
 
 @pytest.mark.all("measures as the bench does")
 def test_two_hosts_and_a_store():
-    """Both read every shard, and fetch it once: one of them as a whole, the other its texts."""
+    """Both read every shard: one of them fetches it as a whole, the other its texts, and what lies
+    within 64 KB of the footer of so small a shard."""
     found = measure({"image": 1, "text": 1}, 32, 16, 4, 16, 8, 0)
     assert found["by_order"] == [1, 1]
-    assert found["image_times"] == [1, 0] and found["image_most"] == 1, found
-    assert found["other_times"][0] == 1 <= found["other_times"][1] < 2, found
+    (of_images, of_texts), (others, _) = found["image_times"], found["other_times"]
+    assert 1 <= of_images == others <= 1 + 2 / 32 and of_texts < 0.3, found
+    assert found["image_most"] < 2.3, found
     assert 0.5 < max(found["used"]) <= 1
     assert found["counted"] == pytest.approx(1, abs=0.1)
