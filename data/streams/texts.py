@@ -27,6 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from common.files import make_folder, move, open_part, remove
+from common.output import brief
 from common.secrets import redact
 from data.bad_samples import REASON_OF_CODE
 from data.formats.parquet import JOINED, ParquetFormat
@@ -135,7 +136,7 @@ def tar_of_captions(
                 total += 1
                 if not isinstance(key, str) or not PLAIN_KEY.fullmatch(key):
                     raise ValueError(
-                        f"{redact(address)}: key {key!r:.100} beside it is no plain name"
+                        f"{redact(address)}: key {brief(key)} beside it is no plain name"
                     )
                 ending, content = "txt", caption
                 if not isinstance(caption, str):  # a sample without a caption

@@ -49,8 +49,8 @@ MUTANTS = (
     Mutant(
         "bucket-of-another-image",
         "data/batching/batches.py",
-        "parts = [by_bucket[part] for part in parts]",
-        "parts = [np.sort(by_bucket)[part] for part in parts]",
+        "for own in (by_bucket[part] for part in parts)",
+        "for own in (np.sort(by_bucket)[part] for part in parts)",
         "images of a micro-batch have neighbouring shapes",
         "tests/data/test_buckets.py tests/data/test_batches.py",
     ),
