@@ -25,7 +25,8 @@ from data.formats.specs import is_remote
 from data.streams.bloom import Unseen
 from data.streams.counts import counts_of, identities_of, shown_names
 from data.streams.filters import Kept, kept_rows, metadata_keys
-from data.streams.source import ShardTable, StreamSource
+from data.streams.source import StreamSource
+from data.streams.table import ShardTable
 
 COLUMNS: dict[str, type[np.signedinteger]] = {
     "counts": np.int64,

@@ -18,7 +18,8 @@ from data.index.sources import refuse_hidden
 from data.streams.bloom import CAPTION, Unseen, open_unseen
 from data.streams.cache import ShardCache
 from data.streams.listing import Filter, Listing, ShardRules, list_shards
-from data.streams.source import FORMATS, ShardTable, StreamSource, _ending
+from data.streams.source import StreamSource
+from data.streams.table import FORMATS, ShardTable, ending_of
 
 USAGE = "stream:PATTERN, for example stream:s3://bucket/{00000..01242}.tar"
 MIXED = 64  # shards
@@ -81,7 +82,7 @@ def named_shards(spec: str) -> tuple[list[str], dict[str, str]]:
     where = spec.partition(":")[2]
     pattern, options, _ = split_options("stream", where, (*OPTIONS, *of_shards_known()))
     names = expand("stream", pattern, USAGE, must_exist=False, split=options.get("split"))
-    endings = sorted({_ending(name) for name in names})
+    endings = sorted({ending_of(name) for name in names})
     if len(endings) != 1 or endings[0] not in FORMATS:
         raise ValueError(
             f"data spec '{spec:.1000}': its shards end in {', '.join(endings) or 'nothing'}; a "

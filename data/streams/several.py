@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -21,19 +21,20 @@ def streams_of(source: Source) -> dict[int, StreamSource]:
 
 def texts_alone(source: Source) -> Source:
     """The same samples as far as texts go, for which less of streams is fetched."""
-    if isinstance(source, StreamSource):
-        return source.texts_alone
-    if isinstance(source, Mixture) and streams_of(source):
-        return Mixture([texts_alone(each) for each in source.sources])
-    return source
+    return _seen(source, lambda stream: stream.texts_alone)
 
 
 def checking_texts(source: Source) -> Source:
     """The same samples, where others read `texts_alone` of them."""
+    return _seen(source, lambda stream: stream.checking_texts)
+
+
+def _seen(source: Source, view: Callable[[StreamSource], StreamSource]) -> Source:
+    """With another view of each stream."""
     if isinstance(source, StreamSource):
-        return source.checking_texts
+        return view(source)
     if isinstance(source, Mixture) and streams_of(source):
-        return Mixture([checking_texts(each) for each in source.sources])
+        return Mixture([_seen(each, view) for each in source.sources])
     return source
 
 

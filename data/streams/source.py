@@ -5,7 +5,6 @@ S: shards, N: samples.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import zlib
@@ -20,15 +19,12 @@ import numpy as np
 
 from common.files import replacing, write_text
 from common.secrets import redact
-from data.bad_samples import CODES, REASON_OF_CODE, REASONS, BadSample
+from data.bad_samples import CODES, REASON_OF_CODE, BadSample
 from data.box_checks import FEWEST, refuse_wrong_unit
 from data.concat import Concat
-from data.formats.parquet import ParquetFormat
-from data.formats.rows import DEFAULT_PAIRS, Format, Pairs
-from data.formats.shards import Shard, short_names
+from data.formats.rows import DEFAULT_PAIRS, Pairs
 from data.formats.specs import is_remote
-from data.formats.store import Unexpected, fetch, identity_of
-from data.formats.webdataset import WebdatasetFormat
+from data.formats.store import fetch, identity_of
 from data.identity import Identity
 from data.index.building import load_index
 from data.index.mapped import UnusedCounts
@@ -36,8 +32,8 @@ from data.index.sources import IndexedSource
 from data.keys import HASH_BYTES
 from data.stored.kinds import Registered, is_text
 from data.streams.cache import Held, ShardCache
-from data.streams.filters import Kept
 from data.streams.metadata import Beside, beside
+from data.streams.table import BadShard, ShardTable, ending_of
 from data.streams.texts import (
     DAMAGES,
     Texts,
@@ -47,10 +43,6 @@ from data.streams.texts import (
     unlike_captions,
 )
 
-FORMATS: dict[str, Callable[[str, Shard], Format]] = {
-    ".tar": WebdatasetFormat,
-    ".parquet": ParquetFormat,
-}
 INDEX_BYTES = 1 << 10  # of a sample, at most on average: its row, captions and token counts
 TEXTS = "#texts"  # follows the name of a shard in that of an entry that has nothing but these
 HELD_UNTOLD = 2  # shards that are held by who reads samples in any order
@@ -59,65 +51,6 @@ KEPT_NUMBERS = 256  # columns of shards
 # seconds in which a reader waited for shards, shards that were there and that were not when they
 # were needed, and bytes that were fetched
 COUNTS = ("stream_wait_s", "stream_hits", "stream_misses", "stream_bytes")
-
-
-@dataclass(frozen=True, eq=False)
-class ShardTable:
-    """The shards of a data set. `counts` [S] int64: samples of each that are used; `told`: all that
-    it has as far as is known before it is opened; `sizes`: bytes; `keys`: of their identities.
-    `marks`: as in `Kept`. `lost` [S] int8: codes of reasons why a shard is left out (see REASONS),
-    0: it is not. `options`: of the format, as in a spec. `kept`: the rows that are samples, which
-    `told` counts; None: all. `drops`: whether a shard that has another number of samples than was
-    told is left out, or ends the run. `gone`: shards that were not there from the start, which are
-    none of these. `apart`: whether texts may be read without the rest of their shards.
-    """
-
-    names: tuple[str, ...]
-    counts: np.ndarray
-    told: np.ndarray
-    sizes: np.ndarray
-    keys: np.ndarray
-    lost: np.ndarray
-    marks: np.ndarray
-    options: str = ""
-    kept: Kept | None = None
-    drops: bool = False
-    gone: tuple[str, ...] = ()
-    apart: bool = True
-
-    def known_spec(self, shard: int) -> str:
-        """The spec of a shard by itself, as a data set that is looked at beforehand."""
-        kind = {".tar": "webdataset", ".parquet": "parquet"}[_ending(self.names[shard])]
-        return f"{kind}:{self.names[shard]}{self.options}"
-
-    @cached_property
-    def short(self) -> list[str]:
-        return short_names([redact(name) for name in self.names])
-
-    def chosen(self, shards: np.ndarray) -> ShardTable:
-        names = tuple(self.names[shard] for shard in shards.tolist())
-        kept = self.kept and self.kept.chosen(shards)
-        each = {
-            name: getattr(self, name)[shards]
-            for name in ("counts", "told", "sizes", "keys", "lost", "marks")
-        }
-        return replace(self, names=names, kept=kept, **each)
-
-    def entry(self, shard: int) -> str:
-        """The name of a shard in the cache, another one for another content."""
-        return f"{self.names[shard]}#{self.keys[shard]:x}"
-
-    def missed(self, shard: int, reason: str) -> BadShard:
-        """What is wrong with a shard as a whole. `reason`: of REASONS."""
-        return BadShard(
-            f"{redact(self.names[shard])}: {REASONS[reason]}, and {self.told[shard]:,} of its samples "
-            "were to be trained on; give it back as it was, or start again: --on-bad-shard drop "
-            "leaves such shards out, and a new --run-dir takes them as they are now"
-        )
-
-
-class BadShard(Unexpected):
-    """A shard that is not what was announced."""
 
 
 class Counts:
@@ -324,7 +257,7 @@ class StreamSource:
         is_known = self.only_texts or not any(map(is_remote, names))
         if not texts or is_known or not self.table.apart:
             return self
-        if _ending(names[0]) == ".tar" and not self._has_captions_beside():
+        if self.table.are_tars and not self._has_captions_beside():
             return self
         pairs = tuple((name, name) for name in texts)
         view = StreamSource(self.spec, self.table, self.cache, pairs, only_texts=True)
@@ -334,7 +267,7 @@ class StreamSource:
     @property
     def checking_texts(self) -> StreamSource:
         """The same, where others read `texts_alone` of it."""
-        if self.texts_alone is self or _ending(self.table.names[0]) != ".tar":
+        if self.texts_alone is self or not self.table.are_tars:
             return self
         known = (self.spec, self.table, self.cache, self.pairs, self.max_audio_seconds)
         view = StreamSource(*known, checks_texts=True)
@@ -343,20 +276,11 @@ class StreamSource:
 
     def _has_captions_beside(self) -> bool:
         there = np.flatnonzero(self.table.lost == 0)
-        if not len(there) or self._captions_are == "classes":
+        if not len(there) or self.table.captions_are == "classes":
             return False
         first = int(there[0])
-        name, is_lines = self.table.names[first], self._captions_are == "lines"
-        return agrees_at_first(name, self._total(first), is_lines)
-
-    @property
-    def _captions_are(self) -> str | None:
-        return self._format(0, Path(self.table.names[0])).captions
-
-    def _total(self, shard: int) -> int:
-        """All samples of a shard, also those that are not kept."""
-        counts = self.table.told if self.table.kept is None else self.table.kept.totals
-        return int(counts[shard])
+        name, is_lines = self.table.names[first], self.table.captions_are == "lines"
+        return agrees_at_first(name, self.table.total(first), is_lines)
 
     def fingerprint(self) -> int:
         """Another number where shards have other names, counts or kept rows."""
@@ -440,7 +364,7 @@ class StreamSource:
             self._refuse_changed(shard, identity_of)
         if there := self.cache.find(entry):  # the store is not asked
             return there, False
-        rest = self._total(shard) * INDEX_BYTES
+        rest = self.table.total(shard) * INDEX_BYTES
 
         def hold(size: int, write: Callable[[Path], object] | None) -> tuple[Held, bool] | None:
             filled = False
@@ -470,7 +394,7 @@ class StreamSource:
         """The parquet file beside a remote tar, for which the store is asked once. Errors:
         OSError."""
         name = self.table.names[shard]
-        if _ending(name) != ".tar" or not is_remote(name):
+        if not self.table.are_tars or not is_remote(name):
             return None
         if shard not in self._beside:
             self._beside[shard] = beside(name)
@@ -489,14 +413,14 @@ class StreamSource:
     def _texts_of(self, shard: int) -> Iterator[Texts]:
         """Errors, also of writing: as `opened_texts`; BadShard."""
         name, stored = self.table.names[shard], self._refuse_changed(shard, identity_of)
-        if _ending(name) == ".tar":
+        if self.table.are_tars:
             told = self._told_beside(shard)
             if told is None:
                 raise ValueError(f"{redact(name)}: has no parquet file beside it")
-            captions = tar_of_captions(name, told, self._total(shard), self._count_bytes)
+            captions = tar_of_captions(name, told, self.table.total(shard), self._count_bytes)
             yield Texts(len(captions), partial(_write, captions))
             return
-        known = partial(self._format, shard)
+        known = partial(self.table.format, shard, pairs=self.pairs)
         with opened_texts(name, stored, known, self._count_bytes) as texts:
             yield Texts(texts.size, partial(self._write_texts, shard, texts))
 
@@ -531,7 +455,7 @@ class StreamSource:
         with ExitStack() as undo:
             undo.callback(held.close)
             file = held.folder / _file_name(name) if is_remote(name) else Path(name)
-            format = self._format(shard, file)
+            format = table.format(shard, file, self.pairs)
             is_new = not (held.folder / "index").exists()
             make = partial(
                 load_index,
@@ -557,14 +481,6 @@ class StreamSource:
             self._counts.add("stream_misses" if filled else "stream_hits", 1)
         return OpenShard(held, source, every[:0] if is_left_out else every, is_left_out)
 
-    def _format(self, shard: int, file: Path) -> Any:
-        """What reads the samples of a shard, from a file of it."""
-        name, table = self.table.names[shard], self.table
-        given = Shard(name, str(file), table.short[shard])
-        format = FORMATS[_ending(name)](f"shard{table.options}", given)
-        format.pairs = self.pairs
-        return format
-
     def _refuse_unlike_texts(self, shard: int, held: Held, source: IndexedSource) -> None:
         """Errors: BadShard where what `only_texts` reads of a tar is not what it has."""
         told, name = self._told_beside(shard), self.table.names[shard]
@@ -574,8 +490,8 @@ class StreamSource:
         if compared.exists():
             return
         with suppress(ValueError):  # then who reads texts alone reads this tar, too
-            captions = tar_of_captions(name, told, self._total(shard), self._count_bytes)
-            if unlike := unlike_captions(captions, source, self._captions_are == "lines"):
+            captions = tar_of_captions(name, told, self.table.total(shard), self._count_bytes)
+            if unlike := unlike_captions(captions, source, self.table.captions_are == "lines"):
                 raise BadShard(
                     f"{redact(name)}: sample {unlike} has another name or other captions in the "
                     "parquet file beside it, which stages of texts read; write that file anew, or "
@@ -606,9 +522,5 @@ def _write(content: bytes, file: Path) -> None:
         beside.write_bytes(content)
 
 
-def _ending(name: str) -> str:
-    return os.path.splitext(name.partition("?")[0])[1].lower()
-
-
 def _file_name(name: str) -> str:
-    return f"shard{_ending(name)}"
+    return f"shard{ending_of(name)}"

@@ -27,7 +27,7 @@ from data.prepare import prepare_data
 from data.streams.lengths import StreamTokenCounts
 from data.streams.listing import ShardRules
 from data.streams.opening import open_stream, open_stream_listed
-from data.streams.source import BadShard
+from data.streams.table import BadShard
 from launch.setup import first_screen
 
 COUNTS = [8, 8, 8, 8]

@@ -25,7 +25,7 @@ from data.streams.filters import Kept, _hashes, kept_rows, metadata_keys
 from data.streams.lengths import stream_token_counts
 from data.streams.listing import ShardRules
 from data.streams.opening import open_stream
-from data.streams.source import BadShard
+from data.streams.table import BadShard
 from data.streams.unseen import main
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

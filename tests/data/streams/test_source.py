@@ -21,7 +21,7 @@ from data.modalities.lengths import token_counts
 from data.modalities.text import TextModality
 from data.streams.lengths import StreamTokenCounts
 from data.streams.opening import OPTIONS, of_shards_known, open_stream
-from data.streams.source import BadShard
+from data.streams.table import BadShard
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import bad_films  # noqa: E402

@@ -20,7 +20,8 @@ from data.streams.lengths import StreamTokenCounts
 from data.streams.listing import ShardRules
 from data.streams.opening import open_stream
 from data.streams.several import texts_alone
-from data.streams.source import TEXTS, BadShard
+from data.streams.source import TEXTS
+from data.streams.table import BadShard
 
 ROWS, PIXELS = 60, 30_000  # of a shard; bytes of an image
 

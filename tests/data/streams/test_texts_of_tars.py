@@ -15,7 +15,8 @@ from stores import Faults, http_server
 from data.bad_samples import BadSample
 from data.streams.listing import ShardRules
 from data.streams.opening import open_stream
-from data.streams.source import INDEX_BYTES, BadShard
+from data.streams.source import INDEX_BYTES
+from data.streams.table import BadShard
 
 ROWS, PIXELS = 40, 96
 
