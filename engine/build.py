@@ -15,15 +15,21 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+from engine.backend.deepspeed import DeepSpeedBackend
+from engine.batch import BranchBatch
 from engine.communication import Communicator
+from engine.config.implied import averages_early, precision_of
 from engine.executor import ForkEngine
 from engine.module import DescribesLayer, StageModule
 from engine.objective import Objective
-from engine.optimizer.classes import with_length
+from engine.optimizer.classes import make_schedule, with_length
 from engine.optimizer.clipping_rules import refuse_idle_patterns
-from engine.optimizer.parameter_groups import settings_of
-from engine.planning.batch import BranchBatch
-from engine.planning.costs import precision_of
+from engine.optimizer.parameter_groups import (
+    GroupSchedule,
+    OptimizerGroups,
+    Setting,
+    settings_of,
+)
 from engine.planning.planner import RunPlan
 from engine.processes.out_of_memory import BUILDING, RankSetup, Work, explained, message
 from engine.processes.start import as_local_rank
@@ -98,14 +104,25 @@ def build_engine(
             batch_norm_locked=plan.batch_norm_locked,
             compiled=plan.compiled,
         )
+        first_scalars = {name: each.detach().clone() for name, each in module.scalars.items()}
+        backend = DeepSpeedBackend(
+            module,
+            comm,
+            resolved,
+            [_optimizer_group(*group) for group in module.parameter_groups],
+            partial(_group_schedule, resolved, plan.optimizer_groups, module.parameter_groups),
+            averages_early(resolved),
+        )
         return ForkEngine(
             module,
             comm,
+            backend,
             batches=plan.batches,
-            config=resolved,
             schedule=plan.schedule,
             clipping=plan.clipping,
             optimizer_groups=plan.optimizer_groups,
+            base_lr=(resolved.get("optimizer", {}).get("params") or {}).get("lr"),
+            first_scalars=first_scalars,
             average=plan.average,
             embed_dim=embed_dim,
             equal_shares=equal_shares,
@@ -113,6 +130,25 @@ def build_engine(
             setup=setup,
             from_bytes=from_bytes,
         )
+
+
+def _group_schedule(
+    config: Mapping[str, Any],
+    rules: OptimizerGroups,
+    groups: Sequence[tuple[Setting, Sequence[nn.Parameter]]],
+    optimizer: torch.optim.Optimizer,
+) -> GroupSchedule:
+    """DeepSpeed's schedule of the file, scaled for each group."""
+    scheduler = config.get("scheduler", {})
+    make = partial(make_schedule, optimizer, scheduler.get("type"), scheduler.get("params"))
+    warmups = [rule.warmup_steps for rule in rules.rules.values()]
+    return GroupSchedule(optimizer, make, [setting for setting, _ in groups], warmups)
+
+
+def _optimizer_group(setting: Setting, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
+    """A parameter group as optimizers take it."""
+    decay = {} if setting.weight_decay is None else {"weight_decay": setting.weight_decay}
+    return {"params": list(parameters), **decay}
 
 
 def deepspeed_config(

@@ -1,27 +1,24 @@
-"""The engine of a rank: a DeepSpeed `PipelineEngine` that trains one stage of a stage graph.
+"""The engine of a rank, which trains one stage of a stage graph.
 
-DeepSpeed keeps what it is good at (ZeRO-1, averaging over replicas, mixed precision, optimizer,
-learning-rate schedule). Its linear chain of stages is replaced: instructions run in
-`engine/stage_runner.py`, and one loss goes over the whole global batch (`engine/loss/`). The
-contract of every scale is written where it is applied.
+What DeepSpeed is good at (ZeRO, averaging over replicas, mixed precision, optimizer, learning-rate
+schedule) is its backend (`engine/backend/`). Its linear chain of stages is replaced: instructions
+run in `engine/stage_runner.py`, and one loss goes over the whole global batch (`engine/loss/`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import io
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.pipe.engine import PipelineEngine
-from torch import Tensor, nn
+from torch import Tensor
 
+from engine.backend.protocol import Backend, stepped_tensors
+from engine.batch import BranchBatch
 from engine.communication import Communicator
 from engine.evaluation import Measure, PairTotals, compare_held_out
 from engine.json_messages import to_first_rank
@@ -31,15 +28,11 @@ from engine.meter import StepMeter
 from engine.module import StageModule, layer_seed
 from engine.objective import Objective
 from engine.optimizer.averaging import AverageBlock, WeightAverage
-from engine.optimizer.classes import make_schedule
 from engine.optimizer.clipping import GroupedClipping
 from engine.optimizer.clipping_rules import ClippingRule
-from engine.optimizer.gradient_averages import GradientAverages
-from engine.optimizer.parameter_groups import GroupSchedule, OptimizerGroups, Setting
+from engine.optimizer.parameter_groups import OptimizerGroups
 from engine.optimizer.scalars import LearnedScalars
 from engine.optimizer.standing_still import StandingStill
-from engine.planning.batch import BranchBatch
-from engine.planning.costs import averages_early
 from engine.processes.out_of_memory import (
     AVERAGING,
     BUILDING,
@@ -56,16 +49,12 @@ from engine.schedule import (
     StageSchedule,
     exact_schedules,
 )
-from engine.stage_runner import FromBytes, Roots, StageRunner
+from engine.stage_runner import FromBytes, StageCalls, StageRunner
 from engine.step_metrics import StepMetrics
 from engine.topology import StageGraph
 from engine.trace import Span
 
-# DeepSpeed's: of the engine, whose micro-steps stay 0 under a pipeline, and of its dynamic loss
-# scale
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 OF_PAIRS = -1  # in the place of a layer, where negatives are drawn
-_LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def _explains_memory(activity: str) -> Callable[[Callable], Callable]:
@@ -110,22 +99,26 @@ class StepSpec:
     num_made: Mapping[str, int] = field(default_factory=dict)
 
 
-class ForkEngine(PipelineEngine):
+class ForkEngine:
     """Trains one stage of a stage graph. `train_batch` runs one global batch, `evaluate` a held-out
-    set."""
+    set.
 
-    _ready = False
+    `module` has the stage's layers, `backend` computes with them and steps their parameters, `comm`
+    is what ranks say to each other.
+    """
 
     def __init__(
         self,
         module: StageModule,
         comm: Communicator,
+        backend: Backend,
         *,
         batches: Mapping[str, BranchBatch],
-        config: dict[str, Any],
         schedule: str,
         clipping: Mapping[str, ClippingRule],
         optimizer_groups: OptimizerGroups,
+        base_lr: float | None,
+        first_scalars: Mapping[str, Tensor],
         average: AverageBlock | None,
         embed_dim: int,
         setup: RankSetup,
@@ -133,119 +126,44 @@ class ForkEngine(PipelineEngine):
         source_starts: Sequence[int] | None = None,
         from_bytes: Mapping[str, FromBytes] | None = None,
     ):
-        grid = module.mpu()
-        self.optimizer_groups = optimizer_groups
-        first = {name: scalar.detach().clone() for name, scalar in module.scalars.items()}
-        with contextlib.redirect_stdout(io.StringIO()):
-            super().__init__(
-                args=None,
-                model=module,
-                model_parameters=[_optimizer_group(*group) for group in module.parameter_groups],
-                mpu=grid,
-                config=config,
-                config_class=DeepSpeedConfig(config, grid),
-            )
-        self.comm, self.stage = comm, comm.stage
-        self.tail_loss = TailLoss(comm, embed_dim, equal_shares, source_starts)
+        """`base_lr`: of the JSON's optimizer; `first_scalars`: as in `LearnedScalars`; others: as
+        in `build_engine`."""
+        self.module, self.comm, self.backend, self.stage = module, comm, backend, comm.stage
         self.batches, self.schedule_type = dict(batches), SCHEDULES[schedule]
-        self.clipping = GroupedClipping(module.canonical_parameters, clipping, comm, self.optimizer)
-        self.basic_optimizer.register_step_pre_hook(lambda *_: self.clipping.clip())
-        self.learned_scalars = LearnedScalars(module.scalars, first, self.clipping, comm)
+        self.tail_loss = TailLoss(comm, embed_dim, equal_shares, source_starts)
+        self.clipping = GroupedClipping(module.canonical_parameters, clipping, comm, backend)
+        backend.optimizer.register_step_pre_hook(lambda *_: self.clipping.clip())
+        self.learned_scalars = LearnedScalars(module.scalars, first_scalars, backend, comm)
         self.standing_still = StandingStill(
             self.clipping,
-            self.basic_optimizer,
+            backend.optimizer,
             [setting for setting, _ in module.parameter_groups],
             comm.objective.names if comm.objective.may_lack_rows else (),
         )
-        stepped = [p for group in self.basic_optimizer.param_groups for p in group["params"]]
+        stepped = list(stepped_tensors(backend.optimizer))
         self.average = WeightAverage(stepped, average) if average else None
-        # else DeepSpeed averages behind the last backward
-        early = self.stage.replicas > 1 and averages_early(config)
-        self._gradient_averages = self._make_gradient_averages() if early else None
         self.meter = StepMeter(
-            comm,
-            module,
-            self.tail_loss,
-            self.clipping,
-            self.optimizer,
-            optimizer_groups,
-            base_lr=(self.optimizer_params() or {}).get("lr"),
+            comm, self.tail_loss, self.clipping, backend, optimizer_groups, base_lr
         )
         self._setup = setup
         self._activity = (BUILDING, 0)  # and the step
         self._num_steps_done = 0  # by this process
+        self._step_applied = False
         self.recorder = comm.recorder
         # by instruction, over all steps so far
         self.instruction_seconds: dict[str, float] = defaultdict(float)
-        dtype = self.get_data_types()[0]
-        self.runner = StageRunner(module, comm, self, dtype, from_bytes or {})
-        self._ready = True
-
-    def _make_gradient_averages(self) -> GradientAverages:
-        """Those of this stage, in what holds its sums over the micro-batches."""
-        if isinstance(self.optimizer, BF16_Optimizer):
-            sums = {
-                id(parameter): gradient
-                for group, gradients in zip(
-                    self.optimizer.bf16_groups, self.optimizer.fp32_groups_gradients
-                )
-                for parameter, gradient in zip(group, gradients)
-            }
-
-            def gradient_of(parameter: nn.Parameter) -> Tensor:
-                return sums[id(parameter)]
-        else:
-
-            def gradient_of(parameter: nn.Parameter) -> Tensor:
-                if parameter.grad is None:  # no micro-batch has reached it
-                    parameter.grad = torch.zeros_like(parameter)
-                return parameter.grad
-
-        fusion = self.module.fusion
-        return GradientAverages(
-            [*self._trainable, *self.module.placeholders],
-            [*self.module.placeholders, *(fusion.parameters() if fusion else ())],
-            gradient_of,
-            self.comm.start_sum_over_replicas,
-            self.stage.replicas,
-        )
-
-    # -- what the base class asks
-
-    def is_first_stage(self) -> bool:
-        """Does input enter here? During construction always yes: there is no linear chain to warm
-        up."""
-        return not self._ready or bool(self.stage.loads)
-
-    def is_last_stage(self) -> bool:
-        return not self._ready or self.stage.is_tail
-
-    def _configure_lr_scheduler(self) -> None:
-        """DeepSpeed's schedule, scaled by group (`engine/optimizer/parameter_groups.py`)."""
-        settings = [setting for setting, _ in self.module.parameter_groups]
-        warmups = [rule.warmup_steps for rule in self.optimizer_groups.rules.values()]
-        make = functools.partial(
-            make_schedule, self.basic_optimizer, self.scheduler_name(), self.scheduler_params()
-        )
-        self.lr_scheduler = GroupSchedule(self.basic_optimizer, make, settings, warmups)
-
-    def _backward_prologue_per_tensor(self, grad: Tensor) -> Tensor:
-        # the base class divides by the number of micro-batches; our loss is already the mean over
-        # the batch
-        return grad
-
-    def _reduce_non_expert_gradients(
-        self, grads: Sequence[Tensor], elements_per_buffer: int
-    ) -> None:
-        """Average gradients over the replicas. One has its averages already, and the base class
-        would copy all of them twice."""
-        if self.stage.replicas > 1:
-            super()._reduce_non_expert_gradients(grads, elements_per_buffer)
+        calls = StageCalls(self._loss_gradients, self._step_optimizer)
+        self.runner = StageRunner(module, comm, backend, calls, from_bytes or {})
 
     @property
     def instructions_done(self) -> int:
         """Of training and evaluation: while it grows, this rank is not stuck."""
         return self.runner.instructions_done
+
+    @property
+    def global_steps(self) -> int:
+        """Of the run so far, with those that were skipped."""
+        return self.backend.num_steps
 
     @property
     def graph(self) -> StageGraph:
@@ -291,7 +209,7 @@ class ForkEngine(PipelineEngine):
             num_made=spec.num_made,
         )
         self.module.exact_scalars = self.learned_scalars.values()
-        lr = dict(self.lr_scheduler.rates)
+        lr = dict(self.backend.rates)
         self.standing_still.start_step(self.tail_loss.sums.learning)
         before = [(buffer, buffer.clone()) for buffer in self.module.changing_buffers()]
         self.recorder.start()
@@ -315,10 +233,7 @@ class ForkEngine(PipelineEngine):
             self.instruction_seconds[name] += seconds
         metrics = self.meter.read(
             step_applied=self._step_applied,
-            skipped_steps=self.skipped_steps,
-            num_steps=self.global_steps,
             lr=lr,
-            loss_scale=self._loss_scale(),
             data_wait_s=self.runner.data_wait_s,
             stop_requested=stop_requested,
             counts=counts(),
@@ -340,22 +255,6 @@ class ForkEngine(PipelineEngine):
         kept = planned.num_kept if spec.num_kept is None else spec.num_kept
         return self.schedule_type(self.stage, number, min(kept, number))
 
-    def _take_model_step(self, lr_kwargs: Mapping[str, Any] | None) -> None:
-        """The optimizer's step, or none where a gradient of any rank is not finite.
-
-        DeepSpeed's own optimizers check for themselves (`engine/optimizer/bad_steps.py`); fp32
-        without ZeRO has none of them. There the step is skipped here, as they do it: counted,
-        gradients dropped, and no step of the learning-rate schedule.
-        """
-        if self.clipping.partitioned or self.clipping.finite_everywhere():
-            super()._take_model_step(lr_kwargs)
-            return
-        self.zero_grad()
-        self._step_applied = False
-        self.skipped_steps += 1
-        self.global_steps += 1
-        self.global_samples += self.train_batch_size()
-
     @contextlib.contextmanager
     def averaged_weights(self) -> Iterator[None]:
         """In here the weights are their average (the `ema` block); running statistics are the
@@ -375,9 +274,7 @@ class ForkEngine(PipelineEngine):
     def _exchange_average(self, average: WeightAverage) -> None:
         with self.memory_explained(AVERAGING):
             average.exchange()
-            if self.clipping.partitioned:
-                # DeepSpeed: from each rank's slice to all weights of the stage
-                self.optimizer.update_lp_params()
+            self.backend.weights_replaced()
 
     @contextlib.contextmanager
     def memory_explained(self, activity: str) -> Iterator[None]:
@@ -389,7 +286,7 @@ class ForkEngine(PipelineEngine):
             rank = self.graph.describe_rank(self.comm.rank)
             return message(rank, self._setup, self.work(), error)
 
-        with explained(self.device, words, self._num_steps_done):
+        with explained(self.comm.device, words, self._num_steps_done):
             yield
 
     def work(self) -> Work:
@@ -402,10 +299,6 @@ class ForkEngine(PipelineEngine):
         return Work(activity, instruction.name, micro_batch, of.micro_batches, step)
 
     @property
-    def _trainable(self) -> list[nn.Parameter]:
-        return [p for p in self.module.canonical_parameters.values() if p.requires_grad]
-
-    @property
     def _branch(self) -> str:
         return next(iter(self.stage.layers))
 
@@ -414,63 +307,24 @@ class ForkEngine(PipelineEngine):
     def progress(self) -> dict[str, Any]:
         """What a run needs to go on besides tensors, small, as JSON: a rank tells what is equal on
         all, and of its own."""
-        scaler = getattr(self.optimizer, "loss_scaler", None)
         return {
-            "counters": {name: getattr(self, name) for name in _COUNTERS},
+            **self.backend.progress(),
             "bad_steps_in_a_row": self.meter.bad_steps_in_a_row,
             "clipping": self.clipping.state_dict(),
             "num_averaged": self.average.num_updates if self.average else 0,
-            "lr_scheduler": self.lr_scheduler.state_dict() if self.lr_scheduler is not None else {},
-            "loss_scaler": {name: getattr(scaler, name) for name in _LOSS_SCALER}
-            if getattr(scaler, "dynamic", False)
-            else {},
         }
 
     def load_progress(self, progress: Mapping[str, Any]) -> None:
-        """Go on from what `progress` holds, of all ranks put together. A loss scale that only one
-        of the two precisions has is left as it is."""
-        for name in _COUNTERS:
-            setattr(self, name, progress["counters"][name])
-        self.meter.begin(self.global_steps, progress["bad_steps_in_a_row"])
+        """Go on from what `progress` holds, of all ranks put together."""
+        self.backend.load_progress(progress)
+        self.meter.begin(progress["bad_steps_in_a_row"])
         self.clipping.load_state_dict(progress["clipping"])
         if self.average:
             self.average.num_updates = progress["num_averaged"]
-        if self.lr_scheduler is not None and progress["lr_scheduler"]:
-            self.lr_scheduler.load_state_dict(progress["lr_scheduler"])
-        if progress["loss_scaler"] and getattr(
-            getattr(self.optimizer, "loss_scaler", None), "dynamic", False
-        ):
-            for name in _LOSS_SCALER:
-                setattr(self.optimizer.loss_scaler, name, progress["loss_scaler"][name])
 
     # -- what the runner of the stage asks for
 
-    def forward_layers(self, inputs: dict[str, Tensor], **part: int) -> dict[str, Tensor]:
-        return super(PipelineEngine, self).forward(inputs, **part)
-
-    def inject(self, roots: Roots, last: bool = False) -> None:
-        """The way the base class runs its own backward (BF16: fp32 accumulation)."""
-        averages = self._gradient_averages if last else None
-        in_bf16 = isinstance(self.optimizer, BF16_Optimizer)
-        if in_bf16:
-            self.optimizer.clear_lp_grads()
-        with averages.last_backward() if averages else contextlib.nullcontext():
-            with self._own_backward():
-                starts: list[Any] = [root for root, _ in roots]
-                torch.autograd.backward(starts, [gradient for _, gradient in roots])
-            if in_bf16 and not self.optimizer.immediate_grad_update:
-                self.optimizer.update_hp_grads(clear_lp_grads=False)
-
-    @contextlib.contextmanager
-    def _own_backward(self) -> Iterator[None]:
-        """The base class refuses any backward but its own: in here, this is its own."""
-        self._running_engine_backward = True
-        try:
-            yield
-        finally:
-            self._running_engine_backward = False
-
-    def loss_gradients(
+    def _loss_gradients(
         self, outputs: Sequence[Mapping[str, Tensor]], buffer_id: int | None, num_losses: int
     ) -> list[dict[str, Tensor]]:
         batch = self.batches[self._branch]
@@ -479,33 +333,17 @@ class ForkEngine(PipelineEngine):
             batch.global_batch_size // num_losses,
             batch=buffer_id,
             weight=1.0 / num_losses,
-            loss_scale=self._loss_scale(),
+            loss_scale=self.backend.loss_scale,
             scoring=Scoring(
                 self.module.fusion,
                 batch.micro_batch_size,
                 layer_seed(self.module.base_seed, self.global_steps, buffer_id or 0, OF_PAIRS),
-                self.inject,
+                self.backend.backward,
             ),
         )
 
-    def reduce_gradients(self) -> None:
-        if self.module.placeholders:  # a gradient of zero, the way all others come
-            held = torch.cat(list(self.module.placeholders))
-            self.inject([(held, torch.zeros_like(held))])
-        if self._gradient_averages:
-            self._gradient_averages.finish()
-        else:
-            self._exec_reduce_grads()
-
-    def step_optimizer(self) -> None:
-        self._exec_optimizer_step()
-
-    def _loss_scale(self) -> float:
-        return (
-            float(self.optimizer.loss_scale)
-            if self.fp16_enabled() and hasattr(self.optimizer, "loss_scale")
-            else 1.0
-        )
+    def _step_optimizer(self) -> None:
+        self._step_applied = self.backend.step(self.clipping.finite_everywhere)
 
     # -- held-out sets
 
@@ -544,9 +382,3 @@ class ForkEngine(PipelineEngine):
         spans = [(s.name, s.micro_batch, s.start_s, s.end_s) for s in self.recorder.spans]
         told = to_first_rank([self.graph.describe_rank(self.comm.rank), spans])
         return told and [(who, [Span(*span) for span in spans]) for who, spans in told]
-
-
-def _optimizer_group(setting: Setting, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
-    """A parameter group as optimizers take it."""
-    decay = {} if setting.weight_decay is None else {"weight_decay": setting.weight_decay}
-    return {"params": list(parameters), **decay}

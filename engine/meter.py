@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
+from engine.backend.protocol import Backend
 from engine.communication import Communicator
 from engine.json_messages import from_all_ranks
 from engine.loss.tail_loss import TailLoss
-from engine.module import StageModule
-from engine.optimizer.bad_steps import BadStep, bad_step, is_loss_scale_search, seen_by
+from engine.optimizer.bad_steps import BadStep, bad_step, seen_by
 from engine.optimizer.clipping import GroupedClipping
 from engine.optimizer.parameter_groups import OptimizerGroups
 from engine.step_metrics import RankNumbers, Slowest, StepMetrics, losses_of, losses_of_sources
@@ -31,34 +29,28 @@ class StepMeter:
     def __init__(
         self,
         comm: Communicator,
-        module: StageModule,
         tail_loss: TailLoss,
         clipping: GroupedClipping,
-        optimizer: Any,
+        backend: Backend,
         groups: OptimizerGroups,
         base_lr: float | None,
     ):
         self.comm, self.graph, self.objective = comm, comm.graph, comm.objective
-        self.tail_loss, self.clipping, self.optimizer = tail_loss, clipping, optimizer
+        self.tail_loss, self.clipping, self.backend = tail_loss, clipping, backend
         self.groups, self.base_lr = groups, base_lr
         self.bad_steps_in_a_row = 0
-        learned = [p for p in module.parameters() if p.requires_grad]
-        self._weights_bytes = sum(p.numel() * p.element_size() for p in learned)
         self._sent_bytes_before = 0.0
 
-    def begin(self, num_steps: int, bad_steps_in_a_row: int) -> None:
-        """Go on after `num_steps`: what earlier processes sent is no next step's."""
-        self._sent_bytes_before = self._sent_bytes(num_steps)
+    def begin(self, bad_steps_in_a_row: int) -> None:
+        """Go on: what earlier processes sent is no next step's."""
+        self._sent_bytes_before = self._sent_bytes()
         self.bad_steps_in_a_row = bad_steps_in_a_row
 
     def read(
         self,
         *,
         step_applied: bool,
-        skipped_steps: int,
-        num_steps: int,
         lr: Mapping[int | None, float],
-        loss_scale: float,
         data_wait_s: float,
         stop_requested: bool,
         counts: Mapping[str, float],
@@ -67,7 +59,7 @@ class StepMeter:
         together. Each number is given by one rank, zeros by the others. `lr`: by length of warm-up.
         Raises RuntimeError where the branches had other samples."""
         recorder, rank = self.comm.recorder, self.comm.rank
-        sent_bytes = self._sent_bytes(num_steps)
+        sent_bytes = self._sent_bytes()
         own = RankNumbers(
             busy_s=[recorder.busy_s()],
             own_s=[recorder.busy_s(OWN)],
@@ -108,10 +100,10 @@ class StepMeter:
             lr=lr[None],
             group_lr=self.groups.rates(lr, self.base_lr),
             step_applied=step_applied,
-            skipped_steps=skipped_steps,
+            skipped_steps=self.backend.num_skipped,
             bad_step=bad,
             bad_steps_in_a_row=self.bad_steps_in_a_row,
-            loss_scale=loss_scale,
+            loss_scale=self.backend.loss_scale,
             stop_requested=stopping > 0,
             idle={name: max(0.0, 1 - s / max(ranks.step_s)) for name, s in busy_s.items()},
             busy_s=busy_s,
@@ -150,7 +142,7 @@ class StepMeter:
         if step_applied:
             self.bad_steps_in_a_row = 0
             return None
-        if is_loss_scale_search(self.optimizer, loss):
+        if self.backend.searches_loss_scale(loss):
             return None
         self.bad_steps_in_a_row += 1
         seen = seen_by(self.tail_loss.sums.given)
@@ -160,7 +152,7 @@ class StepMeter:
         """With ZeRO-1 and in half precision DeepSpeed asks all ranks whether a gradient is not
         finite before any of them steps; the recorder sees no wait in that, since the collective is
         not ours."""
-        if not self.clipping.partitioned:
+        if not self.backend.is_sharded:
             return ranks
         waited_s = [max(ranks.ready_s) - ready for ready in ranks.ready_s]
         self.comm.recorder.add_wait("OptimizerStep", waited_s[self.comm.rank])
@@ -174,14 +166,9 @@ class StepMeter:
             for stage in self.graph.stages
         }
 
-    def _sent_bytes(self, num_steps: int) -> float:
-        """What this rank has sent in `num_steps`: with what DeepSpeed sends to average this stage's
-        gradients and, under ZeRO-1, to hand the new weights round."""
-        replicas, weights = self.comm.stage.replicas, self._weights_bytes
-        # bf16: those are fp32
-        gradients = 2 * weights if isinstance(self.optimizer, BF16_Optimizer) else weights
-        around = 2 * gradients + (weights if self.clipping.partitioned else 0)
-        return self.comm.sent_bytes + num_steps * (replicas - 1) / replicas * around
+    def _sent_bytes(self) -> float:
+        """What this rank has sent in the run."""
+        return self.comm.sent_bytes + self.backend.sent_bytes(self.backend.num_steps)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -1,41 +1,26 @@
-"""The stage of this rank as a DeepSpeed `PipelineModule`, and the grid that tells DeepSpeed who its
-replicas are.
-
-DeepSpeed's grid is Cartesian: every stage has the same number of replicas. Ours says that every
-rank is its own pipe coordinate, and answers with the replicas of the rank's own stage when the
-engine asks for its data-parallel group.
-
-DeepSpeed's constructors of a module and of a grid make 4 · world + 5 process groups between them,
-of which the engine uses none that it would not get here. Each group is made by all ranks, so both
-subclasses set what the constructors set, and leave these out.
-"""
+"""The layers of this rank's stage, as a DeepSpeed `PipelineModule`."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.pipe.module import PipelineModule
-from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from engine.backend.deepspeed import StageLayers
 from engine.communication import Signature, empty_tensors, signature_of
 from engine.compiling import compile_layer, compiling
+from engine.layer_keys import layer_key
 from engine.optimizer.locking import Trainable
 from engine.optimizer.parameter_groups import Setting, groups_of_names
-from engine.planning.measured import layer_key
 from engine.topology import Stage, StageGraph
 
-# DeepSpeed's mark of a parameter that every stage has
-IN_ALL_STAGES = "ds_pipe_replicated"
 ALIGNED = 8  # elements of bf16 and fp16: the 16 bytes that kernels read at once
 
 Contexts = tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]
@@ -55,34 +40,7 @@ class DescribesLayer(Protocol):
     def template(self) -> nn.Module: ...
 
 
-class StageGrid(PipelineParallelGrid):
-    """DeepSpeed's view of the world, with this rank's stage as its data-parallel group."""
-
-    def __init__(self, graph: StageGraph, rank: int, stage_group: Any):
-        stage, world = graph.stage_of(rank), list(range(graph.world_size))
-        self.global_rank, self.world_size = rank, graph.world_size
-        self.stage_id, self.data_parallel_id = stage.stage_id, graph.replica_of(rank)
-        self.pipe_parallel_size, self.data_parallel_size = graph.world_size, stage.replicas
-        self.model_parallel_size = self.slice_parallel_size = 1
-        # an overflow anywhere is to be seen everywhere
-        self.ds_model_proc_group = self.pp_proc_group = dist.group.WORLD
-        self.ds_model_rank, self.ds_model_world_size = rank, graph.world_size
-        self.dp_group, self.dp_proc_group = list(stage.ranks), stage_group
-        self.dp_groups = [list(each.ranks) for each in graph.stages]
-        self.pp_group, self.pipe_groups = world, [world]
-        self.slice_group, self.slice_proc_group = [rank], None
-        self.is_first_stage = self.is_last_stage = False
-        self.p2p_groups: list[list[int]] = []
-        self._topo = PipeDataParallelTopology(num_pp=graph.world_size, num_dp=1)
-
-    def get_stage_id(self) -> int:
-        return self.stage_id
-
-    def get_data_parallel_id(self) -> int:
-        return self.data_parallel_id
-
-
-class StageModule(PipelineModule):
+class StageModule(StageLayers):
     """The layers of one stage. Builds only its own; `forward` takes and returns a dictionary of
     named tensors.
 
@@ -111,72 +69,47 @@ class StageModule(PipelineModule):
         leave them as they are. `compiled`: branches whose layers run through torch.compile, each by
         itself.
         """
-        nn.Module.__init__(self)
-        self._trainable, self._batch_norm_locked = trainable, batch_norm_locked
-        self._compiled = frozenset(compiled)
-        self._graph, self._rank, self._layers, self._build_layer, self._seed = (
-            graph,
-            rank,
-            layers,
-            build_layer,
-            seed,
-        )
-        self._stage: Stage = graph.stage_of(rank)
-        self._micro_batch = 0, 0
+        specs = [spec for branch in graph.branches for spec in layers[branch]]
+        super().__init__(graph, rank, specs, stage_group, seed)
         # name -> [1] fp32: in the place of what layers make of rounded parameters
         self.exact_scalars: Mapping[str, Tensor] = {}
-        self._set_up([spec for branch in graph.branches for spec in layers[branch]], stage_group)
-        self._choose_layers()
-        self._build()
+        self._micro_batch = 0, 0
+        self._compiled = frozenset(compiled)
+        self._choose_layers(graph, graph.stage_of(rank), trainable)
+        self._build(build_layer, graph, trainable, batch_norm_locked)
         self.to(get_accelerator().device_name(self.local_rank))
-        self._group_parameters(settings)
+        self._group_parameters(settings, _most_groups(graph, layers, settings, trainable))
 
-    def _set_up(self, specs: Sequence[DescribesLayer], stage_group: Any) -> None:
-        """What DeepSpeed's constructor sets, for layers that are not tied."""
-        self.world_group, self.global_rank = dist.group.WORLD, self._rank
-        self.world_size, self.local_rank = self._graph.world_size, int(os.environ["LOCAL_RANK"])
-        self.num_stages, self.stage_id = self._graph.world_size, self._stage.stage_id
-        self._grid = StageGrid(self._graph, self._rank, stage_group)
-        self._topo = self._grid.topology()
-        self._layer_specs, self._num_layers = list(specs), len(specs)
-        self.micro_offset, self.loss_fn, self.dynamic_shape = 0, None, False
-        self.seed_layers, self.seed_fn, self.base_seed = False, None, self._seed
-        self.forward_funcs: list[Any] = []
-        self.fwd_map: dict[str, int] = {}
-        self.tied_modules = nn.ModuleDict()
-        self.tied_weight_attrs: dict[str, Any] = {}
-        self.tied_comms: dict[str, Any] = {}
-        # of its own checkpointing, which `forward` does not use
-        self.activation_checkpoint_interval, self.activation_checkpoint_func = 0, None
-        self.checkpointable_layers = self.is_checkpointable_results_interval = None
-        self.is_checkpointable_results: list[bool] = []
-
-    def _choose_layers(self) -> None:
+    def _choose_layers(self, graph: StageGraph, stage: Stage, trainable: Trainable) -> None:
         offset, locked, self._own_indices = 0, [], []
-        for branch in self._graph.branches:
-            learned = [
-                any(self._trainable[branch][: i + 1]) for i in range(len(self._layers[branch]))
-            ]
-            own = self._stage.layers.get(branch, ())
+        for branch in graph.branches:
+            learned = [any(trainable[branch][: i + 1]) for i in range(len(trainable[branch]))]
+            own = stage.layers.get(branch, ())
             locked += [offset + i for i in own if not learned[i]]
             self._own_indices += [offset + i for i in own if learned[i]]
-            offset += len(self._layers[branch])
+            offset += len(learned)
         # What nothing learns in or before comes first, of all branches: no gradient enters there.
         self._own_indices, self.num_locked_first = locked + self._own_indices, len(locked)
         self._set_bounds(0, len(self._own_indices))
 
-    def _build(self) -> None:
+    def _build(
+        self,
+        build_layer: Callable[[Any], nn.Module],
+        graph: StageGraph,
+        trainable: Trainable,
+        batch_norm_locked: bool,
+    ) -> None:
         self.canonical_parameters: dict[str, nn.Parameter] = {}
         self._locked_norms: list[nn.Module] = []
-        learns = [learns for branch in self._graph.branches for learns in self._trainable[branch]]
-        branches = [branch for branch in self._graph.branches for _ in self._layers[branch]]
+        learns = [learns for branch in graph.branches for learns in trainable[branch]]
+        branches = [branch for branch in graph.branches for _ in trainable[branch]]
         self._branches = [branches[index] for index in self._own_indices]  # of each layer
         for index in self._own_indices:
             spec = self._layer_specs[index]
-            layer = self._build_layer(spec)
+            layer = build_layer(spec)
             if not learns[index]:
                 layer.requires_grad_(False)
-            if self._batch_norm_locked:
+            if batch_norm_locked:
                 still = _still_norms if learns[index] else _batch_norms
                 self._locked_norms += still(layer)
             if branches[index] in self._compiled:
@@ -186,13 +119,13 @@ class StageModule(PipelineModule):
             names: Any = layer.canonical_names  # local name -> name in the run
             for name, parameter in layer.named_parameters():
                 self.canonical_parameters[names[name]] = parameter
-                setattr(parameter, IN_ALL_STAGES, False)
+                self.add_stage_parameter(parameter)
         self._draws = [bool(getattr(layer, "draws", True)) for layer in self.forward_funcs]
         self._scalars = [frozenset(getattr(layer, "scalars", ())) for layer in self.forward_funcs]
 
-    def _group_parameters(self, settings: Mapping[str, Setting]) -> None:
-        """Make `parameter_groups`: the settings of each, and its parameters; as many on every
-        stage, because ZeRO-1 has collectives for each.
+    def _group_parameters(self, settings: Mapping[str, Setting], number: int) -> None:
+        """Make `parameter_groups`: the settings of each, and its parameters; `number`, as many on
+        every stage, because ZeRO-1 has collectives for each.
 
         Where a stage has fewer than another, a group holds a placeholder: one number that is never
         used, with a gradient of zero.
@@ -213,12 +146,9 @@ class StageModule(PipelineModule):
             for setting, members in groups_of_names(names, settings).items()
         ]
         self.placeholders = nn.ParameterList()
-        for _ in range(
-            len(self.parameter_groups),
-            _most_groups(self._graph, self._layers, settings, self._trainable),
-        ):
+        for _ in range(len(self.parameter_groups), number):
             placeholder = nn.Parameter(torch.zeros(1))
-            setattr(placeholder, IN_ALL_STAGES, False)
+            self.add_stage_parameter(placeholder)
             self.placeholders.append(placeholder)
             self.parameter_groups.append((Setting(1.0, 0.0, None), [placeholder]))
 
@@ -249,6 +179,11 @@ class StageModule(PipelineModule):
             ),
             None,
         )
+
+    @property
+    def learned_behind_layers(self) -> list[nn.Parameter]:
+        """Parameters whose gradient may come when the backward of the layers is over."""
+        return [*self.placeholders, *(self.fusion.parameters() if self.fusion else ())]
 
     def changing_buffers(self, branches: Collection[str] | None = None) -> list[Tensor]:
         """Buffers that training changes, of the layers of these branches or of all: batch
@@ -325,7 +260,9 @@ class StageModule(PipelineModule):
         with compiling() if self._compiled else contextlib.nullcontext():
             for i in part:
                 if self._draws[i] and self.training:
-                    torch.manual_seed(layer_seed(self._seed, *micro_batch, self._own_indices[i]))
+                    torch.manual_seed(
+                        layer_seed(self.base_seed, *micro_batch, self._own_indices[i])
+                    )
                 tensors = self.forward_funcs[i](tensors)
                 for name in self.exact_scalars.keys() & self._scalars[i]:
                     made = tensors[name]  # whose gradient stays, beside a difference of 0

@@ -17,11 +17,12 @@ from torch import Tensor
 
 from engine.communication import Signature, signature_of
 from engine.json_messages import from_first_rank
+from engine.layer_keys import layer_key
 from engine.module import DescribesLayer, Outline, StageModule
 from engine.optimizer.parameter_groups import settings_of
 from engine.planning.fit import Fit, corrected, find_fit
 from engine.planning.instructions import counts_of
-from engine.planning.measured import Cache, Tensors, device_identity, digest, layer_key
+from engine.planning.measured import Cache, Tensors, device_identity, digest
 from engine.planning.planner import RunPlan
 from engine.planning.profile_layers import Ranks, placed
 from engine.planning.profile_machine import usable_bytes

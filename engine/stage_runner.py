@@ -7,29 +7,39 @@ Between two instructions a micro-batch is what lies in these buffers, by its num
                           │                                                                    │
     SendGrad <────────────┴──────────────────── BackwardPass <── output_grads <── RecvGrad, ComputeLoss
 
-DeepSpeed's part of an instruction (its forward, its way to accumulate gradients, the optimizer) and
-the loss are functions that the engine gives (`engine/executor.py`).
+Forward, backward and averages are the backend's (`engine/backend/`); the loss and what a step needs
+besides are functions that the engine gives (`engine/executor.py`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
-from deepspeed.runtime.pipe import schedule as ds_schedule
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from engine.backend.protocol import Backend
 from engine.communication import Communicator, Signature, existing, gradients_of, signature_of
 from engine.loss.pair_batch import MAX_WEIGHT
 from engine.module import Outline, StageModule
 from engine.schedule import (
+    BackwardPass,
     ComputeLoss,
     EmbedPass,
+    ForwardPass,
+    LoadMicroBatch,
+    OptimizerStep,
+    PipeInstruction,
+    RecvActivation,
+    RecvGrad,
+    ReduceGrads,
     ReloadMicroBatch,
     ReplayPass,
+    SendActivation,
+    SendGrad,
     StageSchedule,
     receives_to_post,
 )
@@ -41,47 +51,37 @@ FromBytes = Callable[[Tensor, torch.dtype], Tensor]
 """Makes values of a dtype of what was loaded as uint8, on the device where that is; of a tensor on
 the meta device an empty one."""
 
-Roots = Sequence[tuple[Tensor | GradientEdge, Tensor]]
-"""Where a backward begins, each with its gradient."""
 
-
-class StageCalls(Protocol):
+class StageCalls(NamedTuple):
     """What a runner asks of the engine."""
 
-    def forward_layers(self, inputs: dict[str, Tensor], **part: int) -> dict[str, Tensor]:
-        """The layers of the stage, or with `start` and `stop` some of them."""
-
-    def inject(self, roots: Roots, last: bool = False) -> None:
-        """A backward from gradients that came from elsewhere; `last`: of this step."""
-
-    def loss_gradients(
-        self, outputs: Sequence[Mapping[str, Tensor]], buffer_id: int | None, num_losses: int
-    ) -> list[dict[str, Tensor]]:
-        """Of what the layers made of each micro-batch: in one of `num_losses` of the step."""
-
-    def reduce_gradients(self) -> None: ...
-
-    def step_optimizer(self) -> None: ...
+    # (outputs of micro-batches, the number of these where each has a loss of its own, losses of the
+    # step) -> the gradients of what the layers made of each
+    loss_gradients: Callable[
+        [Sequence[Mapping[str, Tensor]], int | None, int], list[dict[str, Tensor]]
+    ]
+    step_optimizer: Callable[[], None]
 
 
 class StageRunner:
-    """Runs schedules on the stage of this rank. `dtype`: in which its layers compute."""
+    """Runs schedules on the stage of this rank."""
 
     def __init__(
         self,
         module: StageModule,
         comm: Communicator,
+        backend: Backend,
         calls: StageCalls,
-        dtype: torch.dtype,
         from_bytes: Mapping[str, FromBytes],
     ):
-        self.module, self.comm, self.stage, self.calls = module, comm, comm.stage, calls
-        self.running: tuple[StageSchedule, ds_schedule.PipeInstruction] | None = None
+        self.module, self.comm, self.stage = module, comm, comm.stage
+        self.backend, self.calls = backend, calls
+        self.running: tuple[StageSchedule, PipeInstruction] | None = None
         # of training and evaluation: while it grows, this rank is not stuck
         self.instructions_done = 0
-        self._dtype, self._from_bytes = dtype, from_bytes
+        self._dtype, self._from_bytes = backend.dtype, from_bytes
         self._copies = DeviceCopies(comm.device)
-        self._outline = Outline(module.templates, dtype)
+        self._outline = Outline(module.templates, backend.dtype)
         self.reset()
 
     def reset(self) -> None:
@@ -103,7 +103,7 @@ class StageRunner:
         self.reset()
         self._data, self._step, self._num_micro_batches = data, step, schedule.micro_batches
         program = [instruction for instructions in schedule for instruction in instructions]
-        backwards = [i for i in program if isinstance(i, ds_schedule.BackwardPass)]
+        backwards = [i for i in program if isinstance(i, BackwardPass)]
         self._last_backward = backwards[-1].buffer_id if backwards else None
         self._announce(schedule.micro_batches)
         for instruction, receives in zip(program, receives_to_post(program)):
@@ -146,8 +146,8 @@ class StageRunner:
             for outline in outlines
         ]
 
-    def _post(self, receive: ds_schedule.PipeInstruction) -> None:
-        if isinstance(receive, ds_schedule.RecvActivation):
+    def _post(self, receive: PipeInstruction) -> None:
+        if isinstance(receive, RecvActivation):
             existing(self.comm.activations_in).expect(self._received[receive.buffer_id])
         else:
             sent = self._sent[receive.buffer_id]
@@ -247,7 +247,7 @@ class StageRunner:
         }
         if received and torch.is_grad_enabled():
             self._inputs[buffer_id] = received
-        return self.calls.forward_layers(inputs, **part)
+        return self.backend.forward(inputs, **part)
 
     @torch.no_grad()
     def _embed_pass(self, buffer_id: int) -> None:
@@ -303,7 +303,7 @@ class StageRunner:
                 f"{sorted(grads)} for micro-batch {buffer_id}; every floating-point tensor that "
                 "leaves a stage and needs a gradient must reach the loss"
             )
-        self.calls.inject(
+        self.backend.backward(
             [(root, grads[name]) for name, root in roots.items()],
             last=buffer_id == self._last_backward,
         )
@@ -321,26 +321,26 @@ class StageRunner:
                 self._keep_roots(m, made)
 
     def _reduce_gradients(self) -> None:
-        self.calls.reduce_gradients()
+        self.backend.reduce_gradients()
 
     def _step_optimizer(self) -> None:
         self.calls.step_optimizer()
 
 
 INSTRUCTIONS: dict[type, Callable[..., None]] = {
-    ds_schedule.LoadMicroBatch: StageRunner._load_micro_batch,
-    ds_schedule.RecvActivation: StageRunner._receive_activations,
+    LoadMicroBatch: StageRunner._load_micro_batch,
+    RecvActivation: StageRunner._receive_activations,
     ReloadMicroBatch: StageRunner._reload_micro_batch,
     EmbedPass: StageRunner._embed_pass,
-    ds_schedule.ForwardPass: StageRunner._forward_pass,
+    ForwardPass: StageRunner._forward_pass,
     ReplayPass: StageRunner._replay_pass,
-    ds_schedule.SendActivation: StageRunner._send_activations,
+    SendActivation: StageRunner._send_activations,
     ComputeLoss: StageRunner._compute_loss,
-    ds_schedule.RecvGrad: StageRunner._receive_gradients,
-    ds_schedule.BackwardPass: StageRunner._backward_pass,
-    ds_schedule.SendGrad: StageRunner._send_gradients,
-    ds_schedule.ReduceGrads: StageRunner._reduce_gradients,
-    ds_schedule.OptimizerStep: StageRunner._step_optimizer,
+    RecvGrad: StageRunner._receive_gradients,
+    BackwardPass: StageRunner._backward_pass,
+    SendGrad: StageRunner._send_gradients,
+    ReduceGrads: StageRunner._reduce_gradients,
+    OptimizerStep: StageRunner._step_optimizer,
 }
 
 

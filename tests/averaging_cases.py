@@ -41,7 +41,9 @@ def train_and_average(case: Case, folder: str) -> dict[str, Any]:
         engine.train_batch(micro_batches_of_rank(case, engine, step, image_size))
         history.append(weights_of(engine))
     stepped = [
-        p.detach().clone() for group in engine.basic_optimizer.param_groups for p in group["params"]
+        p.detach().clone()
+        for group in engine.backend.optimizer.param_groups
+        for p in group["params"]
     ]
     averages = state_of(engine)["averages"]
     with engine.averaged_weights():
@@ -50,7 +52,7 @@ def train_and_average(case: Case, folder: str) -> dict[str, Any]:
     writer.save(engine, {})
     writer.finish()
     dist.barrier()  # the first rank has named it
-    now = [p for group in engine.basic_optimizer.param_groups for p in group["params"]]
+    now = [p for group in engine.backend.optimizer.param_groups for p in group["params"]]
     untouched = [
         all(map(torch.equal, stepped, now)),
         all(map(torch.equal, averages, engine.average.averages)),

@@ -57,7 +57,7 @@ def train_from(
             writer.save(engine, {"step": step + 1})
     if writer:
         writer.finish()
-    return {**result, "end": state_of(engine), "optimizer": type(engine.optimizer).__name__}
+    return {**result, "end": state_of(engine), "optimizer": engine.backend.wrapper}
 
 
 def state_of(engine) -> dict[str, Any]:

@@ -69,13 +69,13 @@ def clip_under_rules(
 
     def clipping(name: str) -> GroupedClipping:
         parameters = engine.module.canonical_parameters
-        return GroupedClipping(parameters, rules[name], engine.comm, engine.optimizer)
+        return GroupedClipping(parameters, rules[name], engine.comm, engine.backend)
 
     def try_all(*_) -> None:
         parameters = {
             id(p): p for p in engine.module.canonical_parameters.values() if p.requires_grad
         }.values()
-        gradients = [g for g in map(engine.clipping.gradient, parameters) if g is not None]
+        gradients = [g for g in map(engine.backend.gradient, parameters) if g is not None]
         original = [g.clone() for g in gradients]
         result["gradients"] = gradient_pieces(engine)
         for name in blocks:
@@ -102,9 +102,9 @@ def clip_under_rules(
         result["state"] = own.state_dict()
         torch._foreach_copy_(gradients, original)
 
-    engine.basic_optimizer.register_step_pre_hook(try_all)
+    engine.backend.optimizer.register_step_pre_hook(try_all)
     metrics = engine.train_batch(micro_batches_of_rank(case, engine, 0, image_size))
-    return {**result, "measured": metrics.grad_norm, "optimizer": type(engine.optimizer).__name__}
+    return {**result, "measured": metrics.grad_norm, "optimizer": engine.backend.wrapper}
 
 
 def numbers(clipping: GroupedClipping) -> dict[str, dict[str, float]]:
@@ -164,12 +164,12 @@ def train_with_bad_steps(
         "metrics": metrics,
         "untouched": untouched,
         "loss_scales": scales,
-        "learning_rates": engine.get_lr(),
+        "learning_rates": [group["lr"] for group in engine.backend.optimizer.param_groups],
         "parameters": {
             n: p.detach().float().clone() for n, p in engine.module.canonical_parameters.items()
         },
         "buffers": {n: b.detach().clone() for n, b in engine.module.canonical_buffers.items()},
-        "optimizer": type(engine.optimizer).__name__,
+        "optimizer": engine.backend.wrapper,
         "stage": engine.stage.name,
         "record": metrics[-1].record(case.steps, 0.0, 1.0, 1.0),
     }
@@ -187,11 +187,13 @@ def everything(engine) -> Any:
         {
             "parameters": [p.detach() for p in engine.module.parameters()],
             "buffers": list(engine.module.buffers()),
-            "optimizer": engine.basic_optimizer.state_dict()["state"],
+            "optimizer": engine.backend.optimizer.state_dict()["state"],
             "master weights": [
-                p.detach() for group in engine.basic_optimizer.param_groups for p in group["params"]
+                p.detach()
+                for group in engine.backend.optimizer.param_groups
+                for p in group["params"]
             ],
-            "learning rate": engine.get_lr(),
+            "learning rate": [group["lr"] for group in engine.backend.optimizer.param_groups],
             "clipping": engine.clipping.state_dict(),
         }
     )

@@ -78,13 +78,13 @@ def train_by_file(file: str, steps: int) -> dict[str, Any]:
     metrics = [
         engine.train_batch(micro_batches_of_rank(case, engine, 0, image_size)) for _ in range(steps)
     ]
-    group = engine.basic_optimizer.param_groups[0]
+    group = engine.backend.optimizer.param_groups[0]
     return {
         "previewed": preview(config, plan.optimizer_groups, steps),
         "settings": [*group["betas"], group["eps"]],
         "losses": [m.loss for m in metrics],
         "rates": [m.lr for m in metrics],
-        "optimizer": type(engine.optimizer).__name__,
+        "optimizer": engine.backend.wrapper,
         "dtype": str(next(engine.module.parameters()).dtype),
         "plan": plan.describe(),
     }

@@ -97,8 +97,8 @@ def failures(case: Case, layer: str) -> dict[str, tuple[str, bool, str]]:
     engine, _, image_size = make_engine(case)
     engines = {where: make_engine(case)[0] for where in ("loss", "averaging", "step", "comparing")}
     engines["loss"].tail_loss.objective = with_loss(engines["loss"].objective, HungryLoss())
-    engines["averaging"].allreduce_gradients = TooMuch(None)  # DeepSpeed's
-    engines["step"].basic_optimizer.register_step_pre_hook(allocate_too_much)
+    engines["averaging"].backend.reduce_gradients = TooMuch(None)
+    engines["step"].backend.optimizer.register_step_pre_hook(allocate_too_much)
 
     def train(engine: Any, steps: int = 1) -> None:
         for step in range(steps):

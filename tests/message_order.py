@@ -363,7 +363,7 @@ def recorded(case: Any, posts_ahead: bool) -> list[tuple[list[tuple], list[tuple
         graph,
         engine.objective,
         programs(engine.schedule_type, given),
-        engine._gradient_averages is not None,
+        engine.backend.averages_early,
         True,  # or known beforehand
         bool(engine.module.running_statistics()),
     )

@@ -620,7 +620,7 @@ def train_split(case: Case) -> dict[str, Any]:
             gradients.extend(gradient_pieces(engine))
 
     # after the clipping's own hook: without limits it only measures
-    engine.basic_optimizer.register_step_pre_hook(capture)
+    engine.backend.optimizer.register_step_pre_hook(capture)
     forwards: Counter[str] = Counter()
     for name, layer in engine.module.named_children():
         layer.register_forward_hook(lambda *_, name=name.replace("/", "."): forwards.update([name]))
@@ -644,7 +644,7 @@ def train_split(case: Case) -> dict[str, Any]:
         },
         "drawn": list(recording_matching().noted) if case.fusion else [],
         "stage": engine.stage.name,
-        "optimizer": type(engine.optimizer).__name__,
+        "optimizer": engine.backend.wrapper,
         "unaligned": [
             name
             for name, p in engine.module.canonical_parameters.items()
@@ -656,7 +656,7 @@ def train_split(case: Case) -> dict[str, Any]:
         else 0,  # to the stage before
         "num_state_numbers": sum(
             t.numel()
-            for own in engine.basic_optimizer.state.values()
+            for own in engine.backend.optimizer.state.values()
             for t in own.values()
             if torch.is_tensor(t)
         ),
@@ -702,7 +702,7 @@ def train_scalars(case: Case) -> dict[str, Any]:
     engine, _, image_size = make_engine(case)
     parameter, steps = engine.module.scalars.get("logit_scale"), []
     for step in range(case.steps):
-        stepped = None if parameter is None else engine.clipping.stepped(parameter)
+        stepped = None if parameter is None else engine.backend.stepped(parameter)
         held = None if stepped is None or not len(stepped) else float(stepped)
         batches = micro_batches_of_rank(case, engine, step, image_size)
         steps.append((held, engine.train_batch(batches).scalars["logit_scale_exp"]))
@@ -749,13 +749,11 @@ def refusal(case: Case) -> str:
 def gradient_pieces(engine) -> list[tuple[str, int, Tensor]]:
     """Inside the optimizer's step: (name, offset, flat piece) of what this rank has of each
     gradient."""
-    pieces = []
+    pieces, offsets = [], {shard.name: shard.offset for shard in engine.backend.shards()}
     for name, parameter in engine.module.canonical_parameters.items():
-        gradient = engine.clipping.gradient(parameter) if parameter.requires_grad else None
+        gradient = engine.backend.gradient(parameter) if parameter.requires_grad else None
         if gradient is not None:
-            mapping = getattr(parameter, "_hp_mapping", None)
-            offset = mapping.lp_fragment_address.start if engine.clipping.partitioned else 0
-            pieces.append((name, offset, gradient.flatten().float().clone().cpu()))
+            pieces.append((name, offsets[name], gradient.flatten().float().clone().cpu()))
     return pieces
 
 

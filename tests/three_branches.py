@@ -45,7 +45,7 @@ def train_with_silent_steps(case: Case) -> dict[str, Any]:
         state |= {f"number {name}": str(number) for name, number in kept.scalars.items()}
         state["number audio.limit"] = str(engine.clipping.state_dict()["mean_norm"]["audio"])
         states.append(state)
-        rates.append(engine.lr_scheduler.get_last_lr()[0])
+        rates.append(engine.backend.optimizer.param_groups[0]["lr"])
     names = {*engine.module.canonical_parameters, *engine.module.canonical_buffers}
     sounds = {name for name in names if name.startswith(("audio.", "head.audio_"))}
     return {"states": states, "rates": rates, "sounds": sorted(sounds | {"audio.limit"})}

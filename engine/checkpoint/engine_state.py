@@ -1,10 +1,10 @@
 """An engine's state as flat fragments of named tensors, and back, whatever the optimizer's wrapper.
 
-Under ZeRO-1 and BF16_Optimizer a rank's optimizer steps one flat slice of the stage's parameters,
-in fp32; otherwise it steps the parameters, on every replica alike. Both are runs of elements of
-named parameters, so both are saved in the same form: the values that the optimizer steps (fp32 also
-where the model is not), and each tensor that it keeps for them (exp_avg, ...). What all replicas
-hold is dealt to them evenly.
+Where the optimizer's state is sharded a rank steps slices of the stage's parameters, in fp32;
+otherwise it steps the parameters, on every replica alike. Both are shards of named parameters
+(`engine/backend/protocol.py`), so both are saved in the same form: the values that the optimizer
+steps (fp32 also where the model is not), and each tensor that it keeps for them (exp_avg, ...).
+What all replicas hold is dealt to them evenly.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from deepspeed.runtime.lr_schedules import get_torch_optimizer
 from torch import Tensor
 
+from engine.backend.protocol import Shard, stepped_tensors
 from engine.checkpoint.layout import AVERAGE, BUFFER, OPTIMIZER, PARAMETER, Fragment
 from engine.checkpoint.reading import CheckpointReader
 from engine.checkpoint.sharing import SharedReader
@@ -29,67 +29,31 @@ SCALAR_DTYPES = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class Run:
-    """Elements offset..offset+numel of the parameter `name` are elements start..start+numel of the
-    flattened `held`, which the optimizer steps: the parameter itself, or a flat slice of many.
-    `everywhere`: all replicas of the stage hold it whole."""
-
-    name: str
-    shape: tuple[int, ...]
-    offset: int
-    numel: int
-    held: Tensor
-    start: int
-    everywhere: bool = False
-
-    def of(self, like_held: Tensor) -> Tensor:
-        """This run's elements of a tensor of the shape of `held`: a view, [numel]."""
-        return like_held.detach().view(-1)[self.start : self.start + self.numel]
-
-    def fragment(self, kind: str) -> Fragment:
-        return Fragment(kind, self.name, self.shape, self.offset, self.numel)
-
-
-def runs_of(engine: ForkEngine) -> list[Run]:
-    """What this rank's optimizer holds of the parameters of its stage; parameters that it does not
-    train are held by themselves."""
-    groups, runs = get_torch_optimizer(engine.optimizer).param_groups, []
-    for name, parameter in engine.module.canonical_parameters.items():
-        shape = tuple(parameter.shape)
-        if not (engine.clipping.partitioned and parameter.requires_grad):
-            runs.append(Run(name, shape, 0, parameter.numel(), parameter, 0, everywhere=True))
-            continue
-        # DeepSpeed's: where the parameter lies in this rank's flat slice
-        if (mapping := parameter._hp_mapping) is not None:
-            own, offset = mapping.get_hp_fragment_address(), mapping.lp_fragment_address.start
-            held = groups[mapping.param_group_index]["params"][0]
-            runs.append(Run(name, shape, offset, own.numel, held, own.start))
-    return runs
+def fragment(kind: str, shard: Shard) -> Fragment:
+    return Fragment(kind, shard.name, shard.shape, shard.offset, shard.numel)
 
 
 def averages_of(engine: ForkEngine) -> dict[int, Tensor]:
     """By the id of what the optimizer steps: its average, of the same shape."""
-    stepped = [
-        tensor
-        for group in get_torch_optimizer(engine.optimizer).param_groups
-        for tensor in group["params"]
-    ]
-    return dict(zip(map(id, stepped), engine.average.averages)) if engine.average else {}
+    stepped = map(id, stepped_tensors(engine.backend.optimizer))
+    return dict(zip(stepped, engine.average.averages)) if engine.average else {}
 
 
-def dealt(runs: Iterable[Run], part: int, parts: int) -> Iterator[Run]:
-    """The `part`-th of `parts` about equal shares of the elements of `runs`."""
-    runs = list(runs)
-    total, position = sum(run.numel for run in runs), 0
+def dealt(shards: Iterable[Shard], part: int, parts: int) -> Iterator[Shard]:
+    """The `part`-th of `parts` about equal shares of the elements of `shards`."""
+    shards = list(shards)
+    total, position = sum(shard.numel for shard in shards), 0
     first, last = total * part // parts, total * (part + 1) // parts
-    for run in runs:
-        skipped, end = max(0, first - position), min(run.numel, last - position)
+    for shard in shards:
+        skipped, end = max(0, first - position), min(shard.numel, last - position)
         if skipped < end:
             yield replace(
-                run, offset=run.offset + skipped, numel=end - skipped, start=run.start + skipped
+                shard,
+                offset=shard.offset + skipped,
+                numel=end - skipped,
+                start=shard.start + skipped,
             )
-        position += run.numel
+        position += shard.numel
 
 
 # -- out of the engine
@@ -113,35 +77,35 @@ def num_bytes(tensors: Mapping[Fragment, Tensor]) -> int:
 
 def snapshot(engine: ForkEngine) -> Snapshot:
     """What this rank is to save."""
-    optimizer = get_torch_optimizer(engine.optimizer)
-    runs, stateless = runs_of(engine), []
+    optimizer = engine.backend.optimizer
+    shards, stateless = engine.backend.shards(), []
     tensors: dict[Fragment, Tensor] = {}
     scalars: dict[str, dict[str, Any]] = {}
     options: dict[str, dict[str, Any]] = {}
     averages = averages_of(engine)
     parameters = engine.module.canonical_parameters
-    learn = [run for run in runs if parameters[run.name].requires_grad]
-    own = [run for run in learn if not run.everywhere]
+    learn = [shard for shard in shards if parameters[shard.name].requires_grad]
+    own = [shard for shard in learn if not shard.everywhere]
     replica, replicas = engine.comm.replica, engine.stage.replicas
     still = list(
-        dealt([r for r in runs if not parameters[r.name].requires_grad], replica, replicas)
+        dealt([r for r in shards if not parameters[r.name].requires_grad], replica, replicas)
     )
     group_of = {id(tensor): group for group in optimizer.param_groups for tensor in group["params"]}
-    for run in [*own, *dealt([r for r in learn if r.everywhere], replica, replicas)]:
-        if id(run.held) in group_of:
-            options[run.name] = _options(group_of[id(run.held)])
-        tensors[run.fragment(PARAMETER)] = run.of(run.held)
-        if id(run.held) in averages:
-            tensors[run.fragment(AVERAGE)] = run.of(averages[id(run.held)])
-        state = optimizer.state.get(run.held, {})
+    for shard in [*own, *dealt([r for r in learn if r.everywhere], replica, replicas)]:
+        if id(shard.held) in group_of:
+            options[shard.name] = _options(group_of[id(shard.held)])
+        tensors[fragment(PARAMETER, shard)] = shard.of(shard.held)
+        if id(shard.held) in averages:
+            tensors[fragment(AVERAGE, shard)] = shard.of(averages[id(shard.held)])
+        state = optimizer.state.get(shard.held, {})
         kept = {key: value for key, value in state.items() if value is not None}
         if not kept:
-            stateless.append(run.name)
+            stateless.append(shard.name)
         for key, value in kept.items():
-            if isinstance(value, Tensor) and value.shape == run.held.shape:
-                tensors[run.fragment(OPTIMIZER + key)] = run.of(value)
+            if isinstance(value, Tensor) and value.shape == shard.held.shape:
+                tensors[fragment(OPTIMIZER + key, shard)] = shard.of(value)
             else:
-                scalars.setdefault(run.name, {})[key] = _scalar_to_json(value)
+                scalars.setdefault(shard.name, {})[key] = _scalar_to_json(value)
     if replica == 0:  # the replicas' buffers are equal after every step
         for name, buffer in engine.module.canonical_buffers.items():
             tensors[Fragment(BUFFER, name, tuple(buffer.shape), 0, buffer.numel())] = (
@@ -151,8 +115,8 @@ def snapshot(engine: ForkEngine) -> Snapshot:
         **engine.progress(),
         "optimizer": {"type": type(optimizer).__name__, "options": options},
     }
-    frozen = {run.fragment(PARAMETER): run.of(run.held) for run in still}
-    stateless += [run.name for run in still]
+    frozen = {fragment(PARAMETER, shard): shard.of(shard.held) for shard in still}
+    stateless += [shard.name for shard in still]
     return Snapshot(tensors, frozen, scalars, tuple(stateless), progress)
 
 
@@ -192,8 +156,8 @@ def restore(engine: ForkEngine, reader: CheckpointReader) -> None:
     Raises ValueError when something is missing or of another shape, or when another kind of
     optimizer was trained with.
     """
-    runs = runs_of(engine)
-    by_name = {run.name: run for run in runs}
+    shards = engine.backend.shards()
+    by_name = {shard.name: shard for shard in shards}
     parameters, buffers = engine.module.canonical_parameters, engine.module.canonical_buffers
     shared = SharedReader(
         reader,
@@ -204,31 +168,33 @@ def restore(engine: ForkEngine, reader: CheckpointReader) -> None:
     )
     for name, parameter in parameters.items():
         shared.fill(parameter, PARAMETER, name, parameter.shape)
-        if (run := by_name.get(name)) is not None and not run.everywhere:
-            _fill(run.held, run, PARAMETER, shared)
+        if (shard := by_name.get(name)) is not None and not shard.everywhere:
+            _fill(shard.held, shard, PARAMETER, shared)
     for name, buffer in buffers.items():
         shared.fill(buffer, BUFFER, name, buffer.shape)
-    _restore_optimizer(engine, shared, runs)
+    _restore_optimizer(engine, shared, shards)
     averages = averages_of(engine)
-    for run in runs:
-        if id(run.held) in averages:
-            _fill(averages[id(run.held)], run, AVERAGE, shared)
+    for shard in shards:
+        if id(shard.held) in averages:
+            _fill(averages[id(shard.held)], shard, AVERAGE, shared)
     engine.load_progress(reader.manifest.progress)
 
 
-def _fill(like_held: Tensor, run: Run, kind: str, shared: SharedReader) -> None:
-    """Copy what was saved of a run to where it lies in a tensor of the shape of `run.held`."""
-    if run.everywhere:
-        shared.fill(run.of(like_held), kind, run.name, run.shape)
+def _fill(like_held: Tensor, shard: Shard, kind: str, shared: SharedReader) -> None:
+    """Copy what was saved of a shard to where it lies in a tensor of the shape of `shard.held`."""
+    if shard.everywhere:
+        shared.fill(shard.of(like_held), kind, shard.name, shard.shape)
     else:
-        values = shared.reader.read(kind, run.name, run.shape, run.offset, run.offset + run.numel)
-        run.of(like_held).copy_(values)
+        values = shared.reader.read(
+            kind, shard.name, shard.shape, shard.offset, shard.offset + shard.numel
+        )
+        shard.of(like_held).copy_(values)
 
 
-def _restore_optimizer(engine: ForkEngine, shared: SharedReader, runs: list[Run]) -> None:
+def _restore_optimizer(engine: ForkEngine, shared: SharedReader, shards: list[Shard]) -> None:
     """Through the optimizer's own `load_state_dict`, which puts tensors where the optimizer wants
     them."""
-    reader, optimizer = shared.reader, get_torch_optimizer(engine.optimizer)
+    reader, optimizer = shared.reader, engine.backend.optimizer
     saved = reader.manifest.progress["optimizer"]
     if saved["type"] != type(optimizer).__name__:
         raise ValueError(
@@ -237,13 +203,13 @@ def _restore_optimizer(engine: ForkEngine, shared: SharedReader, runs: list[Run]
             "trained with, choose another checkpoint, or export.py its model and begin another run "
             "with --import"
         )
-    by_held: dict[int, list[Run]] = {}
-    for run in runs:
-        by_held.setdefault(id(run.held), []).append(run)
+    by_held: dict[int, list[Shard]] = {}
+    for shard in shards:
+        by_held.setdefault(id(shard.held), []).append(shard)
     whole = optimizer.state_dict()
     whole["state"] = {}
     for group, filled in zip(optimizer.param_groups, whole["param_groups"]):
-        names = [run.name for tensor in group["params"] for run in by_held.get(id(tensor), [])]
+        names = [shard.name for tensor in group["params"] for shard in by_held.get(id(tensor), [])]
         # of a group whose slice is all padding here, any: nothing is stepped
         known = [name for name in (*names, *saved["options"]) if name in saved["options"]]
         for key, value in saved["options"][known[0]].items() if known else ():
@@ -254,19 +220,21 @@ def _restore_optimizer(engine: ForkEngine, shared: SharedReader, runs: list[Run]
     optimizer.load_state_dict(whole)
 
 
-def _state_of(held: Tensor, runs: list[Run], shared: SharedReader) -> dict[str, Any]:
+def _state_of(held: Tensor, shards: list[Shard], shared: SharedReader) -> dict[str, Any]:
     """What the optimizer keeps for `held`; where parameters had nothing, zeros, which is what
     optimizers begin with. A slice that is all padding has the numbers of the other parameters."""
     reader = shared.reader
-    with_state = [run for run in runs if run.name not in reader.stateless]
-    if runs and not with_state:
+    with_state = [shard for shard in shards if shard.name not in reader.stateless]
+    if shards and not with_state:
         return {}
     state: dict[str, Any] = {}
     for kind in reader.optimizer_kinds:
         state[kind.removeprefix(OPTIMIZER)] = whole = torch.zeros_like(held)
-        for run in with_state:
-            _fill(whole, run, kind, shared)
-    scalars = [reader.scalars(run.name) for run in with_state] if runs else reader.all_scalars()
+        for shard in with_state:
+            _fill(whole, shard, kind, shared)
+    scalars = (
+        [reader.scalars(shard.name) for shard in with_state] if shards else reader.all_scalars()
+    )
     for key in {key for found in scalars for key in found}:
         # one number for all of a slice: the largest
         values = (_scalar_from_json(found[key]) for found in scalars if key in found)
@@ -283,7 +251,7 @@ def topology_of(engine: ForkEngine) -> dict[str, Any]:
         "micro_batch_size": {
             branch: batch.micro_batch_size for branch, batch in engine.batches.items()
         },
-        "precision": str(engine.get_data_types()[0]).removeprefix("torch."),
+        "precision": str(engine.backend.dtype).removeprefix("torch."),
     }
 
 

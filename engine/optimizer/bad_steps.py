@@ -3,10 +3,8 @@ Who sees it in which precision: `engine/README.md`, "Skipped steps"."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -52,10 +50,3 @@ def bad_step(seen: Sequence[Seen], branches: Sequence[str]) -> BadStep:
         samples |= dict.fromkeys(index for _, index, _ in rows)
         not_finite[branch] = tuple(index for _, index, finite in rows if not finite)
     return BadStep(tuple(samples), not_finite)
-
-
-def is_loss_scale_search(optimizer: Any, loss: float) -> bool:
-    """Was a step skipped because fp16's dynamic loss scale was too high? Then its samples are not
-    to blame, and the scale ends the run by itself when it can fall no further."""
-    scaler = getattr(optimizer, "loss_scaler", None)
-    return bool(getattr(scaler, "dynamic", False)) and math.isfinite(loss)

@@ -16,11 +16,10 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
-from deepspeed.runtime import lr_schedules
-from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from torch.optim import Optimizer
 
 from common.spelling import nearest
+from engine.backend.deepspeed import ZERO_SUPPORTED_OPTIMIZERS, lr_schedules
 
 # By DeepSpeed's name: on the accelerator, and with the state offloaded to the CPU.
 _DEEPSPEED_OPTIMIZERS: dict[str, tuple[type[Optimizer], type[Optimizer]]] = {

@@ -15,11 +15,10 @@ from 1, c is the clip coefficient:
 so that a spike moves the mean by no more than (factor − 1) · (1 − decay) / (1 − decay^t) of itself.
 A mean of zero sets no limit.
 
-`clip` runs as a step hook of the optimizer that DeepSpeed wraps: there the gradients are reduced
-over the replicas, unscaled and in the optimizer's precision, whatever the wrapper (none, ZeRO-1,
-BF16_Optimizer). A step that is skipped does not come here. ZeRO-1 steps its parameter groups one
-after the other and unscales each when its turn comes: the first call measures all, each call clips
-those whose turn it is.
+`clip` runs as a step hook of the optimizer: there the gradients are averaged over the replicas,
+unscaled and in the optimizer's precision, sharded or not. A step that is skipped does not come
+here. ZeRO-1 steps its parameter groups one after the other and unscales each when its turn comes:
+the first call measures all, each call clips those whose turn it is.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import Tensor, nn
 
+from engine.backend.protocol import Backend
 from engine.communication import Communicator
 from engine.optimizer.clipping_rules import ClippingRule, group_of
 
@@ -52,16 +51,9 @@ class GroupedClipping:
         parameters: Mapping[str, nn.Parameter],
         rules: Mapping[str, ClippingRule],
         comm: Communicator,
-        optimizer: torch.optim.Optimizer | ZeROOptimizer,
+        backend: Backend,
     ):
-        """`optimizer`: the one that steps the parameters, or DeepSpeed's wrapper of it."""
-        self.comm, self.rules = comm, dict(rules)
-        self.optimizer: Any = optimizer
-        # ZeRO-1 and BF16_Optimizer step one flat slice for each parameter group instead of its
-        # parameters.
-        self.partitioned = isinstance(optimizer, ZeROOptimizer)
-        groups = optimizer.param_groups if self.partitioned else []
-        self._slices = [group["params"][0] for group in groups]
+        self.comm, self.rules, self._backend = comm, dict(rules), backend
         self.members = _members(parameters, rules)
         self._adaptive = [
             (i, rule) for i, rule in enumerate(self.rules.values()) if rule.kind == "adaptive"
@@ -93,7 +85,7 @@ class GroupedClipping:
         squares = torch.zeros(len(self.rules), dtype=torch.float64, device=self.comm.device)
         for group, own in zip(self.rules, squares):
             self._add_square(self.members[group], own)
-        if not self.partitioned:
+        if not self._backend.is_sharded:
             squares /= self.comm.stage.replicas  # which have the whole gradient each
         sums = self.comm.sum_over(torch.cat([squares, self._own_beside]))
         squares, self.beside = sums[: len(self.rules)], sums[len(self.rules) :]
@@ -103,7 +95,7 @@ class GroupedClipping:
     def _add_square(self, members: Sequence[nn.Parameter], square: Tensor) -> None:
         """`square`, [] float64: this rank's part of Σ g²."""
         by_scale: dict[float, list[Tensor]] = defaultdict(list)
-        for gradient, scale in filter(None, map(self._measurable, members)):
+        for gradient, scale in filter(None, map(self._backend.reduced_gradient, members)):
             by_scale[scale].append(gradient)
         for scale, gradients in by_scale.items():
             square += _square(gradients, square.device) / scale**2
@@ -116,7 +108,7 @@ class GroupedClipping:
         if self.coefficients is None:
             self.coefficients = self._count_step(norms)
         for (group, rule), coefficient in zip(self.rules.items(), self.coefficients):
-            found = map(self.gradient, self.members[group]) if rule.kind != "none" else ()
+            found = map(self._backend.gradient, self.members[group]) if rule.kind != "none" else ()
             for gradients in _alike(g for g in found if g is not None):
                 # of another dtype or device, torch would multiply one by one
                 torch._foreach_mul_(gradients, coefficient.to(gradients[0]))
@@ -153,57 +145,6 @@ class GroupedClipping:
         if not step_applied or norms is None or coefficients is None:
             norms = coefficients = torch.full_like(shares, math.nan)
         return torch.stack((norms, coefficients, shares), dim=1).flatten().float()
-
-    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """Inside the optimizer's step: the gradient it is about to use, or this rank's slice of it;
-        None where it is not this one's turn."""
-        if not self.partitioned:
-            return parameter.grad
-        where = self._place(parameter)
-        if where is None:
-            return None
-        flat = self._slices[where[0]]
-        if not any(flat is group["params"][0] for group in self.optimizer.optimizer.param_groups):
-            return None
-        return flat.grad.narrow(0, *where[1:])
-
-    def stepped(self, parameter: nn.Parameter) -> Tensor | None:
-        """What the optimizer steps of a parameter, flat: itself, or what of it lies in this rank's
-        slice; None: nothing does."""
-        if not self.partitioned:
-            return parameter.view(-1)
-        where = self._place(parameter)
-        return None if where is None else self._slices[where[0]].detach().narrow(0, *where[1:])
-
-    def _measurable(self, parameter: nn.Parameter) -> tuple[Tensor, float] | None:
-        """The same, also before its turn, and what it is still scaled by: there it is, but for an
-        offloaded optimizer, in a list of pieces."""
-        gradient = self.gradient(parameter)
-        if gradient is not None:
-            return gradient, 1.0
-        where = self._place(parameter) if self.partitioned else None
-        if where is None:
-            return None
-        (group, start, length), scale = where, float(self.optimizer.loss_scale)
-        if self._slices[group].grad is not None:
-            return self._slices[group].grad.narrow(0, start, length), scale
-        for piece in self.optimizer.averaged_gradients[group]:
-            if start == 0:
-                return piece, scale
-            start -= piece.numel()
-        raise RuntimeError(
-            f"no piece of parameter group {group} begins where DeepSpeed's mapping says"
-        )
-
-    @staticmethod
-    def _place(parameter: Any) -> tuple[int, int, int] | None:
-        """(parameter group, start, number of elements): where this rank's slice of the parameter
-        lies in its flat slices."""
-        mapping = parameter._hp_mapping  # which DeepSpeed adds
-        if mapping is None:
-            return None
-        address = mapping.get_hp_fragment_address()
-        return mapping.param_group_index, address.start, address.numel
 
     def state_dict(self) -> dict[str, Any]:
         """What later steps depend on, the same on all ranks."""

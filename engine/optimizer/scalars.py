@@ -14,14 +14,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from engine.backend.protocol import Backend
 from engine.communication import Communicator
-from engine.optimizer.clipping import GroupedClipping
 
 
 class LearnedScalars:
     """Those of this stage, each [1], by the names of the tensors that the layers make of them.
 
-    `first`: their values in fp32 before DeepSpeed rounded the parameters; what is stepped begins
+    `first`: their values in fp32 before the parameters were rounded; what is stepped begins
     with them.
     """
 
@@ -30,7 +30,7 @@ class LearnedScalars:
         self,
         scalars: Mapping[str, nn.Parameter],
         first: Mapping[str, Tensor],
-        clipping: GroupedClipping,
+        backend: Backend,
         comm: Communicator,
     ):
         self._rounded = {
@@ -38,9 +38,9 @@ class LearnedScalars:
             for name, parameter in scalars.items()
             if parameter.dtype != torch.float32 and parameter.requires_grad
         }
-        self._clipping, self._comm = clipping, comm
+        self._backend, self._comm = backend, comm
         for name, parameter in self._rounded.items():
-            if (stepped := clipping.stepped(parameter)) is not None:
+            if (stepped := backend.stepped(parameter)) is not None:
                 stepped.copy_(first[name])
 
     @torch.no_grad()
@@ -51,7 +51,7 @@ class LearnedScalars:
             return {}
         own = torch.zeros(len(self._rounded), device=self._comm.device)
         for place, parameter in zip(own, self._rounded.values()):
-            if (stepped := self._clipping.stepped(parameter)) is not None:
+            if (stepped := self._backend.stepped(parameter)) is not None:
                 place.copy_(stepped[0])
         whole = self._comm.sum_over(own, self._comm.stage_group)  # of one value and zeros: exact
         return dict(zip(self._rounded, whole.split(1)))

@@ -17,6 +17,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError, with_config
 
+from engine.config.implied import averages_early, offloads
 from engine.optimizer.locking import LockedBlock
 
 # a number that may be infinite, for which JSON has null
@@ -191,11 +192,6 @@ class Loading:
     shared: bool  # do the ranks compute on these cores, too?
 
 
-def precision_of(config: Mapping[str, Any]) -> str:
-    """fp32, bf16 or fp16, from DeepSpeed's configuration."""
-    return next((key for key in ("bf16", "fp16") if config.get(key, {}).get("enabled")), "fp32")
-
-
 @dataclass(frozen=True)
 class StateBytes:
     """Bytes per parameter that a rank holds throughout: `whole` on every replica, `sharded` divided
@@ -226,30 +222,6 @@ class StateBytes:
             4 if bf16 or not fp16 else 2,
             weight,
         )
-
-
-def offloads(config: Mapping[str, Any]) -> bool:
-    """Whether the optimizer's state is on the CPU."""
-    zero = config.get("zero_optimization", {})
-    return (zero.get("offload_optimizer") or {}).get("device") == "cpu"
-
-
-def averages_early(config: Mapping[str, Any]) -> bool:
-    """Whether gradients are averaged over replicas while the last backward runs: not under
-    DeepSpeed's ZeRO-1 optimizer of fp32, fp16 and offloaded state, which keeps to itself what it has averaged, nor
-    where the configuration says so (`overlap_comm`) or asks for another order or precision of the
-    sums."""
-    zero, bf16 = config.get("zero_optimization", {}), config.get("bf16", {})
-    plain = (
-        zero.get("overlap_comm") is not False
-        and not offloads(config)
-        and not config.get("prescale_gradients", False)
-        and config.get("gradient_predivide_factor", 1.0) == 1.0
-        and config.get("communication_data_type") in (None, "fp32")
-    )
-    if bf16.get("enabled", False):
-        return plain and bf16.get("immediate_grad_update", True)
-    return plain and zero.get("stage", 0) == 0
 
 
 class FurtherRows(NamedTuple):

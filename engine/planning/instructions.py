@@ -9,18 +9,20 @@ from collections import Counter
 from functools import lru_cache
 from typing import NamedTuple
 
-from deepspeed.runtime.pipe.schedule import (
+from engine.batch import BranchBatch
+from engine.schedule import (
     BackwardPass,
+    ComputeLoss,
+    EmbedPass,
     ForwardPass,
     OptimizerStep,
     PipeInstruction,
     ReduceGrads,
+    ReplayPass,
     SendActivation,
     SendGrad,
+    StageSchedule,
 )
-
-from engine.planning.batch import BranchBatch
-from engine.schedule import ComputeLoss, EmbedPass, ReplayPass, StageSchedule
 from engine.topology import Stage
 
 

@@ -16,13 +16,13 @@ from math import inf
 from typing import Any
 
 from common.sizes import sized
+from engine.batch import BranchBatch, describe_batches, describe_schedule
 from engine.compiling import compiles
 from engine.config.reading import AUTO, BranchesBlock
 from engine.optimizer.averaging import AverageBlock
 from engine.optimizer.clipping_rules import ClippingRule
 from engine.optimizer.locking import Trainable, lock_graph
 from engine.optimizer.parameter_groups import OptimizerGroups
-from engine.planning.batch import BranchBatch, describe_batches, describe_schedule
 from engine.planning.costs import CostModel, LayerCost, frozen
 from engine.planning.simulator import (
     Simulation,

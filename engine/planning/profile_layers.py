@@ -22,6 +22,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from engine.compiling import compile_layer, compiling
+from engine.layer_keys import layer_key
 from engine.planning.costs import Curve, LayerCost
 from engine.planning.measured import (
     Cache,
@@ -29,7 +30,6 @@ from engine.planning.measured import (
     Tensors,
     device_identity,
     digest,
-    layer_key,
     signature,
 )
 from engine.processes.out_of_memory import explained, message_of_profile

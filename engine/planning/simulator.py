@@ -25,23 +25,26 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deepspeed.runtime.pipe.schedule import (
+from engine.batch import Batches
+from engine.planning.costs import CostModel
+from engine.planning.instructions import counted, counts_of, instructions_of, micro_batch_of
+from engine.planning.stage_costs import StageCosts, loading_s, stage_costs
+from engine.schedule import (
+    SCHEDULES,
     BackwardPass,
+    ComputeLoss,
+    EmbedPass,
     ForwardPass,
     OptimizerStep,
     PipeInstruction,
     RecvActivation,
     RecvGrad,
     ReduceGrads,
+    ReplayPass,
     SendActivation,
     SendGrad,
+    StageSchedule,
 )
-
-from engine.planning.batch import Batches
-from engine.planning.costs import CostModel
-from engine.planning.instructions import counted, counts_of, instructions_of, micro_batch_of
-from engine.planning.stage_costs import StageCosts, loading_s, stage_costs
-from engine.schedule import SCHEDULES, ComputeLoss, EmbedPass, ReplayPass, StageSchedule
 from engine.topology import Stage, StageGraph
 
 # by kind of instruction the field of `StageCosts`

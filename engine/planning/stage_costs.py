@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from engine.optimizer.gradient_averages import BUCKET_BYTES
-from engine.planning.batch import Batches, BranchBatch
+from engine.backend.gradient_reducer import BUCKET_BYTES
+from engine.batch import Batches, BranchBatch
 from engine.planning.costs import CostModel, FurtherRows, Loading, Machine, Ring
 from engine.planning.instructions import Counts
 from engine.topology import Stage, StageGraph

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from itertools import islice, product
 from typing import Any, NoReturn
 
+from engine.batch import BranchBatch
 from engine.config.reading import AUTO, BranchesBlock
-from engine.planning.batch import BranchBatch
 from engine.schedule import SCHEDULES, exact_schedules
 from engine.topology import LAYOUTS
 

@@ -21,7 +21,7 @@ from engine.schedule import recomputing_schedules
 from engine.topology import Stage
 
 if TYPE_CHECKING:
-    from engine.planning.batch import BranchBatch
+    from engine.batch import BranchBatch
     from engine.planning.planner import RunPlan
 
 # What a rank may be doing when memory runs out.

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCardData
 
 from common.files import read_json
 from common.markdown import code, fenced, words
-from engine.planning.batch import BranchBatch
+from engine.batch import BranchBatch
 from launch.config.groups import first_weights, tower_names
 from launch.exporting.inputs import CLAP, PIPELINE_TOKENS, is_padded_otherwise
 from launch.exporting.loading import seconds_of_clip

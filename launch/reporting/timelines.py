@@ -19,7 +19,7 @@ from plotly.subplots import make_subplots
 
 from common.files import read_json, write_text
 from data.modules import import_recorded
-from engine.planning.batch import BranchBatch, describe_schedule
+from engine.batch import BranchBatch, describe_schedule
 from engine.planning.costs import CostModel, cost_model_from_json, with_trainable
 from engine.planning.simulator import Simulation, simulate
 from engine.topology import Stage, StageGraph

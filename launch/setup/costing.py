@@ -21,6 +21,7 @@ from data.prepared import PreparedData
 from data.progress import progress_bar
 from data.stored.kinds import is_text, text_of
 from data.streams.several import texts_alone
+from engine.config.implied import precision_of
 from engine.config.reading import AUTO, MEASURE, BranchesBlock
 from engine.json_messages import from_first_rank
 from engine.planning.costs import (
@@ -33,7 +34,6 @@ from engine.planning.costs import (
     configured,
     cost_model_from_json,
     cost_model_to_json,
-    precision_of,
     with_learned,
 )
 from engine.planning.devices import find_device

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from engine.planning.costs import CostModel, FurtherRows, configured, precision_of
+from engine.config.implied import precision_of
+from engine.planning.costs import CostModel, FurtherRows, configured
 from engine.planning.devices import BYTES, Device, estimated_layers, estimated_machine
 from models.towers.building import describe_layers, describe_pairs, token_bytes
 from models.towers.layers import Tower

@@ -30,8 +30,8 @@ from data.prepared import PreparedData
 from data.stored.kinds import annotations_of, files_of, several_of, text_of
 from data.stored.record import StoredFile
 from data.streams.several import streams_of, texts_alone
+from engine.config.implied import precision_of
 from engine.optimizer.preview import preview, unreached
-from engine.planning.costs import precision_of
 from engine.planning.planner import RunPlan
 from engine.topology import Stage
 from launch.config.groups import flag_of

@@ -9,7 +9,8 @@ from checkpoint_cases import as_0_1_0_wrote, train_from, train_on_a_disk_that_fi
 from ranks import run_cases, run_ranks
 from split_training import Case
 
-from engine.checkpoint.engine_state import Run, changes, dealt
+from engine.backend.protocol import Shard
+from engine.checkpoint.engine_state import changes, dealt
 from engine.checkpoint.layout import checkpoints_in, verify
 
 # Micro-batches of four everywhere: BatchNorm and dropout see the same, however it is split.
@@ -185,7 +186,7 @@ def test_a_full_disk_is_warned_of_and_the_run_goes_on(tmp_path, full_on):
 def test_what_all_replicas_hold_is_dealt_to_them_evenly():
     held = [torch.arange(10.0 * i, 10.0 * i + n) for i, n in enumerate((5, 1, 0, 9, 2))]
     runs = [
-        Run(f"p{i}", tuple(tensor.shape), 0, tensor.numel(), tensor, 0)
+        Shard(f"p{i}", tuple(tensor.shape), 0, tensor.numel(), tensor, 0)
         for i, tensor in enumerate(held)
     ]
     for parts in range(1, 20):

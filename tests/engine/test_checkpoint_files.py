@@ -26,8 +26,9 @@ from ranks import PRELOAD
 from refusals import not_refused, refused
 from safetensors import safe_open
 
+from engine.backend.protocol import Shard
 from engine.checkpoint import layout, writing
-from engine.checkpoint.engine_state import Run, dealt, restore
+from engine.checkpoint.engine_state import dealt, fragment, restore
 from engine.checkpoint.layout import (
     BrokenCheckpoint,
     Fragment,
@@ -277,17 +278,28 @@ class _Replicas:
         self._barrier.wait()
 
 
+def _whole(held):
+    """What an optimizer holds that is not sharded."""
+    return [
+        Shard(name, tuple(t.shape), 0, t.numel(), t, 0, everywhere=True) for name, t in held.items()
+    ]
+
+
 def _dealt_to(checkpoints, num_ranks, held, step):
     """A checkpoint as replicas write what all of them hold, with one kind of optimizer state."""
     make_folder(checkpoints, step)
-    runs = [Run(name, tuple(t.shape), 0, t.numel(), t, 0) for name, t in held.items()]
+    shards = _whole(held)
     for rank in range(num_ranks):
-        own = list(dealt(runs, rank, num_ranks))
+        own = list(dealt(shards, rank, num_ranks))
         kinds = {"parameter": 1, "optimizer.exp_avg": -1}
         tensors = {
-            run.fragment(k): run.of(sign * run.held) for run in own for k, sign in kinds.items()
+            fragment(k, shard): shard.of(sign * shard.held)
+            for shard in own
+            for k, sign in kinds.items()
         }
-        scalars = {run.name: {"step": {"dtype": "float32", "value": float(step)}} for run in own}
+        scalars = {
+            shard.name: {"step": {"dtype": "float32", "value": float(step)}} for shard in own
+        }
         progress = {"optimizer": {"type": "AdamW", "options": {}}}
         write_rank(writing_folder(checkpoints, step), rank, tensors, scalars, (), progress)
     about = {"topology": {"precision": "float32"}, "state": {}, "configuration": {}}
@@ -301,8 +313,9 @@ def _resumed(checkpoint, replica, replicas, shapes, exchange):
     comm = SimpleNamespace(replica=replica, from_replica=partial(exchange.from_replica, replica))
     engine = SimpleNamespace(
         module=SimpleNamespace(canonical_parameters=held, canonical_buffers={}),
-        optimizer=torch.optim.AdamW(held.values()),
-        clipping=SimpleNamespace(partitioned=False),
+        backend=SimpleNamespace(
+            optimizer=torch.optim.AdamW(held.values()), shards=lambda: _whole(held)
+        ),
         stage=SimpleNamespace(replicas=replicas),
         average=None,
         load_progress=lambda progress: None,
@@ -310,7 +323,7 @@ def _resumed(checkpoint, replica, replicas, shapes, exchange):
     )
     with CheckpointReader(checkpoint) as reader:
         restore(engine, reader)
-    return held, {name: engine.optimizer.state[p]["exp_avg"] for name, p in held.items()}
+    return held, {name: engine.backend.optimizer.state[p]["exp_avg"] for name, p in held.items()}
 
 
 def test_replicas_open_each_file_once_and_hand_on_what_they_read(tmp_path, monkeypatch):
@@ -352,8 +365,9 @@ def _partly_frozen():
     held["b"].requires_grad_(False)
     return SimpleNamespace(
         module=SimpleNamespace(canonical_parameters=held, canonical_buffers={}),
-        optimizer=torch.optim.AdamW([held["a"]]),
-        clipping=SimpleNamespace(partitioned=False),
+        backend=SimpleNamespace(
+            optimizer=torch.optim.AdamW([held["a"]]), shards=lambda: _whole(held)
+        ),
         stage=SimpleNamespace(replicas=1),
         comm=SimpleNamespace(rank=0, replica=0),
         graph=SimpleNamespace(world_size=1),

@@ -20,9 +20,9 @@ from split_training import (
     fork_of as two,
 )
 
+from engine.batch import BranchBatch
 from engine.config.reading import check_config
 from engine.optimizer.locking import LockedBlock, lock_graph, locked_block
-from engine.planning.batch import BranchBatch
 from engine.planning.costs import StateBytes, with_trainable
 from engine.planning.simulator import simulate
 from engine.schedule import SCHEDULES, BatchSync, PerMicroBatch, Replay

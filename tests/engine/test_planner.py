@@ -13,11 +13,11 @@ import pytest
 from cost_models import BRANCHES, proportional
 from refusals import not_refused, refused
 
+from engine.batch import BranchBatch
 from engine.build import deepspeed_config
 from engine.config.auto import filled
 from engine.config.reading import BranchesBlock, check_config, read_config
 from engine.planning import planner
-from engine.planning.batch import BranchBatch
 from engine.planning.planner import RunPlan, Search, check_world, plan_run, search_plans
 from engine.planning.simulator import simulate
 from engine.planning.ways import Ways

@@ -11,7 +11,8 @@ import torch
 from profile_cases import WIDTH, Builder, LargeSpec, Lookup, inputs, tower
 from ranks import run_ranks
 
-from engine.planning.measured import Cache, layer_key
+from engine.layer_keys import layer_key
+from engine.planning.measured import Cache
 from engine.planning.profile_layers import Effort, Ranks, profile_layers
 from engine.planning.profile_machine import NUM_PARAMETERS, _sample, profile_machine
 from engine.processes.out_of_memory import OutOfMemory

@@ -19,7 +19,7 @@ from deepspeed.runtime.pipe.schedule import (
     SendActivation,
 )
 
-from engine.planning.batch import BranchBatch
+from engine.batch import BranchBatch
 from engine.planning.costs import (
     CostModel,
     Curve,

@@ -8,7 +8,7 @@ import pytest
 from cost_models import proportional
 
 from common import __version__
-from engine.planning.batch import BranchBatch
+from engine.batch import BranchBatch
 from engine.planning.costs import cost_model_from_json, cost_model_to_json
 from engine.planning.simulator import simulate
 from engine.topology import fork, merged

@@ -17,7 +17,7 @@ from rounding import assert_equal_rows
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from engine.planning.measured import layer_key
+from engine.layer_keys import layer_key
 from models.towers.attention import SelfAttention
 from models.towers.building import (
     count_flops,

@@ -147,19 +147,19 @@ MUTANTS = (
     ),
     Mutant(
         "unequal-average",
-        "engine/optimizer/gradient_averages.py",
+        "engine/backend/gradient_reducer.py",
         "flat.mul_(1 / self._replicas)",
         "flat.mul_(1)",
         "gradients are averaged over the replicas of a stage",
-        f"tests/engine/test_gradient_averages.py {PARITY}",
+        f"tests/engine/test_gradient_reducer.py {PARITY}",
     ),
     Mutant(
         "bucket-in-order-of-completion",
-        "engine/optimizer/gradient_averages.py",
+        "engine/backend/gradient_reducer.py",
         "while self._num_started < len(self._buckets) and not self._missing[self._num_started]:",
         "while self._num_started < len(self._buckets):",
         "a bucket starts when all of its gradients are complete",
-        f"tests/engine/test_gradient_averages.py {PARITY}",
+        f"tests/engine/test_gradient_reducer.py {PARITY}",
     ),
     Mutant(
         "norm-of-one-rank",
@@ -223,7 +223,7 @@ MUTANTS = (
         "last=buffer_id == self._last_backward",
         "last=True",
         "averages start in the backward that completes the gradients",
-        f"tests/engine/test_gradient_averages.py {PARITY}",
+        f"tests/engine/test_gradient_reducer.py {PARITY}",
     ),
     Mutant(
         "weights-unchecked",

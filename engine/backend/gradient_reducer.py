@@ -37,7 +37,7 @@ class _Started(NamedTuple):
     gradients: list[Tensor]
 
 
-class GradientAverages:
+class GradientReducer:
     """Averages the gradients of `parameters`, in place, over the replicas of their stage.
 
     `gradient_of` gives the tensor that holds a parameter's gradient and is called when it is

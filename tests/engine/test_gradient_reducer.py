@@ -5,13 +5,13 @@ import weakref
 from dataclasses import replace
 
 import torch
-from gradient_averages_cases import train_and_count
+from gradient_reducer_cases import train_and_count
 from ranks import run_all
 from split_training import Case
 from torch import nn
 
-from engine.optimizer.gradient_averages import BUCKETS_IN_FLIGHT, GradientAverages
-from engine.planning.costs import averages_early
+from engine.backend.gradient_reducer import BUCKETS_IN_FLIGHT, GradientReducer
+from engine.config.implied import averages_early
 
 
 class Done:
@@ -38,7 +38,7 @@ def line(num_layers=4, width=3):
 
 def averages_of(layers, sums, at_the_end=(), bucket_bytes=1):
     parameters = [p for layer in layers for p in layer.parameters()]
-    return GradientAverages(
+    return GradientReducer(
         parameters, list(at_the_end), lambda p: p.grad, sums, replicas=2, bucket_bytes=bucket_bytes
     )
 
