@@ -6,6 +6,7 @@ python evaluate.py RUN_DIR --ema                        by the average of its we
 python evaluate.py RUN_DIR --val-data coco:IMAGES:CAPTIONS.json --captions all --picture queries.png
 python evaluate.py RUN_DIR --rerank 32                  of a run with --fusion: the nearest 32 in
                                                         the order of the matching scores, too
+python evaluate.py RUN_DIR --prefix 64                  by the first 64 numbers of each embedding
 python evaluate.py RUN_DIR --classify imagefolder:TEST --classify-train imagefolder:TRAIN
 python evaluate.py RUN_DIR --classify 'audiofolder:TEST?templates=the sound of {}'
 python evaluate.py RUN_DIR --embeddings OUT             values as memory-mapped arrays
@@ -101,7 +102,8 @@ def main(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(min(torch.get_num_threads(), cpus))  # torch sees no container's limit
     if arguments.regions or arguments.find == REGIONS.name:
         trained = trained.with_regions()
-    embedder = Embedder(trained, device, arguments.batch_size, workers, arguments.precision)
+    how = (arguments.precision, arguments.prefix)
+    embedder = Embedder(trained, device, arguments.batch_size, workers, *how)
     # what embeddings are of
     model = {"checkpoint": name, "run": str(arguments.run_dir)}
     if arguments.query is not None or arguments.embeddings:
@@ -111,9 +113,12 @@ def main(arguments: argparse.Namespace) -> None:
         return
     numbers = {"step": trained.step, "precision": arguments.precision}
     numbers |= {"model": arguments.imported} if arguments.imported else {}
+    if arguments.prefix:
+        numbers["prefix"] = arguments.prefix
+        model["checkpoint"] = f"{name}, first {arguments.prefix} numbers"
     pictures: list[Callable[[], None]] = []
     if arguments.classify:
-        found, *tables = of_classes(arguments, embedder, name)
+        found, *tables = of_classes(arguments, embedder, model["checkpoint"])
     else:
         found, tables, pictures = of_pairs(arguments, embedder, model)
     output = arguments.json or results / output_name(arguments, name)
@@ -141,6 +146,7 @@ def output_name(arguments: argparse.Namespace, name: str) -> str:
             parts.append(_short_hash(spec))
     parts += ["all-captions"] if arguments.captions == "all" else []
     parts += [arguments.precision] if arguments.precision != "fp32" else []
+    parts += [f"prefix-{arguments.prefix}"] if arguments.prefix else []
     whole = "-".join(parts)
     # names of files end at 255 bytes; what is cut off must still tell one question from another
     return (whole if len(whole) <= 200 else f"{whole[:190]}-{_short_hash(whole)}") + ".json"

@@ -200,6 +200,17 @@ def numbers(text: str) -> tuple[float, ...]:
 numbers.__name__ = "list of numbers"
 
 
+def rising(text: str) -> tuple[int, ...]:
+    """Whole numbers from 1 on, separated by commas, each above the one before."""
+    values = tuple(int(word) for word in text.split(","))
+    if values[0] < 1 or list(values) != sorted({*values}):
+        raise argparse.ArgumentTypeError(f"{text!r}: give numbers from 1 on that rise")
+    return values
+
+
+rising.__name__ = "list of whole numbers"
+
+
 def words(allowed: Sequence[str], first: str = "") -> Callable[[str], tuple[str, ...]]:
     """`none`, or some of `allowed` joined by +, each once; `first`: the one that must be there."""
 

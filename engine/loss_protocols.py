@@ -51,7 +51,7 @@ class ContrastiveLoss(Protocol):
     def statistics(
         self, sides: Mapping[str, Side], branch: str, mine: Tensor, parameters: Mapping[str, Tensor]
     ) -> Tensor | None:
-        """[b], what the other side needs of these rows; None: nothing, whatever the rows."""
+        """[b, …], what the other side needs of these rows; None: nothing, whatever the rows."""
 
     def part(
         self,

@@ -7,16 +7,21 @@ from collections.abc import Sequence
 from data.options import DEFAULT_LOSS, loss_names, read_pairs
 from engine.loss_protocols import ContrastiveLoss, MatchingLoss
 from engine.objective import Branch, Objective, Pair
-from models.losses import DUPLICATES, build_loss, phrase_duplicates
+from models.losses import DUPLICATES, Prefixed, build_loss, phrase_duplicates
 from models.towers.layers import Tower
 
 
 def losses_of(
-    given: str, loss: str, smoothing: float = 0.0, duplicates: str = DUPLICATES[0]
+    given: str,
+    loss: str,
+    smoothing: float = 0.0,
+    duplicates: str = DUPLICATES[0],
+    prefixes: Sequence[int] = (),
 ) -> list[ContrastiveLoss]:
     """Of each pair of `--pairs` that of `--loss`. `smoothing`: of InfoNCE; `duplicates`: as
-    `Targets`; of regions `phrase_duplicates` decides. Errors: ValueError."""
-    return [
+    `Targets`; of regions `phrase_duplicates` decides; `prefixes`: as `Prefixed`. Errors:
+    ValueError."""
+    losses = [
         build_loss(
             name,
             smoothing if name == DEFAULT_LOSS else 0.0,
@@ -24,6 +29,7 @@ def losses_of(
         )
         for pair, name in zip(read_pairs(given), loss_names(loss, given))
     ]
+    return [Prefixed(each, tuple(prefixes)) for each in losses] if prefixes else [*losses]
 
 
 def pairs_of(

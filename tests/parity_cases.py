@@ -59,6 +59,7 @@ NUMBERS = {"image": 3, "text": 2, "audio": 1, "video": 4}  # of micro-batches, o
 LOST = {"image": (3, 4, 5, 6, 7, 23), "text": (0, 36), "audio": (0, 3, 20), "video": (3, 9)}
 LACKING = {"image": (0, 5, 11), "text": (2, 5), "video": (1, 5, 6, 20)}
 LACKING["audio"] = tuple(range(1, SAMPLES, 3))  # a third of the samples
+PREFIXES = (8, 16)  # of EMBED_DIM
 SEED = 9  # of two dozen that with the fewest ranks and compilations
 LIMIT = 0.01  # of norms, which are larger
 LORA = {"text": {"r": 3, "alpha": 6, "target": "all"}}
@@ -136,6 +137,7 @@ def case_of(values: Values, number: int) -> Case:
         given |= {"loss": "infonce", "label_smoothing": 0.1}
     else:
         given["loss"] = values["loss"]
+    given["prefixes"] = PREFIXES if number % 3 == 1 else ()
     given["duplicates"] = None if has("unlike") else values["equal_values"]
     given["weighted"] = names if has("weighted") else ()
     given["fusion"] = has("fusion") * (1 + has("resnet"))

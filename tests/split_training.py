@@ -36,7 +36,7 @@ from small_towers import (
 from torch import Tensor
 from unsplit import LOSS_SCALE
 
-from models.losses import InfoNCE, PlainLoss, Sigmoid, build_loss, phrase_duplicates
+from models.losses import InfoNCE, PlainLoss, Prefixed, Sigmoid, build_loss, phrase_duplicates
 from models.towers.building import with_head
 from models.towers.fusion import FusionSizes
 
@@ -112,6 +112,7 @@ class Case:
     not_loaded: dict[str, tuple[int, ...]] = field(default_factory=dict)
     loss: str = "infonce"  # of images and texts; "plain": all are functions of one's own
     label_smoothing: float = 0.0
+    prefixes: tuple[int, ...] = ()  # of the embeddings, which the loss is of, too
     duplicates: str | None = None  # what they are to each other; None: there are none
     texts_per_image: tuple[int, ...] = (1,)  # step by step, then from the first again
     full_texts: bool = (
@@ -264,6 +265,7 @@ class Case:
         parts += ["not_loaded"] if self.not_loaded else []
         parts += [self.loss] if self.loss != "infonce" else []
         parts += [f"smoothing{self.label_smoothing}"] if self.label_smoothing else []
+        parts += [f"prefixes{self.prefixes}"] if self.prefixes else []
         parts += [self.duplicates] if self.duplicates else []
         parts += ["texts", *self.texts_per_image] if self.texts_per_image != (1,) else []
         parts += ["weighted"] if self.weighted else []
@@ -293,7 +295,8 @@ def merged_of(stages: int, replicas: int, micro_batch_size: int, **more) -> Case
 def _built_loss(case: Case, name: str):
     """Where there are no duplicates it does not matter what they are, but that it is allowed."""
     smoothing = case.label_smoothing if name == "infonce" else 0.0
-    return build_loss(name, smoothing, case.duplicates or phrase_duplicates(name))
+    loss = build_loss(name, smoothing, case.duplicates or phrase_duplicates(name))
+    return Prefixed(loss, case.prefixes) if case.prefixes else loss
 
 
 def pairs_of(case: Case) -> list[Any]:

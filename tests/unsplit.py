@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatch
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from models.losses import MILNCE, InfoNCE, PlainLoss, Sigmoid
+from models.losses import MILNCE, InfoNCE, PlainLoss, Prefixed, Sigmoid
 from models.losses.matching import gumbel_noise
 
 LOSS_SCALE = 2**10  # of fp16
@@ -272,6 +272,24 @@ def matching(
     return torch.stack(losses).sum() / 3, (of_firsts, of_seconds)
 
 
+def contrastive_of_prefixes(
+    loss: Any, sides: Sides, scalars: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """As `contrastive`: the mean over the prefixes of a `Prefixed`, and all of the embeddings."""
+    if not isinstance(loss, Prefixed):
+        return contrastive(loss, sides, scalars)
+
+    def cut(side: Any, dim: int) -> Any:
+        return replace(side, embeds=F.normalize(side.embeds[:, :dim], dim=1))
+
+    found = [contrastive(loss.loss, sides, scalars)]
+    for dim in loss.dims:
+        shorter = sides._replace(first=cut(sides.first, dim), second=cut(sides.second, dim))
+        found.append(contrastive(loss.loss, shorter, scalars))
+    values, shares = zip(*found)
+    return torch.stack(values).mean(), torch.stack(shares).mean(0)
+
+
 class StepLosses(NamedTuple):
     whole: Tensor  # [], the sum with all weights
     by_name: dict[str, float]  # contrastive/image_text, without its weight
@@ -302,7 +320,7 @@ def losses_of(
                 nothing = sum(0.0 * rows[name].embeds.sum() for name in pair.rows)
                 values[f"contrastive{suffix}"].append(nothing)
                 continue
-            value, shares = contrastive(pair.loss, sides, scalars)
+            value, shares = contrastive_of_prefixes(pair.loss, sides, scalars)
             values[f"contrastive{suffix}"].append(value)
             of_pair |= dict(zip(sides.first.place.tolist(), shares.tolist()))
             if pair.matching:

@@ -151,19 +151,20 @@ def by_source(
 def _share_statistics(
     comm: Communicator, pair: Pair, batch: PairBatch, statistics: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """branch -> [B] statistics of all its rows, in global order."""
+    """branch -> [B, …] statistics of all its rows, in global order."""
     everyone = {}
     for branch, own in statistics.items():
         values = comm.gather_replicas(batch.restored(branch, own), batch.counts[branch])
         number = len(batch.everyone[branch].label)
         # one place more, for those that were left out
-        everyone[branch] = values.new_zeros(number + 1).index_copy_(
+        everyone[branch] = values.new_zeros(number + 1, *values.shape[1:]).index_copy_(
             0, batch.places[branch] % (number + 1), values
         )[:number]
     if len(everyone) == 1:
         (given,) = everyone.values()
         blank = {
-            branch: given.new_empty(len(side.label)) for branch, side in batch.everyone.items()
+            branch: given.new_empty(len(side.label), *given.shape[1:])
+            for branch, side in batch.everyone.items()
         }
         links = (pair.branches, pair.branches[::-1])
         everyone = {

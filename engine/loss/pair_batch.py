@@ -150,7 +150,7 @@ class PairBatch:
         return len(next(iter(self.everyone.values())).label)
 
     def restored(self, branch: str, values: Tensor) -> Tensor:
-        """[b] or [b, D] of the own rows -> of all rows that this stage brought, zero where they
+        """[b, …] of the own rows -> of all rows that this stage brought, zero where they
         were left out."""
         if self.num_left_out == 0:
             return values

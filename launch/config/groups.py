@@ -20,6 +20,7 @@ from common.options import (
     numbers,
     option,
     positive,
+    rising,
     words,
 )
 from data.modalities.preprocessing import (
@@ -628,6 +629,14 @@ class ModelOptions(TowerOptions):
         fraction,
         shown="as the preset says, ds_configs/README.md",
         kept=True,
+    )
+    prefixes: tuple[int, ...] = option(
+        (),
+        "lengths below --embed-dim to which embeddings may be cut: the loss is the mean over these "
+        "prefixes and the whole (Matryoshka); evaluate.py --prefix N measures one",
+        "N,N",
+        rising,
+        shown="none",
     )
     duplicates: str = option(
         "masked",

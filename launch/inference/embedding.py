@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from data.bad_samples import ANNOTATION_LIMIT
 from data.batching.requests import evaluation_requests
@@ -162,7 +163,8 @@ def as_source(
 
 class Embedder:
     """The towers of `trained` on `device`, `batch_size` values at a time. `precision`: a key of
-    `PRECISIONS`; embeddings are float32 in any."""
+    `PRECISIONS`; embeddings are float32 in any. `prefix`: how many of their first numbers are kept,
+    as rows of length 1; None: all. ValueError where there are no more than these."""
 
     def __init__(
         self,
@@ -171,7 +173,15 @@ class Embedder:
         batch_size: int,
         workers: int,
         precision: str = "fp32",
+        prefix: int | None = None,
     ) -> None:
+        widths = [tower.config["embed_dim"] for tower in trained.towers]
+        if prefix is not None and prefix >= min(widths):
+            raise ValueError(
+                f"--prefix {prefix}: the embeddings of this model have {min(widths)} numbers; give "
+                "fewer, or leave it out"
+            )
+        self.prefix = prefix
         self.trained, self.device = trained, torch.device(device)
         self.batch_size, self.workers, self.precision = batch_size, workers, precision
         self.layers = {tower.branch: trained.layers_of(tower.branch) for tower in trained.towers}
@@ -297,7 +307,12 @@ class Embedder:
                 labels = (batch[f"{name}_{label}"] for label in ("position", "index", "key"))
                 for part, values in zip(parts, (*labels, embeds)):
                     part.append(values[loaded])
-        return [Gathered(*map(torch.cat, parts)) for parts in found]
+        return [self._cut(Gathered(*map(torch.cat, parts))) for parts in found]
+
+    def _cut(self, whole: Gathered) -> Gathered:
+        if self.prefix is None:
+            return whole
+        return whole._replace(embeds=F.normalize(whole.embeds[:, : self.prefix]))
 
     def outputs(
         self,

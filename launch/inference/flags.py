@@ -69,6 +69,11 @@ def make_parser() -> CommandParser:
     about = "of the towers: bf16 and fp16 by autocast; figures of fp32 differ in the last digits "
     about += "(default: fp32)"
     add("--precision", choices=PRECISIONS, default="fp32", help=about)
+    about = (
+        "compare the first N numbers of the embeddings alone, as a search may that keeps no more "
+    )
+    about += "(of a run with --prefixes; default: all)"
+    add("--prefix", type=at_least(1), metavar="N", help=about)
     about = "where the towers run (default: auto, the first GPU if there is one)"
     add("--device", default="auto", metavar="cpu|cuda|cuda:N|auto", help=about)
     about = "samples at a time (default: 128)"
@@ -118,6 +123,11 @@ NOT_TOGETHER = {
     "query": (
         ("rerank", "captions", "json", "regions"),
         "--query searches; {other} is of retrieval, run it again for that",
+    ),
+    "prefix": (
+        ("query", "embeddings", "rerank"),
+        "--prefix measures retrieval and classes; take {other} out, and cut the rows of embeddings "
+        "yourself",
     ),
     "imported": (
         ("checkpoint", "ema"),

@@ -60,7 +60,13 @@ class RunModel:
         towers = towers_of(vars(options), tokenizer)
         matching = Matching(targets=Targets(options.duplicates)) if options.fusion else None
         smoothing = options.label_smoothing or 0.0
-        losses = losses_of(options.pairs, options.loss, smoothing, options.duplicates)
+        duplicates, prefixes = options.duplicates, options.prefixes
+        if prefixes and prefixes[-1] >= options.embed_dim:
+            raise ValueError(
+                f"argument --prefixes: {prefixes[-1]} of embeddings of --embed-dim "
+                f"{options.embed_dim}; give numbers below that, all of it is compared anyway"
+            )
+        losses = losses_of(options.pairs, options.loss, smoothing, duplicates, prefixes)
         pairs = pairs_of(options.pairs, losses, matching)
         return cls(
             towers=towers,

@@ -16,6 +16,7 @@ from models.losses.infonce import InfoNCE
 from models.losses.matching import Matching
 from models.losses.milnce import MILNCE
 from models.losses.plain import PlainLoss
+from models.losses.prefixes import Prefixed
 from models.losses.sigmoid import Sigmoid
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Matching",
     "Part",
     "PlainLoss",
+    "Prefixed",
     "Side",
     "Sigmoid",
     "Targets",

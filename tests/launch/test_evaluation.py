@@ -83,6 +83,17 @@ def test_embeddings_are_those_of_the_towers(source, embedder):
     assert_equal_rows(image.embeds[3], alone[0])
 
 
+def test_a_prefix_is_the_first_numbers_of_each_embedding(source, embedder):
+    whole = embedder.embedded(source, SUBSET)
+    cut = Embedder(embedder.trained, "cpu", 7, 0, prefix=5).embedded(source, SUBSET)
+    for name, rows in whole.rows.items():
+        expected = torch.nn.functional.normalize(rows.embeds[:, :5])
+        torch.testing.assert_close(cut.rows[name].embeds, expected, rtol=1e-4, atol=1e-5)
+    assert retrieval(cut) != retrieval(whole)
+    with pytest.raises(ValueError, match="--prefix 16: the embeddings of this model have 16"):
+        Embedder(embedder.trained, "cpu", 7, 0, prefix=16)
+
+
 def test_texts_are_read_by_the_modality_that_a_module_registers(source, embedder, registries):
     """With all that it is given in training."""
     given = []
@@ -456,6 +467,8 @@ def test_what_does_not_go_together_is_refused_before_anything_is_loaded(monkeypa
         ("--json train.py/out.json", "nothing can be written in "),
         ("--batch-size -3", "--batch-size: -3 is below 1"),
         ("--rerank 0", "--rerank: 0 is below 1"),
+        ("--prefix 0", "--prefix: 0 is below 1"),
+        ("--prefix 8 --rerank 5", "--prefix measures retrieval and classes; take --rerank out"),
         ("--rerank 5 --query apple", "--query searches; --rerank is of retrieval"),
         ("--val-data demo --val-data demo:de", "--val-data is given twice, demo and"),
         ("--json .", "--json .: is a folder"),
@@ -483,6 +496,7 @@ def test_each_question_has_a_file_of_its_own(monkeypatch):
         [],
         spec,
         ["--captions", "all"],
+        ["--prefix", "8"],
         ["--classify", "imagefolder:x"],
         ["--val-data", "demo"],
     ]

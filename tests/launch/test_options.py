@@ -65,7 +65,7 @@ def test_what_is_trained_may_not_change_when_a_run_goes_on():
     image_mean image_resize image_resize_mode image_size image_std image_tower
     image_train_resize_mode image_weights imported index_check label_smoothing leak_bits limit_samples loss loss_weights
     loss_weights_every matching_weight max_audio_seconds max_moments max_negatives max_regions max_text_tokens
-    on_leak pairs projection seed steps text_tower text_weights tokenizer tower val_data
+    on_leak pairs prefixes projection seed steps text_tower text_weights tokenizer tower val_data
     val_fraction video_frames video_rate video_tower video_weights weights"""
     assert set(parsed().record()) - set(free_options()) == set(compared.split())
 

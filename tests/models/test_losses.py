@@ -26,6 +26,7 @@ from models.losses import (
     LOGIT_SCALE_LIMIT,
     InfoNCE,
     Matching,
+    Prefixed,
     Sigmoid,
     Targets,
     build_loss,
@@ -45,6 +46,7 @@ class Rows(NamedTuple):
     label: Tensor
     weight: Tensor | None = None
     keys: Tensor | None = None
+    sample: Tensor | None = None
 
 
 def unit(*shape: int, seed: int) -> Tensor:
@@ -587,3 +589,72 @@ def test_blocks_are_as_large_as_the_memory_of_the_device_allows(device, gib, row
     assert sizes == [rows, rows]
     counted = block_bytes((gib << 30) * (device == "cuda"))
     assert rows == counted // (COPIES * 4 * columns)
+
+
+# -- prefixes of the embeddings
+
+
+@pytest.mark.parametrize("name", ["infonce", "sigmoid", "milnce"])
+def test_a_loss_over_prefixes_is_the_mean_over_embeddings_that_are_cut(name):
+    """In pieces and whole, against autograd through cutting and normalising."""
+    images, texts = embeddings(4)
+    inner, dims = build_loss(name), (2, 4)
+    loss, given = Prefixed(inner, dims), scalars(inner, 2.5)
+    leaves = [images.clone().requires_grad_(), texts.clone().requires_grad_()]
+    learned = {key: value.clone().requires_grad_() for key, value in given.items()}
+
+    def of(width: int) -> Tensor:
+        cut = leaves  # as they are
+        if width < D:
+            cut = [F.normalize(each[:, :width], dim=1) for each in leaves]
+        return _Through.apply(inner, tuple(learned), *cut, *learned.values())
+
+    expected = torch.stack([of(2), of(4), of(D)]).mean()
+    expected.backward()
+    sides = pairs(images, texts)
+    whole = loss.whole(sides, given)
+    for replicas in REPLICAS:
+        parts = [list(torch.arange(B).split(replicas))] * 2
+        statistics = {
+            branch: torch.cat([loss.statistics(sides, branch, mine, given) for mine in split])
+            for branch, split in zip(sides, parts)
+            if loss.statistics(sides, branch, split[0], given) is not None
+        }
+        total, scalar = 0.0, {key: torch.zeros(1, dtype=torch.float64) for key in given}
+        for branch, split, leaf in zip(sides, parts, leaves):
+            made = [loss.part(sides, branch, mine, statistics, given) for mine in split]
+            total = total + sum(part.shares[branch].sum() for part in made)
+            gradient = torch.cat([part.embeds[branch] for part in made])
+            torch.testing.assert_close(gradient, leaf.grad, **CLOSE)
+            torch.testing.assert_close(whole.embeds[branch], leaf.grad, **CLOSE)
+            if branch == "image":
+                for part in made:
+                    scalar = {key: scalar[key] + part.parameters[key] for key in scalar}
+        torch.testing.assert_close(total, expected.detach(), **CLOSE)
+        for key, value in learned.items():
+            torch.testing.assert_close(scalar[key], value.grad, **CLOSE)
+            torch.testing.assert_close(whole.parameters[key], value.grad, **CLOSE)
+
+
+class _Through(torch.autograd.Function):
+    """A loss of two sides, by its own gradients."""
+
+    @staticmethod
+    def forward(ctx, loss, names, images, texts, *values):
+        found = loss.whole(pairs(images, texts), dict(zip(names, values)))
+        ctx.found = [found.embeds["image"], found.embeds["text"]]
+        ctx.found += [found.parameters[name] for name in names]
+        return sum(shares.sum() for shares in found.shares.values())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, None, *(gradient * each for each in ctx.found)
+
+
+def test_prefixes_rise_and_are_shorter_than_the_embeddings():
+    images, texts = embeddings(4)
+    for wrong in ((), (4, 2), (2, 2), (0, 2)):
+        with pytest.raises(ValueError, match="rise"):
+            Prefixed(InfoNCE(), wrong)
+    with pytest.raises(ValueError, match=f"below {D}"):
+        Prefixed(InfoNCE(), (2, D)).whole(pairs(images, texts), scalars(InfoNCE(), 1.0))
