@@ -9,14 +9,17 @@ library's own.
 import contextlib
 import copy
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Layer(nn.Module):
@@ -87,6 +90,9 @@ class Weights(Protocol):
     """What `LayerSpec.build` asks of a reader of pretrained weights
     (`models/weights/reading.py`)."""
 
+    def given(self, layer: Layer) -> Collection[str]:
+        """Return the local names of the tensors of this layer that `fill` sets; nothing is read."""
+
     def fill(self, layer: Layer) -> None:
         """Copy the pretrained tensors of this layer into it, in place."""
 
@@ -97,7 +103,8 @@ class LibraryModel:
 
     That takes the memory and the time of the whole tower on every rank, whatever its stage holds,
     for as long as layers are built; `library_models_kept` makes it once for all of them and frees
-    it.
+    it. Where pretrained weights give all parameters of a layer, the model is made without them, for
+    its buffers (`without_parameters`).
     """
 
     def __init__(self, make: Callable[[], nn.Module]) -> None:
@@ -105,26 +112,81 @@ class LibraryModel:
         generator."""
         self._make = make
 
-    def fill(self, layer: Layer, seed: int) -> None:
+    def fill(self, layer: Layer, seed: int, given: Collection[str] = ()) -> None:
         """Copy the layer's tensors, those outside the state too, but for those that were `added` to
-        the library's."""
-        kept = _KEPT.get()
-        found = kept.get((id(self), seed)) if kept is not None else None
-        if found is None:
-            torch.default_generator.manual_seed(seed)
-            model = self._make()
-            found = _tensors(model)
-            if kept is not None:
-                kept[id(self), seed] = found
-        targets = _tensors(layer)
+        the library's and those that are `given` otherwise, by their local names."""
+        targets, copied = _tensors(layer), {}
         for local, name in layer.canonical_names.items():
-            if not (layer.added and local.startswith(layer.added[0])):
-                targets[local].copy_(found[name.split(".", 1)[1]])
+            if local not in given and not (layer.added and local.startswith(layer.added[0])):
+                copied[local] = name.split(".", 1)[1]
+        if not copied and not layer.unsaved_names:
+            return
+        draws = any(isinstance(targets[local], nn.Parameter) for local in copied)
+        found = self._model(seed if draws else None)
+        for local, name in copied.items():
+            targets[local].copy_(found[name])
         for local, name in layer.unsaved_names.items():
             # not copied: a forward on the meta device may have put one of another shape in its
             # place
             path, _, last = local.rpartition(".")
             layer.get_submodule(path)._buffers[last] = found[name].clone()
+
+    def _model(self, seed: int | None) -> dict[str, Tensor]:
+        """The model's tensors. None: its parameters are on the meta device."""
+        kept = _KEPT.get()
+        found = kept.get((id(self), seed)) if kept is not None else None
+        if found is None:
+            if seed is not None:
+                torch.default_generator.manual_seed(seed)
+            model = self._make() if seed is not None else without_parameters(self._make)
+            found = _tensors(model)
+            if kept is not None:
+                kept[id(self), seed] = found
+        return found
+
+
+def without_parameters(make: Callable[[], nn.Module]) -> nn.Module:
+    """A model whose parameters are on the meta device and whose buffers are real, as its library
+    computes them (tables of positions, masks). No parameter is drawn.
+
+    While the model is made, its parameters are on the CPU, because libraries put their buffers
+    where they find them. Their memory is not written, so it takes no pages.
+    """
+    unwritten = _Unwritten()
+
+    # Any: torch declares that a hook returns nothing, and takes the parameter that it returns
+    def unset(module: nn.Module, name: str, parameter: nn.Parameter) -> Any:
+        return unwritten.like(parameter)
+
+    hook = register_module_parameter_registration_hook(unset)
+    try:
+        with unwritten:
+            model = make()
+    finally:
+        hook.remove()
+    return model._apply(lambda t: t.to("meta") if isinstance(t, nn.Parameter) else t)
+
+
+class _Unwritten(TorchDispatchMode):
+    """Skips operations that write into the parameters that it made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # held, so that no other tensor gets the address of one that was freed
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def like(self, parameter: nn.Parameter) -> nn.Parameter:
+        made = nn.Parameter(torch.empty_like(parameter), parameter.requires_grad)
+        self._storages[made.untyped_storage()._cdata] = made.untyped_storage()
+        return made
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func._schema.is_mutable and args and isinstance(args[0], Tensor):
+            if args[0].untyped_storage()._cdata in self._storages:
+                return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -137,7 +199,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     )
 
 
-_KEPT: ContextVar[dict[tuple[int, int], dict[str, Tensor]] | None] = ContextVar(
+_KEPT: ContextVar[dict[tuple[int, int | None], dict[str, Tensor]] | None] = ContextVar(
     "kept", default=None
 )
 
@@ -188,24 +250,40 @@ class LayerSpec:
         """Make this layer, and no other, real: on the CPU, in fp32.
 
         Its initial weights depend on `seed` and `name` alone, not on the stage that it is built in,
-        the layers built before it or torch's random state, which stays as it was. `weights` then
-        overwrites what a pretrained file holds.
+        the layers built before it or torch's random state, which stays as it was. What a pretrained
+        file holds is then read from `weights`. Of a layer whose parameters are all there no first
+        value is drawn; of any other all are, so that those that are left are the same as without
+        the file.
         """
-        layer = copy.deepcopy(self.template).to_empty(device="cpu")
+        given = frozenset(() if weights is None else weights.given(self.template))
+        layer = copy.deepcopy(self.template)
+        draws = any(
+            local not in given for local, _ in layer.named_parameters(remove_duplicate=False)
+        )
+        layer._apply(partial(_real, parameters=draws))
         _poison(layer)
         # only the CPU generator: torch.manual_seed would also reseed every GPU, which
         # fork_rng(devices=[]) does not restore
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.default_generator.manual_seed(stable_seed(seed, self.name))
-            self.initialise(layer)
+            self.initialise(layer)  # on the meta device it sets the buffers alone
+            layer._apply(_real)
             if self.original is not None:  # the same for all layers of the branch
-                self.original.fill(layer, stable_seed(seed, self.branch))
+                self.original.fill(layer, stable_seed(seed, self.branch), given)
         if self.original is None:
             _remake_buffers(layer, self.name)
-        _refuse_unset(layer, self.name)
+        _refuse_unset(layer, self.name, given)
         if weights is not None:
             weights.fill(layer)
         return layer
+
+
+def _real(tensor: Tensor, parameters: bool = True) -> Tensor:
+    """A tensor of the meta device in unset memory, and others as they are; without `parameters`,
+    these too."""
+    if not tensor.is_meta or (isinstance(tensor, nn.Parameter) and not parameters):
+        return tensor
+    return torch.empty_like(tensor, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -339,9 +417,9 @@ def _remake_buffers(layer: Layer, name: str) -> None:
             )
 
 
-def _refuse_unset(layer: Layer, name: str) -> None:
+def _refuse_unset(layer: Layer, name: str, given: Collection[str]) -> None:
     for local, tensor in layer.state_dict().items():
-        if tensor.is_floating_point() and tensor.isnan().any():
+        if local not in given and tensor.is_floating_point() and tensor.isnan().any():
             raise RuntimeError(
                 f"layer {name}: the initialisation left {local!r} unset; give it a rule"
             )

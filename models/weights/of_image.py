@@ -42,6 +42,11 @@ class OfImageWeights:
     def __init__(self, reader: Weights) -> None:
         self.reader = reader
 
+    def given(self, layer: Layer) -> set[str]:
+        if isinstance(layer, OfImage):
+            return {f"inner.{local}" for local in self.reader.given(layer.inner)}
+        return {*self.reader.given(_head_of_images(layer))} if isinstance(layer, Head) else set()
+
     def fill(self, layer: Layer) -> None:
         if isinstance(layer, OfImage):
             self.reader.fill(layer.inner)

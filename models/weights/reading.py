@@ -109,6 +109,14 @@ class WeightReader:
     read_names: list[str] = field(default_factory=list)
     resizers: Mapping[str, Resize] = field(default_factory=dict)
 
+    def given(self, layer: Layer) -> set[str]:
+        """Return the local names of the tensors that `fill` sets."""
+        return {
+            local
+            for local, canonical in layer.canonical_names.items()
+            if canonical in self.names and canonical.split(".")[0] in self.groups
+        }
+
     def fill(self, layer: Layer) -> None:
         """Copy this layer's tensors into it, in place, in its dtype. Other groups and tensors one
         can do without stay as they are."""

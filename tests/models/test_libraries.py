@@ -28,7 +28,7 @@ from models.towers.building import (
 )
 from models.towers.fusion import FusionSizes
 from models.towers.image import full_name, image_tower
-from models.towers.layers import library_models_kept
+from models.towers.layers import LibraryModel, library_models_kept
 from models.towers.libraries import torchvision as adapter
 from models.towers.libraries.torchvision_by_hand import ARCHITECTURES
 from models.towers.text import text_tower
@@ -202,7 +202,7 @@ def models(module_folder):
     layers with weights from the file that the model was saved to."""
     made = {}
 
-    def of(case):
+    def file(case):
         if case.name not in made:
             torch.manual_seed(0)
             model = case.library()
@@ -213,7 +213,10 @@ def models(module_folder):
             state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
             save_file(state, folder / "model.safetensors")
             made[case.name] = model, case.tower(), folder
-        model, tower, folder = made[case.name]
+        return made[case.name]
+
+    def of(case):
+        model, tower, folder = file(case)
         weights = open_weights(case.branch, str(folder), tower)
         with library_models_kept():
             layers = [spec.build(3, weights) for spec in tower.specs]
@@ -221,6 +224,7 @@ def models(module_folder):
         model.load_state_dict({**model.state_dict(), **library_state(layers)}, strict=True)
         return model, tower, layers
 
+    of.file = file
     return of
 
 
@@ -362,6 +366,38 @@ def test_first_values_random_numbers_and_costs(forward, subtests):
             templates = [spec.template.state_dict() for spec in tower.specs]
             assert all(tensor.is_meta for state in templates for tensor in state.values())
             json.dumps(tower.config)
+
+
+def test_a_file_is_read_without_the_librarys_whole_model(models, monkeypatch, subtests):
+    """To the last bit what was drawn as a whole and then filled, tensors outside the state too."""
+    made = []
+    library = LibraryModel._model
+
+    def watched(self, seed):
+        found = library(self, seed)
+        made.append([t for t in found.values() if isinstance(t, nn.Parameter) and not t.is_meta])
+        return found
+
+    monkeypatch.setattr(LibraryModel, "_model", watched)
+    for name, case in CASES.items():
+        with subtests.test(name), library_models_kept():
+            _, tower, folder = models.file(case)
+            reader = open_weights(case.branch, str(folder), tower)
+            for spec in tower.specs:
+                made.clear()
+                layer = spec.build(3, reader)
+                assert not any(made), "a parameter is real"
+                expected = spec.build(3)
+                reader.fill(expected)
+                for kind in ("named_parameters", "named_buffers"):
+                    ours, theirs = (
+                        dict(getattr(each, kind)(remove_duplicate=False))
+                        for each in (layer, expected)
+                    )
+                    assert ours.keys() == theirs.keys()
+                    for key, tensor in theirs.items():
+                        assert torch.equal(ours[key], tensor), (spec.name, key)
+                        assert ours[key].requires_grad == tensor.requires_grad
 
 
 def test_causal_texts_are_attended_without_a_mask(monkeypatch, forward):

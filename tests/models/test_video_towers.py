@@ -17,7 +17,7 @@ from models.towers.building import count_flops, describe_layers, meta_inputs, wi
 from models.towers.image import image_tower
 from models.towers.layers import library_models_kept
 from models.towers.libraries.configurations import saved_state
-from models.towers.of_image import image_inside
+from models.towers.of_image import OfImage, image_inside
 from models.towers.video import TimeBlock, positions, video_tower
 from models.weights.of_image import open_inner_weights
 from models.weights.reading import canonical_names, published_weights
@@ -407,6 +407,9 @@ def test_weights_go_into_the_tower_of_frames(tmp_path):
         assert all(torch.equal(own.inner.state_dict()[k], t) for k, t in other.state_dict().items())
     for own, other in zip(filled[len(of_images) :], random[len(of_images) :], strict=True):
         assert all(torch.equal(own.state_dict()[k], t) for k, t in other.state_dict().items())
+    for spec, own in zip(tower.specs, filled):
+        taken = own.state_dict() if isinstance(own, OfImage) else {}
+        assert {*reader.given(spec.template)} == {*taken}, spec.name
     assert image_inside(tower).branch == "image"
 
 

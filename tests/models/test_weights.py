@@ -9,6 +9,7 @@ import torch
 from huggingface_hub.utils import filter_repo_objects
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BertConfig, BertForMaskedLM, BertModel, PreTrainedModel
 
 import models.weights.reading
@@ -219,6 +220,74 @@ def test_only_what_a_layer_needs_is_read(cases, tmp_path, monkeypatch):
         == sorted(name.split(".", 1)[1] for name in layer.canonical_names.values())
     )
     assert all(name.startswith("encoder.layer.1.") for name in read)
+
+
+class _Draws(TorchDispatchMode):
+    """Collects how many random numbers are drawn into memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags and not made.is_meta:
+            self.numbers.append(made.numel())
+        return made
+
+
+def assert_as_drawn_and_filled(spec, reader, drawn=()):
+    """A layer built from a file is, to the last bit, the one that was drawn and then filled from
+    it, tensors outside the state too; `drawn`: its tensors that are not in the file."""
+    expected = spec.build(3)
+    reader.fill(expected)
+    with _Draws() as draws:
+        layer = spec.build(3, reader)
+    tensors = [
+        dict([*each.named_parameters(remove_duplicate=False), *each.named_buffers()])
+        for each in (layer, expected)
+    ]
+    assert tensors[0].keys() == tensors[1].keys()
+    for name, tensor in tensors[1].items():
+        assert torch.equal(tensors[0][name], tensor), (spec.name, name)
+        assert tensors[0][name].requires_grad == tensor.requires_grad
+    assert {*layer.state_dict()} - {*reader.given(layer)} == {*drawn}
+    tables = {buffer.numel() for buffer in layer.buffers()}  # Whisper's positions are a buffer
+    assert bool({*draws.numbers} - tables) == bool(drawn), spec.name
+
+
+def test_what_a_file_gives_is_not_drawn(cases, tmp_path, subtests):
+    """Of every family; of heads, which it does not give, the first values stay."""
+    for name, case in cases.items():
+        with subtests.test(name):
+            tower = with_head(case.tower(), 8)
+            where = write(tmp_path / name, library_state(built(tower, 1)[:-1]))
+            reader = open_weights(tower.branch, where, tower)
+            for spec in tower.specs[:-1]:
+                assert_as_drawn_and_filled(spec, reader)
+            head = tower.specs[-1]
+            expected, layer = head.build(0).state_dict(), head.build(0, reader).state_dict()
+            assert all(torch.equal(layer[name], tensor) for name, tensor in expected.items())
+
+
+def test_what_a_file_lacks_is_drawn_as_without_it(tmp_path):
+    """A pooling of ours behind a tower cut by hand and behind a recorded one, and counters, which
+    begin at 0 in a layer that is not drawn."""
+    for name in ("resnet18:layers=1-1-1-1,pool=attention", "timm:resnet10t:pool=attention"):
+        tower = image_tower(name, 32)
+        layers = built(tower, 1)
+        added = [local for local in layers[-1].state_dict() if local.startswith("pool.")]
+        state = library_state(layers[:-1])
+        kept = {name: t for name, t in state.items() if not name.endswith("num_batches_tracked")}
+        assert len(kept) < len(state)
+        reader = open_weights("image", write(tmp_path / name.partition(":")[0], kept), tower)
+        assert_as_drawn_and_filled(tower.specs[-1], reader, added)
+        for spec in tower.specs[:-1]:
+            with _Draws() as draws:
+                layer = spec.build(3, reader)
+            assert not draws.numbers
+            counters = [t for n, t in layer.named_buffers() if n.endswith("num_batches_tracked")]
+            assert counters and not any(counters)
 
 
 def test_masked_language_models_have_no_pooler(cases, tmp_path, caplog):

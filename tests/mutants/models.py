@@ -95,4 +95,20 @@ MUTANTS = (
         "a clip is shown its own frames where clips share them",
         "tests/models/test_video_towers.py",
     ),
+    Mutant(
+        "whole-model-beside-a-file",
+        "models/towers/layers.py",
+        "draws = any(isinstance(targets[local], nn.Parameter) for local in copied)",
+        "draws = True",
+        "what a file of weights gives is not drawn by the library's whole model",
+        "tests/models/test_libraries.py",
+    ),
+    Mutant(
+        "first-values-of-half-a-layer",
+        "models/weights/reading.py",
+        'if canonical in self.names and canonical.split(".")[0] in self.groups',
+        'if canonical.split(".")[0] in self.groups',
+        "what a file of weights lacks has its first values",
+        "tests/models/test_weights.py",
+    ),
 )

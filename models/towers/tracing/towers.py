@@ -12,7 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from models.towers.attention import with_self_attention
-from models.towers.layers import Layer, LibraryModel, Tower, cut, reset
+from models.towers.layers import (
+    Layer,
+    LibraryModel,
+    Tower,
+    cut,
+    reset,
+    without_parameters,
+)
 from models.towers.names import refuse
 from models.towers.pooling import ADDED, AttentionPool, pooling
 from models.towers.tracing.partitioning import Partition, partitioned
@@ -108,13 +115,13 @@ def spelled(arguments: Mapping[str, Any]) -> str:
 
 def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
     """A model without memory. A constructor that computes with tensors (torchvision's RegNet) is
-    run on the CPU first."""
+    run on the CPU, but for its parameters."""
     try:
         with torch.device("meta"):
             return make()
     except NotImplementedError:  # torch's, for the numbers of a tensor that has none
         with torch.random.fork_rng(devices=[]):
-            return make().to("meta")
+            return without_parameters(make).to("meta")
 
 
 class MapPool(Layer):
