@@ -31,9 +31,8 @@ from models.towers.adapters.lora import LoRA
 from models.towers.building import changing_buffers, runs_on, takes_other_sizes
 from models.towers.fusion import FusionSizes, fusion_sizes
 from models.towers.layers import LayerSpec, Tower, Weights
+from models.towers.patches import patch_side
 from models.weights.of_image import open_model_weights
-
-SMALLEST_PATCH = 7  # pixels, of towers that stay at one resolution
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ class RunModel:
         """A line where --image-size is no multiple of a ViT's patches; empty where it is."""
         if (tower := self._image_tower) is None:
             return ""
-        size, patch = tower.config.get("image_size"), patch_side(tower)
+        size, patch = tower.config.get("image_size"), patch_side(tower.specs[0].template)
         if not size or not patch or not (rest := size % patch):
             return ""
         return (
@@ -196,17 +195,6 @@ class RunModel:
     def build_layer(self, spec: LayerSpec) -> nn.Module:
         """One layer with its first values, on the CPU."""
         return spec.build(self.seed, self.pretrained.get(spec.branch))
-
-
-def patch_side(tower: Tower) -> int | None:
-    """Pixels a side of the patches that an image tower cuts images into, once; None: it does
-    not."""
-    for module in tower.specs[0].template.modules():
-        # a network of several resolutions begins with smaller ones
-        if isinstance(module, nn.Conv2d) and module.stride == module.kernel_size:
-            side = module.kernel_size[0]
-            return side if side >= SMALLEST_PATCH and module.padding in ("valid", (0, 0)) else None
-    return None
 
 
 def _pretrained(options: ModelOptions, towers: Sequence[Tower]) -> dict[str, Weights]:

@@ -22,7 +22,7 @@ from models.towers.annotations import PhrasesHead
 from models.towers.fusion import FusionSizes, pair_inputs, pair_scores, tap_image, tap_text
 from models.towers.head import Head, head, read_projection
 from models.towers.image import image_tower
-from models.towers.layers import LayerSpec, Tower
+from models.towers.layers import LayerSpec, Tower, runs
 from models.towers.moments import tap_frames
 from models.towers.names import TWO_LAYERS
 from models.towers.regions import tap_maps
@@ -195,12 +195,7 @@ def takes_other_sizes(tower: Tower) -> bool:
 
 def runs_on(tower: Tower, tensors: dict[str, Tensor]) -> bool:
     """Do the layers of a tower run on these tensors, which are on the meta device?"""
-    try:
-        for spec in tower.specs:
-            tensors = spec.template(tensors)
-    except Exception:  # whatever code of a library raises
-        return False
-    return True
+    return runs(tower.specs, tensors)
 
 
 def changing_buffers(tower: Tower) -> list[str]:

@@ -9,7 +9,7 @@ library's own.
 import contextlib
 import copy
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -318,6 +318,17 @@ class Tower:
             )
             made |= set(layer.makes)
         return tuple(inputs)
+
+
+def runs(specs: Iterable[LayerSpec], tensors: dict[str, Tensor]) -> bool:
+    """Do the layers run on these tensors, which are on the meta device?"""
+    try:
+        with torch.no_grad():
+            for spec in specs:
+                tensors = spec.template(tensors)
+    except Exception:  # whatever code of a library raises
+        return False
+    return True
 
 
 def stable_seed(seed: int, name: str) -> int:

@@ -603,6 +603,72 @@ def test_maps_for_fusion(name, channels, forward):
     assert made["image_tokens"].shape == (2, tower.config["num_image_tokens"], 16)
 
 
+# pixels a side of a patch, and how many tokens come before those of patches
+LEAVE_OUT = {
+    spelled("timm:vit_tiny_patch16_224", {"depth": 2}): (16, 1),
+    "timm:vit_small_patch14_reg4_dinov2:depth=1": (14, 5),
+    "timm:deit_tiny_distilled_patch16_224": (16, 2),
+    "timm:vit_base_patch16_siglip_224:depth=1,embed_dim=48,num_heads=3": (16, 0),
+    "timm:cait_xxs24_224:depth=1": (16, 0),
+    "open_clip:ViT-B-32:layers=2,width=64,patch_size=16": (16, 1),
+    "vit_h_14": (14, 1),
+}
+
+
+@pytest.mark.parametrize("name", LEAVE_OUT)
+def test_a_vit_leaves_patches_out(name, forward):
+    """Those that are not kept are not seen, and with all of them kept nothing changes."""
+    side, prefix = LEAVE_OUT[name]
+    grid = 14 if "deit" in name else 4  # timm's deit takes images of one size
+    tower = image_tower(name, grid * side)
+    stem = tower.specs[0].template
+    assert tower.config["patch_size"] == side and stem.prefix == prefix
+    assert "kept_patches" in tower.inputs
+    if name == "vit_h_14":  # of 2.5 GB
+        return
+    with library_models_kept():
+        layers = [spec.build(3).eval() for spec in tower.specs]
+    pixels = torch.randn(2, 3, grid * side, grid * side)
+    other, patch = pixels.clone(), grid + 2
+    other[:, :, side : 2 * side, 2 * side : 3 * side] += 1
+    before, behind = (layers[0]({"pixel_values": p})["image_hidden"] for p in (pixels, other))
+    changed = (before != behind).flatten(2).any(2)
+    assert changed.nonzero()[:, 1].tolist() == [prefix + patch] * 2
+
+    def features(pixels, kept):
+        given = {"pixel_values": pixels, "kept_patches": torch.tensor(kept).expand(2, -1)}
+        made = forward(layers, given)
+        assert "kept_patches" not in made
+        return made["image_features"]
+
+    whole = forward(layers, {"pixel_values": pixels})["image_features"]
+    assert torch.equal(features(pixels, range(grid * grid)), whole)
+    some = features(pixels, [0, 3, 9, 14, 15])
+    assert torch.equal(features(other, [0, 3, 9, 14, 15]), some)
+    assert not torch.equal(features(other, [0, 3, patch, 14, 15]), some)
+    assert not torch.allclose(some, whole)
+
+
+def test_other_networks_leave_no_patches_out(subtests):
+    """Angles and biases of all positions, mixing over them, windows, patches dropped by the library
+    itself; and what takes other sizes, whose sides would become multiples of another number."""
+    for name, size in (
+        (spelled("timm:eva02_tiny_patch14_224", {"depth": 1}), 56),
+        (spelled("timm:beit_base_patch16_224", {"depth": 1}), 64),
+        ("timm:mixer_s16_224", 64),
+        ("timm:xcit_nano_12_p16_224:depth=1", 64),
+        ("timm:swin_tiny_patch4_window7_224", 224),
+        ("timm:hiera_tiny_224", 224),
+        ("timm:mobilenetv3_small_050", 64),
+        ("open_clip:ViT-B-32:layers=1,width=64,patch_size=16,patch_dropout=0.5", 64),
+        (spelled("timm:vit_tiny_patch16_224", {"depth": 1, "dynamic_img_size": True}), 64),
+    ):
+        with subtests.test(name):
+            tower = image_tower(name, size)
+            assert "patch_size" not in tower.config
+            assert "kept_patches" not in tower.inputs
+
+
 def test_towers_say_whether_they_take_other_sizes():
     for name, takes in (
         ("timm:mobilenetv3_small_050", True),

@@ -111,4 +111,20 @@ MUTANTS = (
         "what a file of weights lacks has its first values",
         "tests/models/test_weights.py",
     ),
+    Mutant(
+        "patches-counted-from-the-class-token",
+        "models/towers/patches.py",
+        "kept = torch.cat([first, kept_patches + prefix], 1)",
+        "kept = torch.cat([first, kept_patches], 1)",
+        "a patch that is left out is not seen",
+        "tests/models/test_libraries.py tests/models/test_dual_models.py",
+    ),
+    Mutant(
+        "every-network-leaves-patches-out",
+        "models/towers/tracing/towers.py",
+        "if not runs(specs[1:], made):",
+        "if False:",
+        "only networks whose blocks take any number of patches leave some out",
+        "tests/models/test_libraries.py",
+    ),
 )

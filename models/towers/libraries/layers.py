@@ -6,10 +6,10 @@ B micro-batch, C channels, H, W height and width, N tokens, D width.
 import inspect
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from models.towers.layers import Layer
+from models.towers.patches import kept_tokens
 from models.towers.pooling import ADDED, AttentionPool
 
 Named = list[tuple[str, Layer]]
@@ -38,7 +38,7 @@ class PatchStart(Start):
     are none of patches (class token, registers).
 
     Where `kept_patches` [B, K] numbers some of an image's patches, row by row from 0, the others
-    are left out (FLIP: Li et al. 2023): N = `prefix` + K.
+    are left out: N = `prefix` + K.
     """
 
     reads_if_given = ("kept_patches",)
@@ -50,9 +50,7 @@ class PatchStart(Start):
     def compute(self, pixel_values: Tensor, kept_patches: Tensor | None = None) -> Tensor:
         tokens = self.embedded(pixel_values.to(next(self.embeddings.parameters()).dtype))
         if kept_patches is not None:
-            first = torch.arange(self.prefix, device=tokens.device).expand(len(tokens), -1)
-            kept = torch.cat([first, kept_patches + self.prefix], 1)  # [B, N]
-            tokens = tokens.gather(1, kept[:, :, None].expand(-1, -1, tokens.shape[2]))
+            tokens = kept_tokens(tokens, kept_patches, self.prefix)
         return self.norm(tokens)
 
 

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from models.towers.layers import Layer
+from models.towers.patches import kept_tokens
 from models.towers.tracing.precision import run
 from models.towers.tracing.trace import (
     LISTS,
@@ -88,15 +89,28 @@ class TracedLayer(TriedOut):
             else:
                 self.register_buffer(f"own_{number}", tensor, persistent=kept)
         self.only_size: tuple[int, int] | None = None
+        self.prefix: int | None = None
 
-    def compute(self, *tensors: Tensor) -> Tensor | tuple[Tensor, ...]:
+    def let_leave_out_patches(self, prefix: int) -> None:
+        """From now on leave out the patches of an image that are not in `kept_patches`. `prefix`:
+        as in `kept_tokens`."""
+        self.prefix, self.reads_if_given = prefix, ("kept_patches",)
+        self.drops = (*self.drops, "kept_patches")
+
+    def compute(
+        self, *tensors: Tensor, kept_patches: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, ...]:
         used = [
             self._as_weights(name, tensor)
             for name, tensor in zip(self.reads, tensors, strict=True)
             if name not in self.unused
         ]
         own = (getattr(self, f"own_{number}") for number in range(self.num_own))
-        return run(self.body, *used, *own, self.training)
+        made = run(self.body, *used, *own, self.training)
+        if kept_patches is None or self.prefix is None:
+            return made
+        (tokens,) = made
+        return kept_tokens(tokens, kept_patches, self.prefix)
 
     def _as_weights(self, name: str, tensor: Tensor) -> Tensor:
         if name != "pixel_values":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,17 +15,20 @@ from torch import Tensor, nn
 from models.towers.attention import with_self_attention
 from models.towers.layers import (
     Layer,
+    LayerSpec,
     LibraryModel,
     Tower,
     cut,
     reset,
+    runs,
     without_parameters,
 )
 from models.towers.names import refuse
+from models.towers.patches import kept_tokens, patch_side
 from models.towers.pooling import ADDED, AttentionPool, pooling
-from models.towers.tracing.partitioning import Partition, partitioned
+from models.towers.tracing.partitioning import Partition, TracedLayer, partitioned
 from models.towers.tracing.precision import with_exact_statistics
-from models.towers.tracing.trace import CannotRun
+from models.towers.tracing.trace import SAMPLES, CannotRun
 
 OWN_POOLS = ("avg", "max", "attention")
 
@@ -94,7 +98,43 @@ def traced_tower(
         "unused": list(partition.unused),
         "notes": partition.notes,
     }
+    if tensor == "pixel_values" and (side := _leaves_out_patches(specs, example)):
+        record["patch_size"] = side
     return Tower(traceable.branch, name, width, specs, record)
+
+
+def _leaves_out_patches(specs: Sequence[LayerSpec], example: Tensor) -> int | None:
+    """Where the layers are those of a ViT, let the first one leave out patches, in place, and
+    return their side in pixels; None: they are of another network.
+
+    The first layer of a ViT makes one sequence of tokens, some of no patch and then one of each,
+    and all others take any number of them. That is tried on the meta device with a prime number of
+    patches, which no map and no window has. A ViT that takes images of other sizes is left as it
+    is: their sides are multiples of `patch_size` where a tower has it, and would change.
+    """
+    first, side = specs[0].template, patch_side(specs[0].template)
+    if not isinstance(first, TracedLayer) or side is None or example.dim() != 4:
+        return None
+    rows, columns = (length // side for length in example.shape[2:])
+    tokens = first({"pixel_values": example}).get("image_hidden")
+    if first.makes != ("image_hidden",) or tokens is None or tokens.dim() != 3:
+        return None
+    prefix, fewer = tokens.shape[1] - rows * columns, _prime_below(rows * columns)
+    whole = (rows * side, columns * side) == example.shape[2:]
+    wider = torch.cat([example, example[..., :side]], dim=-1)
+    if not whole or prefix < 0 or fewer is None or runs(specs, {"pixel_values": wider}):
+        return None
+    kept = torch.empty(SAMPLES, fewer, dtype=torch.int64, device="meta")
+    made = {"image_hidden": kept_tokens(tokens, kept, prefix)}
+    if not runs(specs[1:], made):
+        return None
+    first.let_leave_out_patches(prefix)
+    return side
+
+
+def _prime_below(number: int) -> int | None:
+    below = range(number - 1, 2, -1)
+    return next((n for n in below if all(n % each for each in range(2, math.isqrt(n) + 1))), None)
 
 
 @contextlib.contextmanager
