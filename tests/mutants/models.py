@@ -32,6 +32,14 @@ MUTANTS = (
         LOSSES,
     ),
     Mutant(
+        "length-of-a-prefix",
+        "models/losses/prefixes.py",
+        "return (gradient - unit * (unit * gradient).sum(1, keepdim=True)) / length",
+        "return gradient / length",
+        "a prefix is brought to length 1, and its gradient through that",
+        "tests/models/test_losses.py",
+    ),
+    Mutant(
         "sigmoid-of-the-other-sign",
         "models/losses/sigmoid.py",
         "d_logits = torch.where(positive, torch.neg(wrong, out=losses), wrong, out=logits)",
