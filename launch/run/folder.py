@@ -330,8 +330,8 @@ def training_identity(
     derived = derived_of(options["pairs"])  # earlier versions did not have all kinds
     free += [kind.most for kind in DERIVED.values() if kind is not derived]
     free += [] if derived else ["max_negatives"]
-    if not options.get("weights"):
-        free.append("weights")
+    # what earlier versions did not have, where it is not used
+    free += [name for name in ("weights", "prefixes") if not options.get(name)]
     if options["image_train_resize_mode"] == "shortest":  # as they cropped, and do not record
         free += ["image_train_resize_mode"]
     named = branches_of(options["pairs"])

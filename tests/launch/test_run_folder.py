@@ -161,6 +161,18 @@ def test_the_same_run_goes_on_split_and_computed_in_another_way(folder):
     assert {*BRANCHES_FREE_TO_CHANGE, *BRANCHES_SPLIT} <= set(BranchesBlock.__dataclass_fields__)
 
 
+def test_what_0_1_0_did_not_record_is_compared_where_it_is_used_alone():
+    """Else every run of it would be another one."""
+    of_0_1_0 = """augmentation data data_adapt data_floors data_root data_temperature data_weights
+    duplicates embed_dim epochs fusion fusion_heads fusion_scales fusion_width image_buckets
+    image_interpolation image_mean image_resize image_resize_mode image_size image_std image_tower
+    image_weights imported index_check label_smoothing leak_bits limit_samples loss loss_weights
+    loss_weights_every matching_weight max_audio_seconds max_text_tokens on_leak pairs projection
+    seed steps text_tower text_weights tokenizer tower val_data val_fraction"""
+    assert {*identity()[0]["options"]} == {*of_0_1_0.split()}
+    assert identity("--prefixes 8,16")[0]["options"]["prefixes"] == [8, 16]
+
+
 def test_another_run_is_refused_with_every_difference(folder):
     optimizer = {"type": "AdamW", "params": {"lr": 0.002}}
     config = {**CONFIG, "optimizer": optimizer, "scheduler": {"type": "WarmupLR"}}
