@@ -118,16 +118,19 @@ class _Following:
     def fetch(self, number: int, shard: int, step: int) -> None:
         """Until the shard is there, or the rank is past the step that needs it. Room that comes
         free is for what is needed first: it would take the place of the others again."""
-        while step >= self.step:
-            if step <= min([*self.roomless.values()], default=step):
-                self.roomless.pop((number, shard), None)
-                # a store that is gone is reported by the reader that needs the shard
-                with contextlib.suppress(OSError):
-                    if self.streams[number].prefetch(shard, self.next_use(), self.then.get(number)):
-                        return
-                self.roomless[number, shard] = step
-            time.sleep(PAUSE_S)
-        self.roomless.pop((number, shard), None)
+        what, stream = (number, shard), self.streams[number]
+        try:
+            while step >= self.step:
+                if step <= min([*self.roomless.values()], default=step):
+                    try:
+                        if stream.prefetch(shard, self.next_use(), self.then.get(number)):
+                            return
+                        self.roomless[what] = step  # also while it tries again
+                    except OSError:  # a store that is gone is reported by the reader that needs it
+                        self.roomless.pop(what, None)
+                time.sleep(PAUSE_S)
+        finally:
+            self.roomless.pop(what, None)
 
     def hear(self, wait_s: float) -> None:
         """What the rank says. Raises EOFError, OSError when it has ended."""
