@@ -253,7 +253,7 @@ class Communicator:
         self._crossings = self._make_crossings()
         self._joins = {
             pair.branches: self._make_join(*pair.branches)
-            for pair in objective.pairs
+            for pair in objective.terms
             if pair.matching
         }
 

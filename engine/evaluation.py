@@ -57,7 +57,7 @@ def compare_held_out(
     for pair in objective.comparisons:
         batch = None
         if gathered is not None and set(pair.rows) & set(gathered.own):
-            batch = align_pair(gathered, pair, alone=len(objective.pairs) == 1)
+            batch = align_pair(gathered, pair, alone=len(objective.terms) == 1)
         directions = {}
         for branch, other in (pair.rows, pair.rows[::-1]):
             if batch is not None and branch in batch.own:

@@ -83,7 +83,7 @@ class StepMeter:
         bad = self._seen_in_bad_step(step_applied, loss)
         ranks = self._without_waits(RankNumbers.of_sum(totals["ranks"]))
         busy_s, waits_s = self._by_stage(ranks.busy_s), self._by_stage(ranks.data_wait_s)
-        pairs, weights = self.objective.pairs, self.tail_loss.weights
+        pairs, weights = self.objective.terms, self.tail_loss.weights
         scalars = [(pair, name) for pair in pairs for name in pair.loss.parameters]
         norms, coefficients, shares = (
             dict(zip(self.clipping.rules, totals["groups"][i::3])) for i in range(3)

@@ -1,15 +1,16 @@
-"""What is trained: branches, and the pairs of branches that losses compare. Records; no tensor and
-no process here.
+"""What is trained: branches, and the terms of the loss, each over the embeddings of some of them.
+Records; no tensor and no process here.
 
     image ──┐
             ├── image_text: InfoNCE ──┐
-    text ───┤                         ├── the loss: a weighted sum over the pairs
+    text ───┤                         ├── the loss: a weighted sum over the terms
             ├── audio_text: InfoNCE ──┘
     audio ──┘
 
-A branch may be in several pairs; the gradients of its embeddings add up. Beside the rows of its
-samples it may make further ones, such as a row for each region of an image, which pairs of their
-own compare.
+Most terms are pairs: a loss between two branches. Others are over one branch, whose samples have
+several rows, or over more than two. A branch may be in several terms; the gradients of its
+embeddings add up. Beside the rows of its samples it may make further ones, such as a row for each
+region of an image, which pairs of their own compare.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from engine.loss_protocols import ContrastiveLoss, MatchingLoss  # imports torch
@@ -66,20 +67,13 @@ class Comparison:
         return self.first, self.second
 
 
-@dataclass(frozen=True)
-class Pair(Comparison):
-    """Two branches and the loss between them.
+class Learning:
+    """What terms have in common: a loss and what it learns. The first branch of a term owns that: the
+    last layer of its tower emits these scalars, each [1], as tensors named `prefix` + the loss's own
+    name for it."""
 
-    `first` owns what the loss learns: the last layer of its tower emits these scalars, each [1], as
-    tensors named `prefix` + the loss's own name for it. `weight`: of this loss in the sum over all
-    pairs. `matching`: a second loss, of single (first, second) pairs, which the last layer of the
-    `second` tower scores; None: there is none.
-    """
-
-    loss: ContrastiveLoss = field(compare=False)
-    weight: float = 1.0
-    matching: MatchingLoss | None = field(default=None, compare=False)
-    prefix: str = ""
+    loss: ContrastiveLoss
+    prefix: str
 
     @property
     def scalars(self) -> dict[str, str]:
@@ -93,16 +87,60 @@ class Pair(Comparison):
 
 
 @dataclass(frozen=True)
-class Objective:
-    """All branches of a run, in the order of their layers and ranks, and all pairs. Checked when
-    made.
+class Pair(Comparison, Learning):
+    """Two branches and the loss between them, which an evaluation compares, too.
 
-    Raises ValueError for a pair of unknown branches, a branch without a pair, names that stand
+    `weight`: of this loss in the sum over all terms. `matching`: a second loss, of single
+    (first, second) pairs, which the last layer of the `second` tower scores; None: there is none.
+    """
+
+    loss: ContrastiveLoss = field(compare=False)
+    weight: float = 1.0
+    matching: MatchingLoss | None = field(default=None, compare=False)
+    prefix: str = ""
+    kind: ClassVar[str] = "contrastive"
+
+
+@dataclass(frozen=True)
+class Joint(Learning):
+    """A loss over the rows of one branch, or of any number of them at once.
+
+    A sample takes part where all of these branches have its rows. `kind`: what the loss is called,
+    as the one between two branches is called contrastive.
+    """
+
+    branches: tuple[str, ...]
+    loss: ContrastiveLoss = field(compare=False)
+    weight: float = 1.0
+    prefix: str = ""
+    kind: str = "contrastive"
+    made: ClassVar[None] = None
+    matching: ClassVar[None] = None
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """The names of the rows that are in it."""
+        return self.branches
+
+    @property
+    def name(self) -> str:
+        return "_".join(self.branches if len(self.branches) > 1 else 2 * self.branches)
+
+
+Term = Pair | Joint
+
+
+@dataclass(frozen=True)
+class Objective:
+    """All branches of a run, in the order of their layers and ranks, and all terms of its loss.
+    Checked when made.
+
+    Raises ValueError for a term of unknown branches, a branch without a term, names that stand
     twice, and a branch that has the name of something else in the configuration.
     """
 
     branches: tuple[Branch, ...]
-    pairs: tuple[Pair, ...]
+    terms: tuple[Term, ...]
 
     def __post_init__(self):
         if len(set(self.names)) < len(self.names):
@@ -114,24 +152,26 @@ class Objective:
                 f"objective: a branch is called {reserved[0]}, which has a meaning of its own in "
                 'the "branches" block; call it otherwise'
             )
-        for pair in self.pairs:
-            unknown = [name for name in pair.branches if name not in self.names]
+        for term in self.terms:
+            if not term.branches:
+                raise ValueError("objective: a term of no branch; name one or several")
+            unknown = [name for name in term.branches if name not in self.names]
             if unknown:
                 raise ValueError(
-                    f"objective: pair {pair.name} is of branch {unknown[0]}, which is none of "
+                    f"objective: {_called(term)} is of branch {unknown[0]}, which is none of "
                     f"{', '.join(self.names)}"
                 )
-            if pair.first == pair.second:
+            if len(set(term.branches)) < len(term.branches):
                 raise ValueError(
-                    f"objective: pair {pair.name} compares a branch with itself; name two branches"
+                    f"objective: {_called(term)} compares a branch with itself; name each branch once"
                 )
-        sets = [frozenset(pair.rows) for pair in self.pairs]
+        sets = [(term.kind, frozenset(term.rows)) for term in self.terms]
         if len(set(sets)) < len(sets):
             raise ValueError(
-                f"objective: {', '.join(pair.name for pair in self.pairs)} compare two branches "
+                f"objective: {', '.join(term.name for term in self.terms)} compare two branches "
                 "twice; give each pair once"
             )
-        homes = {(rows, of) for pair in self.pairs for rows, of in zip(pair.rows, pair.branches)}
+        homes = {(rows, of) for term in self.terms for rows, of in zip(term.rows, term.branches)}
         homes |= {(name, name) for name in self.names}
         if len(dict(homes)) < len(homes):
             raise ValueError(
@@ -145,14 +185,14 @@ class Objective:
                 "branches otherwise"
             )
         alone = [
-            name for name in self.names if not any(name in pair.branches for pair in self.pairs)
+            name for name in self.names if not any(name in term.branches for term in self.terms)
         ]
         if alone:
             raise ValueError(
                 f"objective: branch {alone[0]} is in no pair, so it would not learn; add a pair "
                 "with it, or leave it out"
             )
-        scalars = [tensor for pair in self.pairs for tensor in pair.scalars.values()]
+        scalars = [tensor for term in self.terms for tensor in term.scalars.values()]
         if len(set(scalars)) < len(scalars):
             raise ValueError(
                 f"objective: the learned scalars {', '.join(scalars)} do not have different names; "
@@ -167,7 +207,7 @@ class Objective:
     @cached_property
     def _home(self) -> dict[str, str]:
         """Rows, by their name -> the branch that makes them."""
-        further = {rows: of for pair in self.pairs for rows, of in zip(pair.rows, pair.branches)}
+        further = {rows: of for term in self.terms for rows, of in zip(term.rows, term.branches)}
         return {name: name for name in self.names} | further
 
     def made_by(self, branches: Iterable[str]) -> tuple[str, ...]:
@@ -177,7 +217,7 @@ class Objective:
     @property
     def may_lack_rows(self) -> bool:
         """Whether a batch with rows of one branch may have none of another that are compared."""
-        return len(self.pairs) > 1
+        return len(self.terms) > 1
 
     @property
     def has_further_rows(self) -> bool:
@@ -188,36 +228,36 @@ class Objective:
     def comparisons(self) -> tuple[Comparison, ...]:
         """What an evaluation compares: the pairs, then the branches between which there is no
         loss."""
-        named = [pair.branches for pair in self.pairs if not pair.made]
-        return (*self.pairs, *(Comparison(*two) for two in without_loss(self.names, named)))
+        pairs = [term for term in self.terms if isinstance(term, Pair)]
+        named = [pair.branches for pair in pairs if not pair.made]
+        return (*pairs, *(Comparison(*two) for two in without_loss(self.names, named)))
 
     @cached_property
     def _owners(self) -> dict[str, str]:
         """Tensors that are not named after their branch -> the branch."""
         inputs = {tensor: branch.name for branch in self.branches for tensor in branch.inputs}
         return inputs | {
-            tensor: pair.first for pair in self.pairs for tensor in pair.scalars.values()
+            tensor: term.branches[0] for term in self.terms for tensor in term.scalars.values()
         }
 
     @cached_property
     def losses(self) -> dict[str, float]:
-        """Name -> weight of every loss, in the order of the pairs. A pair's matching loss counts as
+        """Name -> weight of every loss, in the order of the terms. A pair's matching loss counts as
         much as its contrastive one, unless `train_batch` is given other weights."""
-        kinds = ("contrastive", "matching")
         return {
-            self.loss_name(kind, pair): pair.weight
-            for pair in self.pairs
-            for kind in kinds[: 2 if pair.matching else 1]
+            self.loss_name(kind, term): term.weight
+            for term in self.terms
+            for kind in ((term.kind, "matching") if term.matching else (term.kind,))
         }
 
-    def loss_name(self, kind: str, pair: Pair) -> str:
-        """`contrastive` or `matching`; where there are several pairs, with the name of the pair:
-        `contrastive/image_text`."""
-        return f"{kind}/{pair.name}" if len(self.pairs) > 1 else kind
+    def loss_name(self, kind: str, term: Term) -> str:
+        """`contrastive`, `matching` or another kind; where there are several terms, with the name of
+        the term: `contrastive/image_text`."""
+        return f"{kind}/{term.name}" if len(self.terms) > 1 else kind
 
     def scalars_of(self, branch: str) -> dict[str, float]:
         """Tensor name -> first value of the learned scalars that this branch owns."""
-        return scalars_of(self.pairs, branch)
+        return scalars_of(self.terms, branch)
 
     def branch_of(self, tensor: str) -> str:
         """The branch that a named tensor belongs to. Raises ValueError for a name that is
@@ -235,6 +275,10 @@ class Objective:
         return self._home[max(found, key=len)]
 
 
+def _called(term: Term) -> str:
+    return f"pair {term.name}" if isinstance(term, Pair) else f"the {term.kind} term {term.name}"
+
+
 def without_loss(
     branches: Sequence[str], pairs: Sequence[tuple[str, str]]
 ) -> tuple[tuple[str, str], ...]:
@@ -243,13 +287,13 @@ def without_loss(
     return tuple(two for two in combinations(branches, 2) if frozenset(two) not in compared)
 
 
-def scalars_of(pairs: Sequence[Pair], branch: str) -> dict[str, float]:
+def scalars_of(terms: Sequence[Term], branch: str) -> dict[str, float]:
     """Tensor name -> first value of the learned scalars that a branch owns."""
-    owned = [pair for pair in pairs if pair.first == branch]
+    owned = [term for term in terms if term.branches[0] == branch]
     return {
-        tensor: pair.loss.parameters[name]
-        for pair in owned
-        for name, tensor in pair.scalars.items()
+        tensor: term.loss.parameters[name]
+        for term in owned
+        for name, tensor in term.scalars.items()
     }
 
 

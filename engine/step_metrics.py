@@ -47,12 +47,12 @@ def losses_of_sources(
 
     `shares` and `samples`: of each pair in turn, by source. `weights`: in this step, by loss.
     """
-    number = len(shares) // len(objective.pairs)
+    number = len(shares) // len(objective.terms)
     by_pair = [
         mean_losses(shares[start : start + number], samples[start : start + number])
         for start in range(0, len(shares), number or 1)
     ]
-    of_pairs = [weights[objective.loss_name("contrastive", pair)] for pair in objective.pairs]
+    of_pairs = [weights[objective.loss_name(pair.kind, pair)] for pair in objective.terms]
     return tuple(_over_pairs(of_pairs, of_source) for of_source in zip(*by_pair))
 
 
@@ -72,9 +72,9 @@ def losses_of(
     found: dict[str, float] = {}
     if len(weights) == 1:
         return found
-    for i, pair in enumerate(objective.pairs):
+    for i, pair in enumerate(objective.terms):
         contrastive, matched, num_right, num_pairs = totals[4 * i : 4 * i + 4]
-        found[loss_metric(objective.loss_name("contrastive", pair))] = contrastive
+        found[loss_metric(objective.loss_name(pair.kind, pair))] = contrastive
         if pair.matching:
             found[loss_metric(objective.loss_name("matching", pair))] = matched
             accuracy = objective.loss_name("matching_accuracy", pair)

@@ -267,7 +267,7 @@ def gathering_and_crossing(replicas: dict[str, int], rows: dict[str, list[int]])
     whole = comm.gather_replicas(own, counts)
     crossed = {
         source: comm.cross(source, target, whole if source == branch else torch.empty_like(whole))
-        for pair in OBJECTIVE.pairs
+        for pair in OBJECTIVE.terms
         for source, target in (pair.branches, pair.branches[::-1])
     }
     buffers = [

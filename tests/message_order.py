@@ -17,6 +17,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import permutations
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -43,10 +44,10 @@ from split_training import (
 from engine import communication, json_messages
 from engine.communication import Channel, Communicator
 from engine.executor import StepSpec
-from engine.objective import Comparison, Objective, Pair
+from engine.objective import Comparison, Objective, Pair, Term
 from engine.schedule import PASSES, ComputeLoss, ForwardOnly, receives_to_post
 from engine.topology import StageGraph
-from models.losses import InfoNCE
+from models.losses import InfoNCE, SimilarityKL, Views
 
 
 class Group(NamedTuple):
@@ -169,38 +170,42 @@ class _Walk:
             yield from self.gathered(f"embeddings of {branch}")
             yield from self.gathered(f"labels of {branch}")
         if len(self.stage.tail_of) == 1:
-            links = [link for p in compared for link in (p.branches, p.branches[::-1])]
-            for link in links:
-                if self.stage.tail_of[0] in link:
-                    yield from self.crossed(*link, "embeddings")
-                    yield from self.crossed(*link, "labels")
+            ends = [permutations(zip(each.rows, each.branches), 2) for each in compared]
+            links = dict.fromkeys((*one, other) for each in ends for one, (_, other) in each)
+            for _, source, target in links:
+                if self.stage.tail_of[0] in (source, target):
+                    yield from self.crossed(source, target, "embeddings")
+                    yield from self.crossed(source, target, "labels")
 
     def loss(self, m: int | None) -> Iterator[Operation]:
-        if not self.work.equal_shares or any(p.matching for p in self.work.objective.pairs):
+        if not self.work.equal_shares or any(p.matching for p in self.work.objective.terms):
             tails = sorted({rank for stage in self.graph.tails for rank in stage.ranks})
             yield Operation("together", Group("sizes", tuple(tails)), "sizes")
-        yield from self.exchanged(self.work.objective.pairs)
-        for pair in self.work.objective.pairs:
+        yield from self.exchanged(self.work.objective.terms)
+        for pair in self.work.objective.terms:
             mine = [branch for branch in self.stage.tail_of if branch in pair.branches]
             if not mine:
                 continue
-            if len(mine) == 1 and pair.loss.parameters:
-                yield from self.crossed(*pair.branches, "scalars")
-            if len(mine) == 1 or self.stage.replicas > 1:
+            first, *others = pair.branches
+            are_all = len(mine) == len(pair.branches)
+            for other in others if pair.loss.parameters and not are_all else ():
+                if {first, other} & {*mine}:
+                    yield from self.crossed(first, other, "scalars")
+            if not are_all or self.stage.replicas > 1:
                 yield from self.of_statistics(pair, mine)
-                if pair.loss.parameters and pair.first in mine:
+                if pair.loss.parameters and first in mine:
                     yield from self.gathered("gradients of what the loss learns")
             if pair.matching:
                 yield from self.matching(pair, mine)
 
-    def of_statistics(self, pair: Pair, mine: list[str]) -> Iterator[Operation]:
-        if not isinstance(pair.loss, InfoNCE):
+    def of_statistics(self, pair: Term, mine: list[str]) -> Iterator[Operation]:
+        if not isinstance(pair.loss, InfoNCE | Views | SimilarityKL):
             return
         for branch in mine:
             yield from self.gathered(f"statistics of {branch}")
-        if len(mine) == 1:
-            yield from self.crossed(*pair.branches, "statistics")
-            yield from self.crossed(*pair.branches[::-1], "statistics")
+        for source, target in permutations(pair.branches, 2) if len(mine) == 1 else ():
+            if mine[0] in (source, target):
+                yield from self.crossed(source, target, "statistics")
 
     def matching(self, pair: Pair, mine: list[str]) -> Iterator[Operation]:
         first, second = (self.graph.tail(branch) for branch in pair.branches)

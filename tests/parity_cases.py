@@ -24,6 +24,7 @@ FACTORS = {
     "micro_batches": ("several", "lone", "packed"),
     "towers": ("transformers", "resnet", "libraries"),
     "loss": ("infonce", "smoothed", "sigmoid", "milnce", "plain"),
+    "further": ("pairs_only", "views", "similarities", "of_three"),  # a term that is no pair
     "equal_values": ("unlike", "masked", "positives", "negatives"),
     "texts": ("one_text", "three_texts"),
     "weights": ("even", "weighted"),
@@ -45,6 +46,10 @@ RULES = [
     (("per_micro_batch",), ("uneven", "packed", "lacking", "regions")),
     (("plain",), ("three_texts", "weighted")),  # one row per sample, all of the same weight
     (("milnce",), ("positives",)),  # the captions of a clip are its positives
+    # texts of an image with each other; the similarities of a teacher; one's own loss of three
+    (("views",), ("one_text",)),
+    (("similarities",), ("two", "three", "three_texts")),
+    (("of_three",), ("two", "four", "three_texts", "weighted")),
     # DeepSpeed adds up in fp32, and scales a loss, under ZeRO-1 alone, and only that offloads
     (("zero0",), ("bf16", "fp16", "offloaded")),
     # each calls it otherwise; the tokens of OpenCLIP's texts are not as wide as their features
@@ -143,9 +148,11 @@ def case_of(values: Values, number: int) -> Case:
     given["fusion"] = has("fusion") * (1 + has("resnet"))
     if has("regions"):  # where there are clips, moments of these
         given["annotated"] = "moment" if "video" in names else "region"
+    if not has("pairs_only"):
+        given["further"] = values["further"]
     given["evaluated"] = has("regions") and not has("three_texts") and not has("lacking")
     if has("given"):
-        several = len(PAIRS[pairs_name]) > 1 or has("regions")
+        several = len(PAIRS[pairs_name]) > 1 or has("regions") or not has("pairs_only")
         suffix = "/image_text" if several else ""
         given["loss_weights"] = {f"contrastive{suffix}": 0.8}
         if has("fusion"):

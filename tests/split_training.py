@@ -36,7 +36,16 @@ from small_towers import (
 from torch import Tensor
 from unsplit import LOSS_SCALE
 
-from models.losses import InfoNCE, PlainLoss, Prefixed, Sigmoid, build_loss, phrase_duplicates
+from models.losses import (
+    InfoNCE,
+    PlainLoss,
+    Prefixed,
+    Sigmoid,
+    SimilarityKL,
+    Views,
+    build_loss,
+    phrase_duplicates,
+)
 from models.towers.building import with_head
 from models.towers.fusion import FusionSizes
 
@@ -88,6 +97,7 @@ class Case:
     micro_batch_size: Any = "auto"
     pairs: str = "one"
     audio: str = "toy"
+    further: str = ""  # a term that is no pair, see `further_of`
     annotated: str = ""  # "region" or "moment": a further pair, of these and phrases
     phrase_loss: str | None = None  # of that pair; not given: as of images and texts
     without: tuple[int, ...] = ()  # samples without annotations, beside those that never have any
@@ -255,6 +265,7 @@ class Case:
         parts += [self.pairs] if self.pairs != "one" else []
         parts += [self.audio] if self.audio != "toy" else []
         parts += [f"{self.annotated}s"] if self.annotated else []
+        parts += [self.further] if self.further else []
         parts += [self.schedule] if self.schedule != "batch_sync" else []
         parts += [f"keep{self.kept_micro_batches}"] if self.kept_micro_batches is not None else []
         parts += [f"checkpoint{self.checkpoint_interval}"] if self.checkpoint_interval else []
@@ -299,6 +310,31 @@ def _built_loss(case: Case, name: str):
     return Prefixed(loss, case.prefixes) if case.prefixes else loss
 
 
+def similar(first: Tensor, second: Tensor, third: Tensor, scalars: Mapping[str, Tensor]) -> Tensor:
+    """Any function of three branches."""
+    triples = (first * second) @ third.T * scalars["scale"]
+    return triples.logsumexp(1).mean() - triples.diagonal().mean() + distance(second, third, {}) / 9
+
+
+def further_of(case: Case) -> list[Any]:
+    """A term that is no pair."""
+    from engine.objective import Joint
+
+    if case.further == "views":  # the texts of an image, with each other
+        loss = _built_loss(replace(case, prefixes=(), label_smoothing=0.0), "infonce")
+        if case.loss == "sigmoid":
+            loss = Sigmoid(targets=loss.targets)
+        joint: Any = Views(loss)
+        joint = Prefixed(joint, case.prefixes) if case.prefixes else joint
+        return [Joint(("text",), joint, WEIGHT, "text_text_")]
+    if case.further == "similarities":
+        return [Joint(NAMES, SimilarityKL(30.0), WEIGHT, "taught_", "distillation")]
+    if case.further == "of_three":
+        loss = PlainLoss(similar, {"scale": 3.0})
+        return [Joint(NAMES[:3], loss, WEIGHT, "three_", "likeness")]
+    return []
+
+
 def pairs_of(case: Case) -> list[Any]:
     from engine.objective import Pair
 
@@ -332,7 +368,7 @@ def trained(case: Case) -> tuple[Any, dict[str, Any], int]:
     if "video" in case.branches:
         bare["video"] = clip_tower()
     sizes = FusionSizes(layers=2, width=16, heads=2, scales=case.fusion) if case.fusion else None
-    pairs = tuple(pairs_of(case))
+    pairs = (*pairs_of(case), *further_of(case))
     objective = Objective(tuple(Branch(name, tower.inputs) for name, tower in bare.items()), pairs)
     towers = {}
     for name, tower in bare.items():
@@ -495,7 +531,7 @@ def make_engine(case: Case, build_layer: Callable | None = None):
     # equal layers: to count what each computes takes longer than the steps that are compared
     costs = proportional(
         {b: [1.0 if spec.num_parameters else 0.1 for spec in t.specs] for b, t in towers.items()},
-        compared=PAIRS[case.pairs] if len(objective.pairs) > 1 else (),
+        compared=PAIRS[case.pairs] if len(objective.terms) > 1 else (),
     )
     layers = {
         b: [
@@ -530,7 +566,7 @@ def make_engine(case: Case, build_layer: Callable | None = None):
 
 def with_loss(objective, loss):
     """An objective of one pair, with another loss."""
-    return replace(objective, pairs=(replace(objective.pairs[0], loss=loss),))
+    return replace(objective, terms=(replace(objective.terms[0], loss=loss),))
 
 
 def micro_batches_of_rank(

@@ -69,7 +69,7 @@ def train_with_alignment(case: Case, steps: int) -> list[dict[str, Any]]:
         number = num_micro_batches(case, engine)
         measured = engine.evaluate(batches, number, case.global_batch_size, of_rows)
         figures = {}
-        for pair in engine.objective.pairs:
+        for pair in engine.objective.terms:
             of_pair = alignment_figures(
                 *measured[pair.name].directions.values(),
                 measured[pair.name].num_samples,

@@ -1,7 +1,7 @@
 """The second opinion: what an objective trains, unsplit, in plain torch and one process.
 
 Nothing here is of engine/, nor of the arithmetic in models/losses/. An objective is read as a record:
-the pairs, the rows that they compare, their losses and weights. Every micro-batch runs through the
+the terms, the rows that they compare, their losses and weights. Every micro-batch runs through the
 whole towers; which rows belong together follows from what it brings of them (places, indices, keys,
 weights); autograd differentiates one loss over all rows of the global batch; torch.optim.AdamW steps.
 Batch normalisation sees micro-batches on both sides, since that is what a micro-batch means to it.
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from models.losses import MILNCE, InfoNCE, PlainLoss, Prefixed, Sigmoid
+from models.losses import MILNCE, InfoNCE, PlainLoss, Prefixed, Sigmoid, SimilarityKL, Views
 from models.losses.matching import gumbel_noise
 
 LOSS_SCALE = 2**10  # of fp16
@@ -200,7 +200,66 @@ def sides_of(
     return Sides(first, second, belongs, belongs | equal)
 
 
+def together(
+    term: Any, rows: Mapping[str, Rows], rows_per_sample: Mapping[str, int], loss: int = 0
+) -> list[tuple[Rows, Tensor]]:
+    """Of each branch of a term its rows that are in one of the losses, and the sample of each: of
+    samples of which all branches have all rows, and could load them."""
+    sides = [rows[name].chosen(rows[name].loss == loss) for name in term.rows]
+    samples = [side.place // rows_per_sample.get(name, 1) for name, side in zip(term.rows, sides)]
+    whole = {*samples[0].tolist()}.intersection(*(each.tolist() for each in samples))
+    whole -= {n for side, each in zip(sides, samples) for n in each[side.index < 0].tolist()}
+    here = [torch.isin(each, torch.tensor([*whole], dtype=torch.int64)) for each in samples]
+    return [(side.chosen(own), each[own]) for side, each, own in zip(sides, samples, here)]
+
+
 # -- losses
+
+
+def joint(loss: Any, sides: Sequence[tuple[Rows, Tensor]], scalars: Mapping[str, Tensor]) -> Tensor:
+    """[]: a loss over the rows of one branch, or of several at once."""
+    if isinstance(loss, Prefixed):
+        dims = [*loss.dims, sides[0][0].embeds.shape[1]]
+        cut = [[(_shortened(side, dim), sample) for side, sample in sides] for dim in dims]
+        return torch.stack([joint(loss.loss, each, scalars) for each in cut]).mean()
+    embeds = [side.embeds for side, _ in sides]
+    if isinstance(loss, PlainLoss):
+        return loss.function(*embeds, scalars)
+    scale = scalars["logit_scale"].exp()
+    weights = [side.weight / side.weight.sum() for side, _ in sides]
+    if isinstance(loss, SimilarityKL):
+        own = (
+            scale * embeds[0] @ embeds[1].T,
+            loss.teacher_scale * embeds[2].detach() @ embeds[3].detach().T,
+        )
+        directions = (own, [each.T for each in own])
+        return (
+            sum(
+                weight @ F.kl_div(s.log_softmax(1), t.softmax(1), reduction="none").sum(1)
+                for weight, (s, t) in zip(weights, directions)
+            )
+            / 2
+        )
+    assert isinstance(loss, Views), f"the reference knows no {type(loss).__name__}"
+    ((rows, sample),) = sides
+    itself = torch.eye(len(sample), dtype=torch.bool)
+    belongs = sample[:, None] == sample
+    same = (rows.key[:, None] == rows.key).float()
+    equal = (same @ belongs.float() + belongs.float() @ same > 0) | belongs
+    duplicates = loss.loss.targets.duplicates
+    positive = (equal if duplicates == "positives" else belongs) & ~itself
+    masked = itself | (equal & ~belongs if duplicates == "masked" else torch.zeros_like(itself))
+    raw = scale * embeds[0] @ embeds[0].T
+    if isinstance(loss.loss, Sigmoid):
+        signs = 2 * positive.float() - 1
+        losses = -F.logsigmoid(signs * (raw + scalars["logit_bias"])) * ~masked
+        return weights[0] @ (losses.sum(1) + losses.sum(0)) / 2
+    of_rows = _cross_entropy(raw, raw.masked_fill(masked, NEVER), positive.float(), 0.0)
+    return weights[0] @ of_rows
+
+
+def _shortened(side: Rows, dim: int) -> Rows:
+    return replace(side, embeds=F.normalize(side.embeds[:, :dim], dim=1))
 
 
 def contrastive(loss: Any, sides: Sides, scalars: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -279,12 +338,10 @@ def contrastive_of_prefixes(
     if not isinstance(loss, Prefixed):
         return contrastive(loss, sides, scalars)
 
-    def cut(side: Any, dim: int) -> Any:
-        return replace(side, embeds=F.normalize(side.embeds[:, :dim], dim=1))
-
     found = [contrastive(loss.loss, sides, scalars)]
     for dim in loss.dims:
-        shorter = sides._replace(first=cut(sides.first, dim), second=cut(sides.second, dim))
+        first, second = (_shortened(side, dim) for side in sides[:2])
+        shorter = sides._replace(first=first, second=second)
         found.append(contrastive(loss.loss, shorter, scalars))
     values, shares = zip(*found)
     return torch.stack(values).mean(), torch.stack(shares).mean(0)
@@ -308,13 +365,20 @@ def losses_of(
     rows = rows_made(layers, batch, recipe, step)
     whole, by_name, of_samples = torch.zeros(()), {}, {}
     drawn: list[dict[str, list[int]]] = [{} for _ in range(batch.num_losses)]
-    for pair in objective.pairs:
+    for pair in objective.terms:
         # never rounded
         scalars = {name: named[f"head.{tensor}"] for name, tensor in pair.scalars.items()}
-        suffix = f"/{pair.name}" if len(objective.pairs) > 1 else ""
+        suffix = f"/{pair.name}" if len(objective.terms) > 1 else ""
         values: dict[str, list[Tensor]] = defaultdict(list)
         of_pair = of_samples.setdefault(pair.name, {})
-        for m in range(batch.num_losses):
+        of_two = hasattr(pair, "first")
+        for m in () if of_two else range(batch.num_losses):
+            of_term = together(pair, rows, batch.rows_per_sample, m)
+            weighs = len(of_term[0][1]) and min(side.weight.sum() for side, _ in of_term)
+            nothing = sum(0.0 * rows[name].embeds.sum() for name in pair.rows)
+            value = joint(pair.loss, of_term, scalars) if weighs else nothing
+            values[f"{pair.kind}{suffix}"].append(value)
+        for m in range(batch.num_losses) if of_two else ():
             sides = sides_of(pair, rows, batch.rows_per_sample, m)
             if not len(sides.first.place) or not min(s.weight.sum() for s in sides[:2]):
                 nothing = sum(0.0 * rows[name].embeds.sum() for name in pair.rows)

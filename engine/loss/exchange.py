@@ -19,13 +19,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import permutations
 
 import torch
 from torch import Tensor
 
 from engine.communication import Communicator
 from engine.loss.pair_batch import PairBatch
-from engine.objective import Pair
+from engine.objective import Term
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,11 @@ class LossResult:
 
 
 def share_parameters(
-    comm: Communicator, pair: Pair, batch: PairBatch, parameters: Mapping[str, Tensor]
+    comm: Communicator, pair: Term, batch: PairBatch, parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """The loss's learned scalars, by its own names, on every last stage of the pair. `parameters`:
     the same where the first branch ends; elsewhere {}."""
-    if len(batch.own) == 2 or not pair.loss.parameters:
+    if len(batch.own) == len(pair.rows) or not pair.loss.parameters:
         return dict(parameters)
     embeds = next(iter(batch.own.values())).embeds
     names = list(pair.loss.parameters)
@@ -59,12 +60,15 @@ def share_parameters(
         if parameters
         else embeds.new_empty(len(names))
     )
-    values = comm.cross(pair.first, pair.second, values)
+    first, *others = pair.branches
+    for other in others:
+        if first in comm.stage.tail_of or other in comm.stage.tail_of:
+            values = comm.cross(first, other, values)
     return {name: values[i : i + 1] for i, name in enumerate(names)}
 
 
 def exchange_loss(
-    comm: Communicator, pair: Pair, batch: PairBatch, parameters: Mapping[str, Tensor]
+    comm: Communicator, pair: Term, batch: PairBatch, parameters: Mapping[str, Tensor]
 ) -> LossResult:
     """The exact loss of a pair over the global batch and its gradients, as far as this stage needs
     them.
@@ -76,7 +80,7 @@ def exchange_loss(
     sides, loss = batch.everyone, pair.loss
     if not batch.num_rows:
         return _nothing(pair, batch, parameters)
-    if len(batch.own) == 2 and comm.stage.replicas == 1:
+    if len(batch.own) == len(pair.rows) and comm.stage.replicas == 1:
         part = loss.whole(sides, parameters)
         embeds = {
             branch: batch.restored(branch, part.embeds[branch][rows.position])
@@ -113,7 +117,7 @@ def _summed(comm: Communicator, gradients: Mapping[str, Tensor]) -> dict[str, Te
     return dict(zip(gradients, sums.split(1)))
 
 
-def _nothing(pair: Pair, batch: PairBatch, parameters: Mapping[str, Tensor]) -> LossResult:
+def _nothing(pair: Term, batch: PairBatch, parameters: Mapping[str, Tensor]) -> LossResult:
     """Of a batch in which no sample has both halves. All last stages of the pair see that, so
     nothing is exchanged."""
     shares = {branch: rows.embeds.new_zeros(0) for branch, rows in batch.own.items()}
@@ -131,7 +135,7 @@ def _nothing(pair: Pair, batch: PairBatch, parameters: Mapping[str, Tensor]) -> 
 
 
 def by_source(
-    pair: Pair, batch: PairBatch, result: LossResult, starts: Tensor
+    pair: Term, batch: PairBatch, result: LossResult, starts: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Of the own rows, by the source that their sample is of, [S] float64 each: shares of the loss;
     samples, counted by the first branch.
@@ -149,7 +153,7 @@ def by_source(
 
 
 def _share_statistics(
-    comm: Communicator, pair: Pair, batch: PairBatch, statistics: Mapping[str, Tensor]
+    comm: Communicator, pair: Term, batch: PairBatch, statistics: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """branch -> [B, …] statistics of all its rows, in global order."""
     everyone = {}
@@ -160,15 +164,12 @@ def _share_statistics(
         everyone[branch] = values.new_zeros(number + 1, *values.shape[1:]).index_copy_(
             0, batch.places[branch] % (number + 1), values
         )[:number]
-    if len(everyone) == 1:
-        (given,) = everyone.values()
-        blank = {
-            branch: given.new_empty(len(side.label), *given.shape[1:])
-            for branch, side in batch.everyone.items()
-        }
-        links = (pair.branches, pair.branches[::-1])
-        everyone = {
-            source: comm.cross(*link, everyone.get(source, blank[source]))
-            for source, link in zip(pair.rows, links)
-        }
+    given = next(iter(everyone.values()))
+    for (source, of_source), (_, of_target) in permutations(zip(pair.rows, pair.branches), 2):
+        here, wanted = source in batch.own, of_target in comm.stage.tail_of
+        if here and not wanted:
+            comm.cross(of_source, of_target, everyone[source])
+        elif wanted and not here:
+            blank = given.new_empty(len(batch.everyone[source].label), *given.shape[1:])
+            everyone[source] = comm.cross(of_source, of_target, blank)
     return everyone

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -33,7 +34,7 @@ from torch.nn import functional as F
 
 from engine.communication import Communicator
 from engine.loss_protocols import Side
-from engine.objective import Comparison, Objective
+from engine.objective import Comparison, Objective, Term
 
 NOBODY = torch.iinfo(torch.int64).min  # at a place that no row claims
 MAX_WEIGHT = 2**31 - 2  # millionths
@@ -95,7 +96,7 @@ def numbers_of(
     pair compares others than those of samples: all items of its first side come, and on its second
     those that are more belong to nobody. Raises RuntimeError where there are fewer."""
     numbers = {name: Numbers(num_samples, rows_per_sample.get(name, 1)) for name in objective.names}
-    for pair in objective.pairs:
+    for pair in objective.terms:
         for name in pair.rows if pair.made else ():
             items = came[pair.rows[0]]
             numbers[name] = Numbers(items, more=came[name] - items)
@@ -161,7 +162,7 @@ class PairBatch:
 
 def gather(
     comm: Communicator,
-    compared: Sequence[Comparison],
+    compared: Sequence[Comparison | Term],
     own: Mapping[str, Rows],
     counts: Mapping[str, Sequence[int]],
     numbers: Mapping[str, Numbers],
@@ -175,25 +176,26 @@ def gather(
     everyone, places = {}, {}
     for name, rows in own.items():
         everyone[name], places[name] = _gathered(comm, rows, counts[name], numbers[name].places)
-    for pair in compared:
-        if not {*pair.rows} & own.keys() or {*pair.rows} <= own.keys():
-            continue
-        # a fork: the partner ends elsewhere
-        for (source, target), link in zip(
-            (pair.rows, pair.rows[::-1]), (pair.branches, pair.branches[::-1])
-        ):
-            if source in own:
-                mine = everyone[source]
-                comm.cross(*link, mine.embeds)
-                comm.cross(*link, mine.tags()[:, 1:])
-            else:
-                mine, number = everyone[target], numbers[source].places
-                embeds = comm.cross(*link, mine.embeds.new_empty(number, mine.embeds.shape[1]))
-                tags = comm.cross(*link, mine.index.new_empty(number, 3))
-                position = torch.arange(number, device=tags.device)
-                everyone[source] = Rows(embeds, position, *tags.unbind(1))
+    for name, source, target in _links(compared):
+        if name in own and target not in comm.stage.tail_of:
+            mine = everyone[name]
+            comm.cross(source, target, mine.embeds)
+            comm.cross(source, target, mine.tags()[:, 1:])
+        elif name not in own and target in comm.stage.tail_of:
+            like, number = next(iter(own.values())), numbers[name].places
+            embeds = comm.cross(source, target, like.embeds.new_empty(number, like.embeds.shape[1]))
+            tags = comm.cross(source, target, like.index.new_empty(number, 3))
+            position = torch.arange(number, device=tags.device)
+            everyone[name] = Rows(embeds, position, *tags.unbind(1))
     num_places = {name: number.places for name, number in numbers.items()}
     return GatheredRows(own, everyone, places, counts, numbers, {**num_places, **num_rows})
+
+
+def _links(compared: Sequence[Comparison | Term]) -> list[tuple[str, str, str]]:
+    """(rows, the branch that makes them, a branch whose rows they are compared with), each once: the
+    order in which last stages give them to each other."""
+    ends = [permutations(zip(each.rows, each.branches), 2) for each in compared]
+    return [*dict.fromkeys((*one, target) for each in ends for one, (_, target) in each)]
 
 
 def _gathered(
@@ -238,7 +240,7 @@ class _Counts(NamedTuple):
     here: dict[str, int]  # of the branches that end here, own rows that are left in
 
 
-def align_pair(gathered: GatheredRows, pair: Comparison, alone: bool = True) -> PairBatch:
+def align_pair(gathered: GatheredRows, pair: Comparison | Term, alone: bool = True) -> PairBatch:
     """The rows of one pair, without the samples that do not have both halves. Nothing is sent.
 
     `alone`: the objective has no other pair. Errors: RuntimeError, the same on all last stages of
@@ -297,15 +299,15 @@ def align_pair(gathered: GatheredRows, pair: Comparison, alone: bool = True) -> 
 
 def _halves(gathered: GatheredRows, rows: Mapping[str, Rows]) -> _Halves:
     # [G, c] each
-    first, second = (_by_item(own.index, gathered.numbers[name]) for name, own in rows.items())
-    came = (first != NOBODY).all(1) & (second != NOBODY).all(1)
-    reference = _sample(first[:, :1])
-    others = (_sample(first) != reference).any(1) | (_sample(second) != reference).any(1)
+    indices = [_by_item(own.index, gathered.numbers[name]) for name, own in rows.items()]
+    came = torch.stack([(index != NOBODY).all(1) for index in indices]).all(0)
+    reference = _sample(indices[0][:, :1])
+    others = torch.stack([(_sample(index) != reference).any(1) for index in indices]).any(0)
     # A row that claims another one's place leaves its own empty. That is no sample without the
     # modality: those are reported beforehand.
     lost = sum(own.came.sum().sub(gathered.num_rows[branch]).abs() for branch, own in rows.items())
-    unread = [((index < 0) & (index != NOBODY)).any(1) for index in (first, second)]
-    not_loaded = unread[0] | unread[1]
+    unread = [((index < 0) & (index != NOBODY)).any(1) for index in indices]
+    not_loaded = torch.stack(unread).any(0)
     # where rows are lost the step ends with an error, which all ranks learn with the metrics
     left_out = not_loaded | (~came & (lost == 0))
     return _Halves(left_out, not_loaded, (came & others).sum() + lost)
@@ -336,7 +338,9 @@ def _counted(
     return _Counts(out, not_loaded, duplicates, came, without, weights, here)
 
 
-def _refuse_weights(pair: Comparison, counts: _Counts, num_samples: int, alone: bool) -> None:
+def _refuse_weights(
+    pair: Comparison | Term, counts: _Counts, num_samples: int, alone: bool
+) -> None:
     """Raise RuntimeError for weights of some rows only, and for rows that all have weight 0."""
     keys = " and ".join(f"{branch}_weight" for branch in pair.rows)
     if counts.unweighted:
@@ -347,7 +351,7 @@ def _refuse_weights(pair: Comparison, counts: _Counts, num_samples: int, alone: 
         )
     if alone and counts.left_out < num_samples and not all(counts.weights):
         raise RuntimeError(
-            f"all {pair.rows[0]} rows, or all {pair.rows[1]} rows, of this batch that could be "
+            f"{', or '.join(f'all {branch} rows' for branch in pair.rows)}, of this batch that could be "
             "loaded have weight 0, so there is no loss; give one of them a weight above 0 in "
             f"{keys}"
         )
@@ -379,13 +383,16 @@ def _repeated(key: Tensor, left_out: Tensor, number: Numbers) -> Tensor:
 def _keys(
     rows: Mapping[str, Rows], label: Mapping[str, Tensor], numbers: Mapping[str, Numbers]
 ) -> dict[str, Tensor]:
-    """[R, 1 + c] of either side: the key of each row, and those of the c rows of its item on the
-    other; its own instead where it is nobody's."""
+    """[R, 1 + c] of each side: the key of each row, and those of the c rows of its item on the
+    others (on its own, where there is no other); its own instead where it is nobody's."""
     keys = {}
-    for name, other in (tuple(rows), tuple(rows)[::-1]):
+    for name in rows:
         own, item = rows[name].key[:, None], label[name][:, None]
-        partners = _by_item(rows[other].key, numbers[other])[item[:, 0].clamp(min=0)]
-        keys[name] = torch.cat([own, torch.where(item < 0, own, partners)], 1)
+        partners = [
+            _by_item(rows[other].key, numbers[other])[item[:, 0].clamp(min=0)]
+            for other in [each for each in rows if each != name] or [name]
+        ]
+        keys[name] = torch.cat([own, *(torch.where(item < 0, own, each) for each in partners)], 1)
     return keys
 
 

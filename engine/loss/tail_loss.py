@@ -29,7 +29,7 @@ from engine.loss.pair_batch import (
     gather,
     numbers_of,
 )
-from engine.objective import Objective, Pair
+from engine.objective import Objective, Term
 
 ROWS = ("_embeds", "_tokens")  # how the names of tensors end that have a row for each sample
 
@@ -152,7 +152,7 @@ class TailLoss:
         )
         self.objective: Objective = comm.objective
         # whether the host of a rank needs to know what the others have before it can exchange it
-        self._matches = any(pair.matching for pair in comm.objective.pairs)
+        self._matches = any(pair.matching for pair in comm.objective.terms)
         self._tells = not equal_shares or comm.objective.has_further_rows or self._matches
         self._made_here = comm.objective.made_by(comm.stage.tail_of)
         if self._tells:
@@ -185,9 +185,9 @@ class TailLoss:
         self.rows_per_sample, self.num_rows = dict(rows_per_sample or {}), dict(num_rows or {})
         self.shares, self.num_made = shares, num_made
         self.weights = {**losses, **(weights or {})}
-        num_scalars = sum(len(pair.scalars) for pair in self.objective.pairs)
+        num_scalars = sum(len(pair.scalars) for pair in self.objective.terms)
         self.sums = Sums.zero(
-            len(self.objective.pairs),
+            len(self.objective.terms),
             len(self._source_starts),
             num_scalars,
             len(self.objective.names),
@@ -223,14 +223,14 @@ class TailLoss:
         with torch.no_grad():
             gathered = gather(
                 self.comm,
-                self.objective.pairs,
+                self.objective.terms,
                 own,
                 counts=counts,
                 numbers=numbers,
                 num_rows=self.num_rows,
             )
         made = _Gradients({branch: rows.embeds for branch, rows in own.items()}, sizes)
-        for number, pair in enumerate(self.objective.pairs):
+        for number, pair in enumerate(self.objective.terms):
             if not set(pair.branches) & set(self.stage.tail_of):
                 continue
             scalars = {
@@ -243,7 +243,7 @@ class TailLoss:
             # ∂L/∂ of the own rows, L over the batch. The reduction over replicas averages what each
             # accumulated: times the number of replicas makes that the sum. fp16: times the loss
             # scale, which the optimizer takes out again.
-            of_pair = self.weights[self.objective.loss_name("contrastive", pair)]
+            of_pair = self.weights[self.objective.loss_name(pair.kind, pair)]
             factor = self.stage.replicas * loss_scale * weight * of_pair
             # a share that is not finite: not-a-number, so that the step is skipped
             scale = factor + (result.share - result.share)
@@ -297,12 +297,12 @@ class TailLoss:
 
     @torch.no_grad()
     def _pair_loss(
-        self, pair: Pair, gathered: GatheredRows, scalars: Mapping[str, Tensor]
+        self, pair: Term, gathered: GatheredRows, scalars: Mapping[str, Tensor]
     ) -> tuple[PairBatch, dict[str, Tensor], LossResult]:
         """The exchange of one pair; the learned scalars as all of its last stages know them; the
         loss."""
-        pair_batch = align_pair(gathered, pair, alone=len(self.objective.pairs) == 1)
-        if len(self.objective.pairs) == 1 and not pair_batch.num_rows:
+        pair_batch = align_pair(gathered, pair, alone=len(self.objective.terms) == 1)
+        if len(self.objective.terms) == 1 and not pair_batch.num_rows:
             raise OSError(
                 "not one pair of this batch could be loaded; see bad_samples.jsonl in the folder "
                 "of the run"
@@ -313,25 +313,25 @@ class TailLoss:
     def _note(
         self,
         number: int,
-        pair: Pair,
+        pair: Term,
         pair_batch: PairBatch,
         result: LossResult,
         scalars: Mapping[str, Tensor],
         weight: float,
     ) -> None:
         share = result.share * weight
-        self.sums.loss += share * self.weights[self.objective.loss_name("contrastive", pair)]
+        self.sums.loss += share * self.weights[self.objective.loss_name(pair.kind, pair)]
         self.sums.losses[number, 0] += share.double()
         if len(self._source_starts):
             shares, samples = by_source(pair, pair_batch, result, self._source_starts)
             self.sums.sources[:, number] += torch.stack([shares * weight, samples])
         # every last stage of the pair sees the same; one counts
-        if self.comm.rank == self.comm.graph.tail(pair.first).ranks[0]:
+        if self.comm.rank == self.comm.graph.tail(pair.branches[0]).ranks[0]:
             self.sums.misaligned += pair_batch.num_misaligned
             self.sums.left_out[number] += pair_batch.num_not_loaded
             self.sums.duplicates[number] += pair_batch.num_duplicates
         if scalars and self.comm.replica == 0:
-            before = sum(len(earlier.scalars) for earlier in self.objective.pairs[:number])
+            before = sum(len(earlier.scalars) for earlier in self.objective.terms[:number])
             self.sums.scalars[before : before + len(scalars)] = torch.cat(
                 [scalars[name] for name in pair.scalars]
             ).double()

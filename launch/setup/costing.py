@@ -24,6 +24,7 @@ from data.streams.several import texts_alone
 from engine.config.implied import precision_of
 from engine.config.reading import AUTO, MEASURE, BranchesBlock
 from engine.json_messages import from_first_rank
+from engine.objective import Pair
 from engine.planning.costs import (
     CostModel,
     Curve,
@@ -179,8 +180,10 @@ def run_plan(
 
 
 def compared(model: RunModel) -> tuple[tuple[str, str], ...]:
-    """Of branches whose samples are compared."""
-    return tuple(pair.branches for pair in model.objective.pairs if not pair.made)
+    """Of branches whose samples are compared, two and two. Terms over one branch, or over more than
+    two, are not priced: what they add to the loss is little beside what the towers take."""
+    pairs = [term for term in model.objective.terms if isinstance(term, Pair)]
+    return tuple(pair.branches for pair in pairs if not pair.made)
 
 
 def further_rows(
@@ -193,7 +196,7 @@ def further_rows(
     assert annotations is not None
     places = annotations.places(data.examples(TRIED_PHRASES))
     number, more = float(places.number.mean()), float(places.negatives.mean())
-    made = [pair for pair in model.objective.pairs if pair.made]
+    made = [term for term in model.objective.terms if isinstance(term, Pair) and term.made]
     return tuple(FurtherRows(*pair.branches, (number, number + more)) for pair in made)
 
 

@@ -18,6 +18,8 @@ from models.losses.milnce import MILNCE
 from models.losses.plain import PlainLoss
 from models.losses.prefixes import Prefixed
 from models.losses.sigmoid import Sigmoid
+from models.losses.similarities import SimilarityKL
+from models.losses.views import Views
 
 __all__ = [
     "DUPLICATES",
@@ -31,7 +33,9 @@ __all__ = [
     "Prefixed",
     "Side",
     "Sigmoid",
+    "SimilarityKL",
     "Targets",
+    "Views",
     "build_loss",
     "logit_scale_exp",
     "phrase_duplicates",

@@ -1,4 +1,4 @@
-"""A loss of one's own: any differentiable function of all embeddings of a pair."""
+"""A loss of one's own: any differentiable function of all embeddings of its branches."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from models.losses.blocks import Part, Sides, first_of, other_of, shown_scale
+from models.losses.blocks import Part, Sides, first_of, shown_scale
 
 
 @dataclass(frozen=True)
 class PlainLoss:
-    """`function(first, second, scalars)` -> [], of the embeddings [B, D] of both branches, row i of
-    one belonging to row i of the other.
+    """`function(first, second, scalars)` -> [], of the embeddings [B, D] of both branches of a pair,
+    row i of one belonging to row i of the other; of a term over k branches, of those of all k.
 
     It is the loss of the whole global batch, a mean over its B samples, and autograd differentiates
-    it. Every rank that holds embeddings of the pair computes all of it, so where it makes a B × B
+    it. Every rank that holds embeddings of the term computes all of it, so where it makes a B × B
     matrix each rank makes a whole one: 4·B² bytes, a few times. The built-in losses compute only a
     rank's own rows, in blocks. One row per sample, all of the same weight.
 
     `parameters`: names and first values of what it learns, each [1]; it finds them in `scalars`.
     """
 
-    function: Callable[[Tensor, Tensor, Mapping[str, Tensor]], Tensor]
+    function: Callable[..., Tensor]
     parameters: Mapping[str, float] = field(default_factory=dict)
 
     def statistics(
@@ -41,13 +41,13 @@ class PlainLoss:
         statistics: Mapping[str, Tensor],
         parameters: Mapping[str, Tensor],
     ) -> Part:
-        """What the rows `mine` [b] of a side contribute. Every row has an equal share of half of
-        the loss."""
+        """What the rows `mine` [b] of a side contribute. Every row has an equal share of its side's,
+        and all k sides have equal ones of the loss."""
         loss, gradients, scalars = self._differentiated(sides, parameters)
         number = len(sides[branch].label)
         part = len(mine) / number  # the rows of one side give the whole gradient of the scalars
         return Part(
-            {branch: (loss / (2 * number)).expand(len(mine))},
+            {branch: (loss / (len(sides) * number)).expand(len(mine))},
             {branch: gradients[branch][mine]},
             {name: gradient * part for name, gradient in scalars.items()},
         )
@@ -56,7 +56,7 @@ class PlainLoss:
         """The whole loss and all gradients."""
         loss, gradients, scalars = self._differentiated(sides, parameters)
         shares = {
-            branch: (loss / (2 * len(side.label))).expand(len(side.label))
+            branch: (loss / (len(sides) * len(side.label))).expand(len(side.label))
             for branch, side in sides.items()
         }
         return Part(shares, gradients, scalars)
@@ -75,9 +75,9 @@ class PlainLoss:
         self, sides: Sides, parameters: Mapping[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """The loss [], ∂L/∂ of the embeddings [B, D] of each branch, ∂L/∂ of the scalars."""
-        first = first_of(sides)
-        own, other = sides[first], sides[other_of(sides, first)]
-        if len(own.label) != len(other.label) or own.weight is not None:
+        own = sides[first_of(sides)]
+        lengths = {len(side.label) for side in sides.values()}
+        if len(lengths) > 1 or own.weight is not None:
             raise ValueError(
                 "a loss of your own sees one row per sample, all of the same weight; take several "
                 "texts per image and sample weights out, or use a built-in loss"
@@ -85,8 +85,7 @@ class PlainLoss:
         given = {branch: side.embeds.detach().requires_grad_() for branch, side in sides.items()}
         learned = {name: value.detach().requires_grad_() for name, value in parameters.items()}
         with torch.enable_grad():
-            one, another = given.values()
-            loss = self.function(one, another, learned)
+            loss = self.function(*given.values(), learned)
             wanted = [*given.values(), *learned.values()]
             found = torch.autograd.grad(loss, wanted, allow_unused=True)
         gradients = [

@@ -17,7 +17,7 @@ from schedule_cases import cases, keeping, lists, name, random_cases
 from split_training import Case
 
 from engine.communication import Channel
-from engine.objective import Branch, Objective, Pair
+from engine.objective import Branch, Joint, Objective, Pair
 from engine.optimizer.locking import lock_graph
 from engine.schedule import (
     SCHEDULES,
@@ -30,12 +30,12 @@ from engine.schedule import (
     receives_to_post,
 )
 from engine.topology import StageGraph, fork, merged
-from models.losses import InfoNCE, Matching
+from models.losses import InfoNCE, Matching, Views
 
 with mock.patch.dict(SCHEDULES), mock.patch.dict(sys.modules):  # it registers itself
     OneByOne = importlib.import_module("examples.schedule").OneByOne
 TWO = Objective(tuple(map(Branch, BRANCHES)), (Pair(*BRANCHES, InfoNCE()),))
-MATCHED = replace(TWO, pairs=(replace(TWO.pairs[0], matching=Matching()),))
+MATCHED = replace(TWO, terms=(replace(TWO.terms[0], matching=Matching()),))
 THREE = Objective(
     tuple(map(Branch, (*BRANCHES, "sound"))),
     (
@@ -45,8 +45,17 @@ THREE = Objective(
     ),
 )
 
-WITHOUT_A_LOSS = replace(THREE, pairs=THREE.pairs[:2])  # image and sound are evaluated only
+WITHOUT_A_LOSS = replace(THREE, terms=THREE.terms[:2])  # image and sound are evaluated only
 
+
+TAUGHT = replace(  # beside its pairs a term over one branch, and one over all three
+    WITHOUT_A_LOSS,
+    terms=(
+        *WITHOUT_A_LOSS.terms,
+        Joint(("text",), Views(InfoNCE()), prefix="text_text_"),
+        Joint(("image", "text", "sound"), InfoNCE(), prefix="three_", kind="likeness"),
+    ),
+)
 
 UNEQUAL = tuple(
     tuple(tuple(range(a, b)) for a, b in zip(ends, ends[1:])) for ends in ((0, 5, 10), (10, 17, 24))
@@ -133,6 +142,7 @@ def test_nothing_waits_for_ever_with_three_branches():
     for graph, numbers in graphs_of_three():
         is_even = len(set(numbers.values())) == 1
         check_schedules(graph, numbers, THREE if is_even else WITHOUT_A_LOSS)
+        check_schedules(graph, numbers, TAUGHT)
 
 
 @pytest.mark.parametrize("schedule", [BatchSync, Replay, PerMicroBatch, OneByOne])

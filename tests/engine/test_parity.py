@@ -104,7 +104,7 @@ def test_the_reference_shares_nothing_with_the_engine():
 def check_losses(case, objective, results, reference):
     """That of the step and, where there are several, each of them; their weights."""
     metrics, within = results[0]["metrics"][0], HALF.get(case.precision, RELATIVE)
-    if case.precision != "fp32" and len(objective.pairs) == 1:
+    if case.precision != "fp32" and len(objective.terms) == 1:
         within = 1e-4
     assert len({r["metrics"][0].loss for r in results}) == 1, "every rank tells the same loss"
     assert metrics.loss == pytest.approx(reference["losses"][0], rel=within)
@@ -113,9 +113,9 @@ def check_losses(case, objective, results, reference):
         assert not metrics.losses
         return
     kinds = [
-        (f"{kind}/{pair.name}" if len(objective.pairs) > 1 else kind, pair)
-        for pair in objective.pairs
-        for kind in ("contrastive", "matching")
+        (f"{kind}/{pair.name}" if len(objective.terms) > 1 else kind, pair)
+        for pair in objective.terms
+        for kind in (pair.kind, "matching")
     ]
     for name, pair in [(name, pair) for name, pair in kinds if name in by_name]:
         kind, _, of_pair = name.partition("/")
@@ -128,7 +128,7 @@ def check_losses(case, objective, results, reference):
 def check_numbers(case, objective, metrics):
     """What is counted, and what the losses learn, before the step."""
     scalars, left_out = {}, {}
-    for pair in objective.pairs:
+    for pair in objective.terms:
         for name, value in pair.loss.parameters.items():
             is_scale = name == "logit_scale"
             shown = f"{name}_exp" if is_scale else name

@@ -307,7 +307,7 @@ def our_step(file, flags):
         made |= tensors
     weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     total, roots, gradients = 0.0, [], []
-    for pair in model.objective.pairs:
+    for pair in model.objective.terms:
         part, scalars = pair_loss(pair, loaded, made)
         total += sum(float(share.sum()) for share in part.shares.values())
         roots += [made[f"{name}_embeds"] for name in part.embeds] + [*scalars.values()]

@@ -34,7 +34,7 @@ def test_regions_are_of_images_and_their_phrases_are_texts():
 
 def test_the_pair_of_regions_has_its_own_loss_scalars_and_positives():
     model = model_of("--pairs", PAIRS, "--loss", "region:text=sigmoid")
-    (images, regions) = model.objective.pairs
+    (images, regions) = model.objective.terms
     assert isinstance(images.loss, InfoNCE) and isinstance(regions.loss, Sigmoid)
     assert regions.loss.targets.duplicates == "positives" != images.loss.targets.duplicates
     assert regions.weight == 0.5 and regions.name == "region_phrase"
@@ -46,7 +46,7 @@ def test_a_loss_without_further_positives_masks_regions_with_equal_phrases():
     """MIL-NCE, which was refused with the advice to give what had been given."""
     for loss, of_images in (("milnce", MILNCE), ("region:text=milnce", InfoNCE)):
         model = model_of("--pairs", PAIRS, "--loss", loss)
-        images, regions = (pair.loss for pair in model.objective.pairs)
+        images, regions = (pair.loss for pair in model.objective.terms)
         assert type(images) is of_images and isinstance(regions, MILNCE)
         assert images.targets.duplicates == regions.targets.duplicates == "masked"
     with pytest.raises(ValueError, match="'positives' are not for loss 'milnce'"):

@@ -28,7 +28,7 @@ MUTANTS = (
     Mutant(
         "weight-of-pair-ignored",
         "engine/loss/tail_loss.py",
-        'of_pair = self.weights[self.objective.loss_name("contrastive", pair)]',
+        "of_pair = self.weights[self.objective.loss_name(pair.kind, pair)]",
         "of_pair = 1.0",
         "a pair counts as much as its weight says",
         PARITY,
@@ -44,7 +44,7 @@ MUTANTS = (
     Mutant(
         "scalar-from-another-pair",
         "engine/loss/tail_loss.py",
-        "before = sum(len(earlier.scalars) for earlier in self.objective.pairs[:number])",
+        "before = sum(len(earlier.scalars) for earlier in self.objective.terms[:number])",
         "before = 0",
         "metrics show each pair's own scalars",
         PARITY,
@@ -84,7 +84,7 @@ MUTANTS = (
     Mutant(
         "bad-row-kept",
         "engine/loss/pair_batch.py",
-        "not_loaded = unread[0] | unread[1]",
+        "not_loaded = torch.stack(unread).any(0)",
         "not_loaded = unread[0]",
         "a sample of which either half could not be loaded is left out",
         ROWS,
@@ -100,8 +100,8 @@ MUTANTS = (
     Mutant(
         "other-samples-accepted",
         "engine/loss/pair_batch.py",
-        "others = (_sample(first) != reference).any(1) | (_sample(second) != reference).any(1)",
-        "others = (_sample(first) != reference).any(1)",
+        "others = torch.stack([(_sample(index) != reference).any(1) for index in indices]).any(0)",
+        "others = (_sample(indices[0]) != reference).any(1)",
         "two branches that hold other samples at a place are refused",
         ROWS,
     ),

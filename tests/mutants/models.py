@@ -8,6 +8,30 @@ LOSSES = (
 
 MUTANTS = (
     Mutant(
+        "view-of-itself",
+        "models/losses/views.py",
+        "return super().positives(sides, branch, rows) & ~_itself(sides, branch, rows)",
+        "return super().positives(sides, branch, rows)",
+        "a view is no positive of itself",
+        "tests/models/test_joint_losses.py",
+    ),
+    Mutant(
+        "views-ask-only",
+        "models/losses/views.py",
+        "{branch: 2 * part.embeds[branch]}",
+        "{branch: part.embeds[branch]}",
+        "a row has the gradient of what it asks and of what it answers",
+        "tests/models/test_joint_losses.py",
+    ),
+    Mutant(
+        "teacher-of-one-direction",
+        "models/losses/similarities.py",
+        "gradient[rows] = d_logits.addcmul_(toward, across) @ sides[other].embeds",
+        "gradient[rows] = d_logits @ sides[other].embeds",
+        "similarities are distilled in both directions",
+        "tests/models/test_joint_losses.py",
+    ),
+    Mutant(
         "half-loss",
         "models/losses/infonce.py",
         "half = asking_weights(sides[branch]) / 2",
