@@ -91,7 +91,7 @@ class MicroBatchDataset(Dataset):
             counts |= loaded.counts
             if modality.decodes:
                 counts[stored(modality.name).unreadable] = len(loaded.bad)
-                num_decoded += len(loaded.index)
+                num_decoded += len(request.index)
         return micro_batch, LoadReport(bad, counts | stream_counts(self.source), num_decoded)
 
     @property

@@ -142,6 +142,45 @@ def loss_for(loss: str, pairs: str) -> str:
     return names.pop() if len(names) == 1 else ",".join(kept)
 
 
+@dataclass(frozen=True)
+class TermOption:
+    """One of `--terms`."""
+
+    branches: tuple[str, ...]
+    loss: str
+    weight: float
+
+    @property
+    def name(self) -> str:
+        """As it is written."""
+        return f"{'+'.join(self.branches)}={self.loss}"
+
+
+def read_terms(given: str) -> tuple[TermOption, ...]:
+    """`image=infonce:0.5,image+text+audio=NAME` -> its terms. Errors: ValueError for what is not
+    written so, and for terms of two branches."""
+    terms = []
+    for each in given.split(",") if given else ():
+        branches, _, of = each.strip().partition("=")
+        loss, _, weight = of.partition(":")
+        try:
+            term = TermOption(tuple(branches.split("+")), loss, float(weight or 1))
+        except ValueError:
+            term = TermOption((), "", 0.0)
+        if not all(term.branches) or not term.loss or not 0 < term.weight < math.inf:
+            raise ValueError(
+                f"'{each}' is no term; write A=LOSS or A+B+C=LOSS and a weight above 0 behind it, "
+                "such as image=infonce:0.5"
+            )
+        if len(term.branches) == 2:
+            pair = ":".join(term.branches)
+            raise ValueError(
+                f"'{each}': two branches are a pair; give {pair} to --pairs and --loss"
+            )
+        terms.append(term)
+    return tuple(terms)
+
+
 def branches_of(given: str) -> tuple[str, ...]:
     """The branches of `--pairs`, in the order in which they are first named."""
     return tuple(dict.fromkeys(name for pair in read_pairs(given) for name in pair.branches))
@@ -170,6 +209,15 @@ def pairs(text: str) -> str:
             f"{' or '.join(derived)} out"
         )
     return as_given(found)
+
+
+def terms(text: str) -> str:
+    """`--terms`, as it is written."""
+    try:
+        read_terms(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
+    return text.replace(" ", "")
 
 
 def workers(text: str) -> str | int:

@@ -326,7 +326,7 @@ def _shares_of(
     themselves."""
     places, captions = batch.places, batch.setting.feed_rates.captions_per_image
     found = {
-        name: [len(own) * (captions if is_text(name) else 1) for own in samples] for name in loads
+        name: [len(own) * batch.setting.feed_rates.rows(name) for own in samples] for name in loads
     }
     made = {}
     further = places.numbers() if places is not None else {}

@@ -5,7 +5,7 @@ import numpy as np
 
 # Last word of the seeds: the streams of the draws differ, and differ from that of GlobalOrder,
 # which ends in 0
-# (numpy reads [seed, epoch] as [seed, epoch, 0, 0]).
+# (numpy reads [seed, epoch] as [seed, epoch, 0, 0]), and the first view draws as if there was no other.
 AUGMENTATION, CAPTION, PARTS, LIMIT, PATCHES = 1, 2, 3, 4, 5
 SHARDS, SHARD, GROUP, HELD_OUT = 6, 7, 8, 9
 ANNOTATIONS, PHRASE, NEGATIVES = 10, 11, 12
@@ -39,7 +39,10 @@ def phrase_number(seed: int, epoch: int, i: int, k: int, phrases: int) -> int:
     return int(np.random.default_rng([seed, epoch, i, k, PHRASE]).integers(phrases))
 
 
-def patch_numbers(seed: int, epoch: int, i: int, patches: int, kept: int) -> np.ndarray:
-    """[kept] int64, ascending: which of its patches 0..patches-1 the image of sample `i` shows in
-    an epoch."""
-    return np.sort(np.random.default_rng([seed, epoch, i, PATCHES]).permutation(patches)[:kept])
+def patch_numbers(
+    seed: int, epoch: int, i: int, patches: int, kept: int, view: int = 0
+) -> np.ndarray:
+    """[kept] int64, ascending: which of its patches 0..patches-1 a view of the image of sample `i`
+    shows in an epoch."""
+    generator = np.random.default_rng([seed, epoch, i, PATCHES, view])
+    return np.sort(generator.permutation(patches)[:kept])

@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from data.stored.kinds import is_text
+
 SMOOTHING = 0.5  # weight of a new measurement in the mean of all since the last move
 CONFIRMATIONS = 3  # measurements in a row that must ask for a move
 PATCH_STEPS = 16  # kept_patches moves in sixteenths
@@ -24,11 +26,18 @@ PATCH_STEPS = 16  # kept_patches moves in sixteenths
 @dataclass(frozen=True)
 class FeedRates:
     """What a step takes in. `image_size`: pixels a side (a bucket is scaled with it);
-    `kept_patches`: the share that a ViT sees."""
+    `kept_patches`: the share that a ViT sees; `views_per_image`: does not change in a run."""
 
     captions_per_image: int = 1
     kept_patches: float = 1.0
     image_size: int = 0  # 0: as --image-size says
+    views_per_image: int = 1
+
+    def rows(self, branch: str) -> int:
+        """That a branch has of each sample in training."""
+        if is_text(branch):
+            return self.captions_per_image
+        return self.views_per_image if branch == BRANCH_OF["image_size"] else 1
 
     def load(self, branch: str) -> float:
         """In proportion to the seconds of a branch; only quotients mean something."""

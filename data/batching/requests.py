@@ -6,7 +6,7 @@ b: samples of one micro-batch, t: its texts.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -49,6 +49,26 @@ class MicroBatchRequest:
     places: Places | None = None
     # of streams, by data set: the shards that this step and those near it read
     shards: Mapping[int, np.ndarray] | None = None
+    view: np.ndarray | None = None  # [b] int64, which view of its sample each is; None: the first
+
+    def with_views(self) -> MicroBatchRequest:
+        """A request for each view that its images show, one after the other: the one at position p is
+        view p mod c of c. In evaluation an image has one."""
+        c = self.feed_rates.views_per_image if self.training else 1
+        if c == 1:
+            return self
+        return replace(
+            self,
+            index=np.repeat(self.index, c),
+            position=(self.position[:, None] * c + np.arange(c)).ravel(),
+            weight=None if self.weight is None else np.repeat(self.weight, c),
+            view=np.tile(np.arange(c), len(self.index)),
+        )
+
+    def drawn(self) -> list[tuple[int, int]]:
+        """(sample, view) of each."""
+        view = np.zeros_like(self.index) if self.view is None else self.view
+        return list(zip(self.index.tolist(), view.tolist()))
 
     def texts(self) -> TextRows:
         """Its texts: those that were packed by themselves, else the c captions that each of its

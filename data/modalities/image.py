@@ -37,8 +37,8 @@ class ImageModality(Modality):
     (`data/modalities/transforms.py`) makes what the tower reads, on the tower's device; with
     `patch_size` (ViT) and fewer patches asked for kept_patches int64 [b, K], ascending.
 
-    `cache` changes no value. An image that
-    cannot be read shows another one of the micro-batch.
+    `cache` changes no value. An image that cannot be read shows another one of the micro-batch. Where
+    the request asks for c views of an image, its rows are these, each drawn by itself: b·c in all.
 
     Where a pair has regions also the rows `region`: region_boxes int32 [n, 4] (x1, y1, x2, y2 in
     parts of `WHOLE` of the sides of what the tower sees) and region_row int64 [n], the image of
@@ -57,7 +57,7 @@ class ImageModality(Modality):
         self.views, self.cache, self.patch_size = views, cache, patch_size
 
     def load(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
-        transform = self.views.of(request)
+        transform, request = self.views.of(request), request.with_views()
 
         def read(i: int, generator: np.random.Generator) -> tuple[np.ndarray, Placed]:
             return transform.view(self._stored(source, transform, i), generator)
@@ -78,7 +78,7 @@ class ImageModality(Modality):
         )
 
     def meta_batch(self, source: Source, request: MicroBatchRequest, seed: int) -> Loaded:
-        size = self.views.of(request).size
+        size, request = self.views.of(request).size, request.with_views()
         shape = (len(request.index), 3, *size)
         tensors = {"pixel_values": torch.empty(shape, dtype=torch.uint8, device="meta")}
         tensors |= self._kept_patches(request, seed, size)
@@ -104,7 +104,7 @@ class ImageModality(Modality):
         patches = (size[0] // self.patch_size) * (size[1] // self.patch_size)
         kept = kept_number(patches, request.feed_rates.kept_patches)
         numbers = np.stack(
-            [patch_numbers(seed, request.epoch, i, patches, kept) for i in request.index.tolist()]
+            [patch_numbers(seed, request.epoch, i, patches, kept, k) for i, k in request.drawn()]
         )
         return {"kept_patches": torch.from_numpy(numbers)}
 

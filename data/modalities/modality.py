@@ -146,8 +146,8 @@ def read_values(
     values: list[Value | None] = []
     key = stored(modality).equal_rows(source, request.index)
     loaded = replace(Loaded.of(request, {}), key=key)
-    for i in request.index.tolist():
-        generator = np.random.default_rng([seed, request.epoch, i, AUGMENTATION])
+    for i, view in request.drawn():
+        generator = np.random.default_rng([seed, request.epoch, i, AUGMENTATION, view])
         try:
             values.append(read(i, generator))
         except Absent:
@@ -155,7 +155,8 @@ def read_values(
             loaded.absent.append(i)
         except BadSample as error:
             values.append(None)
-            loaded.bad.append((i, error.reason, f"{source.where(i, modality)}: {error.detail}"))
+            if not view:  # all views of it are bad
+                loaded.bad.append((i, error.reason, f"{source.where(i, modality)}: {error.detail}"))
     return shown(values, blank), loaded
 
 

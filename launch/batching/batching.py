@@ -19,7 +19,6 @@ from data.batching.order import GlobalOrder
 from data.batching.requests import MicroBatchRequest
 from data.batching.settings import setting_at
 from data.prepared import PreparedData
-from data.stored.kinds import is_text
 from engine.config.reading import BranchesBlock
 from engine.executor import ForkEngine, StepSpec
 from engine.json_messages import from_first_rank, to_first_rank
@@ -117,7 +116,6 @@ class Batching:
     def step_spec(self, step: int, loss_weights: Mapping[str, float]) -> StepSpec:
         """Numbers of micro-batches and rows of a step."""
         setting = setting_at(self.batches.settings, step)
-        captions = setting.feed_rates.captions_per_image
         shares = Shares({}, {})
         if self.batches.keeps_shares:
             stage = self._stage
@@ -125,7 +123,7 @@ class Batching:
         return StepSpec(
             num_micro_batches=setting.num_micro_batches[self._branch],
             num_kept=num_kept(self.plan, self._branch, setting),
-            rows_per_sample=dict.fromkeys(filter(is_text, self.plan.batches), captions),
+            rows_per_sample={each: setting.feed_rates.rows(each) for each in self.plan.batches},
             loss_weights=loss_weights,
             shares=shares.of_replicas,
             num_made=shares.made,

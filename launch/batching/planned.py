@@ -13,7 +13,13 @@ import numpy as np
 from data.batching.batches import Batches, GlobalBatch, TextPacker
 from data.batching.branch_cost import BranchCost
 from data.batching.buckets import Buckets, NearestSizes, side_multiple
-from data.batching.load_control import BRANCH_OF, LoadControl, patch_ladder, size_ladder
+from data.batching.load_control import (
+    BRANCH_OF,
+    FeedRates,
+    LoadControl,
+    patch_ladder,
+    size_ladder,
+)
 from data.batching.mixing import Adaptation
 from data.batching.mixture import source_names
 from data.batching.order import GlobalOrder, Parts
@@ -25,7 +31,7 @@ from data.batching.weights import loss_weights
 from data.index.sources import Source
 from data.modalities.lengths import Counts, token_counts
 from data.modalities.tokenizer import token_lengths
-from data.options import derived_of
+from data.options import derived_of, read_terms
 from data.prepared import PreparedData
 from data.stored.kinds import is_text, text_of
 from data.streams.lengths import stream_token_counts
@@ -64,10 +70,11 @@ def planned_batches(
     weights_of = sample_weights_of(data, weighting(block), options.max_text_tokens, folder)
     annotations = shown_annotations_of(data.source, options)
     apart = weights_of is annotations is None and _texts_enter_alone(plan)
+    numbers = {branch: batch.num_micro_batches for branch, batch in plan.batches.items()}
     batches = Batches(
         order,
         data.train,
-        [Setting(0, {b: batch.num_micro_batches for b, batch in plan.batches.items()})],
+        [Setting(0, numbers, feed_rates=FeedRates(views_per_image=options.views_per_image))],
         buckets=buckets,
         texts=text_packer(balance, plan, data, options, folder, apart),
         costs=value_costs(balance, plan, data, options, in_sizes=buckets is not None),
@@ -78,14 +85,34 @@ def planned_batches(
     batches.texts_apart = apart and (buckets is None or batches.texts is not None)
     batches.keeps_shares = _knows_rows_of_others(plan, batches, balance)
     if batches.texts is None:
+        refuse_lone_rows(options.terms, batches.settings[0].feed_rates)
         return batches, LoadControl()
     length = mean_length(batches.texts)
     control = load_control(balance, plan, data, options, patch_size, length)
     first = replace(
-        batches.settings[0], text_cost=text_cost(plan, length), feed_rates=control.start()
+        batches.settings[0],
+        text_cost=text_cost(plan, length),
+        feed_rates=replace(control.start(), views_per_image=options.views_per_image),
     )
+    refuse_lone_rows(options.terms, first.feed_rates)
     batches.settings = [with_numbers(first, batches, plan, balance, order.changed_at)]
     return batches, control
+
+
+def refuse_lone_rows(terms: str, feed_rates: FeedRates) -> None:
+    """Raise ValueError, in the words of a command line, for a term of --terms that compares the rows
+    of a sample with each other where each sample has one."""
+    for term in read_terms(terms):
+        if len(term.branches) == 1 and feed_rates.rows(branch := term.branches[0]) == 1:
+            more = (
+                'a "branches.balance" block with "strategy": "feed", "captions_per_image": [2, 2]'
+                if is_text(branch)
+                else "--views-per-image 2, which images alone have"
+            )
+            raise ValueError(
+                f"argument --terms: {term.name} compares the rows that a sample has in the {branch} "
+                f"branch, and each has one; give {more}"
+            )
 
 
 def _texts_enter_alone(plan: RunPlan) -> bool:

@@ -37,6 +37,7 @@ from data.options import (
     PairsOptions,
     SeedOptions,
     read_pairs,
+    terms,
 )
 from engine.planning.devices import DEVICES, find_device
 from launch.loss_weights import MODES, check_mode
@@ -254,6 +255,13 @@ class ImageOptions(OptionGroup):
         1,
         "input shapes of about that area, chosen to suit the images; a micro-batch has one of "
         "them; 1: square",
+        "N",
+        at_least(1),
+    )
+    views_per_image: int = option(
+        1,
+        "of each image in a step, each cropped by itself; all of them are compared with its texts, "
+        "and with each other by --terms image=infonce",
         "N",
         at_least(1),
     )
@@ -572,7 +580,7 @@ def _others(group: type[OptionGroup], tower: str) -> tuple[str, ...]:
 
 
 OF_BRANCH = {
-    "image": BranchOptions("image_tower", "image_weights", ("image_buckets",)),
+    "image": BranchOptions("image_tower", "image_weights", ("image_buckets", "views_per_image")),
     "text": BranchOptions("text_tower", "text_weights", ("tokenizer",)),
     "audio": BranchOptions(
         "audio_tower", "audio_weights", _others(AudioOptions, "audio_tower"), unset=True
@@ -609,7 +617,24 @@ def _by_branch(options: Mapping[str, Any], what: str) -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(TowerOptions):
+class TermOptions(OptionGroup):
+    """What is trained beside the pairs."""
+
+    title = "objective"
+    in_recipe = True
+    terms: str = option(
+        "",
+        "further terms of the loss: of one branch, whose rows of a sample are compared with each "
+        "other (image=infonce), or of more than two (image+text+audio=NAME, of --import-module), "
+        "each with its weight in the sum",
+        "A[+B+C]=LOSS[:WEIGHT],...",
+        terms,
+        shown="none",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions(TowerOptions, TermOptions):
     """What is trained, and from which weights."""
 
     title = "objective"
@@ -687,6 +712,11 @@ class ModelOptions(TowerOptions):
                 f"argument --fusion-width: {self.fusion_width} is no multiple of --fusion-heads "
                 f"{self.fusion_heads}"
             )
+        if self.loss_weights == "alignment" and self.terms:
+            raise ValueError(
+                "argument --loss-weights: alignment is measured of pairs, and of no term of --terms "
+                f"{self.terms}; give another one, or leave --terms out"
+            )
         try:
             check_mode(self.loss_weights, [*pairs, *(["matching"] if self.fusion else [])])
         except ValueError as error:
@@ -744,7 +774,7 @@ class LengthOptions(OptionGroup):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchingOptions(DataOptions, TowerOptions, LengthOptions):
+class BatchingOptions(DataOptions, TowerOptions, LengthOptions, TermOptions):
     """Which samples make which micro-batch."""
 
     title = "tracking"
@@ -791,6 +821,7 @@ GROUPS: Sequence[type[OptionGroup]] = (
     VideoOptions,
     AnnotationOptions,
     PairsOptions,
+    TermOptions,
     ModelOptions,
     LengthOptions,
     TrackingOptions,

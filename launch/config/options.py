@@ -315,7 +315,7 @@ def _useless(options: Options) -> Iterator[tuple[Sequence[str], str]]:
     if not options.fusion:
         of_fusion = ("fusion_width", "fusion_heads", "fusion_scales", "matching_weight")
         yield of_fusion, "a run with --fusion"
-        if len(read_pairs(options.pairs)) == 1:
+        if len(read_pairs(options.pairs)) == 1 and not options.terms:
             yield ("loss_weights", "loss_weights_every"), "--fusion or several --pairs"
     if options.loss_weights not in ("uncertainty", "measured"):
         yield ("loss_weights_every",), "--loss-weights uncertainty or measured"

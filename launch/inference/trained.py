@@ -34,7 +34,7 @@ from engine.checkpoint.layout import (
     verify,
 )
 from engine.checkpoint.reading import CheckpointReader, load_layer
-from engine.objective import scalars_of, without_loss
+from engine.objective import Term, scalars_of, without_loss
 from launch.config.blocks import train_block
 from launch.config.groups import AudioOptions
 from launch.config.imported import (
@@ -52,7 +52,7 @@ from launch.config.pixels import PROCESSORS, trained_with
 from launch.inference.adapters import ADAPTERS, FILE, read_adapters
 from launch.inference.own_towers import fill_own
 from launch.modalities import MODALITIES, Vocabulary, tower_of
-from launch.objective import losses_of, pairs_of
+from launch.objective import joints_of, losses_of, pairs_of
 from launch.records import WEIGHTS, read_export, record_of_run
 from launch.terminal.tables import show
 from models.towers.adapters.layers import adapted_tower
@@ -328,8 +328,10 @@ def towers_of(
     if _says_its_vocabulary(options):
         vocabulary = vocabulary._replace(size=None)  # its table may have more rows than words
     fusion, towers = fusion_sizes(options), []
-    for branch in dict.fromkeys(name for pair in pairs for name in pair.branches):
-        tower = tower_of(branch, options, vocabulary, scalars_of(pairs, branch), fusion)
+    branches = branches_of(asked)
+    terms: list[Term] = [*pairs, *joints_of(options.get("terms") or "", branches)]
+    for branch in branches:
+        tower = tower_of(branch, options, vocabulary, scalars_of(terms, branch), fusion)
         if tokenizer is not None and is_text(branch):
             _refuse_other_tokenizer(tower, tokenizer)
         towers.append(tower)

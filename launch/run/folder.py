@@ -331,7 +331,8 @@ def training_identity(
     free += [kind.most for kind in DERIVED.values() if kind is not derived]
     free += [] if derived else ["max_negatives"]
     # what earlier versions did not have, where it is not used
-    free += [name for name in ("weights", "prefixes") if not options.get(name)]
+    free += [name for name in ("weights", "prefixes", "terms") if not options.get(name)]
+    free += ["views_per_image"] if options.get("views_per_image", 1) == 1 else []
     if options["image_train_resize_mode"] == "shortest":  # as they cropped, and do not record
         free += ["image_train_resize_mode"]
     named = branches_of(options["pairs"])

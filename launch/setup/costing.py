@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from common.cpus import usable_cpus
+from data.batching.load_control import FeedRates
 from data.batching.requests import MicroBatchRequest
 from data.modalities.tokenizer import token_lengths
 from data.options import LoadingOptions, derived_of
@@ -359,7 +360,9 @@ def _example(
     index = examples[number % len(examples)]
     annotations = shown_annotations_of(data.source, inputs)
     places = None if annotations is None or alone else annotations.places(index)
-    example = dataset[MicroBatchRequest(0, 0, index, np.arange(size), True, places=places)]
+    rates = FeedRates(views_per_image=inputs.views_per_image)
+    request = MicroBatchRequest(0, 0, index, np.arange(size), True, feed_rates=rates, places=places)
+    example = dataset[request]
     return as_values(example, inputs.preprocessing)
 
 
@@ -406,9 +409,12 @@ def _sample_s(
     index = np.random.default_rng(inputs.seed).choice(examples, SAMPLES_LOADED)
     place, annotations = np.arange(SAMPLES_LOADED), shown_annotations_of(data.source, inputs)
     places = None if annotations is None else annotations.places(index)
+    rates = FeedRates(views_per_image=inputs.views_per_image)
     seconds: list[float] = []
     while len(seconds) < 2 or (len(seconds) < LOADED and sum(seconds) < LOADING_BUDGET_S):
         start = time.perf_counter()
-        dataset[MicroBatchRequest(len(seconds), 0, index, place, True, places=places)]
+        dataset[
+            MicroBatchRequest(len(seconds), 0, index, place, True, feed_rates=rates, places=places)
+        ]
         seconds.append(time.perf_counter() - start)
     return statistics.fmean(seconds[1:]) / SAMPLES_LOADED

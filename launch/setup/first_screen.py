@@ -363,7 +363,11 @@ def _towers(options: Options, towers: Sequence[Tower], plan: RunPlan) -> str:
             f"weights: {f'from {origin}' if origin else 'random'}"
             + (f"; {frozen} of {len(learn)} layers locked" if frozen else "")
         )
-    return "\n".join([*lines, f"{options.loss} between embeddings of {options.embed_dim}"])
+    further = [f"beside it {options.terms}"] if options.terms else []
+    if options.views_per_image > 1:
+        further.append(f"{options.views_per_image} views of each image")
+    objective = [f"{options.loss} between embeddings of {options.embed_dim}", *further]
+    return "\n".join([*lines, "; ".join(objective)])
 
 
 def _tokenizer(options: Options, data: PreparedData) -> str:

@@ -16,7 +16,7 @@ from data.prepared import PreparedData
 from data.stored.derived import Derived
 from data.stored.kinds import stored
 from engine.config.reading import BranchesBlock
-from engine.objective import Objective
+from engine.objective import Objective, Term
 from engine.schedule import exact_schedules
 from launch.config.blocks import BalanceBlock, balancing
 from launch.config.groups import InputOptions, ModelOptions, flag_of
@@ -24,7 +24,7 @@ from launch.config.imported import branches_held
 from launch.inference.trained import towers_of
 from launch.inputs import inputs_of_wider_images
 from launch.modalities import MODALITIES, OWN
-from launch.objective import losses_of, objective_of, pairs_of
+from launch.objective import joints_of, losses_of, objective_of, pairs_of, refuse_views
 from models.losses import Matching, Targets
 from models.towers.adapters.layers import adapted_tower, describe_adapters, num_learned
 from models.towers.adapters.lora import LoRA
@@ -66,10 +66,12 @@ class RunModel:
                 f"{options.embed_dim}; give numbers below that, all of it is compared anyway"
             )
         losses = losses_of(options.pairs, options.loss, smoothing, duplicates, prefixes)
-        pairs = pairs_of(options.pairs, losses, matching)
+        joints = joints_of(options.terms, options.branches, duplicates, prefixes)
+        terms: list[Term] = [*pairs_of(options.pairs, losses, matching), *joints]
+        refuse_views(options.views_per_image, terms)
         return cls(
             towers=towers,
-            objective=objective_of(towers, pairs),
+            objective=objective_of(towers, terms),
             embed_dim=options.embed_dim,
             seed=options.seed,
             fusion=fusion_sizes(vars(options)),

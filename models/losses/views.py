@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ class Views:
     whose targets reach beyond the positives.
     """
 
-    loss: InfoNCE | Sigmoid
+    loss: Any  # InfoNCE or Sigmoid
 
     def __post_init__(self) -> None:
         if type(self.loss) not in (InfoNCE, Sigmoid):

@@ -428,6 +428,26 @@ def test_kept_patches_are_a_share_of_the_grid_drawn_for_each_sample_and_epoch(de
     assert kept(0.5, 1, size=24, training=False)["pixel_values"].shape == (5, 3, 32, 32)
 
 
+def test_views_of_an_image_are_drawn_each_by_itself_and_the_first_as_if_alone(demo):
+    dataset = MicroBatchDataset(demo, [square_images(32, side_multiple=8, patch_size=8)])
+    weight = np.array([5, 6])
+
+    def loaded(c, **more):
+        rates = FeedRates(views_per_image=c, kept_patches=0.5)
+        return dataset[request_of((7, 9), 3, feed_rates=rates, weight=weight, **more)]
+
+    one, three = loaded(1), loaded(3)
+    assert three["image_position"].tolist() == list(range(6))
+    assert three["image_index"].tolist() == [7] * 3 + [9] * 3
+    assert three["image_weight"].tolist() == [5] * 3 + [6] * 3
+    assert three["image_key"].tolist() == one["image_key"].repeat_interleave(3).tolist()
+    for name in ("pixel_values", "kept_patches"):
+        assert torch.equal(three[name][::3], one[name])
+        different = {tuple(row.flatten().tolist()) for row in three[name]}
+        assert len(different) == 6, name
+    assert loaded(3, training=False)["pixel_values"].shape[0] == 2
+
+
 # -- meta batches
 
 
@@ -452,6 +472,7 @@ ASKED_FOR = {
     "smaller bucket": {"size": (32, 64), "feed_rates": FeedRates(image_size=24)},
     "patches": {"feed_rates": FeedRates(kept_patches=0.5)},
     "captions": {"feed_rates": FeedRates(captions_per_image=3)},
+    "views": {"feed_rates": FeedRates(views_per_image=2, kept_patches=0.5), "weight": THREE},
     "weights": {"weight": THREE},
     "packed texts": {"packed_texts": TextRows(np.array([8, 9]), THREE[:2], THREE[1:])},
     "captions with weights": {"feed_rates": FeedRates(captions_per_image=2), "weight": THREE},

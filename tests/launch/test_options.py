@@ -65,8 +65,8 @@ def test_what_is_trained_may_not_change_when_a_run_goes_on():
     image_mean image_resize image_resize_mode image_size image_std image_tower
     image_train_resize_mode image_weights imported index_check label_smoothing leak_bits limit_samples loss loss_weights
     loss_weights_every matching_weight max_audio_seconds max_moments max_negatives max_regions max_text_tokens
-    on_leak pairs prefixes projection seed steps text_tower text_weights tokenizer tower val_data
-    val_fraction video_frames video_rate video_tower video_weights weights"""
+    on_leak pairs prefixes projection seed steps terms text_tower text_weights tokenizer tower val_data
+    val_fraction video_frames video_rate video_tower video_weights views_per_image weights"""
     assert set(parsed().record()) - set(free_options()) == set(compared.split())
 
 
@@ -190,6 +190,11 @@ MISTAKES = """
 TWO --data-weights 1,-2 | --data-weights | 2 --data need 2 numbers >= 0
 TWO --data-weights 0,0 | --data-weights | not all 0
 --loss siglip | --loss | 'siglip' | infonce | sigmoid
+--terms image | --terms | 'image' is no term | A=LOSS
+--terms image=infonce:0 | --terms | weight above 0
+--terms image+text=infonce | --terms | two branches are a pair | --pairs
+--terms image=infonce --loss-weights alignment --pairs image:text,audio:text | alignment | no term of --terms
+--pairs audio:text --views-per-image 2 | --views-per-image | no pair of --pairs audio:text has 'image'
 --label-smoothing 1 | --label-smoothing | 1 is not in 0 <= F < 1
 --loss sigmoid --label-smoothing 0.1 | --label-smoothing | 0.1 is for --loss infonce | leave it out
 TWO --data-temperature 0 | --data-temperature | 0 is not above 0
