@@ -18,7 +18,7 @@ from torch import nn
 from engine.backend.deepspeed import DeepSpeedBackend
 from engine.batch import BranchBatch
 from engine.communication import Communicator
-from engine.config.implied import averages_early, precision_of
+from engine.config.implied import averages_early, precision_of, zero_stage
 from engine.executor import ForkEngine
 from engine.module import DescribesLayer, StageModule
 from engine.objective import Objective
@@ -157,19 +157,15 @@ def deepspeed_config(
     """The dictionary DeepSpeed reads on a rank of this branch: the file's keys with the branch's
     batch filled in.
 
-    `most_replicas`: of any stage. Where no stage has two, ZeRO-1 has nothing to shard, and under
-    fp32 it would only add copies of the weights and gradients; fp16 and bf16 need its wrapper, and
-    so does an offloaded optimizer. torch's own Adam runs fused unless the file says how.
+    `most_replicas`: of any stage. Where no stage has two, ZeRO has nothing to shard, and under fp32
+    it would only add copies of the weights and gradients; fp16 and bf16 need the wrapper of ZeRO-1,
+    and so does an offloaded optimizer. torch's own Adam runs fused unless the file says how.
     """
     resolved = copy.deepcopy(dict(config))
     zero = resolved.get("zero_optimization", {})
-    if (
-        most_replicas == 1
-        and precision_of(config) == "fp32"
-        and zero
-        and "offload_optimizer" not in zero
-    ):
-        resolved["zero_optimization"]["stage"] = 0
+    if most_replicas == 1 and zero:
+        wrapped = precision_of(config) != "fp32" or "offload_optimizer" in zero
+        zero["stage"] = min(zero_stage(config), 1) if wrapped else 0
     # DeepSpeed knows equal shares only; what it computes with these numbers is not used for rows
     resolved["train_batch_size"] = batch.places
     resolved["train_micro_batch_size_per_gpu"] = batch.micro_batch_size

@@ -338,7 +338,7 @@ class ForkEngine:
                 self.module.fusion,
                 batch.micro_batch_size,
                 layer_seed(self.module.base_seed, self.global_steps, buffer_id or 0, OF_PAIRS),
-                self.backend.backward,
+                self.backend.backward_alone,
             ),
         )
 

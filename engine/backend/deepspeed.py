@@ -29,6 +29,7 @@ from deepspeed.runtime import lr_schedules as lr_schedules
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, PipelineParallelGrid
@@ -36,6 +37,7 @@ from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS as ZERO_SUPPO
 from torch import Tensor, nn
 
 from engine.backend.gradient_reducer import GradientReducer
+from engine.backend.ordered_gradients import OrderedGradients
 from engine.backend.protocol import Roots, Shard, stepped_tensors
 from engine.communication import Communicator
 from engine.topology import StageGraph
@@ -104,7 +106,7 @@ class StageLayers(PipelineModule):
         setattr(parameter, IN_ALL_STAGES, False)
 
 
-class _Engine(PipelineEngine):
+class _Engine(DeepSpeedEngine):
     """DeepSpeed's engine of one stage, whose instructions others run."""
 
     def __init__(
@@ -127,13 +129,6 @@ class _Engine(PipelineEngine):
 
     # -- what the base class asks
 
-    def is_first_stage(self) -> bool:
-        """So that no message is sent along a chain that does not exist."""
-        return True
-
-    def is_last_stage(self) -> bool:
-        return True
-
     def _configure_lr_scheduler(self) -> None:
         self.lr_scheduler = self._make_schedule(self.basic_optimizer)
 
@@ -141,14 +136,6 @@ class _Engine(PipelineEngine):
         # the base class divides by the number of micro-batches; our loss is already the mean over
         # the batch
         return grad
-
-    def _reduce_non_expert_gradients(
-        self, grads: Sequence[Tensor], elements_per_buffer: int
-    ) -> None:
-        """Average gradients over the replicas. One has its averages already, and the base class
-        would copy all of them twice."""
-        if self.dp_world_size > 1:
-            super()._reduce_non_expert_gradients(grads, elements_per_buffer)
 
     def _take_model_step(self, lr_kwargs: Mapping[str, Any] | None) -> None:
         """DeepSpeed's own optimizers check for themselves whether a gradient is not finite; fp32
@@ -166,7 +153,7 @@ class _Engine(PipelineEngine):
     # -- what the backend asks
 
     def run_layers(self, inputs: dict[str, Tensor], **part: int) -> dict[str, Tensor]:
-        return super(PipelineEngine, self).forward(inputs, **part)
+        return DeepSpeedEngine.forward(self, inputs, **part)
 
     def run_backward(self, roots: Roots) -> None:
         """As the base class runs its own, which is the only one that it allows."""
@@ -179,8 +166,11 @@ class _Engine(PipelineEngine):
 
     def run_step(self, is_finite: Callable[[], bool]) -> bool:
         self._is_finite = is_finite
-        self._exec_optimizer_step()
+        self._step_and_report()
         return bool(self._step_applied)
+
+    def _step_and_report(self) -> None:
+        raise NotImplementedError
 
     @property
     def counters(self) -> dict[str, int]:
@@ -189,6 +179,133 @@ class _Engine(PipelineEngine):
     def set_counters(self, counters: Mapping[str, int]) -> None:
         for name in _COUNTERS:
             setattr(self, name, counters[name])
+
+
+class _WholeGradients(_Engine, PipelineEngine):
+    """Every replica adds up whole gradients, which are averaged behind the last backward: without
+    ZeRO, and under ZeRO-1."""
+
+    def is_first_stage(self) -> bool:
+        """So that no message is sent along a chain that does not exist."""
+        return True
+
+    def is_last_stage(self) -> bool:
+        return True
+
+    def _reduce_non_expert_gradients(
+        self, grads: Sequence[Tensor], elements_per_buffer: int
+    ) -> None:
+        """Average gradients over the replicas. One has its averages already, and the base class
+        would copy all of them twice."""
+        if self.dp_world_size > 1:
+            super()._reduce_non_expert_gradients(grads, elements_per_buffer)
+
+    def reduce_gradients(self) -> None:
+        self._exec_reduce_grads()
+
+    def _step_and_report(self) -> None:
+        self._exec_optimizer_step()
+
+
+class _ShardedGradients(_Engine):
+    """Every backward averages its gradients, and a replica adds up its slice of them: ZeRO-2.
+
+    DeepSpeed's optimizer does both. When a gradient is its turn is decided here, not by its hooks:
+    they take gradients in the order in which autograd makes them (`OrderedGradients` says why that
+    is not enough), and a backward that one replica does alone would average with another's.
+    """
+
+    def __init__(self, module: StageLayers, config: dict[str, Any], *args: Any):
+        super().__init__(module, config, *args)
+        # as the engine of a pipeline does
+        interval = self._config.pipeline["activation_checkpoint_interval"]
+        module.activation_checkpoint_interval = interval
+        for hook in self.optimizer._grad_acc_hooks:
+            hook.remove()
+        self._group_of = {
+            id(p): number for number, own in enumerate(self.optimizer.bit16_groups) for p in own
+        }
+        learned = [p for p in module.parameters() if id(p) in self._group_of]
+        late = {id(parameter) for parameter in module.learned_behind_layers}
+        self._late = [parameter for parameter in learned if id(parameter) in late]
+        self._early = [parameter for parameter in reversed(learned) if id(parameter) not in late]
+        self._ordered = OrderedGradients(self._early, self._average)
+        self._kept: dict[int, Tensor] = {}  # sums of what was made alone, in fp32
+        self._num_averaged = 0
+
+    @property
+    def num_averaged(self) -> int:
+        """Gradients of single numbers that this rank has averaged with others so far."""
+        return self._num_averaged
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Is this the last backward of the step? No backward knows that: `reduce_gradients` ends
+        the step."""
+        return False
+
+    def run_backward(self, roots: Roots) -> None:
+        self._begin()
+        with self._ordered.backward():
+            super().run_backward(roots)
+        self._end()
+
+    def run_alone(self, roots: Roots) -> None:
+        """A backward that other replicas need not do: its gradients are kept until
+        `reduce_gradients`. Raises RuntimeError for gradients of parameters in the layers."""
+        super().run_backward(roots)
+        if any(parameter.grad is not None for parameter in self._early):
+            raise RuntimeError(
+                "a part of the loss has made gradients of layers outside of their backward, which "
+                'ZeRO-2 cannot average; use "zero_optimization": {"stage": 1}'
+            )
+        for parameter in self._late:
+            self._keep(parameter)
+
+    def reduce_gradients(self) -> None:
+        """Average what is still kept, and make ready what the optimizer steps with."""
+        if self._late:
+            self._begin()
+            for parameter in self._late:
+                self._keep(parameter)
+                kept = self._kept.pop(id(parameter), None)
+                parameter.grad = None if kept is None else kept.to(parameter.dtype)
+                self._average(parameter)
+            self._end()
+        self.optimizer.finalize_gradient_accumulation_boundary()
+
+    def _keep(self, parameter: nn.Parameter) -> None:
+        if parameter.grad is not None:
+            total = self._kept.setdefault(id(parameter), torch.zeros_like(parameter).float())
+            total += parameter.grad
+            parameter.grad = None
+
+    def _begin(self) -> None:
+        self.optimizer.set_gradient_accumulation_boundary(False)
+        self.optimizer.setup_buckets()
+
+    def _average(self, parameter: nn.Parameter) -> None:
+        """Put a gradient, zeros where there is none, into the bucket; a full one is averaged."""
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        self._num_averaged += parameter.numel()
+        self.optimizer.reduce_ready_partitions_and_remove_grads(
+            parameter, self._group_of[id(parameter)]
+        )
+
+    def _end(self) -> None:
+        """Average the last bucket, add the own slices to those of earlier backwards, and free the
+        gradients."""
+        self.optimizer.overlapping_partition_gradients_reduce_epilogue()
+
+    def _step_and_report(self) -> None:
+        """As the engine of a pipeline does."""
+        self._take_model_step(None)
+        if self.global_rank == 0 and self.monitor.enabled:
+            events = [("Train/Samples/lr", self.get_lr()[0], self.global_samples)]
+            if self.fp16_enabled():
+                scale = self._get_optimizer_loss_scale()
+                events.append(("Train/Samples/loss_scale", scale, self.global_samples))
+            self.monitor.write_events(events)
 
 
 class DeepSpeedBackend:
@@ -208,7 +325,9 @@ class DeepSpeedBackend:
         make_schedule: Callable[[torch.optim.Optimizer], Any],
         averages_early: bool,
     ):
-        self._engine = _Engine(module, config, parameter_groups, make_schedule)
+        sharded = config.get("zero_optimization", {}).get("stage", 0) >= 2
+        engine = _ShardedGradients if sharded else _WholeGradients
+        self._engine = engine(module, config, parameter_groups, make_schedule)
         self._module, self._replicas = module, comm.stage.replicas
         self._wrapper: Any = (
             self._engine.optimizer
@@ -287,14 +406,21 @@ class DeepSpeedBackend:
             if self._in_bf16 and not self._wrapper.immediate_grad_update:
                 self._wrapper.update_hp_grads(clear_lp_grads=False)
 
+    def backward_alone(self, roots: Roots) -> None:
+        if isinstance(self._engine, _ShardedGradients):
+            self._engine.run_alone(roots)
+        else:
+            self.backward(roots)
+
     def reduce_gradients(self) -> None:
-        if self._module.placeholders:  # a gradient of zero, the way all others come
+        if self._module.placeholders and not isinstance(self._engine, _ShardedGradients):
+            # a gradient of zero, the way all others come
             held = torch.cat(list(self._module.placeholders))
             self.backward([(held, torch.zeros_like(held))])
         if self._reducer:
             self._reducer.finish()
         else:
-            self._engine._exec_reduce_grads()
+            self._engine.reduce_gradients()
 
     def step(self, is_finite: Callable[[], bool]) -> bool:
         return self._engine.run_step(is_finite)
@@ -397,10 +523,12 @@ class DeepSpeedBackend:
         return self._dynamic_scaler is not None and math.isfinite(loss)
 
     def sent_bytes(self, num_steps: int) -> float:
-        # bf16: those are fp32
-        gradients = 2 * self._weights_bytes if self._in_bf16 else self._weights_bytes
-        around = 2 * gradients + (self._weights_bytes if self.is_sharded else 0)
-        return num_steps * (self._replicas - 1) / self._replicas * around
+        weights = num_steps * self._weights_bytes if self.is_sharded else 0
+        if isinstance(self._engine, _ShardedGradients):
+            gradients = self._engine.num_averaged * self._engine.communication_data_type.itemsize
+        else:  # bf16: those are fp32
+            gradients = num_steps * self._weights_bytes * (2 if self._in_bf16 else 1)
+        return (self._replicas - 1) / self._replicas * (2 * gradients + weights)
 
 
 def _gradient_or_zero(parameter: nn.Parameter) -> Tensor:

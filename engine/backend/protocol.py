@@ -77,6 +77,11 @@ class Backend(Protocol):
     def backward(self, roots: Roots, last: bool = False) -> None:
         """Add to the gradients of the step. `last`: nothing but `reduce_gradients` follows."""
 
+    def backward_alone(self, roots: Roots) -> None:
+        """The same for a backward that other replicas of the stage do not do at the same time, or
+        not as often. It reaches parameters behind the layers only
+        (`StageModule.learned_behind_layers`)."""
+
     def reduce_gradients(self) -> None:
         """Average the gradients of the step over the replicas of the stage."""
 

@@ -21,6 +21,7 @@ from pydantic import BeforeValidator
 from common.blocks import Count, block, one_of, read_block, refuse_other_word, refuse_unknown
 from engine.checks import AUTO, Counts, Kept, Sizes
 from engine.config.deepspeed_keys import check_keys
+from engine.config.implied import zero_stage
 from engine.optimizer.averaging import AverageBlock, average_block
 from engine.optimizer.classes import check_optimizer, check_schedule
 from engine.optimizer.clipping_rules import HEAD, ClippingRule, clipping_rules
@@ -258,6 +259,7 @@ def check_config(
         raise ValueError(f'no "optimizer"; for example {EXAMPLE}')
     _check_micro_batches(config, checked.micro_batch_size)
     _check_precision_and_zero(config)
+    _check_shared_gradients(config, checked)
     if config.get("gradient_clipping", 0):
         _refuse_global_clipping(config["gradient_clipping"], checked.gradient_clipping, branches)
     _check_auto(config)
@@ -308,10 +310,10 @@ def _check_micro_batches(config: Mapping[str, Any], of_branches: Any) -> None:
 
 def _check_precision_and_zero(config: Mapping[str, Any]) -> None:
     stage = config.get("zero_optimization", {}).get("stage", 0)
-    if stage not in (0, 1):
+    if stage not in (0, 1, 2):
         raise ValueError(
-            f"zero_optimization.stage: {stage} shards gradients or parameters, which a pipeline "
-            "needs whole between its micro-batches; use 0 or 1"
+            f"zero_optimization.stage: {stage} shards parameters, which the forwards of several "
+            "micro-batches need whole until their backwards; use 0, 1 or 2"
         )
     _check_offload(config.get("zero_optimization", {}), stage)
     fp16, bf16 = (config.get(key, {}).get("enabled", False) for key in ("fp16", "bf16"))
@@ -334,6 +336,31 @@ def _check_precision_and_zero(config: Mapping[str, Any]) -> None:
         raise ValueError(
             "zero_optimization.compute_grad_norm: by the norm DeepSpeed sees that a step must be "
             "skipped, on all ranks alike; remove the key"
+        )
+
+
+def _check_shared_gradients(config: Mapping[str, Any], block: BranchesBlock) -> None:
+    """What ZeRO-2 does not go with."""
+    if zero_stage(config) != 2:
+        return
+    stages = block.stages.values() if isinstance(block.stages, dict) else [block.stages]
+    if any(number != 1 for number in stages if number != AUTO):
+        raise ValueError(
+            "zero_optimization.stage: 2 shares out gradients between the micro-batches, which a "
+            f'pipeline of several stages needs whole, but "branches" has "stages": '
+            f'{json.dumps(block.stages)}; use "zero_optimization": {{"stage": 1}}, or one stage'
+        )
+    predivided = config.get("gradient_predivide_factor", 1.0) != 1.0
+    if predivided or config.get("prescale_gradients", False):
+        key = "gradient_predivide_factor" if predivided else "prescale_gradients"
+        raise ValueError(
+            f"{key}: DeepSpeed does not have it under ZeRO-2; remove the key, or use "
+            '"zero_optimization": {"stage": 1}'
+        )
+    if config.get("bf16", {}).get("check_grad_overflow", True) is not True:
+        raise ValueError(
+            "bf16.check_grad_overflow: by this check ZeRO-2 sees that a step must be skipped, on all "
+            "ranks alike; remove the key"
         )
 
 

@@ -17,7 +17,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError, with_config
 
-from engine.config.implied import averages_early, offloads
+from engine.config.implied import averages_early, offloads, zero_stage
 from engine.optimizer.locking import LockedBlock
 
 # a number that may be infinite, for which JSON has null
@@ -195,30 +195,36 @@ class Loading:
 @dataclass(frozen=True)
 class StateBytes:
     """Bytes per parameter that a rank holds throughout: `whole` on every replica, `sharded` divided
-    among them (ZeRO-1)."""
+    among them (ZeRO)."""
 
     whole: float
     sharded: float
     gradient: float  # bytes per gradient that travel when replicas average
-    weight: float = 4  # bytes per weight that travel when their owners hand them round (ZeRO-1)
+    weight: float = 4  # bytes per weight that travel when their owners hand them round (ZeRO)
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> StateBytes:
         """From DeepSpeed's configuration, for Adam. fp32: weight and gradient, two moments. Half
         precision: weight and gradient in half, master weight and two moments in fp32. bf16 adds
         gradients up in fp32, and those in half go at once unless `immediate_grad_update` is off.
-        State that is offloaded to the CPU is not counted."""
-        zero = config.get("zero_optimization", {})
-        stage, offloaded = zero.get("stage", 0), offloads(config)
+        Under ZeRO-2 they always do, and the sums are sharded. State that is offloaded to the CPU is
+        not counted."""
+        stage, offloaded = zero_stage(config), offloads(config)
         bf16, fp16 = (config.get(key, {}).get("enabled", False) for key in ("bf16", "fp16"))
         weight = 2 if bf16 or fp16 else 4
         at_once = bf16 and config["bf16"].get("immediate_grad_update", True)
-        whole = weight + (0 if at_once else weight) + (4 if bf16 else 0)
-        # ZeRO-1 keeps an fp32 copy of its slice also under fp32
+        gradient = (0 if at_once else weight) + (4 if bf16 else 0)
+        # ZeRO keeps an fp32 copy of its slice also under fp32
         state = 12 if bf16 or fp16 or stage else 8
+        if offloaded:
+            state = 0
+        if stage == 2:
+            return cls(
+                weight, state + (4 if bf16 else weight), 4 if bf16 or not fp16 else 2, weight
+            )
         return cls(
-            whole + (0 if stage else state),
-            state if stage and not offloaded else 0,
+            weight + gradient + (0 if stage else state),
+            state if stage else 0,
             4 if bf16 or not fp16 else 2,
             weight,
         )
@@ -250,7 +256,8 @@ class CostModel:
     state: StateBytes
     embed_dim: int
     checkpoint_interval: int = 0  # layers per activation checkpoint; 0: none
-    sharded_optimizer: bool = True  # ZeRO-1
+    sharded_optimizer: bool = True  # ZeRO-1 and ZeRO-2
+    sharded_gradients: bool = False  # ZeRO-2: every backward averages its own over the replicas
     early_averages: bool = False  # over replicas, during the last backward
     pairs: LayerCost | None = None
     token_bytes: Mapping[str, float] = field(default_factory=dict)
@@ -297,7 +304,8 @@ def configured(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "state": StateBytes.of(config),
         "checkpoint_interval": config.get("pipeline", {}).get("activation_checkpoint_interval", 0),
-        "sharded_optimizer": config.get("zero_optimization", {}).get("stage", 0) == 1,
+        "sharded_optimizer": zero_stage(config) > 0,
+        "sharded_gradients": zero_stage(config) == 2,
         "early_averages": averages_early(config),
     }
 

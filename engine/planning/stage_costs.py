@@ -4,7 +4,8 @@ holds and sends. Plain Python.
     passes             the stage's layers; a rank that loads by itself does it before the forward
     ComputeLoss        the exchange of embeddings, which is no work of this rank, then its block of
                        the logits
-    ReduceGrads        a ring over the replicas of the stage (`engine/planning/costs.py`, `Ring`)
+    ReduceGrads        a ring over the replicas of the stage (`engine/planning/costs.py`, `Ring`);
+                       under ZeRO-2 in each BackwardPass
     OptimizerStep      owners step and hand back weights
 
 Where replicas differ (one pair of ranks within a node, another across), the slowest counts for all.
@@ -187,7 +188,10 @@ class StageCosts(NamedTuple):
     down: Message  # an activation to the next stage, and its gradient back
     up: Message  # a gradient to the stage before, and its activation from there
     state_bytes: float
-    averaged_bytes: float  # that it sends to other replicas: gradients, and weights under ZeRO-1
+    # that it sends to other replicas: in a step, gradients, and weights under ZeRO; in each backward,
+    # gradients under ZeRO-2
+    averaged_bytes: float
+    backward_bytes: float
 
     def works_s(self, counts: Counts) -> float:
         """Of the passes and the losses of a step."""
@@ -229,7 +233,8 @@ class StageCosts(NamedTuple):
         exchanged = counts.losses * self.loss.sent_bytes if self.loss else 0.0
         down = counts.activations_sent * self.down.num_bytes
         up = counts.gradients_sent * self.up.num_bytes
-        return down + up + exchanged + self.averaged_bytes
+        averaged = self.averaged_bytes + counts.backwards * self.backward_bytes
+        return down + up + exchanged + averaged
 
 
 def stage_costs(
@@ -253,7 +258,12 @@ def stage_costs(
         weight_bytes = own.num_parameters * costs.state.weight if costs.sharded_optimizer else 0.0
         owned = own.num_parameters / (stage.replicas if costs.sharded_optimizer else 1)
         averages_s = 2 * ring.seconds(gradient_bytes)
-        if costs.early_averages:
+        backward_s, others = own.backward_s, (stage.replicas - 1) / stage.replicas
+        gather_s = machine.gradient_s_per_parameter * own.num_parameters
+        if costs.sharded_gradients:
+            backward_s += gather_s + averages_s
+            gather_s = averages_s = 0.0
+        elif costs.early_averages:
             # they begin when a bucket is complete, and the last bucket when the backward is over
             bucket = min(1.0, BUCKET_BYTES / max(1.0, gradient_bytes))
             averages_s = max(bucket * averages_s, averages_s - (1 - bucket) * own.backward_s)
@@ -268,12 +278,10 @@ def stage_costs(
                 instruction_s=host_s,
                 forward_s=host_s + own.forward_s + load_s,
                 replay_s=host_s + own.replay_s,
-                backward_s=host_s + own.backward_s,
+                backward_s=host_s + backward_s,
                 loss_s=host_s + waits_s + loss_s,
                 exchange_s=waits_s,
-                reduce_s=host_s
-                + machine.gradient_s_per_parameter * own.num_parameters
-                + averages_s,
+                reduce_s=host_s + gather_s + averages_s,
                 step_s=host_s
                 + machine.optimizer_s_per_parameter * owned
                 + (ring.seconds(weight_bytes) if weight_bytes else 0.0),
@@ -283,9 +291,9 @@ def stage_costs(
                 up=Message() if stage.previous is None else messages[stage.previous],
                 state_bytes=own.num_frozen * costs.state.weight
                 + own.num_parameters * (costs.state.whole + costs.state.sharded / stage.replicas),
-                averaged_bytes=(stage.replicas - 1)
-                / stage.replicas
-                * (2 * gradient_bytes + weight_bytes),
+                averaged_bytes=others
+                * (weight_bytes + (0.0 if costs.sharded_gradients else 2 * gradient_bytes)),
+                backward_bytes=others * 2 * gradient_bytes if costs.sharded_gradients else 0.0,
             )
         )
     return found

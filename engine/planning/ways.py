@@ -15,6 +15,7 @@ from itertools import islice, product
 from typing import Any, NoReturn
 
 from engine.batch import BranchBatch
+from engine.config.implied import zero_stage
 from engine.config.reading import AUTO, BranchesBlock
 from engine.schedule import SCHEDULES, exact_schedules
 from engine.topology import LAYOUTS
@@ -104,7 +105,8 @@ class Ways:
         if self.block.stages != AUTO:
             yield self._given_stages(layout)
             return
-        most = min(self.world_size, MAX_STAGES)
+        # ZeRO-2 takes whole branches only
+        most = 1 if zero_stage(self.config) == 2 else min(self.world_size, MAX_STAGES)
         if layout == "merged":
             numbers = range(1, min(most, *self.num_layers.values()) + 1)
             yield from ({"merged": number} for number in numbers)

@@ -17,6 +17,7 @@ import psutil
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from engine.config.implied import offloads
 from engine.schedule import recomputing_schedules
 from engine.topology import Stage
 
@@ -173,13 +174,24 @@ def not_in_use(setup: RankSetup, work: Work) -> list[str]:
             f'"zero_optimization": {{"stage": 1}}: the {setup.stage.replicas} replicas of '
             f"{setup.stage.name} share out the state of the optimizer"
         )
-    is_offloaded = (zero.get("offload_optimizer") or {}).get("device") == "cpu"
-    if setup.on_gpu and zero.get("stage", 0) == 1 and not is_offloaded:
+    whole = all(stage.is_tail for stage in setup.plan.graph.stages)  # branches
+    if (
+        zero.get("stage", 0) == 1
+        and setup.stage.replicas > 1
+        and whole
+        and not offloads(setup.config)
+    ):
+        found.append(
+            f'"zero_optimization": {{"stage": 2}}: the {setup.stage.replicas} replicas of '
+            f"{setup.stage.name} share out the gradients too, and send them in every backward"
+        )
+    if setup.on_gpu and zero.get("stage", 0) == 1 and not offloads(setup.config):
         found.append(
             '"zero_optimization": {"offload_optimizer": {"device": "cpu"}}: the state of the '
             "optimizer and its step move to the CPU"
         )
-    if any(len(layers) > 1 for layers in setup.stage.layers.values()):
+    # ZeRO-2 refuses more stages
+    if zero.get("stage", 0) < 2 and any(len(own) > 1 for own in setup.stage.layers.values()):
         found.append('more "stages", on more ranks, of which each holds fewer layers')
     if work.instruction == "ComputeLoss" and not setup.plan.schedule_type.loss_per_micro_batch:
         found.append(

@@ -143,6 +143,27 @@ def adaptive_limits(results, when):
     return {r[when]["progress"]["clipping"]["mean_norm"].get("image", 0.0) for r in results} - {0.0}
 
 
+def test_another_zero_stage_goes_on_from_the_same_state(tmp_path):
+    """1, 2, 0, 2 and 1 in turn: what is read is what was written, to the last bit, and the losses
+    are those of a run that did not change, to the rounding of sums in another order."""
+    plain = replace(MERGED_2, dropout=0.0)  # with layers for matching
+    reference = run_ranks(2, train_from, plain, 10)
+    before = None
+    for number, stage in enumerate((1, 2, 0, 2, 1)):
+        case, step = replace(plain, zero_stage=stage), 2 * number
+        source = tmp_path / f"step-{step:08d}" if step else None
+        results = run_ranks(2, train_from, case, 2, source, tmp_path, save_at=step + 2)
+        if before:
+            read, written = whole([r["start"] for r in results]), whole([r["end"] for r in before])
+            assert read.keys() == written.keys()
+            for key, tensor in written.items():
+                assert torch.equal(tensor, read[key]), (stage, key)
+            assert results[0]["changes"] == []
+        for at, loss in results[0]["losses"].items():
+            assert loss == pytest.approx(reference[0]["losses"][at], rel=1e-5), (stage, at)
+        before = results
+
+
 def test_another_precision_goes_on_from_the_same_weights(tmp_path):
     """What is saved of a bf16 run are its fp32 weights and moments: fp32 takes them as they are,
     bf16 rounds a copy."""

@@ -177,8 +177,32 @@ REFUSED_WEIGHTS = [
 ]
 REFUSED_BRANCHES += [({"sample_weights": written}, words) for written, words in REFUSED_WEIGHTS]
 REFUSED_VALUES = [
-    (config(zero_optimization={"stage": 2}), "zero_optimization.stage: 2 … use 0 or 1"),
-    (config(zero_optimization={"stage": 3}), "zero_optimization.stage: 3 … use 0 or 1"),
+    (config(zero_optimization={"stage": 3}), "zero_optimization.stage: 3 … use 0, 1 or 2"),
+    (
+        config({"stages": {"image": 2, "text": 1}}, zero_optimization={"stage": 2}),
+        'stage: 2 … several stages … "stages": {"image": 2, "text": 1} … {"stage": 1}',
+    ),
+    (config({"stages": 3}, zero_optimization={"stage": 2}), '"stages": 3; use … one stage'),
+    (
+        config({"stages": {"merged": 2}}, zero_optimization={"stage": 2}),
+        'stage: 2 … "stages": {"merged": 2}',
+    ),
+    (
+        config(zero_optimization={"stage": 2}, prescale_gradients=True),
+        "prescale_gradients: … ZeRO-2; remove",
+    ),
+    (
+        config(zero_optimization={"stage": 2}, gradient_predivide_factor=2.0),
+        "gradient_predivide_factor: … ZeRO-2; remove",
+    ),
+    (
+        config(
+            zero_optimization={"stage": 2},
+            bf16={"enabled": True, "check_grad_overflow": False},
+            data_types={"grad_accum_dtype": "fp32"},
+        ),
+        "bf16.check_grad_overflow: … remove the key",
+    ),
     (
         config(fp16={"enabled": True}, bf16={"enabled": True}),
         "fp16 and bf16 are both enabled … enable one of them",
@@ -343,8 +367,8 @@ def test_file_names_tell_the_truth():
         (read, block), name = read_config(file, BRANCHES, READERS), file.stem
         enabled = [key for key in ("fp16", "bf16") if read.get(key, {}).get("enabled")]
         assert (enabled or ["fp32"])[0] in name.split("_"), name
-        assert read["zero_optimization"]["stage"] == 1, name
-        kinds = ("zero1", "cpu", "lit", "lora", "fork", "pipeline", "feed")
+        assert read["zero_optimization"]["stage"] == (2 if "zero2" in name else 1), name
+        kinds = ("zero1", "zero2", "cpu", "lit", "lora", "fork", "pipeline", "feed")
         assert name.startswith(tuple(f"{kind}_" for kind in kinds)), name
         is_fork = any(word in name for word in ("fork", "pipeline", "feed"))
         assert is_fork == (block.layout == "fork"), name

@@ -65,6 +65,7 @@ def test_a_curve_of_anything_else_is_refused():
 
 
 def test_bytes_of_a_parameters_state():
+    two = {"zero_optimization": {"stage": 2}}
     zero, halves = {"zero_optimization": {"stage": 1}}, {"enabled": True}
     for config, whole, sharded in (
         ({}, 4 + 4 + 8, 0),  # weight, gradient, two moments
@@ -72,6 +73,9 @@ def test_bytes_of_a_parameters_state():
         (zero | {"bf16": halves}, 2 + 4, 4 + 8),  # fp32 sums, master weight
         (zero | {"bf16": {**halves, "immediate_grad_update": False}}, 2 + 2 + 4, 4 + 8),
         (zero | {"fp16": halves}, 2 + 2, 4 + 8),
+        (two, 4, 4 + 4 + 8),  # the gradients too
+        (two | {"bf16": halves}, 2, 4 + 4 + 8),
+        (two | {"fp16": halves}, 2, 2 + 4 + 8),
     ):
         state = StateBytes.of(config)
         assert (state.whole, state.sharded) == (whole, sharded), config

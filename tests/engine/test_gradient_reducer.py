@@ -138,6 +138,8 @@ def test_where_they_start_early():
     for config, early in (
         ({}, True),
         ({"zero_optimization": {"stage": 1}}, False),
+        ({"zero_optimization": {"stage": 2}}, False),
+        ({**BF16, "zero_optimization": {"stage": 2}}, False),
         (BF16, True),
         ({**BF16, "communication_data_type": "fp32"}, True),
         ({**BF16, "communication_data_type": "bf16"}, False),

@@ -143,9 +143,10 @@ PASS = Work(TRAINING, "ForwardPass", 0, 4, 1)
 KEYS = (
     *('"schedule": "replay"', '"kept_micro_batches"', '"micro_batch_size"'),
     *('"activation_checkpoint_interval"', '"zero_optimization": {"stage": 1}'),
+    '"zero_optimization": {"stage": 2}',
     *("offload_optimizer", '"stages"', '"train_batch_size"', "--val-fraction"),
 )
-REPLAY, KEPT, SIZE, CHECKPOINTS, ZERO, OFFLOAD, STAGES, BATCH, HELD_OUT = KEYS
+REPLAY, KEPT, SIZE, CHECKPOINTS, ZERO, ZERO_2, OFFLOAD, STAGES, BATCH, HELD_OUT = KEYS
 
 
 def setup(world_size, branches, rank=0, costs=COSTS, on_gpu=True, **keys):
@@ -164,7 +165,11 @@ def test_for_a_pass_all_that_is_not_in_use_is_named():
     with_replicas = {**FORK, "replicas": {"image": 2, "text": 1}}
     assert named(setup(3, with_replicas)) == [REPLAY, SIZE, CHECKPOINTS, ZERO, STAGES]
     zero = {"zero_optimization": {"stage": 1}}
-    assert named(setup(3, with_replicas, **zero))[-2:] == [OFFLOAD, STAGES]
+    assert named(setup(3, with_replicas, **zero))[-3:] == [ZERO_2, OFFLOAD, STAGES]
+    more_stages = {**with_replicas, "stages": {"image": 1, "text": 2}}
+    assert named(setup(4, more_stages, **zero))[-2:] == [OFFLOAD, STAGES]
+    two = {"zero_optimization": {"stage": 2}}
+    assert named(setup(3, with_replicas, **two)) == [REPLAY, SIZE, CHECKPOINTS]
     assert OFFLOAD not in named(setup(3, with_replicas, on_gpu=False, **zero))
     kept = {**FORK, "schedule": "replay", "kept_micro_batches": {"image": 3, "text": 1}}
     assert named(setup(2, kept)) == [KEPT, SIZE, CHECKPOINTS, STAGES]

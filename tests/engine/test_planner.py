@@ -571,13 +571,28 @@ def test_deepspeed_config_per_branch():
         assert "branches" not in resolved and resolved["optimizer"] == MINIMAL["optimizer"]
 
 
-def test_zero_1_is_left_out_where_it_has_nothing_to_shard():
+def test_zero_is_left_out_where_it_has_nothing_to_shard():
     fp16 = {"fp16": {"enabled": True}}
-    for keys, most_replicas, stage in (({}, 1, 0), ({}, 2, 1), (fp16, 1, 1)):
-        written = MINIMAL | {"zero_optimization": {"stage": 1, "reduce_bucket_size": 100}} | keys
+    for keys, most_replicas, asked, stage in (
+        *(({}, 1, 1, 0), ({}, 2, 1, 1), (fp16, 1, 1, 1)),
+        *(({}, 1, 2, 0), ({}, 2, 2, 2), (fp16, 1, 2, 1), ({}, 1, 0, 0)),
+    ):
+        zero = {"stage": asked, "reduce_bucket_size": 100}
+        written = MINIMAL | {"zero_optimization": zero} | keys
         resolved = deepspeed_config(written, BranchBatch(1, 48, 1), 10, most_replicas)
         assert resolved["zero_optimization"] == {"stage": stage, "reduce_bucket_size": 100}
-        assert written["zero_optimization"]["stage"] == 1
+        assert written["zero_optimization"]["stage"] == asked
+
+
+def test_zero_2_is_planned_with_whole_branches():
+    """What is "auto" is searched among one stage for each branch, or for all together."""
+    zero = {"zero_optimization": {"stage": 2}}
+    for layout in ("auto", "fork", "merged"):
+        written, own = check_config(MINIMAL | zero | {"branches": {"layout": layout}}, BRANCHES)
+        found = search_plans(written, own, 4, proportional(COSTS))
+        assert found.num_candidates > 1
+        for candidate in found.ranked:
+            assert all(stage.is_tail for stage in candidate.graph.stages), candidate.describe()
 
 
 # -- the files we ship

@@ -360,6 +360,25 @@ def test_bytes_sent_over_the_replicas():
         assert stage.sent_bytes == pytest.approx(times * 12 * 4 * 3 / 4 + exchanged)
 
 
+def test_under_zero_2_every_backward_averages_its_gradients():
+    """A ring of 4 replicas, 3 micro-batches: 12 gradients of 4 bytes go round twice in each
+    backward, which brings them into the buffers, too; the new weights once behind the last."""
+    machine = replace(
+        FREE, gradient_s_per_parameter=0.5, link_bytes_per_s=10.0, link_latency_s=0.25
+    )
+    own, found = [layer(num_parameters=12)], {}
+    for sharded in (False, True):
+        costs = model(own, [layer()], machine, StateBytes(4, 16, 4), sharded_gradients=sharded)
+        result = simulate(line(1, 4), both(4, 1, 3), "batch_sync", costs, timeline=True)
+        spans = [of(result, 0, name) for name in ("BackwardPass", "ReduceGrads")]
+        found[sharded] = [sum(span.end_s - span.start_s for span in each) for each in spans]
+        found[sharded].append(result.stages[0].sent_bytes)
+    averages_s = 12 * 0.5 + 2 * 3 * (12 * 4 / 4 / 10 + 0.25)
+    (before_s, _, few), (backward_s, reduce_s, many) = found[False], found[True]
+    assert backward_s - before_s == pytest.approx(3 * averages_s) and reduce_s == 0
+    assert many - few == pytest.approx((3 - 1) * 2 * 12 * 4 * 3 / 4)
+
+
 def test_hops_of_a_ring_within_a_node_and_between_nodes():
     """A part passes all other ranks, so of the hops between nodes all but one."""
     machine = replace(FREE, link_latency_s=1.0, node_latency_s=100.0, ranks_per_node=4)
