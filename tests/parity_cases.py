@@ -50,10 +50,10 @@ RULES = [
     (("views",), ("one_text",)),
     (("similarities",), ("two", "three", "three_texts")),
     (("of_three",), ("two", "four", "three_texts", "weighted")),
-    # DeepSpeed adds up in fp32, and scales a loss, under ZeRO-1 alone, and only that offloads
+    # DeepSpeed adds up in fp32, scales a loss and offloads under ZeRO alone
     (("zero0",), ("bf16", "fp16", "offloaded")),
     # whose stages hold whole branches, and which shares nothing out where there are no replicas
-    (("zero2",), ("cut", "cut_last", "single", "offloaded")),
+    (("zero2",), ("cut", "cut_last", "single")),
     # each calls it otherwise; the tokens of OpenCLIP's texts are not as wide as their features
     (("libraries",), ("dropout", "fusion")),
     # each kind of layer is compiled by itself, for half a minute: those of one text tower; what is
@@ -67,7 +67,7 @@ LOST = {"image": (3, 4, 5, 6, 7, 23), "text": (0, 36), "audio": (0, 3, 20), "vid
 LACKING = {"image": (0, 5, 11), "text": (2, 5), "video": (1, 5, 6, 20)}
 LACKING["audio"] = tuple(range(1, SAMPLES, 3))  # a third of the samples
 PREFIXES = (8, 16)  # of EMBED_DIM
-SEED = 22  # of two dozen that with the fewest ranks and compilations
+SEED = 15  # of two dozen one with few ranks and compilations
 LIMIT = 0.01  # of norms, which are larger
 LORA = {"text": {"r": 3, "alpha": 6, "target": "all"}}
 

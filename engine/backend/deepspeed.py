@@ -143,6 +143,11 @@ class _Engine(DeepSpeedEngine):
         gradients dropped, and no step of the learning-rate schedule."""
         if isinstance(self.optimizer, ZeROOptimizer) or self._is_finite():
             super()._take_model_step(lr_kwargs)
+            if not self._step_applied and self.zero_cpu_offload():
+                # Where the optimizer is offloaded and adds up in fp32, DeepSpeed keeps the sums of
+                # a skipped step, and adds those of the next to them: all further steps would be
+                # skipped.
+                self.optimizer.averaged_gradients.clear()
             return
         self.zero_grad()
         self._step_applied = False

@@ -316,6 +316,11 @@ def _check_precision_and_zero(config: Mapping[str, Any]) -> None:
             "micro-batches need whole until their backwards; use 0, 1 or 2"
         )
     _check_offload(config.get("zero_optimization", {}), stage)
+    if config.get("zero_optimization", {}).get("round_robin_gradients", False):
+        raise ValueError(
+            "zero_optimization.round_robin_gradients: DeepSpeed does not say then which part of a "
+            "parameter a replica steps, which clipping and checkpoints need; remove the key"
+        )
     fp16, bf16 = (config.get(key, {}).get("enabled", False) for key in ("fp16", "bf16"))
     if fp16 and bf16:
         raise ValueError("fp16 and bf16 are both enabled; enable one of them, or none for fp32")
@@ -375,11 +380,12 @@ def _check_offload(zero: Mapping[str, Any], stage: int) -> None:
         return
     if offload.get("device") not in ("cpu", "none"):
         raise ValueError(
-            f'zero_optimization.offload_optimizer.device: got {offload.get("device")!r}; ZeRO-1 offloads to "cpu"; "none": not'
+            f'zero_optimization.offload_optimizer.device: got {offload.get("device")!r}; ZeRO offloads to "cpu"; "none": not'
         )
-    if offload["device"] == "cpu" and stage != 1:
+    if offload["device"] == "cpu" and stage not in (1, 2):
         raise ValueError(
-            f'zero_optimization.offload_optimizer with stage {stage}: only ZeRO-1 offloads; use "stage": 1, or remove the key'
+            f"zero_optimization.offload_optimizer with stage {stage}: ZeRO-1 and ZeRO-2 offload; use "
+            '"stage": 1, or remove the key'
         )
 
 

@@ -218,13 +218,13 @@ class StateBytes:
         state = 12 if bf16 or fp16 or stage else 8
         if offloaded:
             state = 0
-        if stage == 2:
-            return cls(
-                weight, state + (4 if bf16 else weight), 4 if bf16 or not fp16 else 2, weight
-            )
+        sharded, whole = (state, 0) if stage else (0, state)
+        if stage == 2:  # bf16's sums stay on the GPU where the state is offloaded, others do not
+            sharded += 4 if bf16 else 0 if offloaded else weight
+            gradient = 0
         return cls(
-            weight + gradient + (0 if stage else state),
-            state if stage else 0,
+            weight + gradient + whole,
+            sharded,
             4 if bf16 or not fp16 else 2,
             weight,
         )

@@ -175,17 +175,12 @@ def not_in_use(setup: RankSetup, work: Work) -> list[str]:
             f"{setup.stage.name} share out the state of the optimizer"
         )
     whole = all(stage.is_tail for stage in setup.plan.graph.stages)  # branches
-    if (
-        zero.get("stage", 0) == 1
-        and setup.stage.replicas > 1
-        and whole
-        and not offloads(setup.config)
-    ):
+    if zero.get("stage", 0) == 1 and setup.stage.replicas > 1 and whole:
         found.append(
             f'"zero_optimization": {{"stage": 2}}: the {setup.stage.replicas} replicas of '
             f"{setup.stage.name} share out the gradients too, and send them in every backward"
         )
-    if setup.on_gpu and zero.get("stage", 0) == 1 and not offloads(setup.config):
+    if setup.on_gpu and zero.get("stage", 0) and not offloads(setup.config):
         found.append(
             '"zero_optimization": {"offload_optimizer": {"device": "cpu"}}: the state of the '
             "optimizer and its step move to the CPU"

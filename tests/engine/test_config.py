@@ -179,6 +179,10 @@ REFUSED_BRANCHES += [({"sample_weights": written}, words) for written, words in 
 REFUSED_VALUES = [
     (config(zero_optimization={"stage": 3}), "zero_optimization.stage: 3 … use 0, 1 or 2"),
     (
+        config(zero_optimization={"stage": 1, "round_robin_gradients": True}),
+        "zero_optimization.round_robin_gradients … remove the key",
+    ),
+    (
         config({"stages": {"image": 2, "text": 1}}, zero_optimization={"stage": 2}),
         'stage: 2 … several stages … "stages": {"image": 2, "text": 1} … {"stage": 1}',
     ),

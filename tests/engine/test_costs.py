@@ -66,6 +66,7 @@ def test_a_curve_of_anything_else_is_refused():
 
 def test_bytes_of_a_parameters_state():
     two = {"zero_optimization": {"stage": 2}}
+    offloaded = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     zero, halves = {"zero_optimization": {"stage": 1}}, {"enabled": True}
     for config, whole, sharded in (
         ({}, 4 + 4 + 8, 0),  # weight, gradient, two moments
@@ -76,6 +77,8 @@ def test_bytes_of_a_parameters_state():
         (two, 4, 4 + 4 + 8),  # the gradients too
         (two | {"bf16": halves}, 2, 4 + 4 + 8),
         (two | {"fp16": halves}, 2, 2 + 4 + 8),
+        (offloaded, 4, 0),
+        (offloaded | {"bf16": halves}, 2, 4),
     ):
         state = StateBytes.of(config)
         assert (state.whole, state.sharded) == (whole, sharded), config

@@ -169,7 +169,7 @@ def test_for_a_pass_all_that_is_not_in_use_is_named():
     more_stages = {**with_replicas, "stages": {"image": 1, "text": 2}}
     assert named(setup(4, more_stages, **zero))[-2:] == [OFFLOAD, STAGES]
     two = {"zero_optimization": {"stage": 2}}
-    assert named(setup(3, with_replicas, **two)) == [REPLAY, SIZE, CHECKPOINTS]
+    assert named(setup(3, with_replicas, **two)) == [REPLAY, SIZE, CHECKPOINTS, OFFLOAD]
     assert OFFLOAD not in named(setup(3, with_replicas, on_gpu=False, **zero))
     kept = {**FORK, "schedule": "replay", "kept_micro_batches": {"image": 3, "text": 1}}
     assert named(setup(2, kept)) == [KEPT, SIZE, CHECKPOINTS, STAGES]

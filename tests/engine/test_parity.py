@@ -218,6 +218,21 @@ def check_half_precision(case, results, reference):
     check_norms(case, metrics, reference, within)
 
 
+def test_zero_2_averages_what_replicas_make_by_themselves():
+    """Each scores the pairs of its own texts, as many as it was dealt, in backwards of its own. And
+    of a branch with one replica nothing is shared out."""
+    unequal = {"text": random_deal(4, 2, 3)}
+    sizes = {"image": 4, "text": 4}
+    cases = [
+        fork((1, 1), (1, 2), sizes, fusion=1, deals=unequal),
+        fork((1, 2), (1, 2), {"image": 4, "text": 6}, fusion=1, schedule="replay"),
+        merged(1, 2, 4, fusion=1, schedule="per_micro_batch", checkpoint_interval=2),
+    ]
+    for case, results in split([replace(case, zero_stage=2) for case in cases]):
+        assert {result["optimizer"] for result in results} == {"DeepSpeedZeroOptimizer"}
+        check(case, results)
+
+
 def test_more_micro_batches_than_planned_keep_activations_in_proportion():
     """A replay of 2 text micro-batches that keeps one, dealt to 8, of which it keeps 4: the other 4
     run forward twice, and nothing else changes."""
