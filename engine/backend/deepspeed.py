@@ -109,6 +109,8 @@ class StageLayers(PipelineModule):
 class _Engine(DeepSpeedEngine):
     """DeepSpeed's engine of one stage, whose instructions others run."""
 
+    _step_applied: bool
+
     def __init__(
         self,
         module: StageLayers,
