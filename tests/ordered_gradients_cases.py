@@ -7,6 +7,8 @@ from typing import Any
 import torch.distributed as dist
 from split_training import Case, gradient_pieces, make_engine, micro_batches_of_rank
 
+from engine.trace import WAIT
+
 
 class SkippingLayers:
     """Builds layers; of the `skipped` a replica runs all but one, each in turn: in its n-th forward
@@ -38,3 +40,15 @@ def train_with_skipped_layers(case: Case, skipped: tuple[str, ...]) -> list[tupl
     )
     engine.train_batch(micro_batches_of_rank(case, engine, 0, image_size))
     return found
+
+
+def waits_in_backwards(case: Case) -> list[int]:
+    """How often this rank waits for others, in each backward of its first step."""
+    engine, _, image_size = make_engine(case)
+    engine.train_batch(micro_batches_of_rank(case, engine, 0, image_size))
+    waits = [span for span in engine.recorder.spans if span.name == WAIT]
+    return [
+        sum(span.start_s <= wait.start_s and wait.end_s <= span.end_s for wait in waits)
+        for span in engine.recorder.spans
+        if span.name == "BackwardPass"
+    ]

@@ -21,6 +21,8 @@ import io
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +42,9 @@ from engine.backend.gradient_reducer import GradientReducer
 from engine.backend.ordered_gradients import OrderedGradients
 from engine.backend.protocol import Roots, Shard, stepped_tensors
 from engine.communication import Communicator
+from engine.config.implied import zero_stage
 from engine.topology import StageGraph
+from engine.trace import WAIT
 
 IN_ALL_STAGES = "ds_pipe_replicated"  # of a parameter, that every stage has it
 # of the engine, whose micro-steps stay 0 under a pipeline, and of its dynamic loss scale
@@ -222,8 +226,17 @@ class _ShardedGradients(_Engine):
     is not enough), and a backward that one replica does alone would average with another's.
     """
 
-    def __init__(self, module: StageLayers, config: dict[str, Any], *args: Any):
-        super().__init__(module, config, *args)
+    def __init__(
+        self,
+        module: StageLayers,
+        config: dict[str, Any],
+        parameter_groups: Sequence[Mapping[str, Any]],
+        make_schedule: Callable[[torch.optim.Optimizer], Any],
+        waiting: Callable[[], AbstractContextManager[None]],
+    ):
+        """`waiting`: records what happens in it as waiting for other ranks."""
+        super().__init__(module, config, parameter_groups, make_schedule)
+        self._waiting = waiting
         # as the engine of a pipeline does
         interval = self._config.pipeline["activation_checkpoint_interval"]
         module.activation_checkpoint_interval = interval
@@ -295,14 +308,17 @@ class _ShardedGradients(_Engine):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         self._num_averaged += parameter.numel()
-        self.optimizer.reduce_ready_partitions_and_remove_grads(
-            parameter, self._group_of[id(parameter)]
-        )
+        zero: Any = self.optimizer
+        filled = zero.ipg_buckets[self.communication_data_type].elements + parameter.numel()
+        is_full = filled > zero.reduce_bucket_size
+        with self._waiting() if is_full else contextlib.nullcontext():
+            zero.reduce_ready_partitions_and_remove_grads(parameter, self._group_of[id(parameter)])
 
     def _end(self) -> None:
         """Average the last bucket, add the own slices to those of earlier backwards, and free the
         gradients."""
-        self.optimizer.overlapping_partition_gradients_reduce_epilogue()
+        with self._waiting():
+            self.optimizer.overlapping_partition_gradients_reduce_epilogue()
 
     def _step_and_report(self) -> None:
         """As the engine of a pipeline does."""
@@ -332,9 +348,12 @@ class DeepSpeedBackend:
         make_schedule: Callable[[torch.optim.Optimizer], Any],
         averages_early: bool,
     ):
-        sharded = config.get("zero_optimization", {}).get("stage", 0) >= 2
-        engine = _ShardedGradients if sharded else _WholeGradients
-        self._engine = engine(module, config, parameter_groups, make_schedule)
+        given = module, config, parameter_groups, make_schedule
+        self._engine: _ShardedGradients | _WholeGradients
+        if zero_stage(config) == 2:
+            self._engine = _ShardedGradients(*given, partial(comm.recorder.span, WAIT))
+        else:
+            self._engine = _WholeGradients(*given)
         self._module, self._replicas = module, comm.stage.replicas
         self._wrapper: Any = (
             self._engine.optimizer

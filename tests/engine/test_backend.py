@@ -13,7 +13,7 @@ OTHERS = {"engine/schedule.py", "engine/config/deepspeed_keys.py"}
 INSIDE = (
     r"bf16_groups|fp32_groups_\w+|averaged_gradients|update_[lh]p_\w+|clear_lp_grads|loss_scaler"
     r"|basic_optimizer|cur_scale|get_hp_fragment_address|lp_fragment_address|immediate_grad_update"
-    r"|setup_buckets|reduce_ready_partitions\w+|overlapping_partition\w+|finalize_gradient\w+"
+    r"|setup_buckets|ipg_buckets|reduce_ready_partitions\w+|overlapping_partition\w+|finalize_gradient\w+"
 )
 PRIVATE = r"_hp_mapping|_grad_acc_hooks|_hp_param|_hp_grad|_exec_\w+|_running_engine_\w+|_take_model_step|ds_pipe\w+"
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ordered_gradients_cases import train_with_skipped_layers
+from ordered_gradients_cases import train_with_skipped_layers, waits_in_backwards
 from ranks import run_cases
 from refusals import pattern
 from split_training import assemble, check_gradients, merged_of
@@ -112,3 +112,10 @@ def test_replicas_that_skip_unlike_layers_average_like_ones():
     expected = assemble(whole, shapes)
     assert all(any(name.startswith(block) for name in expected) for block in BLOCKS)
     check_gradients(assemble(sharded, shapes), expected)
+
+
+def test_what_replicas_wait_for_each_other_in_a_backward_is_no_work():
+    """Else a slow one would look like the others. 117,601 gradients in buckets of 100,000."""
+    cases = [(merged_of(1, 2, 4, zero_stage=stage),) for stage in (1, 2)]
+    whole, sharded = run_cases(2, waits_in_backwards, cases)
+    assert whole == [[0, 0, 0]] * 2 and sharded == [[2, 2, 2]] * 2

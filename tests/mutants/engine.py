@@ -162,6 +162,22 @@ MUTANTS = (
         f"tests/engine/test_gradient_reducer.py {PARITY}",
     ),
     Mutant(
+        "gradient-before-its-turn",
+        "engine/backend/ordered_gradients.py",
+        "while last < len(self._made) and self._made[last]:",
+        "while last < len(self._made):",
+        "under ZeRO-2 a gradient is averaged when it and those before it are complete",
+        f"tests/engine/test_ordered_gradients.py {PARITY}",
+    ),
+    Mutant(
+        "sums-of-a-skipped-step",
+        "engine/backend/deepspeed.py",
+        "self.optimizer.averaged_gradients.clear()",
+        "pass",
+        "a step that is skipped leaves no sums behind",
+        "tests/engine/test_bad_steps.py",
+    ),
+    Mutant(
         "norm-of-one-rank",
         "engine/optimizer/clipping.py",
         "squares /= self.comm.stage.replicas",
