@@ -312,8 +312,8 @@ def _check_precision_and_zero(config: Mapping[str, Any]) -> None:
     stage = config.get("zero_optimization", {}).get("stage", 0)
     if stage not in (0, 1, 2):
         raise ValueError(
-            f"zero_optimization.stage: {stage} shards parameters, which the forwards of several "
-            "micro-batches need whole until their backwards; use 0, 1 or 2"
+            f"zero_optimization.stage: {stage} shards parameters, which checkpoints, evaluations "
+            "and the matching loss need whole; use 0, 1 or 2"
         )
     _check_offload(config.get("zero_optimization", {}), stage)
     if config.get("zero_optimization", {}).get("round_robin_gradients", False):

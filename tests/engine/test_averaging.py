@@ -67,7 +67,7 @@ def test_averaged_weights_are_the_mean_of_what_was_trained(tmp_path):
             replace(fork, zero_stage=stage, precision=precision),
             str(tmp_path / f"{stage}{precision}"),
         )
-        for stage, precision in ((0, "fp32"), (1, "fp32"), (1, "bf16"))
+        for stage, precision in ((0, "fp32"), (1, "fp32"), (1, "bf16"), (2, "bf16"))
     ]
     trained = run_cases(3, train_and_average, cases)
     for (case, _), results, resumed in zip(cases, trained, run_cases(3, go_on, cases)):

@@ -459,6 +459,7 @@ STILL = [
     fork_of_three((1, 1, 2), (1, 1, 1), (8, 24, 12), schedule="replay"),
     fork_of_three((1, 1, 1), (1, 1, 2), (8, 24, 4), precision="bf16"),
     three("merged", {"merged": 1}, 2, 4),
+    three("merged", {"merged": 1}, 2, 4, zero_stage=2),
 ]
 
 
