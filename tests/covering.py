@@ -96,6 +96,9 @@ def _filled(
         return case
     name, *rest = order
     given = list(case.values())
+    for each in order:  # what leaves a later factor nothing would be found out again and again
+        if all(any(frozenset((v, g)) in apart for g in given) for v in factors[each]):
+            return None
 
     def covered(value: str) -> int:
         return sum(frozenset((value, other)) in left for other in given)
