@@ -118,19 +118,23 @@ class _Following:
     def fetch(self, number: int, shard: int, step: int) -> None:
         """Until the shard is there, or the rank is past the step that needs it. Room that comes
         free is for what is needed first: it would take the place of the others again."""
-        what, stream = (number, shard), self.streams[number]
+        stream = self.streams[number]
+
+        def unclaimed() -> None:
+            self.roomless.pop((number, shard), None)
+
         try:
             while step >= self.step:
                 if step <= min([*self.roomless.values()], default=step):
-                    try:
-                        if stream.prefetch(shard, self.next_use(), self.then.get(number)):
+                    # a store that is gone is reported by the reader that needs the shard
+                    with contextlib.suppress(OSError):
+                        then = self.then.get(number)
+                        if stream.prefetch(shard, self.next_use(), then, begin=unclaimed):
                             return
-                        self.roomless[what] = step  # also while it tries again
-                    except OSError:  # a store that is gone is reported by the reader that needs it
-                        self.roomless.pop(what, None)
+                        self.roomless[number, shard] = step
                 time.sleep(PAUSE_S)
         finally:
-            self.roomless.pop(what, None)
+            unclaimed()
 
     def hear(self, wait_s: float) -> None:
         """What the rank says. Raises EOFError, OSError when it has ended."""

@@ -319,12 +319,13 @@ class StreamSource:
         shard: int,
         next_use: Callable[[str], float],
         then: Callable[[int, OpenShard], Any] | None = None,
+        begin: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Have a shard in the cache, if there is room for it, and do something with it. Errors:
-        OSError."""
+        """Have a shard in the cache, if there is room for it, and do something with it. `begin`:
+        called when there is, before anything is fetched. Errors: OSError."""
         if self.table.lost[shard]:
             return True
-        opened = self._opened(shard, needed=False, next_use=next_use)
+        opened = self._opened(shard, needed=False, next_use=next_use, begin=begin)
         if opened is None:
             return False
         try:
@@ -351,10 +352,14 @@ class StreamSource:
         return self._counts.taken()
 
     def held(
-        self, shard: int, needed: bool = True, next_use: Callable[[str], float] | None = None
+        self,
+        shard: int,
+        needed: bool = True,
+        next_use: Callable[[str], float] | None = None,
+        begin: Callable[[], None] = lambda: None,
     ) -> tuple[Held, bool] | None:
         """A shard in the cache, and whether it was not there before; None, and the rest: see
-        `ShardCache.hold`. Errors: OSError; BadShard where it is not what the run began with."""
+        `ShardCache.hold`. `begin`: as in `prefetch`. Errors: OSError; BadShard where it is not what the run began with."""
         name, table = self.table.names[shard], self.table
         entry, remote = table.entry(shard), is_remote(name)
         told = self._told_beside(shard) if self.only_texts else None
@@ -371,6 +376,7 @@ class StreamSource:
 
             def fill(folder: Path) -> None:
                 nonlocal filled
+                begin()
                 filled = True
                 if write is not None:
                     write(folder / _file_name(name))
@@ -445,10 +451,14 @@ class StreamSource:
             raise self.table.missed(shard, "changed-shard")
 
     def _opened(
-        self, shard: int, needed: bool = True, next_use: Callable[[str], float] | None = None
+        self,
+        shard: int,
+        needed: bool = True,
+        next_use: Callable[[str], float] | None = None,
+        begin: Callable[[], None] = lambda: None,
     ) -> OpenShard | None:
         name, table = self.table.names[shard], self.table
-        found = self.held(shard, needed, next_use)
+        found = self.held(shard, needed, next_use, begin)
         if found is None:
             return None
         held, filled = found
