@@ -267,11 +267,12 @@ def _serving(faults: Faults | None, answer: Any) -> Iterator[int]:
                 self.send_header(name, value)
             self.end_headers()
             left = int(size * place) if fault in ("resets", "cuts") else size
-            flipped = fault == "flips"
+            wrong = int(size * place) if fault == "flips" else -1  # another byte each time
             with content:
                 while left > 0 and (piece := content.read(min(PIECE, left))):
-                    if flipped:
-                        piece, flipped = bytes([piece[0] ^ 1]) + piece[1:], False
+                    if 0 <= wrong - (at := size - left) < len(piece):
+                        piece = bytearray(piece)
+                        piece[wrong - at] ^= 1
                     faults.pass_on(len(piece))
                     self.wfile.write(piece)
                     left -= len(piece)
