@@ -15,7 +15,8 @@ from data.streams.prefetch import AT_ONCE, _Following
 SAMPLES = 6
 
 
-def test_room_is_for_the_shard_that_is_needed_first(tmp_path):
+def test_room_is_for_the_shard_that_is_needed_first(tmp_path, monkeypatch):
+    monkeypatch.setenv("WYE_CACHE", str(tmp_path / "cache"))  # in which nobody else makes room
     pattern = write_shards(tmp_path / "shards", [SAMPLES] * 16)
     with http_server(tmp_path / "shards", faults := Faults()) as url:
         source, mixed = open_stream(f"stream:{url}/{pattern}?mixed=1")
