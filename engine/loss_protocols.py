@@ -15,7 +15,7 @@ class Side(NamedTuple):
     embeds: Tensor  # [B, D]
     label: Tensor  # [B] int64
     weight: Tensor | None  # [B] int64, millionths
-    # [B, 1 + c] int64: of the row's own value, and of the c rows of its sample on the other side.
+    # [B, 1 + c] int64: of the row's own value, and of the c rows of its sample on the other sides.
     # Equal keys are equal values. None: no two samples of the batch have equal ones.
     keys: Tensor | None = None
     # [B] int64, the sample in the data that the row is of; None: a row is its sample
@@ -40,8 +40,8 @@ class LossPart(Protocol):
 
 
 class ContrastiveLoss(Protocol):
-    """A loss over all rows of a pair. `sides`: of the two branches, the first of the pair first;
-    `mine` [b]: places of own rows among those of the branch."""
+    """A loss over all rows of a term. `sides`: of its branches, in their order; `mine` [b]: places of
+    own rows among those of the branch."""
 
     @property
     def parameters(self) -> Mapping[str, float]:
@@ -51,7 +51,8 @@ class ContrastiveLoss(Protocol):
     def statistics(
         self, sides: Mapping[str, Side], branch: str, mine: Tensor, parameters: Mapping[str, Tensor]
     ) -> Tensor | None:
-        """[b, …], what the other side needs of these rows; None: nothing, whatever the rows."""
+        """[b, …], what other rows need of these, the same of every branch but for the first
+        dimension; None: nothing, whatever the rows."""
 
     def part(
         self,
@@ -61,11 +62,12 @@ class ContrastiveLoss(Protocol):
         statistics: Mapping[str, Tensor],
         parameters: Mapping[str, Tensor],
     ) -> LossPart:
-        """`statistics`: of all rows of both branches, where there are any. The parts of all rows
-        of both branches add up to the loss."""
+        """`statistics`: of all rows of all branches, where there are any. The parts of all rows of
+        all branches add up to the loss; those of the first give the whole gradient of the
+        scalars."""
 
     def whole(self, sides: Mapping[str, Side], parameters: Mapping[str, Tensor]) -> LossPart:
-        """All rows of both branches."""
+        """All rows of all branches."""
 
     def constrained(
         self, gradients: Mapping[str, Tensor], parameters: Mapping[str, Tensor]

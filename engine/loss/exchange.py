@@ -1,5 +1,5 @@
-"""The exchange of a pair of branches: one exact loss over the global batch, shared out among the
-last stages without a root.
+"""The exchange of a term: one exact loss over the global batch, shared out among the last stages of
+its branches without a root.
 
 For images U and texts V (or any two branches), with s = logit_scale_exp · U Vᵀ over all B of them,
 InfoNCE with one text per image is

@@ -1,7 +1,7 @@
-"""What a last stage does when it comes to `ComputeLoss`: its rows into the losses of its pairs, the
+"""What a last stage does when it comes to `ComputeLoss`: its rows into the losses of its terms, the
 gradients of what its layers made.
 
-outputs of the waiting micro-batches ── gather ── for each pair: align_pair ── exchange_loss ─────┐
+outputs of the waiting micro-batches ── gather ── for each term: align_pair ── exchange_loss ─────┐
                                                                      └── match, if asked ───┴── gradients by micro-batch, added up
 """
 
@@ -29,6 +29,7 @@ from engine.loss.pair_batch import (
     gather,
     numbers_of,
 )
+from engine.loss.scale import injected_scale
 from engine.objective import Objective, Term
 
 ROWS = ("_embeds", "_tokens")  # how the names of tensors end that have a row for each sample
@@ -240,11 +241,8 @@ class TailLoss:
             }
             pair_batch, shared, result = self._pair_loss(pair, gathered, scalars)
             self._note(number, pair, pair_batch, result=result, scalars=scalars, weight=weight)
-            # ∂L/∂ of the own rows, L over the batch. The reduction over replicas averages what each
-            # accumulated: times the number of replicas makes that the sum. fp16: times the loss
-            # scale, which the optimizer takes out again.
             of_pair = self.weights[self.objective.loss_name(pair.kind, pair)]
-            factor = self.stage.replicas * loss_scale * weight * of_pair
+            factor = injected_scale(self.stage.replicas, loss_scale, weight, of_pair)
             # a share that is not finite: not-a-number, so that the step is skipped
             scale = factor + (result.share - result.share)
             made.add_embeds({b: gradient * scale for b, gradient in result.embeds.items()})
@@ -253,7 +251,7 @@ class TailLoss:
             if pair.matching:
                 of_pair = self.weights[self.objective.loss_name("matching", pair)]
                 replicas = self.comm.graph.tail(pair.second).replicas
-                factor = replicas * loss_scale * weight * of_pair
+                factor = injected_scale(replicas, loss_scale, weight, of_pair)
                 scale = torch.full((), factor, device=self.device)
                 matched = match(
                     self.comm,
