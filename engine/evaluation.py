@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.communication import Communicator
-from engine.loss.pair_batch import PairBatch, Rows, align_pair, gather, numbers_of
+from engine.loss.term_batch import Rows, TermBatch, align, gather, numbers_of
 from engine.loss_protocols import Side
 from engine.objective import Comparison
 
@@ -57,7 +57,7 @@ def compare_held_out(
     for pair in objective.comparisons:
         batch = None
         if gathered is not None and set(pair.rows) & set(gathered.own):
-            batch = align_pair(gathered, pair, alone=len(objective.terms) == 1)
+            batch = align(gathered, pair, alone=len(objective.terms) == 1)
         directions = {}
         for branch, other in (pair.rows, pair.rows[::-1]):
             if batch is not None and branch in batch.own:
@@ -74,7 +74,7 @@ def compare_held_out(
 
 
 def _compared(
-    comm: Communicator, pair: Comparison, batch: PairBatch | None, num_samples: int
+    comm: Communicator, pair: Comparison, batch: TermBatch | None, num_samples: int
 ) -> int:
     """How many samples have both halves of the pair. Raises RuntimeError where its branches brought
     other samples."""

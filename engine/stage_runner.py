@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from engine.backend.protocol import Backend
 from engine.communication import Communicator, Signature, existing, gradients_of, signature_of
-from engine.loss.pair_batch import MAX_WEIGHT
+from engine.loss.term_batch import MAX_WEIGHT
 from engine.module import Outline, StageModule
 from engine.schedule import (
     BackwardPass,

@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 
 from engine.communication import Communicator
-from engine.loss.pair_batch import PairBatch
+from engine.loss.term_batch import TermBatch
 from engine.objective import Term
 
 
 @dataclass(frozen=True)
 class LossResult:
-    """What this stage's own rows add to the loss of a pair, and ∂L/∂ of its own embeddings and of
+    """What this stage's own rows add to the loss of a term, and ∂L/∂ of its own embeddings and of
     the loss's scalars."""
 
     shares: Mapping[str, Tensor]  # branch -> [b], of the rows that are left in
@@ -47,20 +47,20 @@ class LossResult:
 
 
 def share_parameters(
-    comm: Communicator, pair: Term, batch: PairBatch, parameters: Mapping[str, Tensor]
+    comm: Communicator, term: Term, batch: TermBatch, parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The loss's learned scalars, by its own names, on every last stage of the pair. `parameters`:
+    """The loss's learned scalars, by its own names, on every last stage of the term. `parameters`:
     the same where the first branch ends; elsewhere {}."""
-    if len(batch.own) == len(pair.rows) or not pair.loss.parameters:
+    if len(batch.own) == len(term.rows) or not term.loss.parameters:
         return dict(parameters)
     embeds = next(iter(batch.own.values())).embeds
-    names = list(pair.loss.parameters)
+    names = list(term.loss.parameters)
     values = (
         torch.cat([parameters[name] for name in names])
         if parameters
         else embeds.new_empty(len(names))
     )
-    first, *others = pair.branches
+    first, *others = term.branches
     for other in others:
         if first in comm.stage.tail_of or other in comm.stage.tail_of:
             values = comm.cross(first, other, values)
@@ -68,19 +68,19 @@ def share_parameters(
 
 
 def exchange_loss(
-    comm: Communicator, pair: Term, batch: PairBatch, parameters: Mapping[str, Tensor]
+    comm: Communicator, term: Term, batch: TermBatch, parameters: Mapping[str, Tensor]
 ) -> LossResult:
-    """The exact loss of a pair over the global batch and its gradients, as far as this stage needs
+    """The exact loss of a term over the global batch and its gradients, as far as this stage needs
     them.
 
     `parameters` are the loss's learned scalars, see `share_parameters`. Each replica of the first
     branch returns an equal part of their gradients: the whole is constrained by the loss first,
     which the parts could not be. Where no sample has both halves the loss and all gradients are 0.
     """
-    sides, loss = batch.everyone, pair.loss
+    sides, loss = batch.everyone, term.loss
     if not batch.num_rows:
-        return _nothing(pair, batch, parameters)
-    if len(batch.own) == len(pair.rows) and comm.stage.replicas == 1:
+        return _nothing(term, batch, parameters)
+    if len(batch.own) == len(term.rows) and comm.stage.replicas == 1:
         part = loss.whole(sides, parameters)
         embeds = {
             branch: batch.restored(branch, part.embeds[branch][rows.position])
@@ -94,13 +94,13 @@ def exchange_loss(
     }
     statistics = {branch: values for branch, values in own.items() if values is not None}
     if statistics:
-        statistics = _share_statistics(comm, pair, batch, statistics)
+        statistics = _share_statistics(comm, term, batch, statistics)
     shares, embeds, parameter_gradients = {}, {}, {}
     for branch, rows in batch.own.items():
         part = loss.part(sides, branch, rows.position, statistics, parameters)
         shares[branch] = part.shares[branch]
         embeds[branch] = batch.restored(branch, part.embeds[branch])
-        if branch == pair.rows[0]:
+        if branch == term.rows[0]:
             whole = _summed(comm, part.parameters)
             parameter_gradients = {
                 name: g / comm.stage.replicas
@@ -117,8 +117,8 @@ def _summed(comm: Communicator, gradients: Mapping[str, Tensor]) -> dict[str, Te
     return dict(zip(gradients, sums.split(1)))
 
 
-def _nothing(pair: Term, batch: PairBatch, parameters: Mapping[str, Tensor]) -> LossResult:
-    """Of a batch in which no sample has both halves. All last stages of the pair see that, so
+def _nothing(term: Term, batch: TermBatch, parameters: Mapping[str, Tensor]) -> LossResult:
+    """Of a batch in which no sample has all its parts. All last stages of the term see that, so
     nothing is exchanged."""
     shares = {branch: rows.embeds.new_zeros(0) for branch, rows in batch.own.items()}
     embeds = {
@@ -129,13 +129,13 @@ def _nothing(pair: Term, batch: PairBatch, parameters: Mapping[str, Tensor]) -> 
         shares,
         embeds,
         {name: torch.zeros_like(p) for name, p in parameters.items()}
-        if pair.rows[0] in batch.own
+        if term.rows[0] in batch.own
         else {},
     )
 
 
 def by_source(
-    pair: Term, batch: PairBatch, result: LossResult, starts: Tensor
+    term: Term, batch: TermBatch, result: LossResult, starts: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Of the own rows, by the source that their sample is of, [S] float64 each: shares of the loss;
     samples, counted by the first branch.
@@ -147,13 +147,13 @@ def by_source(
         source = torch.bucketize(rows.index, starts, right=True) - 1
         belongs = source[:, None] == torch.arange(len(starts), device=starts.device)  # [b, S]
         shares += torch.where(belongs, result.shares[branch].double()[:, None], 0.0).sum(0)
-        if branch == pair.rows[0]:
+        if branch == term.rows[0]:
             samples += belongs.sum(0)
     return shares, samples
 
 
 def _share_statistics(
-    comm: Communicator, pair: Term, batch: PairBatch, statistics: Mapping[str, Tensor]
+    comm: Communicator, term: Term, batch: TermBatch, statistics: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """branch -> [B, …] statistics of all its rows, in global order."""
     everyone = {}
@@ -165,7 +165,7 @@ def _share_statistics(
             0, batch.places[branch] % (number + 1), values
         )[:number]
     given = next(iter(everyone.values()))
-    for (source, of_source), (_, of_target) in permutations(zip(pair.rows, pair.branches), 2):
+    for (source, of_source), (_, of_target) in permutations(zip(term.rows, term.branches), 2):
         here, wanted = source in batch.own, of_target in comm.stage.tail_of
         if here and not wanted:
             comm.cross(of_source, of_target, everyone[source])

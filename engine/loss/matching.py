@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from engine.communication import Communicator
-from engine.loss.pair_batch import PairBatch, rows_of
+from engine.loss.term_batch import TermBatch, rows_of
 from engine.loss_protocols import MatchingLoss
 from engine.objective import Pair
 
@@ -99,7 +99,7 @@ class _Texts:
 def match(
     comm: Communicator,
     pair: Pair,
-    batch: PairBatch,
+    batch: TermBatch,
     outputs: Sequence[Mapping[str, Tensor]],
     parameters: Mapping[str, Tensor],
     *,
@@ -197,7 +197,7 @@ def _add_gradient(total: Tensor, rows: Tensor, leaf: Tensor) -> None:
 def _texts(
     comm: Communicator,
     pair: Pair,
-    batch: PairBatch,
+    batch: TermBatch,
     outputs: Sequence[Mapping[str, Tensor]],
     parameters: Mapping[str, Tensor],
     scoring: Scoring,
@@ -244,7 +244,7 @@ def _padded(values: Tensor, longest: int) -> Tensor:
     )
 
 
-def _places(comm: Communicator, pair: Pair, batch: PairBatch, blocks: Sequence[_Block]) -> Tensor:
+def _places(comm: Communicator, pair: Pair, batch: TermBatch, blocks: Sequence[_Block]) -> Tensor:
     """[S] int64, places of the S rows of all blocks; −1: left out."""
     places = []
     for replica, rank in enumerate(comm.graph.tail(pair.first).ranks):

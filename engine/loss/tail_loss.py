@@ -1,7 +1,7 @@
 """What a last stage does when it comes to `ComputeLoss`: its rows into the losses of its terms, the
 gradients of what its layers made.
 
-outputs of the waiting micro-batches ── gather ── for each term: align_pair ── exchange_loss ─────┐
+outputs of the waiting micro-batches ── gather ── for each term: align ── exchange_loss ─────┐
                                                                      └── match, if asked ───┴── gradients by micro-batch, added up
 """
 
@@ -19,17 +19,17 @@ from torch import Tensor
 from engine.communication import Communicator
 from engine.loss.exchange import LossResult, by_source, exchange_loss, share_parameters
 from engine.loss.matching import Matched, Scoring, match
-from engine.loss.pair_batch import (
+from engine.loss.scale import injected_scale
+from engine.loss.term_batch import (
     NO_WEIGHT,
     GatheredRows,
     Numbers,
-    PairBatch,
     Rows,
-    align_pair,
+    TermBatch,
+    align,
     gather,
     numbers_of,
 )
-from engine.loss.scale import injected_scale
 from engine.objective import Objective, Term
 
 ROWS = ("_embeds", "_tokens")  # how the names of tensors end that have a row for each sample
@@ -47,9 +47,9 @@ class Sums:
     # [P, 4], shares of both losses of a pair without their weights, matching pairs judged rightly,
     # matching pairs
     losses: Tensor
-    sources: Tensor  # [2, P, S], shares of the contrastive losses and samples, by pair and source
+    sources: Tensor  # [2, P, S], shares of the contrastive losses and samples, by term and source
     scalars: Tensor  # what the losses learn, in the order of the pairs, each reported by one rank
-    # [1], places with different samples in two branches, reported by one rank of each pair
+    # [1], places with different samples in two branches, reported by one rank of each term
     misaligned: Tensor
     left_out: list[float]  # [P], samples of which a half was a stand-in, reported by one rank each
     duplicates: list[float]  # [P], samples with a value that another one has, likewise
@@ -153,7 +153,7 @@ class TailLoss:
         )
         self.objective: Objective = comm.objective
         # whether the host of a rank needs to know what the others have before it can exchange it
-        self._matches = any(pair.matching for pair in comm.objective.terms)
+        self._matches = any(term.matching for term in comm.objective.terms)
         self._tells = not equal_shares or comm.objective.has_further_rows or self._matches
         self._made_here = comm.objective.made_by(comm.stage.tail_of)
         if self._tells:
@@ -186,7 +186,7 @@ class TailLoss:
         self.rows_per_sample, self.num_rows = dict(rows_per_sample or {}), dict(num_rows or {})
         self.shares, self.num_made = shares, num_made
         self.weights = {**losses, **(weights or {})}
-        num_scalars = sum(len(pair.scalars) for pair in self.objective.terms)
+        num_scalars = sum(len(term.scalars) for term in self.objective.terms)
         self.sums = Sums.zero(
             len(self.objective.terms),
             len(self._source_starts),
@@ -231,41 +231,41 @@ class TailLoss:
                 num_rows=self.num_rows,
             )
         made = _Gradients({branch: rows.embeds for branch, rows in own.items()}, sizes)
-        for number, pair in enumerate(self.objective.terms):
-            if not set(pair.branches) & set(self.stage.tail_of):
+        for number, term in enumerate(self.objective.terms):
+            if not set(term.branches) & set(self.stage.tail_of):
                 continue
             scalars = {
                 name: outputs[0][tensor].detach()
-                for name, tensor in pair.scalars.items()
+                for name, tensor in term.scalars.items()
                 if tensor in outputs[0]
             }
-            pair_batch, shared, result = self._pair_loss(pair, gathered, scalars)
-            self._note(number, pair, pair_batch, result=result, scalars=scalars, weight=weight)
-            of_pair = self.weights[self.objective.loss_name(pair.kind, pair)]
-            factor = injected_scale(self.stage.replicas, loss_scale, weight, of_pair)
+            term_batch, shared, result = self._pair_loss(term, gathered, scalars)
+            self._note(number, term, term_batch, result=result, scalars=scalars, weight=weight)
+            of_term = self.weights[self.objective.loss_name(term.kind, term)]
+            factor = injected_scale(self.stage.replicas, loss_scale, weight, of_term)
             # a share that is not finite: not-a-number, so that the step is skipped
             scale = factor + (result.share - result.share)
             made.add_embeds({b: gradient * scale for b, gradient in result.embeds.items()})
             for name, value in scalars.items():
-                made.set_scalar(pair.scalars[name], result.parameters[name] * scale, value)
-            if pair.matching:
-                of_pair = self.weights[self.objective.loss_name("matching", pair)]
-                replicas = self.comm.graph.tail(pair.second).replicas
-                factor = injected_scale(replicas, loss_scale, weight, of_pair)
+                made.set_scalar(term.scalars[name], result.parameters[name] * scale, value)
+            if term.matching:
+                of_term = self.weights[self.objective.loss_name("matching", term)]
+                replicas = self.comm.graph.tail(term.second).replicas
+                factor = injected_scale(replicas, loss_scale, weight, of_term)
                 scale = torch.full((), factor, device=self.device)
                 matched = match(
                     self.comm,
-                    pair,
-                    pair_batch,
+                    term,
+                    term_batch,
                     outputs,
                     shared,
                     sizes=[
-                        told[rank][pair.first] for rank in self.comm.graph.tail(pair.first).ranks
+                        told[rank][term.first] for rank in self.comm.graph.tail(term.first).ranks
                     ],
                     scoring=scoring,
                     scale=scale,
                 )
-                self._note_matching(number, matched, weight, of_pair)
+                self._note_matching(number, matched, weight, of_term)
                 made.add_tokens(matched.gradients)
         pieces = made.by_micro_batch()
         if self.objective.may_lack_rows:
@@ -295,43 +295,43 @@ class TailLoss:
 
     @torch.no_grad()
     def _pair_loss(
-        self, pair: Term, gathered: GatheredRows, scalars: Mapping[str, Tensor]
-    ) -> tuple[PairBatch, dict[str, Tensor], LossResult]:
-        """The exchange of one pair; the learned scalars as all of its last stages know them; the
+        self, term: Term, gathered: GatheredRows, scalars: Mapping[str, Tensor]
+    ) -> tuple[TermBatch, dict[str, Tensor], LossResult]:
+        """The exchange of one term; the learned scalars as all of its last stages know them; the
         loss."""
-        pair_batch = align_pair(gathered, pair, alone=len(self.objective.terms) == 1)
-        if len(self.objective.terms) == 1 and not pair_batch.num_rows:
+        term_batch = align(gathered, term, alone=len(self.objective.terms) == 1)
+        if len(self.objective.terms) == 1 and not term_batch.num_rows:
             raise OSError(
                 "not one pair of this batch could be loaded; see bad_samples.jsonl in the folder "
                 "of the run"
             )
-        shared = share_parameters(self.comm, pair, pair_batch, scalars)
-        return pair_batch, shared, exchange_loss(self.comm, pair, pair_batch, shared)
+        shared = share_parameters(self.comm, term, term_batch, scalars)
+        return term_batch, shared, exchange_loss(self.comm, term, term_batch, shared)
 
     def _note(
         self,
         number: int,
-        pair: Term,
-        pair_batch: PairBatch,
+        term: Term,
+        term_batch: TermBatch,
         result: LossResult,
         scalars: Mapping[str, Tensor],
         weight: float,
     ) -> None:
         share = result.share * weight
-        self.sums.loss += share * self.weights[self.objective.loss_name(pair.kind, pair)]
+        self.sums.loss += share * self.weights[self.objective.loss_name(term.kind, term)]
         self.sums.losses[number, 0] += share.double()
         if len(self._source_starts):
-            shares, samples = by_source(pair, pair_batch, result, self._source_starts)
+            shares, samples = by_source(term, term_batch, result, self._source_starts)
             self.sums.sources[:, number] += torch.stack([shares * weight, samples])
-        # every last stage of the pair sees the same; one counts
-        if self.comm.rank == self.comm.graph.tail(pair.branches[0]).ranks[0]:
-            self.sums.misaligned += pair_batch.num_misaligned
-            self.sums.left_out[number] += pair_batch.num_not_loaded
-            self.sums.duplicates[number] += pair_batch.num_duplicates
+        # every last stage of the term sees the same; one counts
+        if self.comm.rank == self.comm.graph.tail(term.branches[0]).ranks[0]:
+            self.sums.misaligned += term_batch.num_misaligned
+            self.sums.left_out[number] += term_batch.num_not_loaded
+            self.sums.duplicates[number] += term_batch.num_duplicates
         if scalars and self.comm.replica == 0:
             before = sum(len(earlier.scalars) for earlier in self.objective.terms[:number])
             self.sums.scalars[before : before + len(scalars)] = torch.cat(
-                [scalars[name] for name in pair.scalars]
+                [scalars[name] for name in term.scalars]
             ).double()
 
     def _note_matching(

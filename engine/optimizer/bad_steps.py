@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.loss.pair_batch import Rows
+from engine.loss.term_batch import Rows
 
 # branch -> (place in the global batch, index, is the embedding finite) of rows
 Seen = dict[str, list[tuple[int, int, bool]]]

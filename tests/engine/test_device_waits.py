@@ -72,7 +72,7 @@ def test_the_host_waits_once_for_a_pair_and_twice_where_it_is_matched():
     for case, of_ranks in run_all(waits_of_steps, cases):
         replicas = case.replicas.values() if case.layout == "fork" else [case.replicas]
         for rank, found in enumerate(of_ranks):
-            expected = {"engine/loss/pair_batch.py": 1}
+            expected = {"engine/loss/term_batch.py": 1}
             if case.fusion and (case.layout == "merged" or rank > 0):  # where the texts are
                 expected["engine/loss/matching.py"] = 1
             if max(replicas) == 1:

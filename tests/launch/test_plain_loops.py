@@ -41,7 +41,7 @@ from data.decoding.sounds import INSTALL  # noqa: E402
 from data.index.sources import open_source  # noqa: E402
 from data.modalities.tokenizer import train_tokenizer  # noqa: E402
 from data.options import compared, derived_of  # noqa: E402
-from engine.loss.pair_batch import GatheredRows, Numbers, Rows, align_pair  # noqa: E402
+from engine.loss.term_batch import GatheredRows, Numbers, Rows, align  # noqa: E402
 from launch.config.options import parse_options  # noqa: E402
 from launch.inputs import as_values, micro_batch_dataset  # noqa: E402
 from launch.modalities import Inputs  # noqa: E402
@@ -330,7 +330,7 @@ def pair_loss(pair, loaded, made):
     counts = {name: [number.items] for name, number in numbers.items()}
     places = {name: own.position for name, own in rows.items()}
     items = {name: number.items for name, number in numbers.items()}
-    batch = align_pair(GatheredRows(rows, rows, places, counts, numbers, items), pair)
+    batch = align(GatheredRows(rows, rows, places, counts, numbers, items), pair)
     scalars = {name: made[f"{pair.prefix}{name}"] for name in pair.loss.parameters}
     return pair.loss.whole(batch.everyone, {n: v.detach() for n, v in scalars.items()}), scalars
 

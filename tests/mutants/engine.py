@@ -3,7 +3,7 @@
 from mutants import Mutant
 
 PARITY = "tests/engine/test_parity.py"
-ROWS = f"tests/engine/test_pair_batch.py {PARITY}"
+ROWS = f"tests/engine/test_term_batch.py {PARITY}"
 CLIPPING = f"tests/engine/test_clipping.py {PARITY}"
 CHECKPOINTS = "tests/engine/test_checkpoint_files.py tests/engine/test_checkpoint.py"
 ORDER = "tests/engine/test_schedule.py tests/engine/test_message_order.py"
@@ -11,25 +11,25 @@ ORDER = "tests/engine/test_schedule.py tests/engine/test_message_order.py"
 MUTANTS = (
     Mutant(
         "missing-replica-factor",
-        "engine/loss/tail_loss.py",
-        "factor = self.stage.replicas * loss_scale * weight * of_pair",
-        "factor = loss_scale * weight * of_pair",
+        "engine/loss/scale.py",
+        "return replicas * loss_scale * share * weight",
+        "return loss_scale * share * weight",
         "the average over the replicas of a stage is their sum",
-        PARITY,
+        f"tests/engine/test_scale.py {PARITY}",
     ),
     Mutant(
         "missing-loss-scale",
-        "engine/loss/tail_loss.py",
-        "factor = self.stage.replicas * loss_scale * weight * of_pair",
-        "factor = self.stage.replicas * weight * of_pair",
+        "engine/loss/scale.py",
+        "return replicas * loss_scale * share * weight",
+        "return replicas * share * weight",
         "fp16's gradients carry the loss scale that the optimizer takes out",
-        PARITY,
+        f"tests/engine/test_scale.py {PARITY}",
     ),
     Mutant(
         "weight-of-pair-ignored",
         "engine/loss/tail_loss.py",
-        "of_pair = self.weights[self.objective.loss_name(pair.kind, pair)]",
-        "of_pair = 1.0",
+        "of_term = self.weights[self.objective.loss_name(term.kind, term)]",
+        "of_term = 1.0",
         "a pair counts as much as its weight says",
         PARITY,
     ),
@@ -75,7 +75,7 @@ MUTANTS = (
     ),
     Mutant(
         "dropped-row",
-        "engine/loss/pair_batch.py",
+        "engine/loss/term_batch.py",
         "left_out = not_loaded | (~came & (lost == 0))",
         "left_out = not_loaded",
         "a sample without one half is left out of the pair",
@@ -83,7 +83,7 @@ MUTANTS = (
     ),
     Mutant(
         "bad-row-kept",
-        "engine/loss/pair_batch.py",
+        "engine/loss/term_batch.py",
         "not_loaded = torch.stack(unread).any(0)",
         "not_loaded = unread[0]",
         "a sample of which either half could not be loaded is left out",
@@ -91,15 +91,15 @@ MUTANTS = (
     ),
     Mutant(
         "lost-row-is-absent-sample",
-        "engine/loss/pair_batch.py",
-        "return _Halves(left_out, not_loaded, (came & others).sum() + lost)",
-        "return _Halves(left_out, not_loaded, (came & others).sum())",
+        "engine/loss/term_batch.py",
+        "return _Parts(left_out, not_loaded, (came & others).sum() + lost)",
+        "return _Parts(left_out, not_loaded, (came & others).sum())",
         "a row that never came ends the step instead of counting as a missing modality",
         ROWS,
     ),
     Mutant(
         "other-samples-accepted",
-        "engine/loss/pair_batch.py",
+        "engine/loss/term_batch.py",
         "others = torch.stack([(_sample(index) != reference).any(1) for index in indices]).any(0)",
         "others = (_sample(indices[0]) != reference).any(1)",
         "two branches that hold other samples at a place are refused",
@@ -107,7 +107,7 @@ MUTANTS = (
     ),
     Mutant(
         "row-in-order-of-arrival",
-        "engine/loss/pair_batch.py",
+        "engine/loss/term_batch.py",
         "embeds.new_zeros(room, embeds.shape[1]).index_copy_(0, place, embeds)[:number]",
         "embeds.new_zeros(room, embeds.shape[1]).index_copy_(0, place.sort().values, embeds)[:number]",
         "rows stand at their places of the global batch whatever replica held them",
@@ -115,7 +115,7 @@ MUTANTS = (
     ),
     Mutant(
         "neighbour-of-equal-key",
-        "engine/loss/pair_batch.py",
+        "engine/loss/term_batch.py",
         "equal = (ordered[1:] == ordered[:-1]) & (whose[1:] != whose[:-1])",
         "equal = ordered[1:] == ordered[:-1]",
         "a sample that repeats its own value is no duplicate",
@@ -123,7 +123,7 @@ MUTANTS = (
     ),
     Mutant(
         "tags-without-keys",
-        "engine/loss/pair_batch.py",
+        "engine/loss/term_batch.py",
         "return torch.stack([self.position, self.index, self.weight, self.key], 1)",
         "return torch.stack([self.position, self.index, self.weight, self.index], 1)",
         "equal values of different samples are known on every rank",

@@ -11,14 +11,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench.memory_probe import TensorBytes
 from engine.communication import Communicator
-from engine.loss.pair_batch import (
+from engine.loss.term_batch import (
     NO_WEIGHT,
     NOBODY,
     GatheredRows,
     Numbers,
     Rows,
     _repeated,
-    align_pair,
+    align,
     gather,
 )
 from engine.objective import Branch, Objective, Pair
@@ -48,29 +48,27 @@ def arrived(index, weight, keys=(0, 1, 2)):
 def test_a_pair_whose_few_samples_all_have_weight_0_is_empty_beside_others():
     """One sample has a sound, and it counts nothing: nothing is lost, unless it is the only pair."""
     rows = arrived([0, -2, -3], [0, 5, 5])
-    batch = align_pair(rows, PAIR, alone=False)
+    batch = align(rows, PAIR, alone=False)
     assert (batch.num_rows, batch.num_left_out, batch.num_not_loaded) == (0, 3, 2)
     assert {name: len(own.position) for name, own in batch.own.items()} == {"sound": 0, "text": 0}
     assert batch.restored("sound", torch.ones(0, 4)).tolist() == torch.zeros(3, 4).tolist()
     with pytest.raises(RuntimeError, match="all sound rows, or all text rows, .* have weight 0"):
-        align_pair(rows, PAIR)
-    assert align_pair(arrived([0, -2, -3], [1, 5, 5]), PAIR).num_rows == 1
+        align(rows, PAIR)
+    assert align(arrived([0, -2, -3], [1, 5, 5]), PAIR).num_rows == 1
 
 
 def test_rows_that_never_came_are_not_taken_for_samples_without_the_modality():
-    assert (
-        int(align_pair(arrived([0, NOBODY, 2], [1, -1, 1]), PAIR, alone=False).num_misaligned) == 1
-    )
+    assert int(align(arrived([0, NOBODY, 2], [1, -1, 1]), PAIR, alone=False).num_misaligned) == 1
 
 
 def test_samples_with_equal_values_are_counted_without_those_that_are_left_out():
     """A sound that could not be read is equal to none, whatever its key."""
-    assert align_pair(arrived([0, 1, 2], [1, 1, 1]), PAIR).everyone["text"].keys is None
-    batch = align_pair(arrived([0, 1, 2], [1, 1, 1], keys=(7, 3, 7)), PAIR)
+    assert align(arrived([0, 1, 2], [1, 1, 1]), PAIR).everyone["text"].keys is None
+    batch = align(arrived([0, 1, 2], [1, 1, 1], keys=(7, 3, 7)), PAIR)
     assert batch.num_duplicates == 2
     assert batch.everyone["sound"].keys.tolist() == [[7, 0], [3, 1], [7, 2]]
     assert batch.everyone["text"].keys.tolist() == [[0, 7], [1, 3], [2, 7]]
-    left_out = align_pair(arrived([0, 1, -3], [1, 1, 1], keys=(7, 3, 7)), PAIR)
+    left_out = align(arrived([0, 1, -3], [1, 1, 1], keys=(7, 3, 7)), PAIR)
     assert left_out.num_duplicates == 0 and left_out.everyone["sound"].keys is None
 
 
@@ -118,7 +116,7 @@ def test_rows_of_items_that_are_no_samples_and_rows_that_are_nobodys():
     places = {name: each.position for name, each in rows.items()}
     counts = {name: [len(each.position)] for name, each in rows.items()}
     num_rows = {name: number.places for name, number in numbers.items()}
-    batch = align_pair(GatheredRows(rows, rows, places, counts, numbers, num_rows), pair)
+    batch = align(GatheredRows(rows, rows, places, counts, numbers, num_rows), pair)
     assert (batch.num_left_out, batch.num_not_loaded, int(batch.num_misaligned)) == (1, 1, 0)
     assert batch.everyone["region"].label.tolist() == [0, 2]
     assert batch.everyone["phrase"].label.tolist() == [0, 2, -1, -1]

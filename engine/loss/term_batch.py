@@ -1,4 +1,4 @@
-"""The rows of a global batch, gathered among the last stages, and which of them a pair compares.
+"""The rows of a global batch, gathered among the last stages, and which of them a term compares.
 
 A global batch has G samples. A branch with c rows per sample gives them the places 0..cG−1: the row
 at place p belongs to sample p // c. Every row carries the index of its sample in the data, which
@@ -9,15 +9,15 @@ batch, numbered 0..G−1 through the global batch; everything here holds for the
 an item carries the index of the sample that it is of. Behind the rows of its items a side may have
 more, which belong to nobody: they answer, and ask nothing.
 
-A sample that has only one half of a pair is left out of that pair: the loss is the mean over the
-samples that have both. A row that could not be loaded comes with the index i as −1 − i; a row of a
+A sample that lacks a part of a term, the row of one of its branches, is left out of that term: the
+loss is the mean over the samples that have all. A row that could not be loaded comes with the index i as −1 − i; a row of a
 modality that the sample does not have need not come at all. Every last stage learns of both in the
 exchange. Where one of a sample's several rows is missing, the sample goes with all of them.
 
 Every row carries a key of its value too: equal images, sounds or captions of different samples have
 equal keys, and the loss decides what follows from that.
 
-Rows may have weights, whole millionths: all rows of both branches of a pair, or none.
+Rows may have weights, whole millionths: all rows of all branches of a term, or none.
 """
 
 from __future__ import annotations
@@ -96,13 +96,13 @@ def numbers_of(
     pair compares others than those of samples: all items of its first side come, and on its second
     those that are more belong to nobody. Raises RuntimeError where there are fewer."""
     numbers = {name: Numbers(num_samples, rows_per_sample.get(name, 1)) for name in objective.names}
-    for pair in objective.terms:
-        for name in pair.rows if pair.made else ():
-            items = came[pair.rows[0]]
+    for term in objective.terms:
+        for name in term.rows if term.made else ():
+            items = came[term.rows[0]]
             numbers[name] = Numbers(items, more=came[name] - items)
             if came[name] < items:
                 raise RuntimeError(
-                    f"{items} rows of {pair.rows[0]} came, and {came[name]} of {name}; each needs one"
+                    f"{items} rows of {term.rows[0]} came, and {came[name]} of {name}; each needs one"
                 )
     return numbers
 
@@ -124,16 +124,16 @@ class GatheredRows:
 
 
 @dataclass(frozen=True)
-class PairBatch:
-    """What one last stage knows of a pair that it takes part in: its own rows, and all rows of both
+class TermBatch:
+    """What one last stage knows of a term that it takes part in: its own rows, and all rows of all
     sides, in global order; by the names of the rows.
 
-    Samples that do not have both halves are in neither: B and b count the others, and places are
+    Samples that do not have both parts are in neither: B and b count the others, and places are
     numbered anew.
     """
 
     own: Mapping[str, Rows]
-    everyone: Mapping[str, Side]  # the first of the pair, then the second
+    everyone: Mapping[str, Side]  # in the order of the term
     # of the rows that are made here, as in `GatheredRows`: of all rows that the replicas brought
     counts: Mapping[str, Sequence[int]]
     places: Mapping[str, Tensor]  # −1: left out
@@ -142,7 +142,7 @@ class PairBatch:
     # come
     num_misaligned: Tensor
     num_not_loaded: int  # samples of which a half could not be loaded
-    num_left_out: int  # these, and the samples that do not have both halves
+    num_left_out: int  # these, and the samples that do not have both parts
     num_duplicates: int  # samples left in of which another one has an equal value
 
     @property
@@ -220,8 +220,8 @@ def _gathered(
     return rows, comm.without_padding(place, counts)
 
 
-class _Halves(NamedTuple):
-    """Which of the G items have both halves of a pair; all on the device."""
+class _Parts(NamedTuple):
+    """Which of the G items have all parts of a term; all on the device."""
 
     left_out: Tensor  # [G] bool
     not_loaded: Tensor  # [G] bool
@@ -229,7 +229,7 @@ class _Halves(NamedTuple):
 
 
 class _Counts(NamedTuple):
-    """What the host must know of a pair."""
+    """What the host must know of a term."""
 
     left_out: int  # samples
     not_loaded: int
@@ -240,35 +240,35 @@ class _Counts(NamedTuple):
     here: dict[str, int]  # of the branches that end here, own rows that are left in
 
 
-def align_pair(gathered: GatheredRows, pair: Comparison | Term, alone: bool = True) -> PairBatch:
-    """The rows of one pair, without the samples that do not have both halves. Nothing is sent.
+def align(gathered: GatheredRows, term: Comparison | Term, alone: bool = True) -> TermBatch:
+    """The rows of one term, without the samples that do not have all parts. Nothing is sent.
 
-    `alone`: the objective has no other pair. Errors: RuntimeError, the same on all last stages of
-    the pair, when some rows have weights and others have none, or where it is `alone` and all have
+    `alone`: the objective has no other term. Errors: RuntimeError, the same on all last stages of
+    the term, when some rows have weights and others have none, or where it is `alone` and all have
     weight 0.
     """
-    rows = {name: gathered.everyone[name] for name in pair.rows}
-    own = {name: gathered.own[name] for name in pair.rows if name in gathered.own}
-    numbers = {name: gathered.numbers[name] for name in pair.rows}
-    halves = _halves(gathered, rows)
-    num_samples = len(halves.left_out)
+    rows = {name: gathered.everyone[name] for name in term.rows}
+    own = {name: gathered.own[name] for name in term.rows if name in gathered.own}
+    numbers = {name: gathered.numbers[name] for name in term.rows}
+    parts = _parts(gathered, rows)
+    num_samples = len(parts.left_out)
     left_out = {
-        name: F.pad(halves.left_out.repeat_interleave(number.each), (0, number.more))
+        name: F.pad(parts.left_out.repeat_interleave(number.each), (0, number.more))
         for name, number in numbers.items()
     }
     present = {branch: ~left_out[branch][mine.position] for branch, mine in own.items()}
-    counts = _counted(rows, halves, left_out, present, numbers)
+    counts = _counted(rows, parts, left_out, present, numbers)
     weighted = counts.unweighted < counts.came
     if weighted:
-        _refuse_weights(pair, counts, num_samples, alone)
+        _refuse_weights(term, counts, num_samples, alone)
         if counts.left_out < num_samples and not all(counts.weights):
-            # few samples may have both halves of one of several pairs: as if there were none
+            # few samples may have both parts of one of several pairs: as if there were none
             left_out = {branch: torch.ones_like(out) for branch, out in left_out.items()}
             present = {branch: torch.zeros_like(each) for branch, each in present.items()}
             counts = counts._replace(left_out=num_samples, here=dict.fromkeys(present, 0))
     label = {name: _label(number, rows[name].position) for name, number in numbers.items()}
     keys = dict.fromkeys(rows, None) if not counts.duplicates else _keys(rows, label, numbers)
-    batch = PairBatch(
+    batch = TermBatch(
         own=own,
         everyone={
             branch: Side(
@@ -276,14 +276,14 @@ def align_pair(gathered: GatheredRows, pair: Comparison | Term, alone: bool = Tr
                 label[branch],
                 each.weight if weighted else None,
                 keys[branch],
-                each.index if pair.made else None,
+                each.index if term.made else None,
             )
             for branch, each in rows.items()
         },
         counts={branch: gathered.counts[branch] for branch in own},
         places={branch: gathered.places[branch] for branch in own},
         present=present,
-        num_misaligned=halves.num_misaligned,
+        num_misaligned=parts.num_misaligned,
         num_not_loaded=counts.not_loaded,
         num_left_out=counts.left_out,
         num_duplicates=counts.duplicates,
@@ -297,7 +297,7 @@ def align_pair(gathered: GatheredRows, pair: Comparison | Term, alone: bool = Tr
     return _without(batch, left_out, num_left, counts.here)
 
 
-def _halves(gathered: GatheredRows, rows: Mapping[str, Rows]) -> _Halves:
+def _parts(gathered: GatheredRows, rows: Mapping[str, Rows]) -> _Parts:
     # [G, c] each
     indices = [_by_item(own.index, gathered.numbers[name]) for name, own in rows.items()]
     came = torch.stack([(index != NOBODY).all(1) for index in indices]).all(0)
@@ -310,12 +310,12 @@ def _halves(gathered: GatheredRows, rows: Mapping[str, Rows]) -> _Halves:
     not_loaded = torch.stack(unread).any(0)
     # where rows are lost the step ends with an error, which all ranks learn with the metrics
     left_out = not_loaded | (~came & (lost == 0))
-    return _Halves(left_out, not_loaded, (came & others).sum() + lost)
+    return _Parts(left_out, not_loaded, (came & others).sum() + lost)
 
 
 def _counted(
     rows: Mapping[str, Rows],
-    halves: _Halves,
+    parts: _Parts,
     left_out: Mapping[str, Tensor],
     present: Mapping[str, Tensor],
     numbers: Mapping[str, Numbers],
@@ -325,8 +325,8 @@ def _counted(
     # rows that never came have neither a weight nor none
     unweighted = [(own.weight == NO_WEIGHT) & own.came for own in rows.values()]
     counted = [
-        halves.left_out.sum(),
-        halves.not_loaded.sum(),
+        parts.left_out.sum(),
+        parts.not_loaded.sum(),
         torch.stack(repeated).any(0).sum(),
         torch.cat([own.came for own in rows.values()]).sum(),
         torch.cat(unweighted).sum(),
@@ -339,19 +339,19 @@ def _counted(
 
 
 def _refuse_weights(
-    pair: Comparison | Term, counts: _Counts, num_samples: int, alone: bool
+    term: Comparison | Term, counts: _Counts, num_samples: int, alone: bool
 ) -> None:
     """Raise RuntimeError for weights of some rows only, and for rows that all have weight 0."""
-    keys = " and ".join(f"{branch}_weight" for branch in pair.rows)
+    keys = " and ".join(f"{branch}_weight" for branch in term.rows)
     if counts.unweighted:
-        what = " and ".join(f"{branch} rows" for branch in pair.rows)
+        what = " and ".join(f"{branch} rows" for branch in term.rows)
         raise RuntimeError(
             f"{counts.unweighted} of {counts.came} {what} of this batch came without a weight, the "
             f"others with one; give {keys} for all samples, or neither for any"
         )
     if alone and counts.left_out < num_samples and not all(counts.weights):
         raise RuntimeError(
-            f"{', or '.join(f'all {branch} rows' for branch in pair.rows)}, of this batch that could be "
+            f"{', or '.join(f'all {branch} rows' for branch in term.rows)}, of this batch that could be "
             "loaded have weight 0, so there is no loss; give one of them a weight above 0 in "
             f"{keys}"
         )
@@ -407,11 +407,11 @@ def rows_of(wanted: Tensor, number: int) -> Tensor:
 
 
 def _without(
-    batch: PairBatch,
+    batch: TermBatch,
     left_out: Mapping[str, Tensor],
     num_left: Mapping[str, int],
     num_here: Mapping[str, int],
-) -> PairBatch:
+) -> TermBatch:
     """The rows that remain, numbered anew: `num_left` in all, `num_here` of those brought here."""
     place = {branch: torch.where(out, -1, (~out).cumsum(0) - 1) for branch, out in left_out.items()}
     own = {
