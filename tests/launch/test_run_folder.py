@@ -171,6 +171,8 @@ def test_what_0_1_0_did_not_record_is_compared_where_it_is_used_alone():
     seed steps text_tower text_weights tokenizer tower val_data val_fraction"""
     assert {*identity()[0]["options"]} == {*of_0_1_0.split()}
     assert identity("--prefixes 8,16")[0]["options"]["prefixes"] == [8, 16]
+    used = identity("--views-per-image 2 --terms image=infonce")[0]["options"]
+    assert (used["views_per_image"], used["terms"]) == (2, "image=infonce")
 
 
 def test_another_run_is_refused_with_every_difference(folder):
