@@ -21,7 +21,7 @@ from engine.loss.exchange import LossResult, by_source, exchange_loss, share_par
 from engine.loss.matching import Matched, Scoring, match
 from engine.loss.scale import injected_scale
 from engine.loss.term_batch import (
-    NO_WEIGHT,
+    NUM_TAGS,
     GatheredRows,
     Numbers,
     Rows,
@@ -397,24 +397,11 @@ class TailLoss:
     def own_rows(self, outputs: Sequence[Mapping[str, Tensor]]) -> dict[str, Rows]:
         """The embeddings of micro-batches of this last stage, in the order they ran."""
         none = torch.zeros(0, dtype=torch.int64, device=self.device)
-        blank = torch.zeros(0, self.embed_dim, device=self.device)
-        rows = {}
-        for branch in self._made_here:
-            embeds, position, index = (
-                [output[f"{branch}_{part}"].detach() for output in outputs]
-                for part in ("embeds", "position", "index")
-            )
-            weight = [
-                o.get(f"{branch}_weight", torch.full_like(p, NO_WEIGHT))
-                for o, p in zip(outputs, position)
-            ]
-            # without keys no two samples are equal; a number of a sample is no hash by chance
-            key = [o.get(f"{branch}_key", i) for o, i in zip(outputs, index)]
-            rows[branch] = Rows(
-                torch.cat([blank, *embeds]),
-                *(torch.cat([none, *part]) for part in (position, index, weight, key)),
-            )
-        return rows
+        blank = Rows(torch.zeros(0, self.embed_dim, device=self.device), *[none] * NUM_TAGS)
+        return {
+            name: Rows.joined([blank, *(Rows.brought(name, output) for output in outputs)])
+            for name in self._made_here
+        }
 
 
 def _size(output: Mapping[str, Tensor], branch: str) -> tuple[int, int]:

@@ -10,9 +10,10 @@ an item carries the index of the sample that it is of. Behind the rows of its it
 more, which belong to nobody: they answer, and ask nothing.
 
 A sample that lacks a part of a term, the row of one of its branches, is left out of that term: the
-loss is the mean over the samples that have all. A row that could not be loaded comes with the index i as −1 − i; a row of a
-modality that the sample does not have need not come at all. Every last stage learns of both in the
-exchange. Where one of a sample's several rows is missing, the sample goes with all of them.
+loss is the mean over the samples that have all. A row that could not be loaded comes as a stand-in; a
+row of a modality that the sample does not have need not come at all. Every last stage learns of both
+in the exchange, by the status of each row. Where one of a sample's several rows is missing, the sample
+goes with all of them.
 
 Every row carries a key of its value too: equal images, sounds or captions of different samples have
 equal keys, and the loss decides what follows from that.
@@ -23,7 +24,7 @@ Rows may have weights, whole millionths: all rows of all branches of a term, or 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import permutations
 from types import MappingProxyType
 from typing import NamedTuple
@@ -36,41 +37,64 @@ from engine.communication import Communicator
 from engine.loss_protocols import Side
 from engine.objective import Comparison, Objective, Term
 
-NOBODY = torch.iinfo(torch.int64).min  # at a place that no row claims
 MAX_WEIGHT = 2**31 - 2  # millionths
-NO_WEIGHT = -1
+# the status of a row: 0 at a place for which none came, else the sum of what holds
+CAME, LOADED, WEIGHTED = 1, 2, 4
+NUM_TAGS = 5
 
 
 @dataclass(frozen=True)
 class Rows:
     """Embeddings [b, D] float32 with the place of each row in the global batch, the index of its
-    sample in the data set, its weight, and the key of its value.
+    sample in the data set, its status, its weight, and the key of its value.
 
-    All int64 [b]. An index below 0 stands for −1 − index, a sample that could not be loaded;
-    `NOBODY`: no row came for this place. Weights are millionths, at most `MAX_WEIGHT`; `NO_WEIGHT`
-    where rows have none. Rows with equal keys hold equal values.
+    All int64 [b]. Weights are millionths, at most `MAX_WEIGHT`; without `WEIGHTED` they say nothing.
+    Rows with equal keys hold equal values.
     """
 
     embeds: Tensor
     position: Tensor
     index: Tensor
+    status: Tensor
     weight: Tensor
     key: Tensor
 
+    @classmethod
+    def brought(cls, name: str, output: Mapping[str, Tensor]) -> Rows:
+        """Those of a micro-batch. There an index below 0 stands for −1 − index, a sample that could not
+        be loaded. Without keys no two samples are equal: the number of a sample is no hash by
+        chance."""
+        position, index = output[f"{name}_position"], output[f"{name}_index"]
+        weight, is_loaded = output.get(f"{name}_weight"), index >= 0
+        return cls(
+            output[f"{name}_embeds"].detach(),
+            position,
+            torch.where(is_loaded, index, -1 - index),
+            CAME + LOADED * is_loaded + WEIGHTED * (weight is not None),
+            torch.zeros_like(position) if weight is None else weight,
+            output.get(f"{name}_key", index),
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Rows]) -> Rows:
+        """All of them, in their order."""
+        return cls(*(torch.cat(values) for values in zip(*(part._values for part in parts))))
+
     @property
-    def came(self) -> Tensor:
+    def _values(self) -> list[Tensor]:
+        return [getattr(self, each.name) for each in fields(self)]
+
+    def has(self, status: int) -> Tensor:
         """[b] bool."""
-        return self.index != NOBODY
+        return (self.status & status) > 0
 
     def tags(self) -> Tensor:
-        """[b, 4] int64, as they travel."""
-        return torch.stack([self.position, self.index, self.weight, self.key], 1)
+        """[b, NUM_TAGS] int64, as they travel."""
+        return torch.stack(self._values[1:], 1)
 
     def chosen(self, rows: Tensor, position: Tensor) -> Rows:
         """Some of the `rows`, with other places."""
-        values = self.embeds, position, self.index, self.weight, self.key
-        embeds, position, index, weight, key = (each[rows] for each in values)
-        return Rows(embeds, position, index, weight, key)
+        return Rows(*(each[rows] for each in replace(self, position=position)._values))
 
 
 class Numbers(NamedTuple):
@@ -184,7 +208,7 @@ def gather(
         elif name not in own and target in comm.stage.tail_of:
             like, number = next(iter(own.values())), numbers[name].places
             embeds = comm.cross(source, target, like.embeds.new_empty(number, like.embeds.shape[1]))
-            tags = comm.cross(source, target, like.index.new_empty(number, 3))
+            tags = comm.cross(source, target, like.index.new_empty(number, NUM_TAGS - 1))
             position = torch.arange(number, device=tags.device)
             everyone[name] = Rows(embeds, position, *tags.unbind(1))
     num_places = {name: number.places for name, number in numbers.items()}
@@ -209,13 +233,11 @@ def _gathered(
     room = number + (min(counts) < max(counts))
     embeds = comm.gather_padded(own.embeds, counts)
     tags = comm.gather_padded(own.tags(), counts, fill=number)
-    place, index, weight, key = tags.unbind(1)
+    place, *others = tags.unbind(1)
     rows = Rows(
         embeds.new_zeros(room, embeds.shape[1]).index_copy_(0, place, embeds)[:number],
         torch.arange(number, device=place.device),
-        place.new_full((room,), NOBODY).index_copy_(0, place, index)[:number],
-        place.new_full((room,), NO_WEIGHT).index_copy_(0, place, weight)[:number],
-        place.new_zeros(room).index_copy_(0, place, key)[:number],
+        *(place.new_zeros(room).index_copy_(0, place, each)[:number] for each in others),
     )
     return rows, comm.without_padding(place, counts)
 
@@ -299,15 +321,18 @@ def align(gathered: GatheredRows, term: Comparison | Term, alone: bool = True) -
 
 def _parts(gathered: GatheredRows, rows: Mapping[str, Rows]) -> _Parts:
     # [G, c] each
-    indices = [_by_item(own.index, gathered.numbers[name]) for name, own in rows.items()]
-    came = torch.stack([(index != NOBODY).all(1) for index in indices]).all(0)
-    reference = _sample(indices[0][:, :1])
-    others = torch.stack([(_sample(index) != reference).any(1) for index in indices]).any(0)
+    numbers = gathered.numbers
+    indices = [_by_item(own.index, numbers[name]) for name, own in rows.items()]
+    parts = [_by_item(own.has(CAME), numbers[name]).all(1) for name, own in rows.items()]
+    came, reference = torch.stack(parts).all(0), indices[0][:, :1]
+    others = torch.stack([(index != reference).any(1) for index in indices]).any(0)
     # A row that claims another one's place leaves its own empty. That is no sample without the
     # modality: those are reported beforehand.
-    lost = sum(own.came.sum().sub(gathered.num_rows[branch]).abs() for branch, own in rows.items())
-    unread = [((index < 0) & (index != NOBODY)).any(1) for index in indices]
-    not_loaded = torch.stack(unread).any(0)
+    lost = sum(
+        own.has(CAME).sum().sub(gathered.num_rows[branch]).abs() for branch, own in rows.items()
+    )
+    unread = [own.has(CAME) & ~own.has(LOADED) for own in rows.values()]
+    not_loaded = torch.stack([_by_item(u, numbers[n]).any(1) for n, u in zip(rows, unread)]).any(0)
     # where rows are lost the step ends with an error, which all ranks learn with the metrics
     left_out = not_loaded | (~came & (lost == 0))
     return _Parts(left_out, not_loaded, (came & others).sum() + lost)
@@ -323,12 +348,12 @@ def _counted(
     """The host waits for the device here, where the stage waits for the others anyway."""
     repeated = [_repeated(own.key, left_out[name], numbers[name]) for name, own in rows.items()]
     # rows that never came have neither a weight nor none
-    unweighted = [(own.weight == NO_WEIGHT) & own.came for own in rows.values()]
+    unweighted = [own.has(CAME) & ~own.has(WEIGHTED) for own in rows.values()]
     counted = [
         parts.left_out.sum(),
         parts.not_loaded.sum(),
         torch.stack(repeated).any(0).sum(),
-        torch.cat([own.came for own in rows.values()]).sum(),
+        torch.cat([own.has(CAME) for own in rows.values()]).sum(),
         torch.cat(unweighted).sum(),
         *((own.weight * ~left_out[branch]).sum() for branch, own in rows.items()),
         *(each.sum() for each in present.values()),
@@ -373,7 +398,8 @@ def _repeated(key: Tensor, left_out: Tensor, number: Numbers) -> Tensor:
     have none."""
     row = torch.arange(len(key), device=key.device)
     sample = row // number.each  # of rows that are nobody's one by itself, or a few
-    ordered, order = torch.where(left_out, NOBODY + row, key).sort(stable=True)
+    alone = torch.iinfo(torch.int64).min + row  # each another, and no hash by chance
+    ordered, order = torch.where(left_out, alone, key).sort(stable=True)
     whose = sample[order]
     equal = (ordered[1:] == ordered[:-1]) & (whose[1:] != whose[:-1])
     either = (F.pad(equal, (0, 1)) | F.pad(equal, (1, 0)))[: len(key)]  # there may be no row
@@ -394,10 +420,6 @@ def _keys(
         ]
         keys[name] = torch.cat([own, *(torch.where(item < 0, own, each) for each in partners)], 1)
     return keys
-
-
-def _sample(index: Tensor) -> Tensor:
-    return torch.where(index < 0, -1 - index, index)
 
 
 def rows_of(wanted: Tensor, number: int) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.loss.term_batch import Rows
+from engine.loss.term_batch import LOADED, Rows
 
 # branch -> (place in the global batch, index, is the embedding finite) of rows
 Seen = dict[str, list[tuple[int, int, bool]]]
@@ -31,11 +31,10 @@ def seen_by(own: Iterable[Mapping[str, Rows]]) -> Seen:
     """What a tail knows of the rows that it gave to the loss. Waits for the device."""
     seen: Seen = {}
     for branch, rows in ((branch, rows) for part in own for branch, rows in part.items()):
-        not_loaded = rows.index < 0  # and not in the loss
-        finite = torch.isfinite(rows.embeds).all(1) | not_loaded
-        index = torch.where(not_loaded, -1 - rows.index, rows.index)
+        # what could not be loaded is not in the loss
+        finite = torch.isfinite(rows.embeds).all(1) | ~rows.has(LOADED)
         seen.setdefault(branch, []).extend(
-            zip(rows.position.tolist(), index.tolist(), finite.tolist())
+            zip(rows.position.tolist(), rows.index.tolist(), finite.tolist())
         )
     return seen
 

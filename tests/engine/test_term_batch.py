@@ -1,5 +1,6 @@
-"""What of a global batch meets in a pair, decided from rows that have arrived."""
+"""What of a global batch meets in a term, decided from rows that have arrived."""
 
+from dataclasses import replace
 from datetime import timedelta
 from unittest import mock
 
@@ -12,8 +13,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from bench.memory_probe import TensorBytes
 from engine.communication import Communicator
 from engine.loss.term_batch import (
-    NO_WEIGHT,
-    NOBODY,
     GatheredRows,
     Numbers,
     Rows,
@@ -31,14 +30,22 @@ PAIR_OF_TWO = Pair(*BRANCHES, InfoNCE())
 PAIR = Pair("sound", "text", InfoNCE(), prefix="sound_text_")
 
 
+def rows_of(position, index, weight, key):
+    """As a micro-batch brings them; without weights where `weight` is None."""
+    own = {"embeds": torch.ones(len(position), 4), "position": position, "index": index}
+    own |= {"key": key} if weight is None else {"key": key, "weight": weight}
+    return Rows.brought("own", {f"own_{name}": value for name, value in own.items()})
+
+
 def arrived(index, weight, keys=(0, 1, 2)):
-    """Three samples with a text each, all of one stage; sounds have these indices, weights and
-    keys."""
-    sound_keys = torch.tensor(keys)
-    sound, text = torch.tensor(index), WHOLE
+    """Three samples with a text each, all of one stage; sounds have these indices (None: no row
+    came), weights and keys."""
+    came = torch.tensor([i is not None for i in index])
+    sound = torch.tensor([0 if i is None else i for i in index])
+    sounds = rows_of(WHOLE, sound, torch.tensor(weight), torch.tensor(keys))
     rows = {
-        "sound": Rows(torch.ones(3, 4), WHOLE, sound, torch.tensor(weight), key=sound_keys),
-        "text": Rows(torch.ones(3, 4), WHOLE, text, torch.ones(3, dtype=torch.int64), key=text),
+        "sound": replace(sounds, status=sounds.status * came),
+        "text": rows_of(WHOLE, WHOLE, torch.ones(3, dtype=torch.int64), WHOLE),
     }
     numbers, threes = dict.fromkeys(rows, Numbers(3)), dict.fromkeys(rows, 3)
     places, counts = dict.fromkeys(rows, WHOLE), dict.fromkeys(rows, (3,))
@@ -58,7 +65,7 @@ def test_a_pair_whose_few_samples_all_have_weight_0_is_empty_beside_others():
 
 
 def test_rows_that_never_came_are_not_taken_for_samples_without_the_modality():
-    assert int(align(arrived([0, NOBODY, 2], [1, -1, 1]), PAIR, alone=False).num_misaligned) == 1
+    assert int(align(arrived([0, None, 2], [1, 0, 1]), PAIR, alone=False).num_misaligned) == 1
 
 
 def test_samples_with_equal_values_are_counted_without_those_that_are_left_out():
@@ -99,17 +106,15 @@ def test_a_sample_that_repeats_its_own_text_is_no_duplicate():
 def test_rows_of_items_that_are_no_samples_and_rows_that_are_nobodys():
     """Three regions, one of which is not in the view, and behind their phrases two that are given
     as negatives, one of them equal to a phrase of another region."""
-    regions, of_sample = torch.ones(3, 4), torch.tensor([5, 5, 9])
+    of_sample = torch.tensor([5, 5, 9])
     pair = Pair("image", "text", InfoNCE(), made=("region", "phrase"))
-    no_weight = torch.full((5,), -1)
     rows = {
-        "region": Rows(regions, WHOLE, torch.tensor([5, -6, 9]), no_weight[:3], key=WHOLE + 100),
-        "phrase": Rows(
-            torch.ones(5, 4),
+        "region": rows_of(WHOLE, torch.tensor([5, -6, 9]), None, WHOLE + 100),
+        "phrase": rows_of(
             torch.arange(5),
             torch.cat([of_sample, torch.tensor([5, 9])]),
-            no_weight,
-            key=torch.tensor([7, 8, 9, 9, 11]),
+            None,
+            torch.tensor([7, 8, 9, 9, 11]),
         ),
     }
     numbers = {"region": Numbers(3), "phrase": Numbers(3, more=2)}
@@ -142,8 +147,8 @@ def test_of_gathered_rows_one_copy_is_made_beside_those_in_order(counts):
                 copy[counts[replica] :, 0] = number
 
     position = torch.arange(own)
-    tags = torch.full_like(position, NO_WEIGHT), position
-    rows = {"image": Rows(torch.rand(own, width), position, position, *tags)}
+    own_rows = rows_of(position, position, None, position)
+    rows = {"image": replace(own_rows, embeds=torch.rand(own, width))}
     objective = Objective(tuple(map(Branch, BRANCHES)), (PAIR_OF_TWO,))
     dist.init_process_group("fake", rank=0, world_size=3, store=FakeStore())
     try:

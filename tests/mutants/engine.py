@@ -84,8 +84,8 @@ MUTANTS = (
     Mutant(
         "bad-row-kept",
         "engine/loss/term_batch.py",
-        "not_loaded = torch.stack(unread).any(0)",
-        "not_loaded = unread[0]",
+        "unread = [own.has(CAME) & ~own.has(LOADED) for own in rows.values()]",
+        "unread = [own.has(CAME) & ~own.has(LOADED) & (i == 0) for i, own in enumerate(rows.values())]",
         "a sample of which either half could not be loaded is left out",
         ROWS,
     ),
@@ -100,8 +100,8 @@ MUTANTS = (
     Mutant(
         "other-samples-accepted",
         "engine/loss/term_batch.py",
-        "others = torch.stack([(_sample(index) != reference).any(1) for index in indices]).any(0)",
-        "others = (_sample(indices[0]) != reference).any(1)",
+        "others = torch.stack([(index != reference).any(1) for index in indices]).any(0)",
+        "others = (indices[0] != reference).any(1)",
         "two branches that hold other samples at a place are refused",
         ROWS,
     ),
@@ -124,8 +124,8 @@ MUTANTS = (
     Mutant(
         "tags-without-keys",
         "engine/loss/term_batch.py",
-        "return torch.stack([self.position, self.index, self.weight, self.key], 1)",
-        "return torch.stack([self.position, self.index, self.weight, self.index], 1)",
+        "return torch.stack(self._values[1:], 1)",
+        "return torch.stack([*self._values[1:-1], self.index], 1)",
         "equal values of different samples are known on every rank",
         PARITY,
     ),
