@@ -22,6 +22,7 @@ from data.annotations import Annotation
 from data.bad_tables import count_bad
 from data.batching.mixture import Mixture
 from data.batching.stream_order import StreamOrder
+from data.formats.specs import is_remote
 from data.index.sources import IndexedSource, KnownSource, Source
 from data.modalities.annotations import KEPT
 from data.modalities.transforms import EvalTransform
@@ -58,6 +59,7 @@ LABEL = 10  # columns of a label with its colon
 FEW = 0.01  # repeated values, of all
 REASONS_SHOWN = 5
 SAMPLES_ASKED = 1000  # at least, where there are more, for what is said of their annotations
+ROOM = 2.25  # times the shards that are mixed: these, the next ones, and what lies beside each
 OTHER_PLANS = 3  # that are compared with the chosen one; `launch.tools.plan` lists all
 
 
@@ -305,6 +307,13 @@ def _streams(data: PreparedData, batch_size: int, stages: Sequence[Stage]) -> st
             f"and that of storage have a rank correlation of {own.rank_correlation:.2f} (0: fully "
             "mixed, 1: as stored)"
         )
+        needed = ROOM * min(mixed, len(table.names)) * size
+        if cache.limit_bytes < needed and any(map(is_remote, table.names)):
+            lines.append(
+                f"too little room to fetch the next {mixed} while these are read, so where all change "
+                f"at once a step waits for them: {sized(int(needed))} of --stream-cache are enough, "
+                "or fewer that are mixed (?mixed=K)"
+            )
         if lost := [*table.gone, *(stream.shown[n] for n in np.flatnonzero(table.lost))]:
             samples = int(table.counts[table.lost != 0].sum())
             of = f", {samples:,} samples of this run's order" if samples else ""

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from stores import http_server
 from stream_shards import write_shards
 
 from data.batching.batches import Batches, TextPacker
@@ -110,6 +111,23 @@ def test_the_first_screen_says_how_shards_are_mixed_and_what_they_take(mixture, 
         )
         (stream, *_) = found.source.sources
         assert stream.cache.limit_bytes == given * (1 << 30)
+
+
+@pytest.mark.parametrize("shards, says", [(5.5, True), (12, False)])
+def test_the_first_screen_says_where_the_next_shards_have_no_room(tmp_path, shards, says):
+    """Of three that are mixed."""
+    pattern = write_shards(tmp_path / "shards", [20] * 8)
+    size = sum(file.stat().st_size for file in (tmp_path / "shards").glob("*.tar")) / 8
+    with http_server(tmp_path / "shards") as url:
+        options = DataOptions(
+            data=(f"stream:{url}/{pattern}?mixed=3",), stream_cache=shards * size / (1 << 30)
+        )
+        data = prepare_data(options, None, tmp_path / "run")
+        said = _streams(
+            data, 12, fork({"image": [range(1)], "text": [range(1)]}, dict(image=1, text=1)).stages
+        )
+    line = "too little room to fetch the next 3 while these are read"
+    assert (line in said) == says, said
 
 
 def test_the_first_screen_says_which_shards_replicas_have_in_common(mixture):
