@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from common.spelling import near
+from data.batching.load_control import FeedRates
 from data.options import DEFAULT_LOSS, TermOption, loss_names, read_pairs, read_terms
 from engine.loss_protocols import ContrastiveLoss, MatchingLoss
 from engine.objective import Branch, Joint, Objective, Pair, Term
@@ -103,8 +104,9 @@ def _joint(
 def refuse_views(views: int, terms: Sequence[Term]) -> None:
     """Raise ValueError for several views of an image beside what takes one row of each."""
     for term in terms if views > 1 else ():
-        own = getattr(term.loss, "loss", term.loss)
-        one = isinstance(own, PlainLoss | MILNCE) and "image" in term.branches
+        own, rates = getattr(term.loss, "loss", term.loss), FeedRates(views_per_image=views)
+        several = any(rates.rows(branch) > 1 for branch in term.branches)
+        one = several and isinstance(own, PlainLoss | MILNCE)
         if one or term.made or term.matching:
             what = "regions" if term.made else "--fusion" if term.matching else "this loss"
             raise ValueError(
