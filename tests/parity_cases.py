@@ -44,7 +44,8 @@ RULES = [
     (("merged",), ("uneven", "cut_last")),  # a merged stage has a slice of each branch
     # each micro-batch is a batch by itself: the same samples of all branches, with every modality
     (("per_micro_batch",), ("uneven", "packed", "lacking", "regions")),
-    (("plain",), ("three_texts", "weighted")),  # one row per sample, all of the same weight
+    # one row per sample, all of the same weight
+    (("plain",), ("three_texts", "weighted", "views")),
     (("milnce",), ("positives",)),  # the captions of a clip are its positives
     # texts of an image with each other; the similarities of a teacher; one's own loss of three
     (("views",), ("one_text",)),

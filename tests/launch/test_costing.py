@@ -52,7 +52,7 @@ def test_rows_beside_those_of_samples_are_counted_in_the_data():
         Pair("image", "text", InfoNCE()),
         Pair("image", "text", InfoNCE(), made=("region", "phrase"), prefix="region_phrase_"),
     )
-    model = SimpleNamespace(objective=SimpleNamespace(pairs=pairs))
+    model = SimpleNamespace(objective=SimpleNamespace(terms=pairs))
     for given, expected in (
         ("image:text,region:text", (FurtherRows("image", "text", (21 / 4, 25 / 4)),)),
         ("image:text", ()),

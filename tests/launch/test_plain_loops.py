@@ -317,15 +317,7 @@ def our_step(file, flags):
 
 
 def pair_loss(pair, loaded, made):
-    rows = {
-        name: Rows(
-            made[f"{name}_embeds"].detach(),
-            *(loaded[f"{name}_{label}"] for label in ("position", "index")),
-            torch.full_like(loaded[f"{name}_index"], -1),
-            loaded[f"{name}_key"],
-        )
-        for name in pair.rows
-    }
+    rows = {name: Rows.brought(name, {**loaded, **made}) for name in pair.rows}
     numbers = {name: Numbers(len(own.position)) for name, own in rows.items()}
     counts = {name: [number.items] for name, number in numbers.items()}
     places = {name: own.position for name, own in rows.items()}
