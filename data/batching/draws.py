@@ -5,10 +5,16 @@ import numpy as np
 
 # Last word of the seeds: the streams of the draws differ, and differ from that of GlobalOrder,
 # which ends in 0
-# (numpy reads [seed, epoch] as [seed, epoch, 0, 0]), and the first view draws as if there was no other.
+# (numpy reads [seed, epoch] as [seed, epoch, 0, 0]).
 AUGMENTATION, CAPTION, PARTS, LIMIT, PATCHES = 1, 2, 3, 4, 5
 SHARDS, SHARD, GROUP, HELD_OUT = 6, 7, 8, 9
 ANNOTATIONS, PHRASE, NEGATIVES = 10, 11, 12
+
+
+def generator_of(seed: int, epoch: int, i: int, what: int, view: int = 0) -> np.random.Generator:
+    """What a view of sample `i` draws in an epoch. The first draws as if there was no other: a fifth
+    word would change what runs draw that know no views, also where it is 0."""
+    return np.random.default_rng([seed, epoch, i, what, *([view] if view else [])])
 
 
 def caption_numbers(seed: int, epoch: int, i: int, captions: int, shown: int = 1) -> list[int]:
@@ -44,5 +50,5 @@ def patch_numbers(
 ) -> np.ndarray:
     """[kept] int64, ascending: which of its patches 0..patches-1 a view of the image of sample `i`
     shows in an epoch."""
-    generator = np.random.default_rng([seed, epoch, i, PATCHES, view])
+    generator = generator_of(seed, epoch, i, PATCHES, view)
     return np.sort(generator.permutation(patches)[:kept])

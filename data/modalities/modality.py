@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from data.bad_samples import Absent, BadSample
-from data.batching.draws import AUGMENTATION
+from data.batching.draws import AUGMENTATION, generator_of
 from data.modalities.memory import empty
 from data.stored.kinds import stored
 
@@ -147,7 +147,7 @@ def read_values(
     key = stored(modality).equal_rows(source, request.index)
     loaded = replace(Loaded.of(request, {}), key=key)
     for i, view in request.drawn():
-        generator = np.random.default_rng([seed, request.epoch, i, AUGMENTATION, view])
+        generator = generator_of(seed, request.epoch, i, AUGMENTATION, view)
         try:
             values.append(read(i, generator))
         except Absent:

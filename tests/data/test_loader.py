@@ -14,6 +14,7 @@ from dying_source import NamesItsReaders
 from number_modality import Long, Made, Numbers, calculated, parts, whole
 from plain_requests import plain_requests, request_of, square_images
 
+from data.batching.draws import AUGMENTATION, PATCHES, generator_of, patch_numbers
 from data.batching.load_control import FeedRates
 from data.batching.order import GlobalOrder
 from data.batching.requests import MicroBatchRequest, TextRows, evaluation_requests
@@ -426,6 +427,15 @@ def test_kept_patches_are_a_share_of_the_grid_drawn_for_each_sample_and_epoch(de
     assert smaller["pixel_values"].shape == (5, 3, 24, 24)
     assert smaller["kept_patches"].shape == (5, 4)
     assert kept(0.5, 1, size=24, training=False)["pixel_values"].shape == (5, 3, 32, 32)
+
+
+def test_the_first_view_draws_as_runs_do_that_know_no_views():
+    """Else a run that goes on would see other crops."""
+    as_before = np.random.default_rng([3, 5, 7, AUGMENTATION]).random(4)
+    assert (generator_of(3, 5, 7, AUGMENTATION).random(4) == as_before).all()
+    assert (generator_of(3, 5, 7, AUGMENTATION, 1).random(4) != as_before).any()
+    kept = np.random.default_rng([3, 5, 7, PATCHES]).permutation(16)[:4]
+    assert patch_numbers(3, 5, 7, 16, 4).tolist() == sorted(kept.tolist())
 
 
 def test_views_of_an_image_are_drawn_each_by_itself_and_the_first_as_if_alone(demo):

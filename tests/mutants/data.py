@@ -89,8 +89,8 @@ MUTANTS = (
     Mutant(
         "augmentation-of-another-epoch",
         "data/modalities/modality.py",
-        "generator = np.random.default_rng([seed, request.epoch, i, AUGMENTATION, view])",
-        "generator = np.random.default_rng([seed, 0, i, AUGMENTATION])",
+        "generator = generator_of(seed, request.epoch, i, AUGMENTATION, view)",
+        "generator = generator_of(seed, 0, i, AUGMENTATION, view)",
         "augmentation is a function of seed, epoch and sample",
         "tests/data/test_loader.py tests/data/test_transforms.py tests/data/test_resume.py",
     ),
