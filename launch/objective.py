@@ -106,8 +106,7 @@ def refuse_views(views: int, terms: Sequence[Term]) -> None:
     for term in terms if views > 1 else ():
         own, rates = getattr(term.loss, "loss", term.loss), FeedRates(views_per_image=views)
         several = any(rates.rows(branch) > 1 for branch in term.branches)
-        one = several and isinstance(own, PlainLoss | MILNCE)
-        if one or term.made or term.matching:
+        if several and (isinstance(own, PlainLoss | MILNCE) or term.made or term.matching):
             what = "regions" if term.made else "--fusion" if term.matching else "this loss"
             raise ValueError(
                 f"argument --views-per-image: {views}, but {what} of {term.name} takes one row of each "

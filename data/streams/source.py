@@ -359,7 +359,8 @@ class StreamSource:
         begin: Callable[[], None] = lambda: None,
     ) -> tuple[Held, bool] | None:
         """A shard in the cache, and whether it was not there before; None, and the rest: see
-        `ShardCache.hold`. `begin`: as in `prefetch`. Errors: OSError; BadShard where it is not what the run began with."""
+        `ShardCache.hold`. `begin`: as in `prefetch`. Errors: OSError; BadShard where it is not what
+        the run began with."""
         name, table = self.table.names[shard], self.table
         entry, remote = table.entry(shard), is_remote(name)
         told = self._told_beside(shard) if self.only_texts else None

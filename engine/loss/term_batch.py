@@ -152,7 +152,7 @@ class TermBatch:
     """What one last stage knows of a term that it takes part in: its own rows, and all rows of all
     sides, in global order; by the names of the rows.
 
-    Samples that do not have both parts are in neither: B and b count the others, and places are
+    Samples that lack a part are in neither: B and b count the others, and places are
     numbered anew.
     """
 
@@ -166,7 +166,7 @@ class TermBatch:
     # come
     num_misaligned: Tensor
     num_not_loaded: int  # samples of which a half could not be loaded
-    num_left_out: int  # these, and the samples that do not have both parts
+    num_left_out: int  # these, and the samples that lack a part
     num_duplicates: int  # samples left in of which another one has an equal value
 
     @property

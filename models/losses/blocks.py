@@ -11,9 +11,9 @@ needed (Inf-CL, Cheng et al. 2024; a rank's own rows against everyone: DisCo-CLI
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -78,6 +78,42 @@ class Part(NamedTuple):
     # ∂L/∂ of the learned scalars [1] from these rows; the rows of either side together give the
     # whole
     parameters: dict[str, Tensor]
+
+
+class OverLoss:
+    """A loss that is made of another one, and learns what that does."""
+
+    loss: Any
+
+    @property
+    def parameters(self) -> Mapping[str, float]:
+        return self.loss.parameters
+
+    @property
+    def constrained(self) -> Callable[..., dict[str, Tensor]]:
+        return self.loss.constrained
+
+    @property
+    def reported(self) -> Callable[[str, float], tuple[str, float]]:
+        return self.loss.reported
+
+
+def whole_by_parts(loss: Any, sides: Sides, parameters: Mapping[str, Tensor]) -> Part:
+    """The whole loss and all gradients, of a loss that has no shorter way than a part of all rows of
+    each side."""
+    everyone = {
+        name: torch.arange(len(side.label), device=side.label.device)
+        for name, side in sides.items()
+    }
+    made = {n: loss.statistics(sides, n, rows, parameters) for n, rows in everyone.items()}
+    statistics = {name: values for name, values in made.items() if values is not None}
+    first, *others = (
+        loss.part(sides, name, rows, statistics, parameters) for name, rows in everyone.items()
+    )
+    for part in others:
+        first.shares.update(part.shares)
+        first.embeds.update(part.embeds)
+    return first
 
 
 def block_bytes(device: torch.device) -> int:

@@ -3,7 +3,7 @@ each and compare by these (Matryoshka: Kusupati et al. 2022)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from models.losses.blocks import Part, Side, Sides
+from models.losses.blocks import OverLoss, Part, Side, Sides
 
 
 class _Prefix(NamedTuple):
@@ -25,7 +25,7 @@ class _Prefix(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Prefixed:
+class Prefixed(OverLoss):
     """The mean of `loss` over the first d numbers of the embeddings, brought to length 1, for each
     d of `dims`, and over all D of them as they are.
 
@@ -39,18 +39,6 @@ class Prefixed:
     def __post_init__(self) -> None:
         if not self.dims or list(self.dims) != sorted({*self.dims}) or self.dims[0] < 1:
             raise ValueError(f"prefixes {self.dims}: give numbers from 1 on that rise")
-
-    @property
-    def parameters(self) -> Mapping[str, float]:
-        return self.loss.parameters
-
-    @property
-    def constrained(self) -> Callable[..., dict[str, Tensor]]:
-        return self.loss.constrained
-
-    @property
-    def reported(self) -> Callable[[str, float], tuple[str, float]]:
-        return self.loss.reported
 
     @property
     def number(self) -> int:

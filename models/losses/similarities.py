@@ -18,6 +18,7 @@ from models.losses.blocks import (
     shown_scale,
     similarity_blocks,
     stop_outward,
+    whole_by_parts,
 )
 
 
@@ -96,21 +97,7 @@ class SimilarityKL:
 
     def whole(self, sides: Sides, parameters: Mapping[str, Tensor]) -> Part:
         """The whole loss and all gradients."""
-        everyone = {
-            name: torch.arange(len(side.label), device=side.label.device)
-            for name, side in sides.items()
-        }
-        statistics = {
-            name: self.statistics(sides, name, rows, parameters) for name, rows in everyone.items()
-        }
-        parts = [
-            self.part(sides, name, rows, statistics, parameters) for name, rows in everyone.items()
-        ]
-        return Part(
-            {name: part.shares[name] for name, part in zip(sides, parts)},
-            {name: part.embeds[name] for name, part in zip(sides, parts)},
-            parts[0].parameters,
-        )
+        return whole_by_parts(self, sides, parameters)
 
     def _blocks(
         self,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from models.losses.blocks import Part, Sides, Targets, first_of
+from models.losses.blocks import OverLoss, Part, Sides, Targets, whole_by_parts
 from models.losses.infonce import InfoNCE
 from models.losses.sigmoid import Sigmoid
 
@@ -31,7 +31,7 @@ class OtherRows(Targets):
 
 
 @dataclass(frozen=True)
-class Views:
+class Views(OverLoss):
     """`loss` between all rows of one branch, of which each sample has two or more: those of a sample
     are each other's positives, all others negatives (NT-Xent where `loss` is InfoNCE: SimCLR, Chen
     et al. 2020, equation 1; beside the loss between images and texts: SLIP, Mu et al. 2022).
@@ -52,18 +52,6 @@ class Views:
             raise ValueError("views of one branch: label smoothing would make a row its own target")
         others = OtherRows(self.loss.targets.duplicates)
         object.__setattr__(self, "loss", replace(self.loss, targets=others))
-
-    @property
-    def parameters(self) -> Mapping[str, float]:
-        return self.loss.parameters
-
-    @property
-    def constrained(self) -> Callable[..., dict[str, Tensor]]:
-        return self.loss.constrained
-
-    @property
-    def reported(self) -> Callable[[str, float], tuple[str, float]]:
-        return self.loss.reported
 
     def statistics(
         self, sides: Sides, branch: str, mine: Tensor, parameters: Mapping[str, Tensor]
@@ -89,12 +77,7 @@ class Views:
 
     def whole(self, sides: Sides, parameters: Mapping[str, Tensor]) -> Part:
         """The whole loss and all gradients."""
-        branch = first_of(sides)
-        label = sides[branch].label
-        everyone = torch.arange(len(label), device=label.device)
-        statistics = self.statistics(sides, branch, everyone, parameters)
-        given = {} if statistics is None else {branch: statistics}
-        return self.part(sides, branch, everyone, given, parameters)
+        return whole_by_parts(self, sides, parameters)
 
 
 def _both(sides: Sides) -> Sides:
