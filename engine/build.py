@@ -16,13 +16,15 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from engine.backend.deepspeed import DeepSpeedBackend
+from engine.backend.fully_sharded import FullyShardedBackend, LayerSharding
+from engine.backend.protocol import Backend
 from engine.batch import BranchBatch
 from engine.communication import Communicator
 from engine.config.implied import averages_early, precision_of, zero_stage
 from engine.executor import ForkEngine
 from engine.module import DescribesLayer, StageModule
 from engine.objective import Objective
-from engine.optimizer.classes import make_schedule, with_length
+from engine.optimizer.classes import make_optimizer, make_schedule, with_length
 from engine.optimizer.clipping_rules import refuse_idle_patterns
 from engine.optimizer.parameter_groups import (
     GroupSchedule,
@@ -90,6 +92,7 @@ def build_engine(
     setup = RankSetup(plan, config, plan.graph.stage_of(rank), runs_behind(device))
     building = partial(message, plan.graph.describe_rank(rank), setup, Work(BUILDING))
     with explained(device, building), as_local_rank(device):
+        sharding = LayerSharding(comm, resolved) if zero_stage(resolved) == 3 else None
         module = StageModule(
             graph=plan.graph,
             rank=rank,
@@ -103,16 +106,10 @@ def build_engine(
             trainable=plan.trainable,
             batch_norm_locked=plan.batch_norm_locked,
             compiled=plan.compiled,
+            shard_layer=sharding.shard if sharding else None,
         )
         first_scalars = {name: each.detach().clone() for name, each in module.scalars.items()}
-        backend = DeepSpeedBackend(
-            module,
-            comm,
-            resolved,
-            [_optimizer_group(*group) for group in module.parameter_groups],
-            partial(_group_schedule, resolved, plan.optimizer_groups, module.parameter_groups),
-            averages_early(resolved),
-        )
+        backend = _backend(module, comm, sharding, resolved, plan.optimizer_groups)
         return ForkEngine(
             module,
             comm,
@@ -130,6 +127,21 @@ def build_engine(
             setup=setup,
             from_bytes=from_bytes,
         )
+
+
+def _backend(
+    module: StageModule,
+    comm: Communicator,
+    sharding: LayerSharding | None,
+    config: dict[str, Any],
+    rules: OptimizerGroups,
+) -> Backend:
+    groups = [_optimizer_group(*group) for group in module.parameter_groups]
+    schedule = partial(_group_schedule, config, rules, module.parameter_groups)
+    if sharding:
+        optimizer = partial(make_optimizer, config)
+        return FullyShardedBackend(module, comm, sharding, config, groups, optimizer, schedule)
+    return DeepSpeedBackend(module, comm, config, groups, schedule, averages_early(config))
 
 
 def _group_schedule(

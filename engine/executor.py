@@ -369,6 +369,7 @@ class ForkEngine:
         """
         self.module.eval()
         self.runner.run(ForwardOnly(self.stage, num_micro_batches), data_iter, self.global_steps)
+        self.backend.join_forwards(num_micro_batches)
         own = {}
         if self.stage.is_tail:
             outputs = self.runner.outputs

@@ -61,13 +61,15 @@ class StageModule(StageLayers):
         trainable: Trainable,
         batch_norm_locked: bool = False,
         compiled: Collection[str] = (),
+        shard_layer: Callable[[nn.Module], None] | None = None,
     ):
         """`settings`: of every parameter of the run, by canonical name
         (`engine/optimizer/parameter_groups.py`); `trainable`: which layers learn.
 
         `batch_norm_locked`: layers that do not learn normalise by their running statistics, and
         leave them as they are. `compiled`: branches whose layers run through torch.compile, each by
-        itself.
+        itself. `shard_layer`: leaves a part of each layer on each replica, before the next is built
+        (`engine/backend/fully_sharded.py`).
         """
         specs = [spec for branch in graph.branches for spec in layers[branch]]
         super().__init__(graph, rank, specs, stage_group, seed)
@@ -76,9 +78,10 @@ class StageModule(StageLayers):
         self._micro_batch = 0, 0
         self._compiled = frozenset(compiled)
         self._choose_layers(graph, graph.stage_of(rank), trainable)
-        self._build(build_layer, graph, trainable, batch_norm_locked)
-        self.to(get_accelerator().device_name(self.local_rank))
-        self._group_parameters(settings, _most_groups(graph, layers, settings, trainable))
+        self._build(build_layer, graph, trainable, batch_norm_locked, shard_layer)
+        # shards have no collective for each group
+        number = 0 if shard_layer else _most_groups(graph, layers, settings, trainable)
+        self._group_parameters(settings, number)
 
     def _choose_layers(self, graph: StageGraph, stage: Stage, trainable: Trainable) -> None:
         offset, locked, self._own_indices = 0, [], []
@@ -98,8 +101,9 @@ class StageModule(StageLayers):
         graph: StageGraph,
         trainable: Trainable,
         batch_norm_locked: bool,
+        shard_layer: Callable[[nn.Module], None] | None,
     ) -> None:
-        self.canonical_parameters: dict[str, nn.Parameter] = {}
+        device = get_accelerator().device_name(self.local_rank)
         self._locked_norms: list[nn.Module] = []
         learns = [learns for branch in graph.branches for learns in trainable[branch]]
         branches = [branch for branch in graph.branches for _ in trainable[branch]]
@@ -114,43 +118,52 @@ class StageModule(StageLayers):
                 self._locked_norms += still(layer)
             if branches[index] in self._compiled:
                 compile_layer(layer)
+            layer.to(device)
+            if shard_layer:
+                shard_layer(layer)
             self.forward_funcs.append(layer)
             self.add_module(spec.name.replace(".", "/"), layer)
-            names: Any = layer.canonical_names  # local name -> name in the run
-            for name, parameter in layer.named_parameters():
-                self.canonical_parameters[names[name]] = parameter
+            for parameter in layer.parameters():
                 self.add_stage_parameter(parameter)
         self._draws = [bool(getattr(layer, "draws", True)) for layer in self.forward_funcs]
         self._scalars = [frozenset(getattr(layer, "scalars", ())) for layer in self.forward_funcs]
 
     def _group_parameters(self, settings: Mapping[str, Setting], number: int) -> None:
-        """Make `parameter_groups`: the settings of each, and its parameters; `number`, as many on
-        every stage, because ZeRO-1 has collectives for each.
+        """Make `parameter_groups`: the settings of each, and its parameters; at least `number`, as
+        many on every stage where ZeRO-1 has collectives for each.
 
         Where a stage has fewer than another, a group holds a placeholder: one number that is never
         used, with a gradient of zero.
         """
+        parameters = self.canonical_parameters
         # of two names the first
-        own = {
-            id(p): name
-            for name, p in reversed(self.canonical_parameters.items())
-            if p.requires_grad
-        }
-        names = [name for name, p in self.canonical_parameters.items() if own.get(id(p)) == name]
+        own = {id(p): name for name, p in reversed(parameters.items()) if p.requires_grad}
+        names = [name for name, p in parameters.items() if own.get(id(p)) == name]
         # In half precision DeepSpeed makes a group's parameters views of one tensor. Behind one of an
         # odd size, such as the logit scale, none is aligned, and products and norms with them take
         # the slow kernels: 1.2 times the whole step of a ViT-B/32 on an H200.
-        names.sort(key=lambda name: self.canonical_parameters[name].numel() % ALIGNED != 0)
+        names.sort(key=lambda name: parameters[name].numel() % ALIGNED != 0)
         self.parameter_groups = [
-            (setting, [self.canonical_parameters[name] for name in members])
+            (setting, [parameters[name] for name in members])
             for setting, members in groups_of_names(names, settings).items()
         ]
         self.placeholders = nn.ParameterList()
         for _ in range(len(self.parameter_groups), number):
-            placeholder = nn.Parameter(torch.zeros(1))
+            placeholder = nn.Parameter(
+                torch.zeros(1, device=next(iter(parameters.values())).device)
+            )
             self.add_stage_parameter(placeholder)
             self.placeholders.append(placeholder)
             self.parameter_groups.append((Setting(1.0, 0.0, None), [placeholder]))
+
+    @property
+    def canonical_parameters(self) -> dict[str, nn.Parameter]:
+        """By their names in the run."""
+        return {
+            layer.canonical_names[name]: parameter
+            for layer in self.forward_funcs
+            for name, parameter in layer.named_parameters()
+        }
 
     @property
     def templates(self) -> list[nn.Module]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from split_training import Case, make_engine, micro_batches_of_rank
+from split_training import Case, make_engine, micro_batches_of_rank, whole
 
 from engine.checkpoint.layout import step_folder
 from engine.checkpoint.reading import CheckpointReader, load_layer
@@ -21,7 +21,7 @@ DECAY = 0.5
 
 def weights_of(engine) -> dict[str, torch.Tensor]:
     return {
-        name: p.detach().float().clone() for name, p in engine.module.canonical_parameters.items()
+        name: whole(p).float().clone() for name, p in engine.module.canonical_parameters.items()
     }
 
 
@@ -60,8 +60,8 @@ def train_and_average(case: Case, folder: str) -> dict[str, Any]:
     ]
     with CheckpointReader(Path(folder) / step_folder(case.steps)) as reader:
         layers = [
-            load_layer(reader, copy.deepcopy(layer), averaged=True)
-            for layer in engine.module.forward_funcs
+            load_layer(reader, copy.deepcopy(layer).to_empty(device="cpu"), averaged=True)
+            for layer in engine.module.templates
         ]
     saved = {
         layer.canonical_names[name]: p.detach().float()

@@ -15,6 +15,7 @@ from split_training import (
     gradient_pieces,
     make_engine,
     micro_batches_of_rank,
+    whole,
     with_loss,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -148,7 +149,18 @@ def train_with_bad_steps(
         rank, value = gradients.get(step, (None, 0.0))
         return torch.full_like(gradient, value) if engine.comm.rank == rank else gradient
 
-    next(p for p in engine.module.parameters() if p.requires_grad).register_hook(spoil)
+    def spoil_share(parameter):
+        share = parameter.grad.to_local()
+        share.copy_(spoil(share))
+
+    learned = [p for p in engine.module.parameters() if p.requires_grad]
+    first = learned[0]
+    if case.zero_stage == 3:  # what a backward reaches are the gathered weights
+        # of which each replica has a share
+        first = next(p for p in learned if len(p) > 1)
+        first.register_post_accumulate_grad_hook(spoil_share)
+    else:
+        first.register_hook(spoil)
     metrics, untouched, scales = [], [], []
     for step in range(case.steps):
         before = everything(engine)
@@ -166,7 +178,7 @@ def train_with_bad_steps(
         "loss_scales": scales,
         "learning_rates": [group["lr"] for group in engine.backend.optimizer.param_groups],
         "parameters": {
-            n: p.detach().float().clone() for n, p in engine.module.canonical_parameters.items()
+            n: whole(p).float().clone() for n, p in engine.module.canonical_parameters.items()
         },
         "buffers": {n: b.detach().clone() for n, b in engine.module.canonical_buffers.items()},
         "optimizer": engine.backend.wrapper,
@@ -185,7 +197,7 @@ def spoilt(batches):
 def everything(engine) -> Any:
     return copy.deepcopy(
         {
-            "parameters": [p.detach() for p in engine.module.parameters()],
+            "parameters": [whole(p) for p in engine.module.parameters()],
             "buffers": list(engine.module.buffers()),
             "optimizer": engine.backend.optimizer.state_dict()["state"],
             "master weights": [

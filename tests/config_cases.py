@@ -85,6 +85,6 @@ def train_by_file(file: str, steps: int) -> dict[str, Any]:
         "losses": [m.loss for m in metrics],
         "rates": [m.lr for m in metrics],
         "optimizer": engine.backend.wrapper,
-        "dtype": str(next(engine.module.parameters()).dtype),
+        "dtype": str(engine.backend.dtype),
         "plan": plan.describe(),
     }

@@ -31,7 +31,7 @@ FACTORS = {
     "rows": ("all_rows", "lost", "lacking"),  # lost: could not be loaded
     "head": ("embeddings", "fusion", "regions"),
     "loss_weights": ("own", "given"),
-    "zero": ("zero1", "zero0", "zero2"),
+    "zero": ("zero1", "zero0", "zero2", "zero3"),
     "precision": ("fp32", "bf16", "fp16"),
     "clipping": ("unclipped", "clipped"),
     "learning": ("all_learn", "locked", "lora"),
@@ -54,7 +54,9 @@ RULES = [
     # DeepSpeed adds up in fp32, scales a loss and offloads under ZeRO alone
     (("zero0",), ("bf16", "fp16", "offloaded")),
     # whose stages hold whole branches, and which shares nothing out where there are no replicas
-    (("zero2",), ("cut", "cut_last", "single")),
+    (("zero2", "zero3"), ("cut", "cut_last", "single")),
+    # scales no loss, leaves the state where it is, and has whole weights inside the layers alone
+    (("zero3",), ("fp16", "offloaded", "fusion")),
     # each calls it otherwise; the tokens of OpenCLIP's texts are not as wide as their features
     (("libraries",), ("dropout", "fusion")),
     # each kind of layer is compiled by itself, for half a minute: those of one text tower; what is

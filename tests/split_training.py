@@ -87,6 +87,9 @@ PLAIN = LOSSES | {
 }
 
 
+SMALL_BUCKETS = {"reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
+
+
 @dataclass(frozen=True)
 class Case:
     """One way to split, and what to train."""
@@ -174,11 +177,8 @@ class Case:
                 "type": "AdamW",
                 "params": {"lr": self.lr, "weight_decay": WEIGHT_DECAY, "torch_adam": True},
             },
-            "zero_optimization": {
-                "stage": self.zero_stage,
-                "reduce_bucket_size": 100_000,
-                "allgather_bucket_size": 100_000,
-            },
+            "zero_optimization": {"stage": self.zero_stage}
+            | ({} if self.zero_stage == 3 else SMALL_BUCKETS),
             "branches": {
                 "layout": self.layout,
                 "stages": self.stages,
@@ -675,8 +675,7 @@ def train_split(case: Case) -> dict[str, Any]:
         "measured": measured,
         "gradients": gradients,
         "parameters": {
-            n: p.detach().float().clone().cpu()
-            for n, p in engine.module.canonical_parameters.items()
+            n: whole(p).float().clone().cpu() for n, p in engine.module.canonical_parameters.items()
         },
         "buffers": {
             n: b.detach().clone().cpu() for n, b in engine.module.canonical_buffers.items()
@@ -687,7 +686,7 @@ def train_split(case: Case) -> dict[str, Any]:
         "unaligned": [
             name
             for name, p in engine.module.canonical_parameters.items()
-            if p.numel() % 8 == 0 and p.data_ptr() % 16
+            if p.numel() % 8 == 0 and not hasattr(p, "full_tensor") and p.data_ptr() % 16
         ],
         "forwards": dict(forwards),  # by layer, in all steps
         "gradient_bytes": engine.comm.gradients_out.sent_bytes
@@ -783,6 +782,12 @@ def refusal(case: Case) -> str:
     except (RuntimeError, ValueError) as error:
         return str(error)
     return "nothing"
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """Of all replicas, where each has a share: they call it together."""
+    full = getattr(parameter.detach(), "full_tensor", None)
+    return full() if full else parameter.detach()
 
 
 def gradient_pieces(engine) -> list[tuple[str, int, Tensor]]:

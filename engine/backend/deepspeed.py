@@ -451,6 +451,9 @@ class DeepSpeedBackend:
     def step(self, is_finite: Callable[[], bool]) -> bool:
         return self._engine.run_step(is_finite)
 
+    def join_forwards(self, number: int) -> None:
+        """A forward needs no other replica."""
+
     # -- parameters
 
     def shards(self) -> list[Shard]:

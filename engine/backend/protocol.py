@@ -89,6 +89,10 @@ class Backend(Protocol):
         """Step the optimizer and the rates, unless a gradient of any rank is not finite; whether it
         did. `is_finite` is asked where nothing here finds out; all ranks call it together."""
 
+    def join_forwards(self, number: int) -> None:
+        """Take part in the forwards that other replicas of the stage have done beyond this one's
+        `number`, none of them with a backward. All replicas call it together."""
+
     # -- parameters
 
     def shards(self) -> list[Shard]:

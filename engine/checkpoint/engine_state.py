@@ -84,14 +84,19 @@ def snapshot(engine: ForkEngine) -> Snapshot:
     options: dict[str, dict[str, Any]] = {}
     averages = averages_of(engine)
     parameters = engine.module.canonical_parameters
-    learn = [shard for shard in shards if parameters[shard.name].requires_grad]
-    own = [shard for shard in learn if not shard.everywhere]
     replica, replicas = engine.comm.replica, engine.stage.replicas
-    still = list(
-        dealt([r for r in shards if not parameters[r.name].requires_grad], replica, replicas)
+    learn, still = (
+        [
+            *(shard for shard in part if not shard.everywhere),
+            *dealt([shard for shard in part if shard.everywhere], replica, replicas),
+        ]
+        for part in (
+            [shard for shard in shards if parameters[shard.name].requires_grad is learns]
+            for learns in (True, False)
+        )
     )
     group_of = {id(tensor): group for group in optimizer.param_groups for tensor in group["params"]}
-    for shard in [*own, *dealt([r for r in learn if r.everywhere], replica, replicas)]:
+    for shard in learn:
         if id(shard.held) in group_of:
             options[shard.name] = _options(group_of[id(shard.held)])
         tensors[fragment(PARAMETER, shard)] = shard.of(shard.held)
@@ -156,20 +161,17 @@ def restore(engine: ForkEngine, reader: CheckpointReader) -> None:
     Raises ValueError when something is missing or of another shape, or when another kind of
     optimizer was trained with.
     """
-    shards = engine.backend.shards()
-    by_name = {shard.name: shard for shard in shards}
-    parameters, buffers = engine.module.canonical_parameters, engine.module.canonical_buffers
+    shards, buffers = engine.backend.shards(), engine.module.canonical_buffers
     shared = SharedReader(
         reader,
-        {*parameters, *buffers},
+        {*engine.module.canonical_parameters, *buffers},
         engine.comm.replica,
         engine.stage.replicas,
         engine.comm.from_replica,
     )
-    for name, parameter in parameters.items():
-        shared.fill(parameter, PARAMETER, name, parameter.shape)
-        if (shard := by_name.get(name)) is not None and not shard.everywhere:
-            _fill(shard.held, shard, PARAMETER, shared)
+    for shard in shards:
+        _fill(shard.held, shard, PARAMETER, shared)
+    engine.backend.weights_replaced()
     for name, buffer in buffers.items():
         shared.fill(buffer, BUFFER, name, buffer.shape)
     _restore_optimizer(engine, shared, shards)

@@ -25,8 +25,8 @@ def offloads(config: Mapping[str, Any]) -> bool:
 
 def averages_early(config: Mapping[str, Any]) -> bool:
     """Whether gradients are averaged over replicas while the last backward runs: not under
-    DeepSpeed's ZeRO-1 optimizer of fp32, fp16 and offloaded state, which keeps to itself what it has averaged, nor
-    under ZeRO-2, where every backward averages its own, nor where the configuration says so
+    DeepSpeed's ZeRO-1 optimizer of fp32, fp16 and offloaded state, which keeps to itself what it has
+    averaged, nor under ZeRO-2 and ZeRO-3, where every backward averages its own, nor where the configuration says so
     (`overlap_comm`) or asks for another order or precision of the sums."""
     zero, bf16 = config.get("zero_optimization", {}), config.get("bf16", {})
     plain = (

@@ -44,6 +44,7 @@ AUTO_PLACES = (
     *(f"scheduler.params.{key}" for key in ("warmup_num_steps", "warmup_type")),
     *(f"branches.{key}" for key in ("gradient_clipping", "optimizer_groups")),
 )
+OF_DEEPSPEEDS_ENGINE = ("memory_breakdown", "comms_logger", "steps_per_print")  # its reports
 NEEDS_GPU = ("lamb", "lion")  # optimizers, as DeepSpeed compares them
 EXAMPLE = '"optimizer": {"type": "AdamW", "params": {"lr": 5e-4, "torch_adam": true}}'
 PREDICT, MEASURE = FITS = ("predict", "measure")  # what `branches.fit` may say
@@ -259,7 +260,10 @@ def check_config(
         raise ValueError(f'no "optimizer"; for example {EXAMPLE}')
     _check_micro_batches(config, checked.micro_batch_size)
     _check_precision_and_zero(config)
-    _check_shared_gradients(config, checked)
+    if zero_stage(config) > 1:
+        _check_shared_gradients(config, checked)
+    if zero_stage(config) == 3:
+        _check_shared_weights(config, checked)
     if config.get("gradient_clipping", 0):
         _refuse_global_clipping(config["gradient_clipping"], checked.gradient_clipping, branches)
     _check_auto(config)
@@ -310,11 +314,8 @@ def _check_micro_batches(config: Mapping[str, Any], of_branches: Any) -> None:
 
 def _check_precision_and_zero(config: Mapping[str, Any]) -> None:
     stage = config.get("zero_optimization", {}).get("stage", 0)
-    if stage not in (0, 1, 2):
-        raise ValueError(
-            f"zero_optimization.stage: {stage} shards parameters, which checkpoints, evaluations "
-            "and the matching loss need whole; use 0, 1 or 2"
-        )
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"zero_optimization.stage: got {stage}; use 0, 1, 2 or 3")
     _check_offload(config.get("zero_optimization", {}), stage)
     if config.get("zero_optimization", {}).get("round_robin_gradients", False):
         raise ValueError(
@@ -345,13 +346,14 @@ def _check_precision_and_zero(config: Mapping[str, Any]) -> None:
 
 
 def _check_shared_gradients(config: Mapping[str, Any], block: BranchesBlock) -> None:
-    """What ZeRO-2 does not go with."""
-    if zero_stage(config) != 2:
-        return
+    """What ZeRO-2 and ZeRO-3 do not go with."""
+    stage, what = zero_stage(config), "gradients"
+    if stage == 3:
+        what = "weights and gradients"
     stages = block.stages.values() if isinstance(block.stages, dict) else [block.stages]
     if any(number != 1 for number in stages if number != AUTO):
         raise ValueError(
-            "zero_optimization.stage: 2 shares out gradients between the micro-batches, which a "
+            f"zero_optimization.stage: {stage} shares out {what} between the micro-batches, which a "
             f'pipeline of several stages needs whole, but "branches" has "stages": '
             f'{json.dumps(block.stages)}; use "zero_optimization": {{"stage": 1}}, or one stage'
         )
@@ -359,13 +361,46 @@ def _check_shared_gradients(config: Mapping[str, Any], block: BranchesBlock) -> 
     if predivided or config.get("prescale_gradients", False):
         key = "gradient_predivide_factor" if predivided else "prescale_gradients"
         raise ValueError(
-            f"{key}: DeepSpeed does not have it under ZeRO-2; remove the key, or use "
+            f"{key}: there is none under ZeRO-{stage}; remove the key, or use "
             '"zero_optimization": {"stage": 1}'
         )
     if config.get("bf16", {}).get("check_grad_overflow", True) is not True:
         raise ValueError(
-            "bf16.check_grad_overflow: by this check ZeRO-2 sees that a step must be skipped, on all "
-            "ranks alike; remove the key"
+            f"bf16.check_grad_overflow: by this check ZeRO-{stage} sees that a step must be skipped, "
+            "on all ranks alike; remove the key"
+        )
+
+
+def _check_shared_weights(config: Mapping[str, Any], block: BranchesBlock) -> None:
+    """What else ZeRO-3 does not go with: it is torch's `fully_shard`, behind DeepSpeed's keys."""
+    if block.fit == MEASURE:
+        raise ValueError(
+            'branches.fit: "measure" tries plans with whole weights, which zero_optimization.stage 3 '
+            f'shares out; use "{PREDICT}"'
+        )
+    if config.get("fp16", {}).get("enabled", False):
+        raise ValueError(
+            'fp16 with zero_optimization.stage 3: the loss is not scaled there; use "bf16", or '
+            '"zero_optimization": {"stage": 2}'
+        )
+    if config.get("communication_data_type") not in (None, "fp32"):
+        raise ValueError(
+            f"communication_data_type: got {config['communication_data_type']!r}; under ZeRO-3 "
+            "gradients travel in fp32; remove the key"
+        )
+    zero = config["zero_optimization"]
+    if further := sorted(
+        key for key, value in zero.items() if key != "stage" and value is not None
+    ):
+        raise ValueError(
+            f"zero_optimization.{further[0]}: with stage 3 the weights of one layer after the other "
+            f"are gathered, which {further[0]} does not change; remove the key"
+        )
+    of_deepspeed = [key for key in OF_DEEPSPEEDS_ENGINE if config.get(key)]
+    if of_deepspeed:
+        raise ValueError(
+            f"{of_deepspeed[0]}: DeepSpeed's own engine writes that, which does not run under "
+            'ZeRO-3; remove the key, or use "zero_optimization": {"stage": 2}'
         )
 
 

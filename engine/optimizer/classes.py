@@ -70,6 +70,18 @@ def optimizer_class(config: Mapping[str, Any]) -> type[Optimizer]:
     raise ValueError(f"optimizer.type: unknown value {kind!r}{nearest(kind, OPTIMIZERS)}")
 
 
+def make_optimizer(
+    config: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> torch.optim.Optimizer:
+    """The optimizer of these parameter groups that DeepSpeed makes of the `optimizer` block."""
+    cls, params = optimizer_class(config), dict(config["optimizer"].get("params", {}))
+    switches = {key: params.pop(key) for key in ADAM_SWITCHES if key in params}
+    if cls is FusedAdam:
+        is_adam = config["optimizer"]["type"].lower() == "adam"
+        params["adam_w_mode"] = switches.get("adam_w_mode", True) if is_adam else True
+    return cls([dict(group) for group in groups], **params)
+
+
 def _listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
@@ -192,20 +204,19 @@ def check_schedule(config: Mapping[str, Any]) -> None:
 
 
 def check_optimizer(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for an optimizer that ZeRO-1, which steps flat slices, would change, and for
-    one that DeepSpeed asks about."""
+    """Raise ValueError for an optimizer that ZeRO, which steps slices, would change, and for one that
+    DeepSpeed asks about."""
     zero, kind = config.get("zero_optimization", {}), config["optimizer"]["type"]
-    cls = optimizer_class(config)
-    sharded = zero.get("stage", 0) == 1
-    if sharded and cls is FusedLamb:
+    cls, stage = optimizer_class(config), zero.get("stage", 0)
+    if stage and cls is FusedLamb:
         raise ValueError(
-            f"optimizer.type: {kind} uses the norm of whole tensors, and ZeRO-1 steps flat slices of "
+            f"optimizer.type: {kind} uses the norm of whole tensors, and ZeRO-{stage} steps slices of "
             'them, which trains otherwise; use "zero_optimization": {"stage": 0} in fp32, or an '
             "optimizer such as AdamW"
         )
-    untested = sharded and cls not in ZERO_SUPPORTED_OPTIMIZERS
+    untested = stage in (1, 2) and cls not in ZERO_SUPPORTED_OPTIMIZERS
     if untested and not config.get("zero_allow_untested_optimizer"):
         raise ValueError(
-            f"zero_allow_untested_optimizer: DeepSpeed asks for it with ZeRO-1 and {kind}; add "
+            f"zero_allow_untested_optimizer: DeepSpeed asks for it with ZeRO-{stage} and {kind}; add "
             '"zero_allow_untested_optimizer": true'
         )

@@ -21,8 +21,8 @@ from engine.communication import Communicator
 class LearnedScalars:
     """Those of this stage, each [1], by the names of the tensors that the layers make of them.
 
-    `first`: their values in fp32 before the parameters were rounded; what is stepped begins
-    with them.
+    `first`: their values in fp32 before the parameters were rounded, where they were; what is
+    stepped begins with them.
     """
 
     @torch.no_grad()
@@ -36,11 +36,12 @@ class LearnedScalars:
         self._rounded = {
             name: parameter
             for name, parameter in scalars.items()
-            if parameter.dtype != torch.float32 and parameter.requires_grad
+            if backend.dtype != torch.float32 and parameter.requires_grad
         }
         self._backend, self._comm = backend, comm
         for name, parameter in self._rounded.items():
-            if (stepped := backend.stepped(parameter)) is not None:
+            stepped = backend.stepped(parameter)
+            if stepped is not None and parameter.dtype != torch.float32:
                 stepped.copy_(first[name])
 
     @torch.no_grad()

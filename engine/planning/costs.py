@@ -207,11 +207,13 @@ class StateBytes:
         """From DeepSpeed's configuration, for Adam. fp32: weight and gradient, two moments. Half
         precision: weight and gradient in half, master weight and two moments in fp32. bf16 adds
         gradients up in fp32, and those in half go at once unless `immediate_grad_update` is off.
-        Under ZeRO-2 they always do, and the sums are sharded. State that is offloaded to the CPU is
-        not counted."""
+        Under ZeRO-2 they always do, and the sums are sharded; under ZeRO-3 all of it is in fp32, and
+        sharded. State that is offloaded to the CPU is not counted."""
         stage, offloaded = zero_stage(config), offloads(config)
         bf16, fp16 = (config.get(key, {}).get("enabled", False) for key in ("bf16", "fp16"))
         weight = 2 if bf16 or fp16 else 4
+        if stage == 3:
+            return cls(0, 16, 4, weight)
         at_once = bf16 and config["bf16"].get("immediate_grad_update", True)
         gradient = (0 if at_once else weight) + (4 if bf16 else 0)
         # ZeRO keeps an fp32 copy of its slice also under fp32
@@ -256,8 +258,10 @@ class CostModel:
     state: StateBytes
     embed_dim: int
     checkpoint_interval: int = 0  # layers per activation checkpoint; 0: none
-    sharded_optimizer: bool = True  # ZeRO-1 and ZeRO-2
-    sharded_gradients: bool = False  # ZeRO-2: every backward averages its own over the replicas
+    sharded_optimizer: bool = True  # ZeRO-1 to ZeRO-3
+    # ZeRO-2 and ZeRO-3: every backward averages its own over the replicas
+    sharded_gradients: bool = False
+    sharded_weights: bool = False  # ZeRO-3: every pass gathers each layer before it runs
     early_averages: bool = False  # over replicas, during the last backward
     pairs: LayerCost | None = None
     token_bytes: Mapping[str, float] = field(default_factory=dict)
@@ -305,7 +309,8 @@ def configured(config: Mapping[str, Any]) -> dict[str, Any]:
         "state": StateBytes.of(config),
         "checkpoint_interval": config.get("pipeline", {}).get("activation_checkpoint_interval", 0),
         "sharded_optimizer": zero_stage(config) > 0,
-        "sharded_gradients": zero_stage(config) == 2,
+        "sharded_gradients": zero_stage(config) > 1,
+        "sharded_weights": zero_stage(config) == 3,
         "early_averages": averages_early(config),
     }
 

@@ -41,6 +41,7 @@ class LayersCost(NamedTuple):
     backward_s: float
     num_parameters: int
     num_frozen: int
+    largest_layer: int  # its parameters
     kept_bytes: float
     working_bytes: float
     output_bytes: float
@@ -189,9 +190,10 @@ class StageCosts(NamedTuple):
     up: Message  # a gradient to the stage before, and its activation from there
     state_bytes: float
     # that it sends to other replicas: in a step, gradients, and weights under ZeRO; in each backward,
-    # gradients under ZeRO-2
+    # gradients under ZeRO-2 and ZeRO-3; in each pass, weights under ZeRO-3
     averaged_bytes: float
     backward_bytes: float
+    pass_bytes: float
 
     def works_s(self, counts: Counts) -> float:
         """Of the passes and the losses of a step."""
@@ -234,6 +236,8 @@ class StageCosts(NamedTuple):
         down = counts.activations_sent * self.down.num_bytes
         up = counts.gradients_sent * self.up.num_bytes
         averaged = self.averaged_bytes + counts.backwards * self.backward_bytes
+        passes = counts.forwards + counts.replays + counts.backwards
+        averaged += passes * self.pass_bytes
         return down + up + exchanged + averaged
 
 
@@ -255,10 +259,17 @@ def stage_costs(
     found = []
     for stage, own, loss, ring in zip(graph.stages, layers, losses, rings, strict=True):
         gradient_bytes = own.num_parameters * costs.state.gradient
-        weight_bytes = own.num_parameters * costs.state.weight if costs.sharded_optimizer else 0.0
+        handed_round = costs.sharded_optimizer and not costs.sharded_weights
+        weight_bytes = own.num_parameters * costs.state.weight if handed_round else 0.0
+        pass_bytes, fetch_s = 0.0, 0.0
+        if costs.sharded_weights:
+            pass_bytes = (own.num_parameters + own.num_frozen) * costs.state.weight
+            fetch_s = ring.seconds(pass_bytes)
         owned = own.num_parameters / (stage.replicas if costs.sharded_optimizer else 1)
-        averages_s = 2 * ring.seconds(gradient_bytes)
-        backward_s, others = own.backward_s, (stage.replicas - 1) / stage.replicas
+        # under ZeRO-3 each has the sums of its share, and is done
+        times = 1 if costs.sharded_weights else 2
+        averages_s = times * ring.seconds(gradient_bytes)
+        backward_s, others = own.backward_s + fetch_s, (stage.replicas - 1) / stage.replicas
         gather_s = machine.gradient_s_per_parameter * own.num_parameters
         if costs.sharded_gradients:
             backward_s += gather_s + averages_s
@@ -276,8 +287,8 @@ def stage_costs(
         found.append(
             StageCosts(
                 instruction_s=host_s,
-                forward_s=host_s + own.forward_s + load_s,
-                replay_s=host_s + own.replay_s,
+                forward_s=host_s + own.forward_s + fetch_s + load_s,
+                replay_s=host_s + own.replay_s + fetch_s,
                 backward_s=host_s + backward_s,
                 loss_s=host_s + waits_s + loss_s,
                 exchange_s=waits_s,
@@ -289,14 +300,25 @@ def stage_costs(
                 loss=loss,
                 down=messages[stage.stage_id],
                 up=Message() if stage.previous is None else messages[stage.previous],
-                state_bytes=own.num_frozen * costs.state.weight
-                + own.num_parameters * (costs.state.whole + costs.state.sharded / stage.replicas),
+                state_bytes=_state_bytes(stage, own, costs),
                 averaged_bytes=others
                 * (weight_bytes + (0.0 if costs.sharded_gradients else 2 * gradient_bytes)),
-                backward_bytes=others * 2 * gradient_bytes if costs.sharded_gradients else 0.0,
+                backward_bytes=others * times * gradient_bytes if costs.sharded_gradients else 0.0,
+                pass_bytes=others * pass_bytes,
             )
         )
     return found
+
+
+def _state_bytes(stage: Stage, own: LayersCost, costs: CostModel) -> float:
+    """What a rank holds throughout, with the layers that are whole for a while under ZeRO-3: one
+    with its gradients, as they came and in fp32 as they travel, and the next."""
+    state = costs.state
+    learned = own.num_parameters * (state.whole + state.sharded / stage.replicas)
+    if not costs.sharded_weights:
+        return learned + own.num_frozen * state.weight
+    whole = own.largest_layer * (3 * state.weight + FLOAT_BYTES)
+    return learned + own.num_frozen * FLOAT_BYTES / stage.replicas + whole
 
 
 def loading_s(samples: Mapping[str, float], loading: Loading) -> float:
@@ -348,6 +370,7 @@ def _sum_of_layers(pieces: Sequence[tuple[str, range, int]], costs: CostModel) -
         backward_s=backward_s,
         num_parameters=sum(layer.num_trained for layer, _ in layers),
         num_frozen=sum(layer.num_parameters - layer.num_trained for layer, _ in layers),
+        largest_layer=max((layer.num_parameters for layer, _ in layers), default=0),
         kept_bytes=kept_bytes,
         working_bytes=working_bytes,
         output_bytes=sum(

@@ -105,8 +105,8 @@ class Ways:
         if self.block.stages != AUTO:
             yield self._given_stages(layout)
             return
-        # ZeRO-2 takes whole branches only
-        most = 1 if zero_stage(self.config) == 2 else min(self.world_size, MAX_STAGES)
+        # ZeRO-2 and ZeRO-3 take whole branches only
+        most = 1 if zero_stage(self.config) > 1 else min(self.world_size, MAX_STAGES)
         if layout == "merged":
             numbers = range(1, min(most, *self.num_layers.values()) + 1)
             yield from ({"merged": number} for number in numbers)

@@ -180,12 +180,19 @@ def not_in_use(setup: RankSetup, work: Work) -> list[str]:
             f'"zero_optimization": {{"stage": 2}}: the {setup.stage.replicas} replicas of '
             f"{setup.stage.name} share out the gradients too, and send them in every backward"
         )
-    if setup.on_gpu and zero.get("stage", 0) and not offloads(setup.config):
+    shares = zero.get("stage", 0) == 2 and setup.stage.replicas > 1
+    scaled = setup.config.get("fp16", {}).get("enabled", False)
+    if shares and not scaled and not offloads(setup.config):
+        found.append(
+            f'"zero_optimization": {{"stage": 3}}: the {setup.stage.replicas} replicas of '
+            f"{setup.stage.name} share out the weights too, and gather each layer before it runs"
+        )
+    if setup.on_gpu and zero.get("stage", 0) in (1, 2) and not offloads(setup.config):
         found.append(
             '"zero_optimization": {"offload_optimizer": {"device": "cpu"}}: the state of the '
             "optimizer and its step move to the CPU"
         )
-    # ZeRO-2 refuses more stages
+    # ZeRO-2 and ZeRO-3 refuse more stages
     if zero.get("stage", 0) < 2 and any(len(own) > 1 for own in setup.stage.layers.values()):
         found.append('more "stages", on more ranks, of which each holds fewer layers')
     if work.instruction == "ComputeLoss" and not setup.plan.schedule_type.loss_per_micro_batch:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedTokenizerBase
@@ -15,6 +16,7 @@ from data.batching.buckets import side_multiple
 from data.prepared import PreparedData
 from data.stored.derived import Derived
 from data.stored.kinds import stored
+from engine.config.implied import zero_stage
 from engine.config.reading import BranchesBlock
 from engine.objective import Objective, Term
 from engine.schedule import exact_schedules
@@ -165,6 +167,14 @@ class RunModel:
                     f"{asked[0]}: {tower.branch} tower {tower.name} takes one size only, and what "
                     "enters it has that of the image; leave it out, or use another tower"
                 )
+
+    def refuse_matching(self, config: Mapping[str, Any]) -> None:
+        """Raise ValueError for a matching loss whose weights are shared out over the replicas."""
+        if zero_stage(config) == 3 and any(term.matching for term in self.objective.terms):
+            raise ValueError(
+                "argument --fusion: it scores pairs outside of a tower's layers, whose weights "
+                'ZeRO-3 shares out; use "zero_optimization": {"stage": 2}, or leave --fusion out'
+            )
 
     def refuse_changing_buffers(self) -> None:
         """Raise ValueError where training changes a buffer that no rule says how to average."""

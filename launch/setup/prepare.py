@@ -170,6 +170,7 @@ def prepare_run(options: Options, ranks: Ranks) -> PreparedRun:
     # What to train: towers as lists of layers, and the losses between their embeddings.
     model = RunModel.of(options, data.tokenizer, adapting(block))
     model.refuse_annotations(block, derived_of(options.pairs))
+    model.refuse_matching(config)
     model.refuse_changing_buffers()
     inputs = options.part(InputOptions)
     refuse_unfit_loaders(model.towers, data, inputs)

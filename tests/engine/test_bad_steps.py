@@ -33,6 +33,8 @@ CASES = [
     (two((1, 2), (1, 1), 12, precision="fp16"), 1, math.inf),
     (two((1, 2), (1, 1), 6, zero_stage=2), 2, math.inf),
     (two((1, 2), (1, 1), 6, precision="bf16", zero_stage=2), 1, math.nan),
+    (two((1, 2), (1, 1), 6, zero_stage=3), 2, math.nan),
+    (two((1, 2), (1, 1), 6, precision="bf16", zero_stage=3), 1, math.inf),
     (two((1, 2), (1, 1), 12, precision="bf16", offload=True), 1, math.nan),
     (two((1, 2), (1, 1), 6, precision="bf16", zero_stage=2, offload=True), 0, math.inf),
 ]

@@ -53,7 +53,8 @@ def test_the_same_topology_goes_on_to_the_last_bit(tmp_path):
     }
     zero_1 = "DeepSpeedZeroOptimizer"
     cases[f"{zero_1}, ZeRO-2"] = replace(cases[zero_1], zero_stage=2)
-    for names in (["AdamW", "BF16_Optimizer"], [zero_1, f"{zero_1}, ZeRO-2"]):
+    cases["fully_shard"] = replace(cases["BF16_Optimizer"], zero_stage=3)
+    for names in (["AdamW", "BF16_Optimizer", "fully_shard"], [zero_1, f"{zero_1}, ZeRO-2"]):
         world_size, folders = cases[names[0]].world_size, [tmp_path / name for name in names]
         runs = [(cases[name], 4, None, tmp_path / name, 2) for name in names]
         first = run_cases(world_size, train_from, runs)
@@ -145,13 +146,16 @@ def adaptive_limits(results, when):
     return {r[when]["progress"]["clipping"]["mean_norm"].get("image", 0.0) for r in results} - {0.0}
 
 
-def test_another_zero_stage_goes_on_from_the_same_state(tmp_path):
-    """1, 2, 0, 2 and 1 in turn: what is read is what was written, to the last bit, and the losses
-    are those of a run that did not change, to the rounding of sums in another order."""
-    plain = replace(MERGED_2, dropout=0.0)  # with layers for matching
-    reference = run_ranks(2, train_from, plain, 10)
+@pytest.mark.parametrize(
+    "stages, fusion", [((1, 2, 0, 2, 1), MERGED_2.fusion), ((1, 3, 3, 2, 3, 0), 0)]
+)
+def test_another_zero_stage_goes_on_from_the_same_state(tmp_path, stages, fusion):
+    """What is read is what was written, to the last bit, and the losses are those of a run that did
+    not change, to the rounding of sums in another order."""
+    plain = replace(MERGED_2, dropout=0.0, fusion=fusion)
+    reference = run_ranks(2, train_from, plain, 2 * len(stages))
     before = None
-    for number, stage in enumerate((1, 2, 0, 2, 1)):
+    for number, stage in enumerate(stages):
         case, step = replace(plain, zero_stage=stage), 2 * number
         source = tmp_path / f"step-{step:08d}" if step else None
         results = run_ranks(2, train_from, case, 2, source, tmp_path, save_at=step + 2)

@@ -55,6 +55,8 @@ CASES = [  # and: are two parameters one?
     (two((1, 2), (1, 1), 12, precision="bf16"), False),
     (two((1, 2), (1, 1), 6, zero_stage=2), True),
     (two((1, 2), (1, 1), 6, precision="bf16", zero_stage=2), False),
+    (two((1, 2), (1, 2), 6, zero_stage=3), False),
+    (two((1, 2), (1, 1), 6, precision="bf16", zero_stage=3), False),
 ]
 
 

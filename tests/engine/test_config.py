@@ -177,7 +177,32 @@ REFUSED_WEIGHTS = [
 ]
 REFUSED_BRANCHES += [({"sample_weights": written}, words) for written, words in REFUSED_WEIGHTS]
 REFUSED_VALUES = [
-    (config(zero_optimization={"stage": 3}), "zero_optimization.stage: 3 … use 0, 1 or 2"),
+    (config(zero_optimization={"stage": 4}), "zero_optimization.stage … "),
+    (
+        config({"stages": {"image": 2, "text": 1}}, zero_optimization={"stage": 3}),
+        "stage: 3 shares out weights and gradients … one stage",
+    ),
+    (
+        config(zero_optimization={"stage": 3}, fp16={"enabled": True}),
+        'fp16 with zero_optimization.stage 3 … use "bf16"',
+    ),
+    (
+        config(zero_optimization={"stage": 3, "offload_optimizer": {"device": "cpu"}}),
+        "zero_optimization.offload_optimizer with stage 3 … remove the key",
+    ),
+    (
+        config(zero_optimization={"stage": 3, "reduce_bucket_size": 1000}),
+        "zero_optimization.reduce_bucket_size … remove the key",
+    ),
+    (
+        config(zero_optimization={"stage": 3}, communication_data_type="fp16"),
+        "communication_data_type: got 'fp16' … remove the key",
+    ),
+    (
+        config(zero_optimization={"stage": 3}, memory_breakdown=True),
+        "memory_breakdown: … remove the key",
+    ),
+    (config({"fit": "measure"}, zero_optimization={"stage": 3}), 'fit: … use "predict"'),
     (
         config(zero_optimization={"stage": 1, "round_robin_gradients": True}),
         "zero_optimization.round_robin_gradients … remove the key",
@@ -367,12 +392,13 @@ def test_refusals_of_the_hardware():
 
 
 def test_file_names_tell_the_truth():
+    stages = {"zero2": 2, "zero3": 3}
     for file in FILES:
         (read, block), name = read_config(file, BRANCHES, READERS), file.stem
         enabled = [key for key in ("fp16", "bf16") if read.get(key, {}).get("enabled")]
         assert (enabled or ["fp32"])[0] in name.split("_"), name
-        assert read["zero_optimization"]["stage"] == (2 if "zero2" in name else 1), name
-        kinds = ("zero1", "zero2", "cpu", "lit", "lora", "fork", "pipeline", "feed")
+        assert read["zero_optimization"]["stage"] == stages.get(name[:5], 1), name
+        kinds = ("zero1", *stages, "cpu", "lit", "lora", "fork", "pipeline", "feed")
         assert name.startswith(tuple(f"{kind}_" for kind in kinds)), name
         is_fork = any(word in name for word in ("fork", "pipeline", "feed"))
         assert is_fork == (block.layout == "fork"), name

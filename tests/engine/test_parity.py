@@ -204,6 +204,7 @@ def check_half_precision(case, results, reference):
         within *= 2
     in_place = case.precision == "bf16" and not case.offload and case.zero_stage == 1
     optimizer = "BF16_Optimizer" if in_place else "DeepSpeedZeroOptimizer"
+    optimizer = "fully_shard" if case.zero_stage == 3 else optimizer
     assert {r["optimizer"] for r in results} == {optimizer}
     assert not any(r["unaligned"] for r in results)  # kernels for those are slow
     assert metrics.skipped_steps == 0

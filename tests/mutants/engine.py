@@ -170,6 +170,22 @@ MUTANTS = (
         f"tests/engine/test_ordered_gradients.py {PARITY}",
     ),
     Mutant(
+        "parameter-that-a-replica-skips",
+        "engine/backend/fully_sharded.py",
+        "        layer.register_forward_hook(_reach_all)\n",
+        "",
+        "under ZeRO-3 every parameter of a layer has a gradient in every backward",
+        "tests/engine/test_ordered_gradients.py",
+    ),
+    Mutant(
+        "share-of-the-replica-before",
+        "engine/backend/fully_sharded.py",
+        "rows = math.ceil(parameter.shape[0] / self._comm.stage.replicas)",
+        "rows = parameter.shape[0] // self._comm.stage.replicas",
+        "a share begins where those of the replicas before it end",
+        f"tests/engine/test_checkpoint.py {CLIPPING}",
+    ),
+    Mutant(
         "sums-of-a-skipped-step",
         "engine/backend/deepspeed.py",
         "self.optimizer.averaged_gradients.clear()",
