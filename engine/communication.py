@@ -4,11 +4,12 @@ sums over groups.
 Nothing outside `engine/` calls a collective, and inside it the pipeline's own traffic goes through
 this module.
 
-An edge carries a message per micro-batch: the tensors in their true dtypes, so that token ids and
-masks travel beside activations. Both ends know their names, dtypes and shapes beforehand, because
-each stage announces all messages of a step to the next one before the first. Each direction of an
-edge has a process group of its own, so that a receive never stands behind the other direction. The
-order of all operations: `engine/README.md`, "Order of messages".
+An edge carries a message per slice of a stage and micro-batch (`MessageKey`): the tensors in their
+true dtypes, so that token ids and masks travel beside activations. Both ends know their names,
+dtypes and shapes beforehand, because each stage announces all messages of a step, and their order,
+to the next one before the first. Each direction of an edge has a process group of its own, so that a
+receive never stands behind the other direction. The order of all operations: `engine/README.md`,
+"Order of messages".
 
 The last stages of a fork exchange their rows in two moves, both without padding to a common size
 across branches:
@@ -41,6 +42,29 @@ from engine.trace import WAIT, HostClock, Recorder
 
 # name, dtype, shape of each tensor of a message
 Signature = tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
+
+
+class MessageKey(NamedTuple):
+    """Which message it is. `stage_slice`: which of a rank's slices of its branches; a rank has one,
+    number 0. A micro-batch that runs forward twice is sent twice under the same key."""
+
+    stage_slice: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"micro-batch {self.micro_batch} of slice {self.stage_slice}"
+
+
+class Announcement(NamedTuple):
+    """The messages of a step along an edge, as the stage above announces them: the signatures of
+    its activations, and the keys of the activations that it sends and of the gradients that it
+    receives, each in its order."""
+
+    signatures: dict[MessageKey, Signature]
+    activations: list[MessageKey]
+    gradients: list[MessageKey]
+
+
 # What both gloo and NCCL move. Masks travel as integers.
 DTYPES = {
     str(dtype): dtype
@@ -59,10 +83,10 @@ DTYPES = {
 
 class Channel:
     """One direction between two ranks. `send` returns at once; `expect` makes ready for a message,
-    `receive` waits for the first that was made ready for.
+    `receive` waits for it.
 
-    Both ends know the signature of a message, so a message is its tensors and nothing else. Both
-    ends make the channel at the same time.
+    Both ends know the signature of a message and the order of the keys, so a message is its tensors
+    and nothing else. Both ends make the channel at the same time.
 
     gloo's receives are posted by `expect`: they cost nothing but memory until their message comes.
     A receive of NCCL is a kernel that spins on the device until then, so that nothing which waits
@@ -89,14 +113,14 @@ class Channel:
         # other meanwhile: now, not in the middle of a step.
         (dist.send if sends else dist.recv)(torch.zeros(1, device=self.wire), peer, group=group)
 
-    def send(self, tensors: Mapping[str, Tensor], known: Signature) -> None:
+    def send(self, key: MessageKey, tensors: Mapping[str, Tensor], known: Signature) -> None:
         """Send a message. Raises RuntimeError, before anything leaves, where it is not what the
         receiver expects."""
         signature = signature_of(tensors)
         if signature != known:
             raise RuntimeError(
-                f"rank {self.peer} expects a message of {_in_words(known)}, but this stage made "
-                f"{_in_words(signature)}; a layer must make tensors of the same shapes and dtypes "
+                f"rank {self.peer} expects a message of {_in_words(known)} for {key}, but this "
+                f"stage made {_in_words(signature)}; a layer must make tensors of the same shapes and dtypes "
                 "as its template does on the meta device, and so must an outline of a micro-batch"
             )
         # all of them before the first one leaves: memory for a copy may have to be freed first,
@@ -111,11 +135,11 @@ class Channel:
         while len(self._in_flight) > self.SENDS_IN_FLIGHT:
             self._wait_for_oldest()
 
-    def expect(self, known: Signature) -> None:
+    def expect(self, key: MessageKey, known: Signature) -> None:
         """Make ready for the next message. Messages arrive in the order of these calls."""
         tensors = empty_tensors(known, self.wire, self._staged)
         works = self._post(tensors) if self.posts_ahead else []
-        self._expected.append(_Expected(tensors, works, self._beside.here()))
+        self._expected.append(_Expected(key, tensors, works, self._beside.here()))
 
     def _post(self, tensors: Mapping[str, Tensor]) -> list[dist.Work]:
         return [
@@ -124,9 +148,16 @@ class Channel:
             if tensor.numel()
         ]
 
-    def receive(self) -> dict[str, Tensor]:
-        """The message that was expected first."""
-        tensors, works, ready = self._expected.popleft()
+    def receive(self, key: MessageKey) -> dict[str, Tensor]:
+        """Wait for a message. Raises RuntimeError where it is not the first that was made ready
+        for."""
+        if not self._expected or self._expected[0].key != key:
+            ready_for = ", then ".join(str(each.key) for each in self._expected) or "no message"
+            raise RuntimeError(
+                f"{key} is to be received from rank {self.peer}, but the channel is ready for "
+                f"{ready_for}; messages are received in the order in which they were made ready for"
+            )
+        _, tensors, works, ready = self._expected.popleft()
         if not self.posts_ahead:
             with self._beside.after(ready):
                 works = self._post(tensors)
@@ -149,6 +180,7 @@ class Channel:
 
 
 class _Expected(NamedTuple):
+    key: MessageKey
     tensors: dict[str, Tensor]
     works: list[dist.Work]  # of the receives that were posted
     ready: Any  # when the memory of the tensors is free, see `SideStream.here`
@@ -326,18 +358,30 @@ class Communicator:
         ends = {*self.graph.tail(first).ranks, *self.graph.tail(second).ranks}
         return self._group(sorted(ends), "broadcast", "reduce")
 
-    def announce(self, signatures: Sequence[Signature]) -> None:
-        """Tell the next stage what all messages of a step will be, micro-batch by micro-batch."""
+    def announce(self, announcement: Announcement) -> None:
+        """Tell the next stage what all messages of a step will be, and in which order."""
         peer = existing(self.activations_out).peer
-        told = [[(name, str(dtype), shape) for name, dtype, shape in one] for one in signatures]
+        signatures = [
+            [key, [(name, str(dtype), shape) for name, dtype, shape in signature]]
+            for key, signature in announcement.signatures.items()
+        ]
+        told = [signatures, announcement.activations, announcement.gradients]
         send_json(told, peer, self._announcing_out)
 
-    def announced(self) -> list[Signature]:
+    def announced(self) -> Announcement:
         """What the stage before announces."""
-        told = receive_json(existing(self.activations_in).peer, self._announcing_in)
-        return [
-            tuple((name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in one) for one in told
-        ]
+        signatures, *orders = receive_json(existing(self.activations_in).peer, self._announcing_in)
+        activations, gradients = ([MessageKey(*key) for key in order] for order in orders)
+        return Announcement(
+            {
+                MessageKey(*key): tuple(
+                    (name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in told
+                )
+                for key, told in signatures
+            },
+            activations,
+            gradients,
+        )
 
     def drain(self) -> None:
         for channel in (self.activations_out, self.gradients_out):

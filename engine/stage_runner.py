@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,15 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from engine.backend.protocol import Backend
-from engine.communication import Communicator, Signature, existing, gradients_of, signature_of
+from engine.communication import (
+    Announcement,
+    Communicator,
+    MessageKey,
+    Signature,
+    existing,
+    gradients_of,
+    signature_of,
+)
 from engine.loss.term_batch import MAX_WEIGHT
 from engine.module import Outline, StageModule
 from engine.schedule import (
@@ -92,9 +101,9 @@ class StageRunner:
         self._kept: dict[int, dict[str, Tensor]] = {}  # in host memory, for a second forward
         self._roots: dict[int, dict[str, GradientEdge]] = {}  # of what was handed on
         self._output_grads: dict[int, dict[str, Tensor]] = {}
-        # signatures of the activations along both edges, by micro-batch
-        self._received: list[Signature] = []
-        self._sent: list[Signature] = []
+        # signatures of the activations along both edges
+        self._received: dict[MessageKey, Signature] = {}
+        self._sent: dict[MessageKey, Signature] = {}
         self._ahead: deque[dict[str, Tensor]] = deque()  # loaded for their shapes
 
     def run(self, schedule: StageSchedule, data: Iterator[Any] | None, step: int) -> None:
@@ -105,7 +114,7 @@ class StageRunner:
         program = [instruction for instructions in schedule for instruction in instructions]
         backwards = [i for i in program if isinstance(i, BackwardPass)]
         self._last_backward = backwards[-1].buffer_id if backwards else None
-        self._announce(schedule.micro_batches)
+        self._announce(program)
         for instruction, receives in zip(program, receives_to_post(program)):
             self.running = schedule, instruction
             for receive in receives:
@@ -119,43 +128,63 @@ class StageRunner:
 
     # -- messages
 
-    def _announce(self, number: int) -> None:
-        """Learn the signatures of all messages of the next `number` micro-batches, and tell the next
-        stage what it will get."""
+    def _announce(self, program: Sequence[PipeInstruction]) -> None:
+        """Learn the signatures of all messages of a step, and tell the next stage what it will get.
+        Raises RuntimeError where the stage before sends or receives in another order."""
         if self.stage.previous is not None:
-            self._received = self.comm.announced()
+            announced = self.comm.announced()
+            self._received = announced.signatures
+            self._check_order(announced.activations, program, RecvActivation)
+            self._check_order(announced.gradients, program, SendGrad)
         if self.stage.next is not None:
-            entering = self._entering(number) if self.stage.previous is None else self._received
-            self._sent = [
-                self._outline.signature(tensors, self.module.training) for tensors in entering
-            ]
-            self.comm.announce(self._sent)
+            entering = self._received if self.stage.previous is not None else self._entering()
+            self._sent = {
+                key: self._outline.signature(tensors, self.module.training)
+                for key, tensors in entering.items()
+            }
+            sends, receives = (_keys_of(program, kind) for kind in (SendActivation, RecvGrad))
+            self.comm.announce(Announcement(self._sent, sends, receives))
 
-    def _entering(self, number: int) -> list[Signature]:
-        """Of the next `number` micro-batches that are loaded here, as they enter the layers."""
+    def _check_order(
+        self, announced: Sequence[MessageKey], program: Sequence[PipeInstruction], kind: type
+    ) -> None:
+        """A message carries no key: one of another micro-batch with the same shapes would be taken
+        for it."""
+        keys = _keys_of(program, kind)
+        for number, (theirs, ours) in enumerate(zip_longest(announced, keys), start=1):
+            if theirs != ours:
+                raise RuntimeError(
+                    f"{self.stage.name}: message {number} of {kind.__name__} is {ours or 'none'} "
+                    f"here, and {theirs or 'none'} at the stage before; both must send and receive "
+                    "in the same order, so check the `steps` of the schedule"
+                )
+
+    def _entering(self) -> dict[MessageKey, Signature]:
+        """Of the micro-batches of a step that are loaded here, as they enter the layers."""
+        number = self._num_micro_batches
         first = self._load() if number else []
         if isinstance(first, list):
             outlines = first
         else:
             self._ahead.extend([first, *(self._load() for _ in range(number - 1))])
             outlines = list(self._ahead)
-        return [
-            signature_of(
+        return {
+            _key(m): signature_of(
                 {name: self._cast(name, tensor.to("meta")) for name, tensor in outline.items()}
             )
-            for outline in outlines
-        ]
+            for m, outline in enumerate(outlines)
+        }
 
     def _post(self, receive: PipeInstruction) -> None:
+        key = _key(receive.buffer_id)
         if isinstance(receive, RecvActivation):
-            existing(self.comm.activations_in).expect(self._received[receive.buffer_id])
+            existing(self.comm.activations_in).expect(key, self._received[key])
         else:
-            sent = self._sent[receive.buffer_id]
-            known = gradients_of(sent, self.comm.objective, self.stage.trained)
-            existing(self.comm.gradients_in).expect(known)
+            known = gradients_of(self._sent[key], self.comm.objective, self.stage.trained)
+            existing(self.comm.gradients_in).expect(key, known)
 
     def _receive_activations(self, buffer_id: int) -> None:
-        received = existing(self.comm.activations_in).receive()
+        received = existing(self.comm.activations_in).receive(_key(buffer_id))
         trained = self.comm.graph.trained_before(self.stage)
         for name, tensor in received.items():
             needs = (
@@ -167,11 +196,12 @@ class StageRunner:
 
     def _send_activations(self, buffer_id: int) -> None:
         outputs = self.outputs.pop(buffer_id)
-        existing(self.comm.activations_out).send(outputs, self._sent[buffer_id])
+        key = _key(buffer_id)
+        existing(self.comm.activations_out).send(key, outputs, self._sent[key])
         self._keep_roots(buffer_id, outputs)
 
     def _receive_gradients(self, buffer_id: int) -> None:
-        self._output_grads[buffer_id] = existing(self.comm.gradients_in).receive()
+        self._output_grads[buffer_id] = existing(self.comm.gradients_in).receive(_key(buffer_id))
 
     def _send_gradients(self, buffer_id: int) -> None:
         received = self._inputs.pop(buffer_id)
@@ -182,13 +212,14 @@ class StageRunner:
                 f"{self.stage.name}: received {missing} but its layers made no gradient for them; "
                 "drop tensors no layer uses"
             )
+        key = _key(buffer_id)
         # in the order and the dtype of the activations: that is what the other side expects
         known = gradients_of(
-            self._received[buffer_id],
-            self.comm.objective,
-            self.comm.graph.trained_before(self.stage),
+            self._received[key], self.comm.objective, self.comm.graph.trained_before(self.stage)
         )
-        existing(self.comm.gradients_out).send({name: grads[name] for name, _, _ in known}, known)
+        existing(self.comm.gradients_out).send(
+            key, {name: grads[name] for name, _, _ in known}, known
+        )
 
     # -- input
 
@@ -342,6 +373,16 @@ INSTRUCTIONS: dict[type, Callable[..., None]] = {
     ReduceGrads: StageRunner._reduce_gradients,
     OptimizerStep: StageRunner._step_optimizer,
 }
+
+
+def _key(buffer_id: int) -> MessageKey:
+    """A rank has one slice of its branches."""
+    return MessageKey(stage_slice=0, micro_batch=buffer_id)
+
+
+def _keys_of(program: Sequence[PipeInstruction], kind: type) -> list[MessageKey]:
+    """Of the messages that the instructions of this kind send or receive, in their order."""
+    return [_key(each.buffer_id) for each in program if isinstance(each, kind)]
 
 
 def _check_weights(loaded: Mapping[str, Tensor], branches: Sequence[str]) -> None:

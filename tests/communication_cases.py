@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from cost_models import BRANCHES
@@ -20,7 +21,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import groups
-from engine.communication import DTYPES, Channel, Communicator, signature_of
+from engine.communication import (
+    DTYPES,
+    Announcement,
+    Channel,
+    Communicator,
+    MessageKey,
+    signature_of,
+)
 from engine.groups import ALONE, warm_up
 from engine.json_messages import (
     from_all_ranks,
@@ -30,6 +38,13 @@ from engine.json_messages import (
     to_first_rank,
 )
 from engine.objective import Branch, Objective, Pair
+from engine.schedule import (
+    ComputeLoss,
+    OptimizerStep,
+    PipeInstruction,
+    ReduceGrads,
+    StageSchedule,
+)
 from engine.topology import StageGraph, fork, merged
 from models.losses import InfoNCE
 
@@ -40,6 +55,10 @@ OBJECTIVE = Objective(tuple(map(Branch, BRANCHES)), (Pair(*BRANCHES, InfoNCE()),
 
 def communicator(graph: StageGraph) -> Communicator:
     return Communicator(graph, OBJECTIVE, dist.get_rank(), torch.device("cpu"), TIMEOUT)
+
+
+def key(micro_batch: int) -> MessageKey:
+    return MessageKey(stage_slice=0, micro_batch=micro_batch)
 
 
 def message(number: int, replica: int) -> dict[str, torch.Tensor]:
@@ -88,10 +107,10 @@ def both_directions_at_once(number: int) -> bool:
         batch = range(start, min(start + Channel.SENDS_IN_FLIGHT, number))
         for m in batch:
             sent = message(mine + m, comm.replica)
-            out.send(sent, signature_of(sent))
+            out.send(key(m), sent, signature_of(sent))
         for m in batch:
-            back.expect(signature_of(message(theirs + m, comm.replica)))
-            received.append(back.receive())
+            back.expect(key(m), signature_of(message(theirs + m, comm.replica)))
+            received.append(back.receive(key(m)))
     comm.drain()
     channels = {comm.activations_in, comm.activations_out, comm.gradients_in, comm.gradients_out}
     nothing_else = channels == {out, back, None}
@@ -104,18 +123,69 @@ def announced_messages() -> list[list[str]]:
     """A step's announcement, then its messages; one has no tensors at all."""
     comm = communicator(line_of_two(1))
     sent = [{"a": torch.ones(2)}, {}, {"b": torch.zeros(0, 7)}]
+    keys = [key(1), key(0), MessageKey(stage_slice=1, micro_batch=0)]
+    announcement = Announcement(
+        {each: signature_of(tensors) for each, tensors in zip(keys, sent)}, keys, keys[1:]
+    )
     if comm.activations_out is not None:
-        comm.announce([signature_of(tensors) for tensors in sent])
-        for tensors in sent:
-            comm.activations_out.send(tensors, signature_of(tensors))
+        comm.announce(announcement)
+        for each, tensors in zip(keys, sent):
+            comm.activations_out.send(each, tensors, signature_of(tensors))
         comm.drain()
         return []
-    for signature in comm.announced():
-        comm.activations_in.expect(signature)
-    return [
-        [f"{name} {list(tensor.shape)}" for name, tensor in comm.activations_in.receive().items()]
-        for _ in sent
-    ]
+    assert comm.announced() == announcement
+    for each, signature in announcement.signatures.items():
+        comm.activations_in.expect(each, signature)
+    came = [comm.activations_in.receive(each) for each in keys]
+    return [[f"{name} {list(tensor.shape)}" for name, tensor in one.items()] for one in came]
+
+
+def messages_in_order() -> list[str]:
+    """What is said to a receiver that asks for the second of two messages of the same shapes
+    first, and for a third; then what it got."""
+    comm = communicator(line_of_two(1))
+    sent = [{"a": torch.full((2,), float(m))} for m in range(2)]
+    if comm.activations_out is not None:
+        for m, tensors in enumerate(sent):
+            comm.activations_out.send(key(m), tensors, signature_of(tensors))
+        comm.drain()
+        return []
+    channel, said = comm.activations_in, []
+
+    def refused(m: int) -> None:
+        with pytest.raises(RuntimeError) as error:
+            channel.receive(key(m))
+        said.append(str(error.value))
+
+    for m, tensors in enumerate(sent):
+        channel.expect(key(m), signature_of(tensors))
+    refused(1)
+    said += [str(channel.receive(key(m))["a"].tolist()) for m in range(2)]
+    refused(2)
+    return said
+
+
+def stages_in_unlike_orders(case: Case, turned: str) -> None:
+    """The first stage runs its "forwards" or its "backwards" from the last micro-batch to the
+    first, the second stage all of them the other way. RuntimeError on the second."""
+
+    class Unlike(StageSchedule):
+        def steps(self) -> Iterator[list[PipeInstruction]]:
+            def order(passes: str) -> range:
+                numbers, above = range(self.micro_batches), self.own_stage.previous is None
+                return numbers[::-1] if above and passes == turned else numbers
+
+            for m in order("forwards"):
+                yield self.forward(m)
+            if self.own_stage.is_tail:
+                yield [ComputeLoss()]
+            for m in order("backwards"):
+                yield self.backward(m)
+            yield [ReduceGrads(), OptimizerStep()]
+
+    engine, _, image_size = make_engine(case)
+    engine.schedule_type = Unlike
+    engine.train_batch(micro_batches_of_rank(case, engine, 0, image_size))
 
 
 def refused_message() -> str:
@@ -124,12 +194,12 @@ def refused_message() -> str:
     comm = communicator(line_of_two(1))
     tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, dtype=torch.int64)}
     if comm.activations_in is not None:
-        comm.activations_in.expect(signature_of(tensors))
-        return str(equal(comm.activations_in.receive(), tensors))
+        comm.activations_in.expect(key(3), signature_of(tensors))
+        return str(equal(comm.activations_in.receive(key(3)), tensors))
     try:
-        comm.activations_out.send(tensors | {"a": torch.zeros(2, 4)}, signature_of(tensors))
+        comm.activations_out.send(key(3), tensors | {"a": torch.zeros(2, 4)}, signature_of(tensors))
     except RuntimeError as error:
-        comm.activations_out.send(tensors, signature_of(tensors))
+        comm.activations_out.send(key(3), tensors, signature_of(tensors))
         comm.drain()
         return str(error)
     return "nothing"
@@ -154,11 +224,11 @@ def copies_before_sends() -> list[str]:
     turned = torch.arange(6.0).view(2, 3).T
     tensors = {"a": turned, "b": torch.ones(2), "c": turned + 1}
     if comm.activations_in is not None:
-        comm.activations_in.expect(signature_of(tensors))
-        assert equal(comm.activations_in.receive(), tensors)
+        comm.activations_in.expect(key(0), signature_of(tensors))
+        assert equal(comm.activations_in.receive(key(0)), tensors)
         return []
     with Names() as names:
-        comm.activations_out.send(tensors, signature_of(tensors))
+        comm.activations_out.send(key(0), tensors, signature_of(tensors))
     comm.drain()
     return [name for name in names.found if name in ("clone", "send")]
 
@@ -169,13 +239,13 @@ def sends_in_flight() -> list[int]:
     channel = Channel(int(first), dist.group.WORLD, torch.device("cpu"), sends=first)
     tensors = {"a": torch.ones(3)}
     known, found = signature_of(tensors), []
-    for _ in range(5):
+    for m in range(5):
         if first:
-            channel.send(tensors, known)
+            channel.send(key(m), tensors, known)
             found.append(len(channel._in_flight))
         else:
-            channel.expect(known)
-            channel.receive()
+            channel.expect(key(m), known)
+            channel.receive(key(m))
     channel.drain()
     return found
 
@@ -186,13 +256,13 @@ def posted_receives_overlap() -> bool:
     comm = communicator(line_of_two(1))
     tensors = {"a": torch.arange(1_000_000.0)}
     if comm.activations_out is not None:
-        comm.activations_out.send(tensors, signature_of(tensors))
+        comm.activations_out.send(key(0), tensors, signature_of(tensors))
         comm.drain()
         dist.barrier()
         return True
-    comm.activations_in.expect(signature_of(tensors))
+    comm.activations_in.expect(key(0), signature_of(tensors))
     dist.barrier()
-    return equal(comm.activations_in.receive(), tensors)
+    return equal(comm.activations_in.receive(key(0)), tensors)
 
 
 def steps_of_one_engine(case: Case, outlined: bool, steps: int) -> dict[str, list]:
@@ -219,7 +289,7 @@ def steps_of_one_engine(case: Case, outlined: bool, steps: int) -> dict[str, lis
             found["tensors"].append(
                 sum(
                     torch.Size(shape).numel() * dtype.itemsize
-                    for signature in engine.runner._sent
+                    for signature in engine.runner._sent.values()
                     for _, dtype, shape in signature
                 )
             )
@@ -423,15 +493,15 @@ def outputs_alive(case: Case) -> tuple[int, int]:
     alive: list[int] = []
     send, receive = Channel.send, Channel.receive
 
-    def sending(channel: Channel, tensors: dict[str, torch.Tensor], known: object) -> None:
+    def sending(channel: Channel, key: MessageKey, tensors: dict, known: object) -> None:
         if channel is engine.comm.activations_out:
             sent.extend(weakref.ref(tensor) for tensor in tensors.values() if tensor.requires_grad)
-        send(channel, tensors, known)
+        send(channel, key, tensors, known)
 
-    def receiving(channel: Channel) -> dict[str, torch.Tensor]:
+    def receiving(channel: Channel, key: MessageKey) -> dict[str, torch.Tensor]:
         if channel is engine.comm.gradients_in:
             alive.append(sum(tensor() is not None for tensor in sent))
-        return receive(channel)
+        return receive(channel, key)
 
     with (
         mock.patch.object(Channel, "send", sending),

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator, set_accelerator
 from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-from engine.communication import Channel, signature_of
+from engine.communication import Channel, MessageKey, signature_of
 
 CLOCK = itertools.count()  # a second passes between two events
 
@@ -80,12 +80,13 @@ def send_over_streams() -> tuple[list[float], list[str]]:
     channel.posts_ahead = False
     values = {"values": torch.ones(3)}
     known, came = signature_of(values), []
-    for number in (1, 2):
+    keys = [MessageKey(stage_slice=0, micro_batch=m) for m in range(2)]
+    for number, key in enumerate(keys, start=1):
         if first:
-            channel.send({"values": number * values["values"]}, known)
+            channel.send(key, {"values": number * values["values"]}, known)
         else:
-            channel.expect(known)
-    for _ in (1, 2):
-        came += [] if first else channel.receive()["values"].tolist()
+            channel.expect(key, known)
+    for key in keys:
+        came += [] if first else channel.receive(key)["values"].tolist()
     channel.drain()
     return came, get_accelerator().log

@@ -29,6 +29,7 @@ def of_two():
     """What two ranks return of each of these, by its name."""
     functions = (
         communication_cases.announced_messages,
+        communication_cases.messages_in_order,
         communication_cases.refused_message,
         communication_cases.copies_before_sends,
         communication_cases.posted_receives_overlap,
@@ -45,8 +46,31 @@ def test_what_was_announced_arrives_and_may_be_nothing(of_two):
 
 def test_a_message_that_is_not_what_the_receiver_expects_is_refused_before_it_leaves(of_two):
     said, arrived = of_two["refused_message"]
-    assert "expects a message of a float32 [2, 3], b int64 [2]" in said
+    assert "a message of a float32 [2, 3], b int64 [2] for micro-batch 3 of slice 0" in said
     assert "this stage made a float32 [2, 4], b int64 [2]" in said and arrived == "True"
+
+
+def test_messages_are_received_in_the_order_in_which_they_were_made_ready_for(of_two):
+    sender, (too_early, *came, too_many) = of_two["messages_in_order"]
+    assert sender == [] and came == ["[0.0, 0.0]", "[1.0, 1.0]"]
+    assert "micro-batch 1 of slice 0 is to be received from rank 0" in too_early
+    assert "ready for micro-batch 0 of slice 0, then micro-batch 1 of slice 0" in too_early
+    assert "micro-batch 2 of slice 0" in too_many and "ready for no message" in too_many
+
+
+@pytest.mark.parametrize(
+    "turned, kind", [("forwards", "RecvActivation"), ("backwards", "SendGrad")]
+)
+def test_stages_that_handle_micro_batches_in_unlike_orders_end_the_run(turned, kind):
+    """Before the first message: of equal shapes one would be taken for the other, and of others gloo
+    aborts the process."""
+    unlike = communication_cases.stages_in_unlike_orders
+    said = (
+        rf"(?s)rank 1 failed.*message 1 of {kind} is micro-batch 0 of slice 0 here, "
+        "and micro-batch 5 of slice 0 at the stage before"
+    )
+    with pytest.raises(RuntimeError, match=said):
+        run_ranks(2, unlike, Case("merged", {"merged": 2}, 1, 4), turned, timeout_s=60)
 
 
 def test_all_of_a_message_is_ready_before_any_of_it_is_sent(of_two):

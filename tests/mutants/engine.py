@@ -258,6 +258,14 @@ MUTANTS = (
         f"{PARITY} tests/engine/test_communication.py",
     ),
     Mutant(
+        "stages-in-unlike-orders",
+        "engine/stage_runner.py",
+        "if theirs != ours:",
+        "if False:",
+        "two stages handle the messages between them in one order, or it is an error",
+        "tests/engine/test_communication.py",
+    ),
+    Mutant(
         "receive-before-send",
         "engine/schedule.py",
         "posts[last_pass].append(instruction)",
@@ -302,6 +310,14 @@ MUTANTS = (
         "if False:",
         "a message is what its receiver expects, or an error",
         "tests/engine/test_communication.py tests/engine/test_outline.py",
+    ),
+    Mutant(
+        "message-of-another-micro-batch",
+        "engine/communication.py",
+        "if not self._expected or self._expected[0].key != key:",
+        "if not self._expected:",
+        "a message is that of the micro-batch that is asked for, or an error",
+        "tests/engine/test_communication.py",
     ),
     Mutant(
         "gradient-travels-for-a-frozen-branch",
