@@ -251,9 +251,10 @@ def main(module: str) -> None:
                 own.add_argument(word, action="store_true")
                 continue
             texts = default == () or isinstance(default, str)  # else whole numbers
+            has_zero = 0 in (default if isinstance(default, tuple) else (default,))
             own.add_argument(
                 word,
-                type=str if texts else partial(_whole, least=0 if default == 0 else 1),
+                type=str if texts else partial(_whole, least=0 if has_zero else 1),
                 default=default,
                 nargs="+" if isinstance(default, tuple) else None,
                 metavar="TEXT" if texts else "N",

@@ -16,6 +16,7 @@ most the process has held in physical memory since, less what it held then.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 from itertools import accumulate
 from pathlib import Path
@@ -70,10 +71,26 @@ class ProcessGrowth:
     """Bytes of physical memory the process has taken at most since this object was made."""
 
     def __init__(self) -> None:
-        # where it is not allowed, an earlier peak may hide a lower one
-        with contextlib.suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again at VmRSS
+        _forget_peak()
         self._before = resident_bytes(field="VmRSS")
 
     def peak_bytes(self) -> int:
         return resident_bytes() - self._before
+
+    def held_bytes(self) -> int:
+        """Bytes it has now, after the allocator has given back what it keeps."""
+        with contextlib.suppress(AttributeError):  # a C library that is not glibc has none
+            ctypes.CDLL(None).malloc_trim(0)
+        return resident_bytes(field="VmRSS") - self._before
+
+    def mark(self) -> None:
+        """The peak counts from here on."""
+        self.held_bytes()
+        _forget_peak()
+
+
+def _forget_peak() -> None:
+    """VmHWM begins again at VmRSS; where that is not allowed, an earlier peak may hide a lower
+    one."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ BRANCHES = ("image", "text")
 # only ratios matter: stages and replicas are given, the costs say where a tower is cut
 SECONDS_PER_FLOP = 1e-11
 TIMEOUT = timedelta(seconds=300)
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,48 +132,55 @@ def samples(setup: Setup, branch: str, step: int, positions: Tensor) -> dict[str
 
 
 def configuration(
-    setup: Setup, branches: Mapping[str, Any]
+    setup: Setup, branches: Mapping[str, Any], deepspeed: Mapping[str, Any] = NOTHING
 ) -> tuple[dict[str, Any], BranchesBlock]:
     """What a JSON file would say. `branches` gives layout, stages, replicas and, if it is not
-    batch_sync, the schedule."""
+    batch_sync, the schedule; `deepspeed`: keys of DeepSpeed in place of those below."""
     from engine.config.reading import check_config
 
-    return check_config(
-        {
-            "train_batch_size": setup.global_batch_size,
-            "optimizer": {
-                "type": "AdamW",
-                "params": {"lr": setup.lr, "weight_decay": setup.weight_decay, "torch_adam": True},
-            },
-            # as in ds_configs/cpu_fp32.json
-            "zero_optimization": {
-                "stage": 1,  # plain DDP has none
-                "reduce_bucket_size": 4_000_000,
-                "allgather_bucket_size": 4_000_000,
-            },
-            "branches": {
-                "micro_batch_size": setup.micro_batch_size,
-                "schedule": "batch_sync",
-                "gradient_clipping": dict.fromkeys(("image", "text", "head"), setup.max_grad_norm),
-                "optimizer_groups": {"no_decay": []},  # as the baselines: every parameter decays
-                **branches,
-            },
+    return check_config(laid_over(_written(setup, branches), deepspeed), BRANCHES)
+
+
+def _written(setup: Setup, branches: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "train_batch_size": setup.global_batch_size,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": setup.lr, "weight_decay": setup.weight_decay, "torch_adam": True},
         },
-        BRANCHES,
-    )
+        # as in ds_configs/cpu_fp32.json
+        "zero_optimization": {
+            "stage": 1,  # plain DDP has none
+            "reduce_bucket_size": 4_000_000,
+            "allgather_bucket_size": 4_000_000,
+        },
+        "branches": {
+            "micro_batch_size": setup.micro_batch_size,
+            "schedule": "batch_sync",
+            "gradient_clipping": dict.fromkeys(("image", "text", "head"), setup.max_grad_norm),
+            "optimizer_groups": {"no_decay": []},  # as the baselines: every parameter decays
+            **branches,
+        },
+    }
 
 
 def plan_of(
-    setup: Setup, branches: Mapping[str, Any], ranks: int
+    setup: Setup,
+    branches: Mapping[str, Any],
+    ranks: int,
+    deepspeed: Mapping[str, Any] = NOTHING,
+    costs: CostModel | None = None,
 ) -> tuple[dict[str, Any], RunPlan]:
-    """The configuration and its plan."""
+    """The configuration and its plan; `costs`: by default the setup's own."""
     from engine.planning.planner import plan_run
 
-    config, block = configuration(setup, branches)
-    return config, plan_run(config, block, ranks, setup.costs)
+    config, block = configuration(setup, branches, deepspeed)
+    return config, plan_run(config, block, ranks, costs or setup.costs)
 
 
-def make_engine(setup: Setup, branches: Mapping[str, Any]) -> ForkEngine:
+def make_engine(
+    setup: Setup, branches: Mapping[str, Any], deepspeed: Mapping[str, Any] = NOTHING
+) -> ForkEngine:
     """This rank's engine."""
     import torch.distributed as dist
 
@@ -179,7 +188,7 @@ def make_engine(setup: Setup, branches: Mapping[str, Any]) -> ForkEngine:
     from launch.objective import objective_of, pairs_of
     from models.losses import InfoNCE
 
-    config, plan = plan_of(setup, branches, dist.get_world_size())
+    config, plan = plan_of(setup, branches, dist.get_world_size(), deepspeed)
     towers = setup.towers
     return build_engine(
         plan,
