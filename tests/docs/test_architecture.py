@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from neighbours import neighbour
 
+from bench.code_size import imports
 from engine.module import layer_seed
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +34,28 @@ def test_every_name_is_there():
     assert len(NAMES) > 40
     missing = [f"{file}:{name}" for file, name in NAMES if name not in defined(ROOT / file)]
     assert not missing
+
+
+def test_the_reading_order_is_closed():
+    """What a file of it imports within the engine stands before it, or where it may be skipped; and
+    nothing else may be skipped."""
+    section = PAGE.split("## Read the engine in this order")[1].split("\n## ")[0]
+    order, skipped = section.split("You may skip")
+    reading = re.findall(r"`(engine/[\w/]+\.py)`", order)
+    may_skip = set(re.findall(r"`(engine/[\w/]+(?:\.py|/))`", skipped))
+    assert {"engine/executor.py", "engine/build.py"} < set(reading)
+    assert len(set(reading)) == len(reading)
+    used, missing = set(), []
+    for number, file in enumerate(reading):
+        for imported in imports(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
+            path = ROOT / imported
+            if not imported.startswith("engine/") or not path.is_file() or not path.stat().st_size:
+                continue
+            skips = {each for each in may_skip if imported.startswith(each)}
+            if imported not in reading[:number] and not skips:
+                missing.append(f"{file} imports {imported}")
+            used |= skips
+    assert not missing and used == may_skip
 
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"`([\w/.]+(?:\.py|/|\.svg))`", PAGE))))
