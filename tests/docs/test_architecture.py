@@ -36,6 +36,19 @@ def test_every_name_is_there():
     assert not missing
 
 
+def test_every_dictionary_is_there():
+    named = re.findall(r"`([A-Z_]+)` of `([\w/]+\.py)`", PAGE)
+    assert len(named) >= 7
+    for name, file in named:
+        assigned = [
+            ast.unparse(target)
+            for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body
+            if isinstance(node, (ast.Assign, ast.AnnAssign))
+            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        ]
+        assert name in assigned, file
+
+
 def test_the_reading_order_is_closed():
     """What a file of it imports within the engine stands before it, or where it may be skipped; and
     nothing else may be skipped."""
