@@ -160,12 +160,12 @@ def made_on(graph: Any, objective: Any, rank: int) -> dict[str, float]:
     import torch
 
     from engine.communication import Communicator
-    from engine.loss.tail_loss import TailLoss
+    from engine.loss.last_stage import LastStageLoss
 
     with groups_counted(rank, graph.world_size) as found:
         limit = timedelta(seconds=LIMIT_S)
         comm = Communicator(graph, objective, rank, torch.device("cpu"), limit)
-        TailLoss(comm, embed_dim=1, equal_shares=True, source_starts=None)
+        LastStageLoss(comm, embed_dim=1, equal_shares=True, source_starts=None)
     return found
 
 

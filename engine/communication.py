@@ -339,7 +339,7 @@ class Communicator:
         compared = [each.branches for each in self.objective.comparisons]
         links = [link for two in compared for link in (two, two[::-1])]
         for link in dict.fromkeys(links):
-            sources, receivers = (self.graph.tail(branch).ranks for branch in link)
+            sources, receivers = (self.graph.last_stage(branch).ranks for branch in link)
             if sources == receivers:
                 continue
             for position, source in enumerate(sources):
@@ -355,7 +355,7 @@ class Communicator:
     def _make_join(self, first: str, second: str) -> dist.ProcessGroup:
         """All ranks where one of the two branches ends. One group for all sources: in a group for
         each, ranks would have more of them, the more replicas there are."""
-        ends = {*self.graph.tail(first).ranks, *self.graph.tail(second).ranks}
+        ends = {*self.graph.last_stage(first).ranks, *self.graph.last_stage(second).ranks}
         return self._group(sorted(ends), "broadcast", "reduce")
 
     def announce(self, announcement: Announcement) -> None:
@@ -444,19 +444,21 @@ class Communicator:
             torch.tensor([count], device=self.device), [1] * self.stage.replicas
         ).tolist()
 
-    def make_tails_group(self) -> None:
-        """Make the group of `told_by_tails`. All ranks of the run call it together."""
-        tails = {rank for stage in self.graph.tails for rank in stage.ranks}
-        self._tail_ranks = sorted(tails)
-        self._tails_group = self._group(self._tail_ranks, "all_gather_into_tensor", backend="gloo")
+    def make_last_stages_group(self) -> None:
+        """Make the group of `gather_last_stages`. All ranks of the run call it together."""
+        ranks = {rank for stage in self.graph.last_stages for rank in stage.ranks}
+        self._last_ranks = sorted(ranks)
+        self._last_stages_group = self._group(
+            self._last_ranks, "all_gather_into_tensor", backend="gloo"
+        )
 
-    def told_by_tails(self, value: Json) -> dict[int, Any]:
+    def gather_last_stages(self, value: Json) -> dict[int, Any]:
         """What every rank where a branch ends tells the others, by rank. It goes through host
         memory, so that no rank waits for its device."""
-        if len(self._tail_ranks) == 1:
+        if len(self._last_ranks) == 1:
             return {self.rank: value}
         with self.recorder.span(WAIT):
-            return dict(zip(self._tail_ranks, from_all_ranks(value, self._tails_group)))
+            return dict(zip(self._last_ranks, from_all_ranks(value, self._last_stages_group)))
 
     def cross(self, source_branch: str, target_branch: str, tensor: Tensor) -> Tensor:
         """Last stages of a fork: that of the first branch gives `tensor`; that of the second passes
@@ -482,12 +484,12 @@ class Communicator:
         group = self._joins[pair.branches]
         if dist.get_world_size(group) == 1 or not tensor.numel():
             return tensor
-        return self._broadcast(tensor, self.graph.tail(pair.first).ranks[replica], group)
+        return self._broadcast(tensor, self.graph.last_stage(pair.first).ranks[replica], group)
 
     def sum_to_first(self, pair: Pair, replica: int, tensor: Tensor) -> Tensor:
         """Sum over where the two branches end, for that replica of the first; what others get back
         is of no use."""
-        group, target = self._joins[pair.branches], self.graph.tail(pair.first).ranks[replica]
+        group, target = self._joins[pair.branches], self.graph.last_stage(pair.first).ranks[replica]
         if dist.get_world_size(group) == 1 or not tensor.numel():
             return tensor
         wired = tensor.to(self._wire(group)).contiguous()

@@ -41,7 +41,7 @@ def compare_held_out(
         came = Counter[str]()
         if objective.has_further_rows:
             here = {name: len(rows.position) for name, rows in own.items()}
-            for told in comm.told_by_tails(here).values():
+            for told in comm.gather_last_stages(here).values():
                 came.update(told)
         numbers = numbers_of(objective, came, num_samples)
         counts = {branch: comm.gather_counts(len(rows.position)) for branch, rows in own.items()}
@@ -79,7 +79,7 @@ def _compared(
     """How many samples have both halves of the pair. Raises RuntimeError where its branches brought
     other samples."""
     counted = [0.0, 0.0]
-    if batch is not None and comm.rank == comm.graph.tail(pair.first).ranks[0]:
+    if batch is not None and comm.rank == comm.graph.last_stage(pair.first).ranks[0]:
         counted = [float(batch.num_rows), float(batch.num_misaligned)]
     compared, misaligned = comm.sum_over(torch.tensor(counted, device=comm.device)).tolist()
     if misaligned:

@@ -22,8 +22,8 @@ from engine.batch import BranchBatch
 from engine.communication import Communicator
 from engine.evaluation import Measure, PairTotals, compare_held_out
 from engine.json_messages import to_first_rank
+from engine.loss.last_stage import LastStageLoss
 from engine.loss.matching import Scoring
-from engine.loss.tail_loss import TailLoss
 from engine.meter import StepMeter
 from engine.module import StageModule, layer_seed
 from engine.objective import Objective
@@ -130,7 +130,7 @@ class ForkEngine:
         in `build_engine`."""
         self.module, self.comm, self.backend, self.stage = module, comm, backend, comm.stage
         self.batches, self.schedule_type = dict(batches), SCHEDULES[schedule]
-        self.tail_loss = TailLoss(comm, embed_dim, equal_shares, source_starts)
+        self.last_stage_loss = LastStageLoss(comm, embed_dim, equal_shares, source_starts)
         self.clipping = GroupedClipping(module.canonical_parameters, clipping, comm, backend)
         backend.optimizer.register_step_pre_hook(lambda *_: self.clipping.clip())
         self.learned_scalars = LearnedScalars(module.scalars, first_scalars, backend, comm)
@@ -143,7 +143,7 @@ class ForkEngine:
         stepped = list(stepped_tensors(backend.optimizer))
         self.average = WeightAverage(stepped, average) if average else None
         self.meter = StepMeter(
-            comm, self.tail_loss, self.clipping, backend, optimizer_groups, base_lr
+            comm, self.last_stage_loss, self.clipping, backend, optimizer_groups, base_lr
         )
         self._setup = setup
         self._activity = (BUILDING, 0)  # and the step
@@ -201,7 +201,7 @@ class ForkEngine:
         """
         self._refuse_missing_rows(spec)
         self.module.train()
-        self.tail_loss.start_step(
+        self.last_stage_loss.start_step(
             spec.rows_per_sample,
             spec.num_rows,
             spec.loss_weights,
@@ -210,7 +210,7 @@ class ForkEngine:
         )
         self.module.exact_scalars = self.learned_scalars.values()
         lr = dict(self.backend.rates)
-        self.standing_still.start_step(self.tail_loss.sums.learning)
+        self.standing_still.start_step(self.last_stage_loss.sums.learning)
         before = [(buffer, buffer.clone()) for buffer in self.module.changing_buffers()]
         self.recorder.start()
         self.runner.run(self._schedule(spec), data_iter, self.global_steps)
@@ -328,7 +328,7 @@ class ForkEngine:
         self, outputs: Sequence[Mapping[str, Tensor]], buffer_id: int | None, num_losses: int
     ) -> list[dict[str, Tensor]]:
         batch = self.batches[self._branch]
-        return self.tail_loss.gradients(
+        return self.last_stage_loss.gradients(
             outputs,
             batch.global_batch_size // num_losses,
             batch=buffer_id,
@@ -371,10 +371,12 @@ class ForkEngine:
         self.runner.run(ForwardOnly(self.stage, num_micro_batches), data_iter, self.global_steps)
         self.backend.join_forwards(num_micro_batches)
         own = {}
-        if self.stage.is_tail:
+        if self.stage.is_last:
             outputs = self.runner.outputs
-            own = self.tail_loss.own_rows([outputs[m] for m in sorted(outputs)])
-        totals = compare_held_out(self.comm, own, num_samples, self.tail_loss.embed_dim, measure)
+            own = self.last_stage_loss.own_rows([outputs[m] for m in sorted(outputs)])
+        totals = compare_held_out(
+            self.comm, own, num_samples, self.last_stage_loss.embed_dim, measure
+        )
         self.runner.reset()
         return totals
 

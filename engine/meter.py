@@ -11,7 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from engine.backend.protocol import Backend
 from engine.communication import Communicator
 from engine.json_messages import from_all_ranks
-from engine.loss.tail_loss import TailLoss
+from engine.loss.last_stage import LastStageLoss
 from engine.optimizer.bad_steps import BadStep, bad_step, seen_by
 from engine.optimizer.clipping import GroupedClipping
 from engine.optimizer.parameter_groups import OptimizerGroups
@@ -29,14 +29,14 @@ class StepMeter:
     def __init__(
         self,
         comm: Communicator,
-        tail_loss: TailLoss,
+        last_stage_loss: LastStageLoss,
         clipping: GroupedClipping,
         backend: Backend,
         groups: OptimizerGroups,
         base_lr: float | None,
     ):
         self.comm, self.graph, self.objective = comm, comm.graph, comm.objective
-        self.tail_loss, self.clipping, self.backend = tail_loss, clipping, backend
+        self.last_stage_loss, self.clipping, self.backend = last_stage_loss, clipping, backend
         self.groups, self.base_lr = groups, base_lr
         self.bad_steps_in_a_row = 0
         self._sent_bytes_before = 0.0
@@ -70,7 +70,7 @@ class StepMeter:
         )
         totals = self.comm.sum_parts(
             {
-                **self.tail_loss.sums.reported(),
+                **self.last_stage_loss.sums.reported(),
                 "groups": self.clipping.reported(step_applied),
                 "sums": [float(stop_requested), sent_bytes - self._sent_bytes_before],
                 "counts": list(counts.values()),
@@ -83,7 +83,7 @@ class StepMeter:
         bad = self._seen_in_bad_step(step_applied, loss)
         ranks = self._without_waits(RankNumbers.of_sum(totals["ranks"]))
         busy_s, waits_s = self._by_stage(ranks.busy_s), self._by_stage(ranks.data_wait_s)
-        pairs, weights = self.objective.terms, self.tail_loss.weights
+        pairs, weights = self.objective.terms, self.last_stage_loss.weights
         scalars = [(pair, name) for pair in pairs for name in pair.loss.parameters]
         norms, coefficients, shares = (
             dict(zip(self.clipping.rules, totals["groups"][i::3])) for i in range(3)
@@ -145,7 +145,7 @@ class StepMeter:
         if self.backend.searches_loss_scale(loss):
             return None
         self.bad_steps_in_a_row += 1
-        seen = seen_by(self.tail_loss.sums.given)
+        seen = seen_by(self.last_stage_loss.sums.given)
         return bad_step(from_all_ranks(seen), self.objective.names)
 
     def _without_waits(self, ranks: RankNumbers) -> RankNumbers:

@@ -72,8 +72,8 @@ class ReplayPass(BufferOpInstruction):
 
 
 class ComputeLoss(PipeInstruction):
-    """Tails: exchange the embeddings of the global batch, compute the loss and the gradients of the
-    own embeddings.
+    """On last stages: exchange the embeddings of the global batch, compute the loss and the
+    gradients of the own embeddings.
 
     With a `buffer_id` the batch is one micro-batch of each replica, and the loss counts
     1/num_micro_batches.
@@ -142,8 +142,8 @@ class StageSchedule(PipeSchedule, ABC):
         ]
 
     def embed(self, m: int) -> list[PipeInstruction]:
-        """`forward` without gradient. Kept are a tail's output and, in host memory, what `again`
-        needs."""
+        """`forward` without gradient. Kept are the output of a last stage and, in host memory, what
+        `again` needs."""
         return self.forward(
             m, EmbedPass, lambda m: LoadMicroBatch(m, keep=self.own_stage.has_backward)
         )
@@ -203,7 +203,7 @@ class BatchSync(StageSchedule):
     def steps(self) -> Iterator[list[PipeInstruction]]:
         for m in range(self.micro_batches):
             yield self.forward(m)
-        if self.own_stage.is_tail:
+        if self.own_stage.is_last:
             yield [ComputeLoss()]
         for m in range(self.micro_batches):
             yield self.backward(m)
@@ -225,7 +225,7 @@ class Replay(StageSchedule):
             yield self.forward(m)
         for m in range(self.num_kept, self.micro_batches):
             yield self.embed(m)
-        if self.own_stage.is_tail:
+        if self.own_stage.is_last:
             yield [ComputeLoss()]
         if self.own_stage.has_backward:
             yield from self.one_forward_one_backward(self.again, num_done=self.num_kept)
@@ -240,9 +240,9 @@ class PerMicroBatch(StageSchedule):
     loss_per_micro_batch = True
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        tail = self.own_stage.is_tail
+        is_last = self.own_stage.is_last
         yield from self.one_forward_one_backward(
-            lambda m: [*self.forward(m), *([ComputeLoss(buffer_id=m)] if tail else [])]
+            lambda m: [*self.forward(m), *([ComputeLoss(buffer_id=m)] if is_last else [])]
         )
         yield [ReduceGrads(), OptimizerStep()]
 

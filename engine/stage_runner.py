@@ -260,7 +260,7 @@ class StageRunner:
 
     def _forward_pass(self, buffer_id: int) -> None:
         outputs = self._forward(buffer_id, self._inputs.pop(buffer_id))
-        if self.stage.is_tail and not self.module.training:  # what is evaluated are embeddings
+        if self.stage.is_last and not self.module.training:  # what is evaluated are embeddings
             outputs = {
                 name: tensor for name, tensor in outputs.items() if not name.endswith(_OF_FUSION)
             }
@@ -295,7 +295,7 @@ class StageRunner:
             outputs = self._forward(
                 buffer_id, self._inputs.pop(buffer_id), start=self._num_skipped_again
             )
-        if self.stage.is_tail:  # the loss has had them
+        if self.stage.is_last:  # the loss has had them
             self._keep_roots(buffer_id, outputs)
         else:
             self.outputs[buffer_id] = outputs

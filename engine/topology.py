@@ -48,12 +48,12 @@ class Stage:
         return tuple(self.layers) if self.previous is None else ()
 
     @property
-    def tail_of(self) -> tuple[str, ...]:
+    def last_of(self) -> tuple[str, ...]:
         """Branches whose embeddings leave the pipeline here."""
-        return tuple(self.layers) if self.is_tail else ()
+        return tuple(self.layers) if self.is_last else ()
 
     @property
-    def is_tail(self) -> bool:
+    def is_last(self) -> bool:
         return self.next is None
 
     @property
@@ -119,9 +119,9 @@ class StageGraph:
     def replica_of(self, rank: int) -> int:
         return self._places[rank][1]
 
-    def tail(self, branch: str) -> Stage:
+    def last_stage(self, branch: str) -> Stage:
         """The stage where the embeddings of `branch` leave the pipeline."""
-        return next(stage for stage in self.stages if branch in stage.tail_of)
+        return next(stage for stage in self.stages if branch in stage.last_of)
 
     def entry(self, branch: str) -> Stage:
         """The stage where the micro-batches of `branch` enter the pipeline."""
@@ -133,8 +133,8 @@ class StageGraph:
         return () if own.previous is None else self.stages[own.previous].trained
 
     @cached_property
-    def tails(self) -> tuple[Stage, ...]:
-        return tuple(stage for stage in self.stages if stage.is_tail)
+    def last_stages(self) -> tuple[Stage, ...]:
+        return tuple(stage for stage in self.stages if stage.is_last)
 
     def edges(self) -> list[tuple[int, int]]:
         """(upstream rank, downstream rank) of every pair of ranks that exchange activations."""

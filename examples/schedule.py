@@ -29,7 +29,7 @@ class OneByOne(StageSchedule):
     def steps(self) -> Iterator[list[PipeInstruction]]:
         for m in range(self.micro_batches):
             yield self.forward(m) if m < self.num_kept else self.embed(m)
-        if self.own_stage.is_tail:
+        if self.own_stage.is_last:
             yield [ComputeLoss()]
         for m in range(self.micro_batches):
             if m >= self.num_kept:

@@ -143,7 +143,7 @@ def train_with_bad_steps(
                 shares={branch: shares + spoilt for branch, shares in part.shares.items()}
             )
 
-    engine.tail_loss.objective = with_loss(engine.objective, Spoilt())
+    engine.last_stage_loss.objective = with_loss(engine.objective, Spoilt())
 
     def spoil(gradient):
         rank, value = gradients.get(step, (None, 0.0))

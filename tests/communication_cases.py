@@ -177,7 +177,7 @@ def stages_in_unlike_orders(case: Case, turned: str) -> None:
 
             for m in order("forwards"):
                 yield self.forward(m)
-            if self.own_stage.is_tail:
+            if self.own_stage.is_last:
                 yield [ComputeLoss()]
             for m in order("backwards"):
                 yield self.backward(m)

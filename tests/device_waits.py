@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 REPOSITORY = str(Path(__file__).parents[1])
 LIBRARIES = {str(Path(deepspeed.__file__).parent): "deepspeed"}
 # they tell each other numbers of the host, in a group of gloo
-IN_HOST_MEMORY = ("announce", "announced", "told_by_tails")
+IN_HOST_MEMORY = ("announce", "announced", "gather_last_stages")
 # by these torch marks what FakeTensorMode refuses: sizes or Python numbers that depend on values
 TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 HOST = (None, "cpu")  # as it is written; the engine's device is an object

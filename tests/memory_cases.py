@@ -96,7 +96,7 @@ def failures(case: Case, layer: str) -> dict[str, tuple[str, bool, str]]:
     from, by where the allocation failed."""
     engine, _, image_size = make_engine(case)
     engines = {where: make_engine(case)[0] for where in ("loss", "averaging", "step", "comparing")}
-    engines["loss"].tail_loss.objective = with_loss(engines["loss"].objective, HungryLoss())
+    engines["loss"].last_stage_loss.objective = with_loss(engines["loss"].objective, HungryLoss())
     engines["averaging"].backend.reduce_gradients = TooMuch(None)
     engines["step"].backend.optimizer.register_step_pre_hook(allocate_too_much)
 

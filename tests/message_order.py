@@ -158,7 +158,7 @@ class _Walk:
             yield Operation("together", self.own, what)
 
     def crossed(self, source: str, target: str, what: str) -> Iterator[Operation]:
-        sources, receivers = (self.graph.tail(branch).ranks for branch in (source, target))
+        sources, receivers = (self.graph.last_stage(branch).ranks for branch in (source, target))
         for n, rank in enumerate(sources if sources != receivers else ()):
             audience = [r for i, r in enumerate(receivers) if i % len(sources) == n]
             if audience and self.rank in (rank, *audience):
@@ -166,24 +166,24 @@ class _Walk:
                 yield Operation("together", group, f"{what} from {source}")
 
     def exchanged(self, compared: Sequence[Comparison]) -> Iterator[Operation]:
-        for branch in self.stage.tail_of:
+        for branch in self.stage.last_of:
             yield from self.gathered(f"embeddings of {branch}")
             yield from self.gathered(f"labels of {branch}")
-        if len(self.stage.tail_of) == 1:
+        if len(self.stage.last_of) == 1:
             ends = [permutations(zip(each.rows, each.branches), 2) for each in compared]
             links = dict.fromkeys((*one, other) for each in ends for one, (_, other) in each)
             for _, source, target in links:
-                if self.stage.tail_of[0] in (source, target):
+                if self.stage.last_of[0] in (source, target):
                     yield from self.crossed(source, target, "embeddings")
                     yield from self.crossed(source, target, "labels")
 
     def loss(self, m: int | None) -> Iterator[Operation]:
         if not self.work.equal_shares or any(p.matching for p in self.work.objective.terms):
-            tails = sorted({rank for stage in self.graph.tails for rank in stage.ranks})
-            yield Operation("together", Group("sizes", tuple(tails)), "sizes")
+            ranks = sorted({rank for stage in self.graph.last_stages for rank in stage.ranks})
+            yield Operation("together", Group("sizes", tuple(ranks)), "sizes")
         yield from self.exchanged(self.work.objective.terms)
         for pair in self.work.objective.terms:
-            mine = [branch for branch in self.stage.tail_of if branch in pair.branches]
+            mine = [branch for branch in self.stage.last_of if branch in pair.branches]
             if not mine:
                 continue
             first, *others = pair.branches
@@ -208,7 +208,7 @@ class _Walk:
                 yield from self.crossed(source, target, "statistics")
 
     def matching(self, pair: Pair, mine: list[str]) -> Iterator[Operation]:
-        first, second = (self.graph.tail(branch) for branch in pair.branches)
+        first, second = (self.graph.last_stage(branch) for branch in pair.branches)
         group = self.collective({*first.ranks, *second.ranks})
         if len(group.ranks) > 1:
             for rank in first.ranks:
@@ -223,8 +223,8 @@ class _Walk:
                     yield Operation("together", group, f"{what} {rank} {block}")
 
     def evaluation(self) -> Iterator[Operation]:
-        if self.stage.is_tail:
-            for branch in self.stage.tail_of:
+        if self.stage.is_last:
+            for branch in self.stage.last_of:
                 yield from self.gathered(f"counts of {branch}")
             yield from self.exchanged(self.work.objective.comparisons)
         for pair in self.work.objective.comparisons:

@@ -10,10 +10,10 @@ def scaled(case: Case) -> dict[str, Any]:
     and the gradients of the logarithm of the scale: where backwards begin, averaged over replicas
     and without the loss scale, and as the optimizer gets it."""
     engine, _, image_size = make_engine(case)
-    backend, tail_loss, scale = engine.backend, engine.tail_loss, engine.module.scalars
+    backend, last_stage_loss, scale = engine.backend, engine.last_stage_loss, engine.module.scalars
     found: dict[str, Any] = {"embeds": 0.0, "injected": 0.0, "averaged": [], "clipped": []}
     found["loss_scale"] = backend.loss_scale
-    of_loss, reduce = tail_loss.gradients, backend.reduce_gradients
+    of_loss, reduce = last_stage_loss.gradients, backend.reduce_gradients
 
     def gradients(outputs, *args, **kwargs):
         pieces = of_loss(outputs, *args, **kwargs)
@@ -34,7 +34,7 @@ def scaled(case: Case) -> dict[str, Any]:
             own = backend.gradient(parameter)
             found["clipped"] += [] if own is None or not own.numel() else [float(own)]
 
-    tail_loss.gradients, backend.reduce_gradients = gradients, reduce_gradients
+    last_stage_loss.gradients, backend.reduce_gradients = gradients, reduce_gradients
     backend.optimizer.register_step_pre_hook(about_to_step)  # after that which clips
     metrics = engine.train_batch(
         micro_batches_of_rank(case, engine, 0, image_size), spec_of_step(case, engine, 0)

@@ -616,7 +616,7 @@ def shares_of_step(case: Case, engine, step: int) -> dict[str, list[int]]:
     found: dict[str, list[int]] = {}
     if step % 2 or case.schedule == "per_micro_batch":
         return found
-    for branch in engine.stage.tail_of:
+    for branch in engine.stage.last_of:
         replicas = engine.stage.replicas
         parts = dealt(case, branch, engine.batches[branch].micro_batch_size)
         number = len(parts) // replicas

@@ -62,7 +62,7 @@ def share_parameters(
     )
     first, *others = term.branches
     for other in others:
-        if first in comm.stage.tail_of or other in comm.stage.tail_of:
+        if first in comm.stage.last_of or other in comm.stage.last_of:
             values = comm.cross(first, other, values)
     return {name: values[i : i + 1] for i, name in enumerate(names)}
 
@@ -166,7 +166,7 @@ def _share_statistics(
         )[:number]
     given = next(iter(everyone.values()))
     for (source, of_source), (_, of_target) in permutations(zip(term.rows, term.branches), 2):
-        here, wanted = source in batch.own, of_target in comm.stage.tail_of
+        here, wanted = source in batch.own, of_target in comm.stage.last_of
         if here and not wanted:
             comm.cross(of_source, of_target, everyone[source])
         elif wanted and not here:

@@ -8,15 +8,15 @@ The other replicas of images take part, and do nothing with it: they wait anyway
 all last stages is enough, however many replicas there are. A group takes memory of every member.
 
 Images and texts stand for the first and the second branch of any pair with a `matching` loss. Each
-text tail (a replica where the texts end) draws a negative image for each of its texts and, for its
-share of all images, a negative text; the latter they tell each other. A pair is scored by the tail
-that has its text. Images come in blocks, a micro-batch of one replica each, and are gone when the
-next one comes, so memory grows with a tail's own tokens and one block, not with the global batch.
-Where a tail has both branches, the same goes on among its replicas.
+replica where the texts end draws a negative image for each of its texts and, for its share of all
+images, a negative text; the latter they tell each other. A pair is scored where its text is. Images
+come in blocks, a micro-batch of one replica each, and are gone when the next one comes, so memory
+grows with a rank's own tokens and one block, not with the global batch. Where both branches end in
+one stage, the same goes on among its replicas.
 
-A text tail waits for its device once, to learn which pairs each block has, and how long their texts
-are. Of samples that are left out of the pair the tokens travel, too, but are in no pair: so all sizes
-are those of the outputs.
+A replica where the texts end waits for its device once, to learn which pairs each block has, and
+how long their texts are. Of samples that are left out of the pair the tokens travel, too, but are in
+no pair: so all sizes are those of the outputs.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Scoring:
 
 
 class Matched(NamedTuple):
-    """What this tail's pairs add to the loss, and the gradients of the tokens that it made, by
+    """What this rank's pairs add to the loss, and the gradients of the tokens that it made, by
     micro-batch; `match`'s `scale` is in them."""
 
-    share: Tensor  # [], those of all tails add up to the loss
+    share: Tensor  # [], those of all ranks add up to the loss
     num_right: Tensor  # []
     num_pairs: int
     # by tensor name, such as image_tokens [b, T, F], text_tokens [b, L, F]
@@ -87,7 +87,7 @@ class _Texts:
     row: Tensor  # [n] int64, which of the m
     image: Tensor  # [n] int64, place of the image that a text belongs to
     drawn_image: Tensor  # [n] int64; −1: none
-    # [M] int64, which of the m was drawn for each image; −1: none, or another tail has it
+    # [M] int64, which of the m was drawn for each image; −1: none, or another rank has it
     drawn_text: Tensor
     weight: Tensor  # [n], of the pairs made for a text
     image_weight: Tensor  # [M], of the pair made for an image
@@ -107,11 +107,12 @@ def match(
     scoring: Scoring,
     scale: Tensor,
 ) -> Matched:
-    """All tails call it together. `outputs`: of the own micro-batches, with the tokens of the
-    branches that end here; `parameters`: those of the contrastive loss, the same on all tails;
+    """All last stages call it together. `outputs`: of the own micro-batches, with the tokens of the
+    branches that end here; `parameters`: those of the contrastive loss, the same on all of them;
     `sizes`: of each replica where the first branch ends, rows and tokens of a row of each
-    micro-batch; `scale`: of a text tail's gradients, which parts of the loss are injected with."""
-    image, text = (comm.graph.tail(branch) for branch in pair.branches)
+    micro-batch; `scale`: of the gradients of the text stage, which parts of the loss are injected
+    with."""
+    image, text = (comm.graph.last_stage(branch) for branch in pair.branches)
     own = outputs if pair.first in batch.own else []
     blocks = [
         _Block(replica, *size) for replica, of_replica in enumerate(sizes) for size in of_replica
@@ -143,8 +144,8 @@ def match(
         if pair.first in image.trained:
             gradient = comm.sum_to_first(pair, block.replica, gradient)
         if here:
-            # a tail's own gradients are averaged over its replicas: `scale` makes up for those of
-            # the text tail
+            # a stage's gradients are averaged over its replicas: `scale` makes up for those of the
+            # text stage
             image_gradients.append((gradient * (image.replicas / text.replicas)).to(tokens.dtype))
     num_pairs = sum(len(pairs.image) for of_block in pairs_of for pairs in of_block)
     fusion = scoring.fusion.parameters() if scoring.fusion else ()
@@ -247,7 +248,7 @@ def _padded(values: Tensor, longest: int) -> Tensor:
 def _places(comm: Communicator, pair: Pair, batch: TermBatch, blocks: Sequence[_Block]) -> Tensor:
     """[S] int64, places of the S rows of all blocks; −1: left out."""
     places = []
-    for replica, rank in enumerate(comm.graph.tail(pair.first).ranks):
+    for replica, rank in enumerate(comm.graph.last_stage(pair.first).ranks):
         rows = sum(block.rows for block in blocks if block.replica == replica)
         own = torch.empty(rows, dtype=torch.int64, device=comm.device)
         if rank == comm.rank:

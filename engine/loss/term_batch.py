@@ -201,11 +201,11 @@ def gather(
     for name, rows in own.items():
         everyone[name], places[name] = _gathered(comm, rows, counts[name], numbers[name].places)
     for name, source, target in _links(compared):
-        if name in own and target not in comm.stage.tail_of:
+        if name in own and target not in comm.stage.last_of:
             mine = everyone[name]
             comm.cross(source, target, mine.embeds)
             comm.cross(source, target, mine.tags()[:, 1:])
-        elif name not in own and target in comm.stage.tail_of:
+        elif name not in own and target in comm.stage.last_of:
             like, number = next(iter(own.values())), numbers[name].places
             embeds = comm.cross(source, target, like.embeds.new_empty(number, like.embeds.shape[1]))
             tags = comm.cross(source, target, like.index.new_empty(number, NUM_TAGS - 1))

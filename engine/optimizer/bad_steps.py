@@ -28,7 +28,7 @@ class BadStep:
 
 
 def seen_by(own: Iterable[Mapping[str, Rows]]) -> Seen:
-    """What a tail knows of the rows that it gave to the loss. Waits for the device."""
+    """What a last stage knows of the rows that it gave to the loss. Waits for the device."""
     seen: Seen = {}
     for branch, rows in ((branch, rows) for part in own for branch, rows in part.items()):
         # what could not be loaded is not in the loss

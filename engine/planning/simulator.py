@@ -9,7 +9,7 @@ What is modelled:
     send               returns at once; the messages of one direction of an edge travel one after
                        the other
     receive            waits for its message
-    ComputeLoss        all tails wait for each other
+    ComputeLoss        all last stages wait for each other
     OptimizerStep      all stages wait for each other (overflow and norms concern all)
     loading            where the rank does it, part of a forward; else a step lasts at least as
                        long as the processes that load, and the cores that they share, need for it
@@ -178,11 +178,13 @@ def _num_communicators(graph: StageGraph, stage: Stage, costs: CostModel) -> int
     count as one, since they have few blocks each."""
     has_edges = stage.previous is not None or stage.next is not None
     number = 1 + (stage.replicas > 1) + has_edges
-    for other in graph.tails if stage.is_tail else ():
+    for other in graph.last_stages if stage.is_last else ():
         if other is not stage:
             number += 1 if other.replicas == stage.replicas else 2  # each way, in the same group
     if costs.pairs is not None:
-        ends = {graph.tail(branch).stage_id: graph.tail(branch) for branch in costs.matched}
+        ends = {
+            graph.last_stage(branch).stage_id: graph.last_stage(branch) for branch in costs.matched
+        }
         # else the group is that of the replicas, or that in which one rank gives to all others
         if stage.stage_id in ends and len(ends) > 1:
             number += min(end.replicas for end in ends.values()) > 1
@@ -315,7 +317,7 @@ def _met(graph: StageGraph, left: Sequence[deque[PipeInstruction]]) -> list[int]
     optimizer step all. None where there is no such."""
     heads = [(type(own[0]), micro_batch_of(own[0])) if own else None for own in left]
     for first in dict.fromkeys(head for head in heads if head and head[0] in COLLECTIVES):
-        stages = graph.tails if first[0] is ComputeLoss else graph.stages
+        stages = graph.last_stages if first[0] is ComputeLoss else graph.stages
         if all(heads[stage.stage_id] == first for stage in stages):
             return [stage.stage_id for stage in stages]
     return []

@@ -48,21 +48,21 @@ class LayersCost(NamedTuple):
 
 
 class Matching(NamedTuple):
-    """What a tail has to do with the pairs of one ComputeLoss, as in `engine/loss/matching.py`; all
-    zero where there are none."""
+    """What a last stage has to do with the pairs of one ComputeLoss, as in
+    `engine/loss/matching.py`; all zero where there are none."""
 
     seconds: float = 0.0  # to score and differentiate those of its own texts
     # own tokens and their gradients, a micro-batch of images, and what some pairs keep for their
     # backward
     held_bytes: float = 0.0
-    # tokens of all images, and their gradients in fp32, to and from each text tail; none where it
-    # is alone
+    # tokens of all images, and their gradients in fp32, to and from each replica where the texts
+    # end; none where it is alone
     moved_bytes: float = 0.0
 
 
 class Rows(NamedTuple):
-    """Of one name, in one ComputeLoss: those of a replica, if they are made where the tail is, and
-    all of the batch."""
+    """Of one name, in one ComputeLoss: those of a replica, if the last stage makes them, and all of
+    the batch."""
 
     own: float
     everyone: float
@@ -70,15 +70,15 @@ class Rows(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """A pair that the tail takes part in; `receivers`: replicas of the other tail, where the other
-    side is there."""
+    """A pair that the last stage takes part in; `receivers`: replicas of the other last stage,
+    where the other side is there."""
 
     sides: tuple[Rows, Rows]
     receivers: int
 
 
 class Loss(NamedTuple):
-    """One ComputeLoss of one tail. The cases are those of `engine/loss/exchange.py`.
+    """One ComputeLoss of one last stage. The cases are those of `engine/loss/exchange.py`.
 
     Priced as InfoNCE with one row per sample, beside which there may be further rows; the sigmoid
     loss makes each matrix once and exchanges no statistics.
@@ -146,7 +146,7 @@ class Loss(NamedTuple):
         return [*map(self._row_bytes, self.here), *statistics]
 
     def crossing(self) -> list[tuple[int, float]]:
-        """(replicas of the other tail, bytes) of each whole that crosses over."""
+        """(replicas of the other last stage, bytes) of each whole that crosses over."""
         return [
             (receivers, num_bytes)
             for sides, receivers in self.pairs
@@ -157,8 +157,8 @@ class Loss(NamedTuple):
 
     @property
     def sent_bytes(self) -> float:
-        """By one replica: its part of the ring; in a fork of the wholes, one to every tail of a
-        partner."""
+        """By one replica: its part of the ring; in a fork of the wholes, one to every last stage of
+        a partner."""
         around = (self.replicas - 1) * sum(self.gathered())
         across = sum(receivers * num_bytes for receivers, num_bytes in self.crossing())
         return (self.matching.moved_bytes + around + across) / self.replicas
@@ -223,8 +223,8 @@ class StageCosts(NamedTuple):
         return counts.in_flight * self.layers.kept_bytes + self.layers.working_bytes
 
     def peak_bytes(self, counts: Counts) -> float:
-        """Everything. A tail has the loss's embeddings throughout; logits and pairs are gone before
-        the first backward."""
+        """Everything. A last stage has the loss's embeddings throughout; logits and pairs are gone
+        before the first backward."""
         held_bytes = self.activation_bytes(counts)
         if self.loss is not None:
             at_loss_bytes = counts.in_flight_at_loss * self.layers.kept_bytes + self.loss.work_bytes
@@ -249,11 +249,11 @@ def stage_costs(
     rings = [machine.ring(stage.ranks) for stage in graph.stages]
     layers = [_layers_cost(stage, batches, costs) for stage in graph.stages]
     losses = [
-        _loss(graph, stage, batches, costs, per_micro_batch) if stage.is_tail else None
+        _loss(graph, stage, batches, costs, per_micro_batch) if stage.is_last else None
         for stage in graph.stages
     ]
     exchange_s = _exchange_s(graph, losses, rings, machine)
-    # tails without texts wait for the pairs of the others
+    # last stages without texts wait for the pairs of the others
     pairs_s = max(loss.matching.seconds for loss in losses if loss)
     messages = _messages(graph, costs, layers)
     found = []
@@ -383,21 +383,23 @@ def _sum_of_layers(pieces: Sequence[tuple[str, range, int]], costs: CostModel) -
 def _loss(
     graph: StageGraph, stage: Stage, batches: Batches, costs: CostModel, per_micro_batch: bool
 ) -> Loss:
-    batch = batches[stage.tail_of[0]]
+    batch = batches[stage.last_of[0]]
     own = batch.micro_batch_size * (1 if per_micro_batch else batch.num_micro_batches)
 
     def of(branch: str, each: float = 1.0) -> Rows:
-        return Rows(own * each, own * batch.replicas * each, branch in stage.tail_of)
+        return Rows(own * each, own * batch.replicas * each, branch in stage.last_of)
 
-    known, pairs = [of(branch) for branch in stage.tail_of], []
+    known, pairs = [of(branch) for branch in stage.last_of], []
     partners: set[str] = set()
     of_samples = [FurtherRows(*pair, rows=(1.0, 1.0)) for pair in costs.all_compared]
     for pair in (*of_samples, *costs.further):
-        elsewhere = {pair.first, pair.second} - set(stage.tail_of)
+        elsewhere = {pair.first, pair.second} - set(stage.last_of)
         if len(elsewhere) == 2:
             continue
         sides = of(pair.first, pair.rows[0]), of(pair.second, pair.rows[1])
-        pairs.append(Compared(sides, sum(graph.tail(branch).replicas for branch in elsewhere)))
+        pairs.append(
+            Compared(sides, sum(graph.last_stage(branch).replicas for branch in elsewhere))
+        )
         if pair in costs.further:
             known += sides
         else:
@@ -418,11 +420,11 @@ def _matching(stage: Stage, batch: BranchBatch, own: int, costs: CostModel) -> M
         return Matching()
     first, second = costs.matched
     size = batch.micro_batch_size
-    alone = {first, second} <= set(stage.tail_of) and batch.replicas == 1
+    alone = {first, second} <= set(stage.last_of) and batch.replicas == 1
     with_sums = 1 + FLOAT_BYTES / costs.state.weight  # gradients are added up in fp32
     tokens = {first: 0.0, second: 0.0, **costs.token_bytes}
-    held_bytes = 2 * own * tokens[first] if first in stage.tail_of else 0.0
-    if second not in stage.tail_of:
+    held_bytes = 2 * own * tokens[first] if first in stage.last_of else 0.0
+    if second not in stage.last_of:
         # a micro-batch of another replica passes through
         passing_bytes = with_sums * size * tokens[first] if batch.replicas > 1 else 0.0
         return Matching(held_bytes=held_bytes + passing_bytes)
@@ -455,15 +457,15 @@ def _exchange_s(
 
     The log-sum-exps go the same ways, `logit_scale` crosses once.
     """
-    tails = [loss for loss in losses if loss is not None]
+    held = [loss for loss in losses if loss is not None]
     seconds = max(
         sum(map(rings[stage.stage_id].seconds, loss.gathered()))
-        for stage, loss in zip(graph.tails, tails)
+        for stage, loss in zip(graph.last_stages, held)
     )
-    crossing = machine.link([rank for stage in graph.tails for rank in stage.ranks])
-    seconds += max(loss.matching.moved_bytes for loss in tails) / crossing.bytes_per_s
-    if len(tails) > 1:
+    crossing = machine.link([rank for stage in graph.last_stages for rank in stage.ranks])
+    seconds += max(loss.matching.moved_bytes for loss in held) / crossing.bytes_per_s
+    if len(held) > 1:
         seconds += crossing.latency_s
-        for loss in tails:
+        for loss in held:
             seconds += sum(crossing.message_s(num_bytes) for _, num_bytes in loss.crossing())
     return seconds

@@ -174,7 +174,7 @@ def not_in_use(setup: RankSetup, work: Work) -> list[str]:
             f'"zero_optimization": {{"stage": 1}}: the {setup.stage.replicas} replicas of '
             f"{setup.stage.name} share out the state of the optimizer"
         )
-    whole = all(stage.is_tail for stage in setup.plan.graph.stages)  # branches
+    whole = all(stage.is_last for stage in setup.plan.graph.stages)  # branches
     if zero.get("stage", 0) == 1 and setup.stage.replicas > 1 and whole:
         found.append(
             f'"zero_optimization": {{"stage": 2}}: the {setup.stage.replicas} replicas of '

@@ -132,7 +132,7 @@ def _knows_rows_of_others(plan: RunPlan, batches: Batches, balance: BalanceBlock
     many: it does where it is the first and the last of its line, and so packs all that ends in
     it."""
     uneven = not equal_shares(plan, batches, balance) or batches.annotations is not None
-    alone = len(plan.graph.tails) == len(plan.graph.stages)
+    alone = len(plan.graph.last_stages) == len(plan.graph.stages)
     return uneven and alone and not plan.schedule_type.loss_per_micro_batch
 
 

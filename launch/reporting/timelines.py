@@ -173,7 +173,7 @@ def _simulated_spans(graph: StageGraph, simulation: Simulation) -> list[list[Spa
     spans: list[list[Span]] = [[] for _ in graph.stages]
     for span in simulation.spans:
         spans[span.stage_id].append(Span(span.name, span.micro_batch, span.start_s, span.end_s))
-    last = [stage.stage_id for stage in graph.tails]
+    last = [stage.stage_id for stage in graph.last_stages]
     for name, members in (("ComputeLoss", last), ("OptimizerStep", range(len(spans)))):
         # the n-th such instruction of all members begins when the last of them is there
         for together in list(zip(*([s for s in spans[m] if s.name == name] for m in members))):

@@ -157,7 +157,7 @@ def test_a_posted_receive_takes_the_message_while_its_rank_is_busy(of_two):
 
 
 def test_replicas_gather_and_branches_cross():
-    """Unequal numbers of replicas and of rows: at the end every tail has every row of both
+    """Unequal numbers of replicas and of rows: at the end every last stage has every row of both
     branches, in order."""
     gather = communication_cases.gathering_and_crossing
     for replicas, rows in (

@@ -20,8 +20,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from engine import topology
 from engine.communication import Communicator
+from engine.loss.last_stage import LastStageLoss
 from engine.loss.matching import Scoring
-from engine.loss.tail_loss import TailLoss
 from engine.objective import Branch, Objective, Pair
 from models.losses import InfoNCE, Matching, Sigmoid
 from models.towers.fusion import Fusion, FusionSizes
@@ -139,13 +139,13 @@ class FakeRanks(Communicator):
     def _new_group(self, ranks, *_, **__):
         return dist.new_group(list(ranks), backend="fake")
 
-    def told_by_tails(self, value):
+    def gather_last_stages(self, value):
         return {
             rank: {
                 branch: [[ROWS // MICRO_BATCHES // stage.replicas, TOKENS]] * MICRO_BATCHES
-                for branch in stage.tail_of
+                for branch in stage.last_of
             }
-            for stage in self.graph.tails
+            for stage in self.graph.last_stages
             for rank in stage.ranks
         }
 
@@ -171,9 +171,9 @@ def outputs_of(stage):
         "logit_scale": torch.ones(1, device=GPU),
         "logit_bias": torch.ones(1, device=GPU),
     }
-    if "image" not in stage.tail_of:
+    if "image" not in stage.last_of:
         micro_batch = {}
-    for branch in stage.tail_of:
+    for branch in stage.last_of:
         micro_batch |= {
             f"{branch}_embeds": torch.ones(rows, WIDTH, device=GPU),
             f"{branch}_position": torch.zeros(rows, dtype=torch.int64, device=GPU),
@@ -189,10 +189,10 @@ def run_loss(graph, rank, loss, matching, given):
     objective = Objective(tuple(map(Branch, BRANCHES)), (Pair(*BRANCHES, loss, matching=matching),))
     with rank_of(graph, rank), ValuesGiven(given) as values:
         comm = FakeRanks(graph, objective, rank, GPU, timedelta(seconds=60))
-        tail = TailLoss(comm, WIDTH, equal_shares=False, source_starts=[0, 9])
+        last_stage = LastStageLoss(comm, WIDTH, equal_shares=False, source_starts=[0, 9])
         with GPU:
             fusion = Fusion(FusionSizes(layers=1, width=WIDTH, heads=2))
-        gradients = tail.gradients(
+        gradients = last_stage.gradients(
             outputs_of(comm.stage),
             ROWS,
             batch=None,
@@ -210,14 +210,14 @@ def test_on_a_gpu_that_is_made_up_only_the_named_points_are_read(loss):
     for left_out, graph in itertools.product((0, 3), GRAPHS):
         for stage in graph.stages:
             numbers = [left_out, 0, 0, 2 * ROWS, 2 * ROWS, -ROWS, -ROWS]
-            own = [(ROWS - left_out) // stage.replicas for _ in stage.tail_of]
-            blocks = MICRO_BATCHES * graph.tail("image").replicas
+            own = [(ROWS - left_out) // stage.replicas for _ in stage.last_of]
+            blocks = MICRO_BATCHES * graph.last_stage("image").replicas
             num_pairs = 2 * ((ROWS - left_out) // stage.replicas) + ROWS
             of_blocks = [*(i for i in range(blocks) for _ in range(2)), *[blocks] * num_pairs]
             pairs = [*of_blocks[:num_pairs], *[TOKENS] * num_pairs]
             given = {"_counted": [*numbers, *own], "_pairs": pairs}
             read = run_loss(graph, stage.ranks[-1], *LOSSES[loss], given)
-            if loss != "matching" or "text" not in stage.tail_of:
+            if loss != "matching" or "text" not in stage.last_of:
                 del given["_pairs"]
             expected = {name: len(values) for name, values in given.items()}
             assert read == expected, (graph.describe(), left_out)

@@ -95,15 +95,15 @@ def test_a_locked_stage_runs_forwards_and_the_stage_behind_it_keeps_what_it_sent
     graph = lock_graph(
         fork(cuts, {"image": 1, "text": 1}), locked_block({"image": True}).trainable(COUNTS)
     )
-    locked, tail, _ = graph.stages
+    locked, last, _ = graph.stages
     load, forward, send = "LoadMicroBatch", "ForwardPass", "SendActivation"
     receive, ends = "RecvActivation", ["ReduceGrads", "OptimizerStep"]
     for schedule, own in ((BatchSync, forward), (PerMicroBatch, forward), (Replay, "EmbedPass")):
         assert names(schedule, locked) == [load, own, send] * 2 + ends
     backwards = ["BackwardPass"] * 2
-    assert names(BatchSync, tail) == [receive, forward] * 2 + ["ComputeLoss"] + backwards + ends
+    assert names(BatchSync, last) == [receive, forward] * 2 + ["ComputeLoss"] + backwards + ends
     again = ["ReloadMicroBatch", "ReplayPass", "BackwardPass"]
-    assert names(Replay, tail) == [receive, "EmbedPass"] * 2 + ["ComputeLoss"] + again * 2 + ends
+    assert names(Replay, last) == [receive, "EmbedPass"] * 2 + ["ComputeLoss"] + again * 2 + ends
     batches = dict.fromkeys(("image", "text"), BranchBatch(1, 1, 4))
     for schedule in SCHEDULES:
         simulate(graph, batches, schedule, costs())  # and none waits for ever

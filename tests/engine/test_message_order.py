@@ -174,7 +174,7 @@ class WaitsForBoth(StageSchedule):
     def steps(self) -> Iterator[list[PipeInstruction]]:
         for m in range(self.micro_batches):
             yield [*self.forward(m), *self.backward(m)]
-        if self.own_stage.is_tail:
+        if self.own_stage.is_last:
             yield [ComputeLoss()]
         yield [ReduceGrads(), OptimizerStep()]
 
@@ -185,7 +185,7 @@ class LastFirst(BatchSync):
     def steps(self) -> Iterator[list[PipeInstruction]]:
         groups = list(super().steps())
         forwards = groups[: self.micro_batches]
-        yield from reversed(forwards) if self.own_stage.is_tail else forwards
+        yield from reversed(forwards) if self.own_stage.is_last else forwards
         yield from groups[self.micro_batches :]
 
 

@@ -325,7 +325,7 @@ def test_every_small_fork_adds_up():
         assert decided.graph.world_size == world_size
         for branch, batch in decided.batches.items():
             assert batch.global_batch_size == 48 and batch.replicas == replicas[branch]
-            assert decided.graph.tail(branch).replicas == replicas[branch]
+            assert decided.graph.last_stage(branch).replicas == replicas[branch]
             assert size == "auto" or batch.micro_batch_size == size
 
 
@@ -592,7 +592,7 @@ def test_zero_2_is_planned_with_whole_branches():
         found = search_plans(written, own, 4, proportional(COSTS))
         assert found.num_candidates > 1
         for candidate in found.ranked:
-            assert all(stage.is_tail for stage in candidate.graph.stages), candidate.describe()
+            assert all(stage.is_last for stage in candidate.graph.stages), candidate.describe()
 
 
 # -- the files we ship

@@ -122,7 +122,7 @@ def test_one_loss_after_all_forwards_and_before_every_backward(schedule):
     for graph, numbers in CASES:
         for rank, program in lists(graph, numbers, schedule).items():
             where = f"{name((graph, numbers))}, rank {rank}"
-            if not graph.stage_of(rank).is_tail:
+            if not graph.stage_of(rank).is_last:
                 assert not any(type(i) is ComputeLoss for i in program), where
                 continue
             before = program[: at(program, ComputeLoss)]
@@ -137,7 +137,7 @@ def test_per_micro_batch_has_a_loss_between_each_forward_and_its_backward():
         for rank, program in lists(graph, numbers, PerMicroBatch).items():
             every = every_micro_batch(graph, numbers, rank)
             losses = of(program, ComputeLoss)
-            assert losses == (every if graph.stage_of(rank).is_tail else []), name(case)
+            assert losses == (every if graph.stage_of(rank).is_last else []), name(case)
             for m in losses:
                 places = [at(program, kind, m) for kind in (ForwardPass, ComputeLoss, BackwardPass)]
                 assert places == sorted(places), name(case)

@@ -131,8 +131,8 @@ def test_batch_sync_of_equal_stages():
 
 
 def test_replay_of_equal_stages():
-    """M + S − 1 forwards to the loss; then the tail runs forward and backward in turn, and the last
-    gradient goes S − 1 stages up."""
+    """M + S − 1 forwards to the loss; then the last stage runs forward and backward in turn, and
+    the last gradient goes S − 1 stages up."""
     for stages, extra in itertools.product((1, 2, 3, 5), (0, 1, 4)):
         number = stages + extra
         result = simulate(line(stages), both(1, 1, number), "replay", equal_stages(stages))
@@ -283,7 +283,7 @@ def test_the_arithmetic_of_the_loss():
         assert whole == pytest.approx(flops_per_logit * 8 * (8 * replicas) / 100)
         own = loss_span(graph, both(replicas, 2, 4), slow, "per_micro_batch").end_s
         assert own == pytest.approx(flops_per_logit * 2 * (2 * replicas) / 100)
-    # every tail computes its own rows
+    # every last stage computes its own rows
     image, text = (loss_span(*THREE_AND_ONE, slow, stage_id=stage_id) for stage_id in (0, 1))
     assert text.end_s == pytest.approx(3 * image.end_s)
 
@@ -302,9 +302,9 @@ def test_the_exchange_of_a_fork():
     assert [stage.busy_s for stage in result.stages] == [2 * 2 * 0.5, 0]
     sent = {name: stage.sent_bytes for name, stage in by_name(result).items()}
     once = rows + statistics
-    assert sent["text 0"] == pytest.approx(3 * once)  # one to each image tail
+    assert sent["text 0"] == pytest.approx(3 * once)  # one to each image stage
     assert 3 * sent["image 0"] == pytest.approx(3 * 2 / 3 * once + once)  # gathering, one crossing
-    # the images share a node, the text tail is in another
+    # the images share a node, the text stage is in another
     apart = replace(machine, ranks_per_node=3, node_latency_s=9.0)
     assert loss_span(*THREE_AND_ONE, apart).end_s == pytest.approx(gathers + 5 * 9)
 
@@ -440,7 +440,7 @@ def in_flight(graph: StageGraph, number: int, schedule: str) -> list[float]:
 
 
 def run(graph: StageGraph, number: int, schedule: str, costs: CostModel) -> tuple[StageResult, ...]:
-    batches = {b: BranchBatch(graph.tail(b).replicas, 1, number) for b in BRANCHES}
+    batches = {b: BranchBatch(graph.last_stage(b).replicas, 1, number) for b in BRANCHES}
     return simulate(graph, batches, schedule, costs).stages
 
 
@@ -476,7 +476,7 @@ def work_bytes(own: int, everyone: int, width: int, replicas: int = 1) -> int:
 
 
 def test_the_memory_of_replay_does_not_grow_with_the_number_of_micro_batches():
-    """Only the loss does, on the tail: it is over more samples."""
+    """Only the loss does, on the last stage: it is over more samples."""
     layers = [layer(activation_bytes=100, output_bytes=10, num_parameters=7)] * 3
     costs = model(layers, [layer()] * 3, FREE, StateBytes(8, 12, 4), 4)
     few, many = (run(line(3), number, "replay", costs) for number in (4, 400))
@@ -494,11 +494,11 @@ def test_what_replay_keeps_costs_memory_and_spares_forwards():
     embeds, work = 2 * 6 * 4 * 4, work_bytes(6, 6, 4)
     for kept in range(7):
         batches = dict.fromkeys(BRANCHES, BranchBatch(1, 1, 6, kept))
-        first, tail = simulate(line(2), batches, "replay", costs).stages
+        first, last = simulate(line(2), batches, "replay", costs).stages
         assert first.activation_bytes == 100 * max(kept, 2)
-        assert tail.activation_bytes == 100 * max(kept, 1)
-        assert first.busy_s == tail.busy_s == 6 * (1 + 2) + (6 - kept)
-        assert tail.peak_bytes == embeds + max(100 * max(kept, 1), 100 * kept + work)
+        assert last.activation_bytes == 100 * max(kept, 1)
+        assert first.busy_s == last.busy_s == 6 * (1 + 2) + (6 - kept)
+        assert last.peak_bytes == embeds + max(100 * max(kept, 1), 100 * kept + work)
 
 
 def test_most_kept_fits_and_one_more_does_not():
@@ -528,17 +528,17 @@ def test_most_kept_fits_and_one_more_does_not():
 
 
 def test_everything_a_rank_holds():
-    """State, two messages of each direction of each edge, activations, and on the tail embeddings
-    and what the loss makes of them."""
+    """State, two messages of each direction of each edge, activations, and on the last stage
+    embeddings and what the loss makes of them."""
     layers = [layer(activation_bytes=100, output_bytes=10, num_parameters=30)] * 3
     costs = model(layers, [layer()] * 3, FREE, StateBytes(8, 12, 4), embed_dim=16)
-    first, middle, tail = simulate(line(3, 2), both(2, 4, 5), "batch_sync", costs).stages
+    first, middle, last = simulate(line(3, 2), both(2, 4, 5), "batch_sync", costs).stages
     state, activations, message = 30 * (8 + 12 / 2), 5 * 4 * 100, 4 * 10
-    assert first.state_bytes == middle.state_bytes == tail.state_bytes == state
+    assert first.state_bytes == middle.state_bytes == last.state_bytes == state
     assert first.peak_bytes == state + activations + 4 * message
     assert middle.peak_bytes == state + activations + 8 * message
     embeds, work = 40 * 16 * 4 * 2, work_bytes(20, 40, 16, 2)  # 20 rows of its own, 40 of all
-    assert tail.peak_bytes == state + activations + 4 * message + embeds + work
+    assert last.peak_bytes == state + activations + 4 * message + embeds + work
 
 
 def test_logits_of_a_large_batch_come_in_blocks():
@@ -613,7 +613,7 @@ class BackToFront(BatchSync):
     def steps(self) -> Iterator[list[PipeInstruction]]:
         groups = list(super().steps())
         forwards = groups[: self.micro_batches]
-        yield from reversed(forwards) if self.own_stage.is_tail else forwards
+        yield from reversed(forwards) if self.own_stage.is_last else forwards
         yield from groups[self.micro_batches :]
 
 
@@ -641,7 +641,7 @@ class GradientsFirst(BatchSync):
     def steps(self) -> Iterator[list[PipeInstruction]]:
         for m in range(self.micro_batches):
             own = [self.forward(m), self.backward(m)]
-            yield from own if self.own_stage.is_tail else reversed(own)
+            yield from own if self.own_stage.is_last else reversed(own)
 
 
 def test_what_waits_for_ever_is_named(monkeypatch):
@@ -658,7 +658,7 @@ def test_what_waits_for_ever_is_named(monkeypatch):
 
 class NothingBetween(BatchSync):
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        yield [*([ComputeLoss(), ComputeLoss()] if self.own_stage.is_tail else []), OptimizerStep()]
+        yield [*([ComputeLoss(), ComputeLoss()] if self.own_stage.is_last else []), OptimizerStep()]
 
 
 def test_collectives_may_follow_each_other(monkeypatch):
@@ -842,7 +842,7 @@ def test_collectives_begin_when_the_last_has_come():
     """And then take each member equally long every time."""
     for graph, batches, schedule, costs in draws(100):
         result = simulate(graph, batches, schedule, costs, timeline=True)
-        for name, members in (("ComputeLoss", graph.tails), ("OptimizerStep", graph.stages)):
+        for name, members in (("ComputeLoss", graph.last_stages), ("OptimizerStep", graph.stages)):
             spans = [of(result, stage.stage_id, name) for stage in members]
             begins = [max(span.start_s for span in together) for together in zip(*spans)]
             for own in spans:
@@ -896,9 +896,9 @@ def test_the_same_question_has_the_same_answer():
         assert simulate(graph, batches, schedule, costs) == replace(first, spans=())
 
 
-def test_pairs_are_scored_at_the_text_tail_and_image_tails_wait():
+def test_pairs_are_scored_at_the_text_stage_and_image_stages_wait():
     """Two samples a micro-batch, four of them: 8 texts of 1 + 2 s each at the loss, shared by the
-    replicas of the text tail."""
+    replicas of the text stage."""
     sides = model([layer(1.0, 2.0)], [layer(1.0, 2.0)])
     pairs = replace(sides, pairs=layer(1.0, 2.0))
     one = fork(ONE_STAGE, ONE_EACH)
@@ -910,11 +910,11 @@ def test_pairs_are_scored_at_the_text_tail_and_image_tails_wait():
         assert text.busy_s == pytest.approx(image.busy_s + more)
         assert image.idle_fraction * found.step_s == pytest.approx(more)
         assert bounds(*given, "batch_sync", pairs)[0] == pytest.approx(found.step_s)
-    # an image tail goes on when the last pair is scored: 8 images forward, 24 s of pairs, 8 images
-    # backward
+    # the image stage goes on when the last pair is scored: 8 images forward, 24 s of pairs, 8
+    # images backward
     slow = replace(model([layer(1.0, 20.0)], [layer(1.0, 2.0)]), pairs=layer(1.0, 2.0))
     assert simulate(one, both(1, 2, 4), "batch_sync", slow).step_s == pytest.approx(8 + 24 + 160)
-    # 8 images' tokens of 100 bytes to the one text tail, and as many gradients in fp32 back
+    # 8 images' tokens of 100 bytes to the one text stage, and as many gradients in fp32 back
     machine, state = replace(FREE, link_bytes_per_s=10.0), StateBytes(0, 0, 0, weight=2)
     sides = model([layer()], [layer()], machine, state)
     moved = replace(sides, pairs=layer(), token_bytes={"image": 100.0, "text": 10.0})

@@ -37,14 +37,14 @@ def test_fork_with_unequal_stages_and_replicas():
     lines = [(stage.previous, stage.next) for stage in graph.stages]
     assert lines == [(None, 1), (0, None), (None, None)]
     assert [stage.loads for stage in graph.stages] == [("image",), (), ("text",)]
-    assert [stage.tail_of for stage in graph.stages] == [(), ("image",), ("text",)]
+    assert [stage.last_of for stage in graph.stages] == [(), ("image",), ("text",)]
     assert [image_0.layers, image_1.layers] == [{"image": range(0, 3)}, {"image": range(3, 5)}]
     assert text_0.layers == {"text": range(0, 4)}
     assert graph.world_size == 7
     assert graph.edges() == [(0, 2), (1, 3)]  # replica by replica; nothing between the branches
-    assert graph.tails == (image_1, text_0)
-    assert graph.tail("image") is image_1 and graph.entry("image") is image_0
-    assert graph.tail("text") is text_0 and graph.entry("text") is text_0
+    assert graph.last_stages == (image_1, text_0)
+    assert graph.last_stage("image") is image_1 and graph.entry("image") is image_0
+    assert graph.last_stage("text") is text_0 and graph.entry("text") is text_0
     assert graph.stage_of(3) is image_1 and graph.replica_of(3) == 1
     assert graph.stage_of(6) is text_0 and graph.replica_of(6) == 2
 
@@ -54,14 +54,16 @@ def test_merged_stages_hold_a_slice_of_both_branches():
     first, last = graph.stages
     assert first.layers == {"image": range(0, 3), "text": range(0, 1)}
     assert last.layers == {"image": range(3, 5), "text": range(1, 4)}
-    assert (first.loads, first.tail_of, last.loads, last.tail_of) == (BRANCHES, (), (), BRANCHES)
-    assert graph.edges() == [(0, 2), (1, 3)] and graph.world_size == 4 and graph.tails == (last,)
+    assert (first.loads, first.last_of, last.loads, last.last_of) == (BRANCHES, (), (), BRANCHES)
+    assert (
+        graph.edges() == [(0, 2), (1, 3)] and graph.world_size == 4 and graph.last_stages == (last,)
+    )
 
 
 def test_merged_of_one_stage_is_plain_data_parallel_training():
     graph = merged({"image": [range(0, 5)], "text": [range(0, 4)]}, 4)
     (stage,) = graph.stages
-    assert stage.ranks == (0, 1, 2, 3) and stage.loads == stage.tail_of == BRANCHES
+    assert stage.ranks == (0, 1, 2, 3) and stage.loads == stage.last_of == BRANCHES
     assert (stage.previous, stage.next) == (None, None) and graph.edges() == []
 
 
@@ -77,9 +79,9 @@ def test_every_graph_is_whole():
             layers = [i for stage in stages for i in stage.layers.get(branch, ())]
             assert layers == list(range(len(layers))) and layers, where  # each once, in order
             assert sum(branch in stage.loads for stage in stages) == 1, where
-            assert sum(branch in stage.tail_of for stage in stages) == 1, where
-            at = graph.entry(branch)  # an entry reaches its tail
-            while branch not in at.tail_of:
+            assert sum(branch in stage.last_of for stage in stages) == 1, where
+            at = graph.entry(branch)  # an entry reaches its last stage
+            while branch not in at.last_of:
                 at = stages[at.next]
         for stage in stages:
             assert stage.next is None or stages[stage.next].previous == stage.stage_id, where

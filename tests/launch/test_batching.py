@@ -79,7 +79,7 @@ def test_last_stages_know_what_the_others_bring_where_it_is_not_equal(data, tmp_
             batching = made(data, tmp_path, layout, **asked, rank=stage.ranks[0])
             for step in range(2):
                 spec = batching.step_spec(step, {})
-                assert list(spec.shares) == (list(stage.tail_of) if known else [])
+                assert list(spec.shares) == (list(stage.last_of) if known else [])
                 assert all(sum(own) == 48 for own in spec.shares.values())
                 assert all(len(own) == stage.replicas for own in spec.shares.values())
 

@@ -149,7 +149,7 @@ GRAPHS = {
 
 def test_a_track_per_stage_whose_idle_share_is_the_simulators():
     for schedule, graph in GRAPHS.items():
-        batches = {branch: BranchBatch(graph.tail(branch).replicas, 2, 4) for branch in CUTS}
+        batches = {branch: BranchBatch(graph.last_stage(branch).replicas, 2, 4) for branch in CUTS}
         simulation = simulate(graph, batches, schedule, COSTS)
         predicted = predicted_step(graph, batches, schedule, COSTS)
         names = [f"{stage.name} ×{stage.replicas}" for stage in graph.stages]

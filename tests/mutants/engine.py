@@ -27,7 +27,7 @@ MUTANTS = (
     ),
     Mutant(
         "weight-of-pair-ignored",
-        "engine/loss/tail_loss.py",
+        "engine/loss/last_stage.py",
         "of_term = self.weights[self.objective.loss_name(term.kind, term)]",
         "of_term = 1.0",
         "a pair counts as much as its weight says",
@@ -35,7 +35,7 @@ MUTANTS = (
     ),
     Mutant(
         "infinite-share-steps",
-        "engine/loss/tail_loss.py",
+        "engine/loss/last_stage.py",
         "scale = factor + (result.share - result.share)",
         "scale = factor",
         "a loss that is not finite makes the step one that is skipped",
@@ -43,7 +43,7 @@ MUTANTS = (
     ),
     Mutant(
         "scalar-from-another-pair",
-        "engine/loss/tail_loss.py",
+        "engine/loss/last_stage.py",
         "before = sum(len(earlier.scalars) for earlier in self.objective.terms[:number])",
         "before = 0",
         "metrics show each pair's own scalars",
@@ -284,13 +284,13 @@ MUTANTS = (
     Mutant(
         "loss-before-the-last-forward",
         "engine/schedule.py",
-        """if self.own_stage.is_tail:
+        """if self.own_stage.is_last:
             yield [ComputeLoss()]
         for m in range(self.micro_batches):
             yield self.backward(m)""",
         """for m in range(self.micro_batches):
             yield self.backward(m)
-        if self.own_stage.is_tail:
+        if self.own_stage.is_last:
             yield [ComputeLoss()]""",
         "the loss stands between all forwards and the first backward",
         ORDER,

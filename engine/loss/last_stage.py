@@ -129,7 +129,7 @@ class _Gradients:
         return [dict(zip(pieces, values)) for values in zip(*pieces.values(), strict=True)]
 
 
-class TailLoss:
+class LastStageLoss:
     """The losses of the pairs that this rank's last stage takes part in. `source_starts` [S]: as in
     `by_source`.
 
@@ -155,9 +155,9 @@ class TailLoss:
         # whether the host of a rank needs to know what the others have before it can exchange it
         self._matches = any(term.matching for term in comm.objective.terms)
         self._tells = not equal_shares or comm.objective.has_further_rows or self._matches
-        self._made_here = comm.objective.made_by(comm.stage.tail_of)
+        self._made_here = comm.objective.made_by(comm.stage.last_of)
         if self._tells:
-            comm.make_tails_group()
+            comm.make_last_stages_group()
         # of one source nothing is reported beside the loss
         self._source_starts = torch.tensor(
             source_starts or (), dtype=torch.int64, device=self.device
@@ -232,7 +232,7 @@ class TailLoss:
             )
         made = _Gradients({branch: rows.embeds for branch, rows in own.items()}, sizes)
         for number, term in enumerate(self.objective.terms):
-            if not set(term.branches) & set(self.stage.tail_of):
+            if not set(term.branches) & set(self.stage.last_of):
                 continue
             scalars = {
                 name: outputs[0][tensor].detach()
@@ -250,7 +250,7 @@ class TailLoss:
                 made.set_scalar(term.scalars[name], result.parameters[name] * scale, value)
             if term.matching:
                 of_term = self.weights[self.objective.loss_name("matching", term)]
-                replicas = self.comm.graph.tail(term.second).replicas
+                replicas = self.comm.graph.last_stage(term.second).replicas
                 factor = injected_scale(replicas, loss_scale, weight, of_term)
                 scale = torch.full((), factor, device=self.device)
                 matched = match(
@@ -260,7 +260,8 @@ class TailLoss:
                     outputs,
                     shared,
                     sizes=[
-                        told[rank][term.first] for rank in self.comm.graph.tail(term.first).ranks
+                        told[rank][term.first]
+                        for rank in self.comm.graph.last_stage(term.first).ranks
                     ],
                     scoring=scoring,
                     scale=scale,
@@ -324,7 +325,7 @@ class TailLoss:
             shares, samples = by_source(term, term_batch, result, self._source_starts)
             self.sums.sources[:, number] += torch.stack([shares * weight, samples])
         # every last stage of the term sees the same; one counts
-        if self.comm.rank == self.comm.graph.tail(term.branches[0]).ranks[0]:
+        if self.comm.rank == self.comm.graph.last_stage(term.branches[0]).ranks[0]:
             self.sums.misaligned += term_batch.num_misaligned
             self.sums.left_out[number] += term_batch.num_not_loaded
             self.sums.duplicates[number] += term_batch.num_duplicates
@@ -350,7 +351,11 @@ class TailLoss:
         own = {rows: [_size(output, rows) for output in outputs] for rows in self._made_here}
         if self.shares and not self._matches:
             return self._told_beforehand(own)
-        return self.comm.told_by_tails(own) if self._tells else dict.fromkeys(self.stage.ranks, own)
+        return (
+            self.comm.gather_last_stages(own)
+            if self._tells
+            else dict.fromkeys(self.stage.ranks, own)
+        )
 
     def _told_beforehand(self, own: Mapping[str, Sequence[tuple[int, int]]]) -> Mapping[int, Any]:
         """As `_told`, all rows of a replica as one micro-batch. Raises RuntimeError where this one
