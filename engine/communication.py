@@ -361,11 +361,11 @@ class Communicator:
     def announce(self, announcement: Announcement) -> None:
         """Tell the next stage what all messages of a step will be, and in which order."""
         peer = existing(self.activations_out).peer
-        signatures = [
+        signatures: list[Json] = [
             [key, [(name, str(dtype), shape) for name, dtype, shape in signature]]
             for key, signature in announcement.signatures.items()
         ]
-        told = [signatures, announcement.activations, announcement.gradients]
+        told: Json = [signatures, announcement.activations, announcement.gradients]
         send_json(told, peer, self._announcing_out)
 
     def announced(self) -> Announcement:

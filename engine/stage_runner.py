@@ -36,6 +36,7 @@ from engine.loss.term_batch import MAX_WEIGHT
 from engine.module import Outline, StageModule
 from engine.schedule import (
     BackwardPass,
+    BufferOpInstruction,
     ComputeLoss,
     EmbedPass,
     ForwardPass,
@@ -146,7 +147,10 @@ class StageRunner:
             self.comm.announce(Announcement(self._sent, sends, receives))
 
     def _check_order(
-        self, announced: Sequence[MessageKey], program: Sequence[PipeInstruction], kind: type
+        self,
+        announced: Sequence[MessageKey],
+        program: Sequence[PipeInstruction],
+        kind: type[BufferOpInstruction],
     ) -> None:
         """A message carries no key: one of another micro-batch with the same shapes would be taken
         for it."""
@@ -380,7 +384,9 @@ def _key(buffer_id: int) -> MessageKey:
     return MessageKey(stage_slice=0, micro_batch=buffer_id)
 
 
-def _keys_of(program: Sequence[PipeInstruction], kind: type) -> list[MessageKey]:
+def _keys_of(
+    program: Sequence[PipeInstruction], kind: type[BufferOpInstruction]
+) -> list[MessageKey]:
     """Of the messages that the instructions of this kind send or receive, in their order."""
     return [_key(each.buffer_id) for each in program if isinstance(each, kind)]
 
