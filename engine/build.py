@@ -20,12 +20,18 @@ from engine.backend.fully_sharded import FullyShardedBackend, LayerSharding
 from engine.backend.protocol import Backend
 from engine.batch import BranchBatch
 from engine.communication import Communicator
-from engine.config.implied import averages_early, precision_of, zero_stage
+from engine.config.implied import averages_early, precision_of, steps_matrices, zero_stage
 from engine.executor import ForkEngine
 from engine.module import DescribesLayer, StageModule
 from engine.objective import Objective
-from engine.optimizer.classes import make_optimizer, make_schedule, with_length
+from engine.optimizer.classes import (
+    make_optimizer,
+    make_schedule,
+    optimizer_maker,
+    with_length,
+)
 from engine.optimizer.clipping_rules import refuse_idle_patterns
+from engine.optimizer.muon import Muon
 from engine.optimizer.parameter_groups import (
     GroupSchedule,
     OptimizerGroups,
@@ -110,6 +116,8 @@ def build_engine(
         )
         first_scalars = {name: each.detach().clone() for name, each in module.scalars.items()}
         backend = _backend(module, comm, sharding, resolved, plan.optimizer_groups)
+        if isinstance(backend.optimizer, Muon):
+            backend.optimizer.place(backend.shards(), comm)
         return ForkEngine(
             module,
             comm,
@@ -141,7 +149,9 @@ def _backend(
     if sharding:
         optimizer = partial(make_optimizer, config)
         return FullyShardedBackend(module, comm, sharding, config, groups, optimizer, schedule)
-    return DeepSpeedBackend(module, comm, config, groups, schedule, averages_early(config))
+    return DeepSpeedBackend(
+        module, comm, config, groups, schedule, averages_early(config), optimizer_maker(config)
+    )
 
 
 def _group_schedule(
@@ -160,7 +170,8 @@ def _group_schedule(
 def _optimizer_group(setting: Setting, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
     """A parameter group as optimizers take it."""
     decay = {} if setting.weight_decay is None else {"weight_decay": setting.weight_decay}
-    return {"params": list(parameters), **decay}
+    matrices = {"muon": True} if setting.muon else {}
+    return {"params": list(parameters), **decay, **matrices}
 
 
 def deepspeed_config(
@@ -192,6 +203,9 @@ def deepspeed_config(
         resolved.setdefault("communication_data_type", "fp32")
         # gradients reach their fp32 sums during the backward, so that averages can start in it
         resolved["bf16"].setdefault("immediate_grad_update", True)
+    if steps_matrices(config.get("optimizer", {})):
+        # DeepSpeed does not know it, and asks whether it may step slices
+        resolved["zero_allow_untested_optimizer"] = True
     resolved.setdefault("steps_per_print", None)
     if "pipeline" in resolved:
         resolved["pipeline"]["use_reentrant"] = False

@@ -438,6 +438,28 @@ class Communicator:
             dist.broadcast(moved, self.stage.ranks[replica], group=self.stage_group)
         tensor.copy_(wired)
 
+    def trade_with_replicas(
+        self, tensor: Tensor, sent: Sequence[int], got: Sequence[int]
+    ) -> Tensor:
+        """Parts of a flat tensor change hands among the replicas of this stage, which call it
+        together: the first `sent[0]` elements go to replica 0, the next `sent[1]` to replica 1, and
+        so on; returns the `got[r]` elements that come from each replica r, in their order, to the
+        last bit."""
+        wired = tensor.to(self._wire(self.stage_group)).contiguous()
+        came = wired.new_empty(sum(got))
+        size = tensor.element_size()
+        with self.recorder.span(WAIT):
+            # as bytes: what dtypes a backend moves does not matter
+            dist.all_to_all_single(
+                came.view(torch.uint8),
+                wired.view(torch.uint8),
+                [size * number for number in got],
+                [size * number for number in sent],
+                group=self.stage_group,
+            )
+        self._sent_bytes += size * (sum(sent) - sent[self.replica])
+        return came.to(self.device)
+
     def gather_counts(self, count: int) -> list[int]:
         """How many rows each replica of this stage has."""
         return self.gather_replicas(

@@ -28,13 +28,17 @@ Contexts = tuple[contextlib.AbstractContextManager[None], contextlib.AbstractCon
 
 class DescribesLayer(Protocol):
     """What the engine needs to know of a layer before it exists: its name, its parameters' shapes by
-    their names in the run, and the layer on the meta device."""
+    their names in the run, which of these are tables of embeddings, and the layer on the meta
+    device."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def canonical_parameters(self) -> Mapping[str, Sequence[int]]: ...
+
+    @property
+    def tables(self) -> Collection[str]: ...
 
     @property
     def template(self) -> nn.Module: ...

@@ -50,6 +50,7 @@ IN_ALL_STAGES = "ds_pipe_replicated"  # of a parameter, that every stage has it
 # of the engine, whose micro-steps stay 0 under a pipeline, and of its dynamic loss scale
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]  # of parameter groups
 
 
 class StageGrid(PipelineParallelGrid):
@@ -121,12 +122,14 @@ class _Engine(DeepSpeedEngine):
         config: dict[str, Any],
         parameter_groups: Sequence[Mapping[str, Any]],
         make_schedule: Callable[[torch.optim.Optimizer], Any],
+        make_optimizer: MakeOptimizer | None,
     ):
         self._make_schedule, self._is_finite = make_schedule, lambda: True
         with contextlib.redirect_stdout(io.StringIO()):
             super().__init__(
                 args=None,
                 model=module,
+                optimizer=make_optimizer,
                 model_parameters=list(parameter_groups),
                 mpu=module.mpu(),
                 config=config,
@@ -232,10 +235,11 @@ class _ShardedGradients(_Engine):
         config: dict[str, Any],
         parameter_groups: Sequence[Mapping[str, Any]],
         make_schedule: Callable[[torch.optim.Optimizer], Any],
+        make_optimizer: MakeOptimizer | None,
         waiting: Callable[[], AbstractContextManager[None]],
     ):
         """`waiting`: records what happens in it as waiting for other ranks."""
-        super().__init__(module, config, parameter_groups, make_schedule)
+        super().__init__(module, config, parameter_groups, make_schedule, make_optimizer)
         self._waiting = waiting
         # as the engine of a pipeline does
         interval = self._config.pipeline["activation_checkpoint_interval"]
@@ -336,7 +340,8 @@ class DeepSpeedBackend:
 
     `config`: DeepSpeed's, for this rank; `parameter_groups`: as torch's optimizers take them;
     `make_schedule`: makes a `GroupSchedule` of the optimizer; `averages_early`: whether gradients
-    are averaged while the last backward runs, else behind it.
+    are averaged while the last backward runs, else behind it; `make_optimizer`: of these groups;
+    None: DeepSpeed makes that of the configuration.
     """
 
     def __init__(
@@ -347,8 +352,9 @@ class DeepSpeedBackend:
         parameter_groups: Sequence[Mapping[str, Any]],
         make_schedule: Callable[[torch.optim.Optimizer], Any],
         averages_early: bool,
+        make_optimizer: MakeOptimizer | None = None,
     ):
-        given = module, config, parameter_groups, make_schedule
+        given = module, config, parameter_groups, make_schedule, make_optimizer
         self._engine: _ShardedGradients | _WholeGradients
         if zero_stage(config) == 2:
             self._engine = _ShardedGradients(*given, partial(comm.recorder.span, WAIT))

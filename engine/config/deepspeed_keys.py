@@ -35,6 +35,7 @@ from common.blocks import (
     refuse_unknown,
 )
 from engine.checks import AUTO
+from engine.config.implied import steps_matrices
 from engine.optimizer.classes import (
     ADAM_SWITCHES,
     MOMENTA,
@@ -42,6 +43,7 @@ from engine.optimizer.classes import (
     optimizer_class,
     schedule_class,
 )
+from engine.optimizer.parameter_groups import MUON_RATES
 
 CountOrAuto = Annotated[
     Count | Literal["auto"], Field(description='"auto" or a whole number of at least 1')
@@ -181,12 +183,19 @@ def params_model(config: Mapping[str, Any], where: str) -> type[BaseModel]:
     cls: Any = schedule_class(kind) if where == "scheduler" else optimizer_class(config)
     # the subclasses of DeepSpeed's schedules take its arguments
     cls = getattr(lr_schedules, kind, cls)
-    return _params_model(cls, ADAM_SWITCHES if kind.lower() in ("adam", "adamw") else ())
+    is_adam = where == "optimizer" and kind.lower() in ("adam", "adamw")
+    is_muon = where == "optimizer" and steps_matrices(config[where])
+    return _params_model(cls, ADAM_SWITCHES if is_adam else (), MUON_RATES if is_muon else ())
 
 
 @cache
-def _params_model(cls: Any, switches: tuple[str, ...] = ()) -> type[BaseModel]:
+def _params_model(
+    cls: Any, switches: tuple[str, ...] = (), rates: tuple[str, ...] = ()
+) -> type[BaseModel]:
+    """`switches`, `rates`: what is read beside the arguments of the class."""
     fields: dict[str, Any] = {name: (Switch, False) for name in switches}
+    words = Positive.__metadata__[-1].description
+    fields |= {name: (Positive, Field(None, description=words)) for name in rates}
     for name, parameter in inspect.signature(cls).parameters.items():
         rule = RULES.get(name) or _by_type(parameter)
         if name in NOT_WRITTEN or rule is None:

@@ -11,6 +11,11 @@ def precision_of(config: Mapping[str, Any]) -> str:
     return next((key for key in ("bf16", "fp16") if config.get(key, {}).get("enabled")), "fp32")
 
 
+def steps_matrices(optimizer: Mapping[str, Any]) -> bool:
+    """Whether the `optimizer` block is that of Muon, which steps matrices otherwise than the rest."""
+    return str(optimizer.get("type", "")).lower() == "muon"
+
+
 def zero_stage(config: Mapping[str, Any]) -> int:
     """What the replicas of a stage share out, as DeepSpeed counts: 1, the optimizer's state; 2, the
     gradients too; 0, nothing."""

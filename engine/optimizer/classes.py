@@ -9,7 +9,8 @@ counted from 1, is step k of the schedule, so a linear warm-up of N steps has k 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from torch.optim import Optimizer
 
 from common.spelling import nearest
 from engine.backend.deepspeed import ZERO_SUPPORTED_OPTIMIZERS, lr_schedules
+from engine.config.implied import offloads, steps_matrices
+from engine.optimizer.muon import Muon
+from engine.optimizer.parameter_groups import MUON_RATES
 
 # By DeepSpeed's name: on the accelerator, and with the state offloaded to the CPU.
 _DEEPSPEED_OPTIMIZERS: dict[str, tuple[type[Optimizer], type[Optimizer]]] = {
@@ -28,7 +32,7 @@ _DEEPSPEED_OPTIMIZERS: dict[str, tuple[type[Optimizer], type[Optimizer]]] = {
     "lamb": (FusedLamb, FusedLamb),
     "lion": (FusedLion, DeepSpeedCPULion),
 }
-OPTIMIZERS = ("AdamW", "Adam", "Lion", "Lamb", "SGD")
+OPTIMIZERS = ("AdamW", "Adam", "Muon", "Lion", "Lamb", "SGD")
 # DeepSpeed's own params of Adam beside the arguments of the class.
 ADAM_SWITCHES = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")
 # The bounds of the momentum that OneCycle cycles, unless `cycle_momentum` is false.
@@ -51,7 +55,7 @@ SHORT_DECAY = 100  # steps
 
 
 def optimizer_class(config: Mapping[str, Any]) -> type[Optimizer]:
-    """The class that DeepSpeed makes of the `optimizer` block. Errors: ValueError for a type that
+    """The class of the `optimizer` block. Errors: ValueError for a type that
     is none of `OPTIMIZERS`."""
     kind, params = config["optimizer"]["type"], config["optimizer"].get("params", {})
     zero = config.get("zero_optimization", {})
@@ -61,6 +65,8 @@ def optimizer_class(config: Mapping[str, Any]) -> type[Optimizer]:
         return torch.optim.AdamW if decoupled else torch.optim.Adam
     if kind.lower() in _DEEPSPEED_OPTIMIZERS:
         return _DEEPSPEED_OPTIMIZERS[kind.lower()][offloaded]
+    if steps_matrices(config["optimizer"]):
+        return Muon
     if kind == "SGD":
         return torch.optim.SGD
     if kind.lower() in {name.lower() for name in vars(torch.optim)} - {"sgd"}:
@@ -70,16 +76,28 @@ def optimizer_class(config: Mapping[str, Any]) -> type[Optimizer]:
     raise ValueError(f"optimizer.type: unknown value {kind!r}{nearest(kind, OPTIMIZERS)}")
 
 
-def make_optimizer(
-    config: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
-) -> torch.optim.Optimizer:
-    """The optimizer of these parameter groups that DeepSpeed makes of the `optimizer` block."""
-    cls, params = optimizer_class(config), dict(config["optimizer"].get("params", {}))
-    switches = {key: params.pop(key) for key in ADAM_SWITCHES if key in params}
+def make_optimizer(config: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Optimizer:
+    """The optimizer of these parameter groups that the `optimizer` block asks for, as DeepSpeed makes
+    it."""
+    cls, written = optimizer_class(config), config["optimizer"].get("params") or {}
+    params = class_params(written)
     if cls is FusedAdam:
         is_adam = config["optimizer"]["type"].lower() == "adam"
-        params["adam_w_mode"] = switches.get("adam_w_mode", True) if is_adam else True
+        params["adam_w_mode"] = written.get("adam_w_mode", True) if is_adam else True
     return cls([dict(group) for group in groups], **params)
+
+
+def optimizer_maker(config: Mapping[str, Any]) -> Callable[[Any], Optimizer] | None:
+    """What makes the optimizer of its parameter groups; None: DeepSpeed does, by itself."""
+    cls = optimizer_class(config) if "optimizer" in config else None
+    return partial(make_optimizer, config) if cls is Muon else None
+
+
+def class_params(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the optimizer's params those that its class takes: not what DeepSpeed reads of Adam's, and
+    not the rates of groups."""
+    others = (*ADAM_SWITCHES, *MUON_RATES)
+    return {key: value for key, value in params.items() if key not in others}
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -208,13 +226,18 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
     DeepSpeed asks about."""
     zero, kind = config.get("zero_optimization", {}), config["optimizer"]["type"]
     cls, stage = optimizer_class(config), zero.get("stage", 0)
+    if cls is Muon and offloads(config):
+        raise ValueError(
+            "zero_optimization.offload_optimizer: the CPU would orthogonalise the matrices that Muon "
+            'steps, which takes longer than the rest of a step; remove the key, or use "type": "AdamW"'
+        )
     if stage and cls is FusedLamb:
         raise ValueError(
             f"optimizer.type: {kind} uses the norm of whole tensors, and ZeRO-{stage} steps slices of "
             'them, which trains otherwise; use "zero_optimization": {"stage": 0} in fp32, or an '
             "optimizer such as AdamW"
         )
-    untested = stage in (1, 2) and cls not in ZERO_SUPPORTED_OPTIMIZERS
+    untested = stage in (1, 2) and cls not in (*ZERO_SUPPORTED_OPTIMIZERS, Muon)
     if untested and not config.get("zero_allow_untested_optimizer"):
         raise ValueError(
             f"zero_allow_untested_optimizer: DeepSpeed asks for it with ZeRO-{stage} and {kind}; add "

@@ -11,6 +11,13 @@ of its branch, counted from 1 (Bao et al. 2022, BEiT, section 3.2). A group with
 follows the same schedule with that many `warmup_num_steps`. Biases, norms and what the loss learns,
 which all have one dimension, are not decayed; `no_decay` says it by names instead.
 
+With Muon (`engine/optimizer/muon.py`) the matrices of blocks have groups of their own. Their rate is
+multiplied by `muon_lr` / `lr`, and that of all others by `adam_lr` / `lr`, where the optimizer's
+params have these. A block is a layer of which a branch has several, so a matrix of one is a
+parameter of two dimensions, named `…weight`, which occurs in several layers under names that differ
+in a number alone, and which is no table of embeddings. Embeddings, projections, norms and the head
+are stepped by AdamW; `muon` says it by names instead.
+
 Reading, checking and grouping are plain Python; `GroupSchedule` acts on one rank's optimizer and
 calls no collective.
 """
@@ -18,7 +25,9 @@ calls no collective.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, NamedTuple, Protocol
@@ -27,7 +36,11 @@ from pydantic import Field
 
 from common.blocks import NotNegative, Whole, block, read_block, refuse_unknown
 from common.spelling import nearest_pattern
+from engine.config.implied import steps_matrices
 from engine.optimizer.clipping_rules import HEAD
+
+MUON_RATES = ("muon_lr", "adam_lr")  # of Muon's params: of matrices, of all others
+_NUMBER = re.compile(r"(?<=[._])\d+(?=\.)")  # of a layer: blocks.3., encoder_layer_3.
 
 
 @block
@@ -51,11 +64,13 @@ class GroupRule:
 
 @dataclass(frozen=True)
 class OptimizerGroups:
-    """The `optimizer_groups` block. `no_decay`: patterns of canonical names as in `fnmatch`; None:
-    parameters of one dimension."""
+    """The `optimizer_groups` block. Patterns are of canonical names as in `fnmatch`. `no_decay`:
+    None: parameters of one dimension. `muon`: of these names those of two dimensions; None: the
+    matrices of blocks."""
 
     rules: Mapping[str, GroupRule]
     no_decay: tuple[str, ...] | None = None
+    muon: tuple[str, ...] | None = None
 
     def rates(
         self, schedules: Mapping[int | None, float], base_lr: float | None
@@ -73,12 +88,13 @@ class OptimizerGroups:
 class Setting(NamedTuple):
     """The settings of a parameter group of the optimizer. `weight_decay`, `warmup_steps` None: as
     the JSON's blocks say. `branch`: whose parameters it holds, where branches may stand still one
-    by one (`engine/optimizer/standing_still.py`); else empty."""
+    by one (`engine/optimizer/standing_still.py`); else empty. `muon`: whether Muon steps it."""
 
     lr_scale: float
     weight_decay: float | None
     warmup_steps: int | None
     branch: str = ""
+    muon: bool = False
 
 
 def optimizer_groups(block: Any, branches: Sequence[str]) -> OptimizerGroups:
@@ -90,16 +106,21 @@ def optimizer_groups(block: Any, branches: Sequence[str]) -> OptimizerGroups:
         raise ValueError(
             f'{where}: got {block!r}; it is an object such as {{"{groups[0]}": {{"lr": 1e-4, "layer_decay": 0.75}}}}'
         )
-    refuse_unknown(block, (*groups, "no_decay"), where)
-    no_decay = block.get("no_decay")
-    if no_decay is not None and not (
-        isinstance(no_decay, list) and all(isinstance(pattern, str) for pattern in no_decay)
-    ):
-        raise ValueError(
-            f'{where}.no_decay: got {no_decay!r}; it is a list of patterns of parameter names, such as ["*.bias"]'
-        )
+    refuse_unknown(block, (*groups, "no_decay", "muon"), where)
+    no_decay = _read_patterns(f"{where}.no_decay", block.get("no_decay"), "*.bias")
+    muon = _read_patterns(f"{where}.muon", block.get("muon"), "image.blocks.*.weight")
     rules = {group: _read_rule(f"{where}.{group}", group, block.get(group, {})) for group in groups}
-    return OptimizerGroups(rules, None if no_decay is None else tuple(no_decay))
+    return OptimizerGroups(rules, no_decay, muon)
+
+
+def _read_patterns(where: str, written: Any, example: str) -> tuple[str, ...] | None:
+    if written is None:
+        return None
+    if not (isinstance(written, list) and all(isinstance(pattern, str) for pattern in written)):
+        raise ValueError(
+            f'{where}: got {written!r}; it is a list of patterns of parameter names, such as ["{example}"]'
+        )
+    return tuple(written)
 
 
 def _read_rule(where: str, group: str, written: Any) -> GroupRule:
@@ -112,11 +133,13 @@ def _read_rule(where: str, group: str, written: Any) -> GroupRule:
 def check_groups(groups: OptimizerGroups, config: Mapping[str, Any]) -> None:
     """Raise ValueError for a rule that DeepSpeed's `optimizer` and `scheduler` blocks leave nothing
     to stand on."""
-    base = config["optimizer"].get("params", {}).get("lr")
+    params = config["optimizer"].get("params", {})
+    base = params.get("lr")
+    has_base = base == "auto" or (_is_number(base) and base > 0)
     schedule = config.get("scheduler", {}).get("params", {})
     for group, rule in groups.rules.items():
         where = f"branches.optimizer_groups.{group}"
-        if rule.lr is not None and base != "auto" and not (_is_number(base) and base > 0):
+        if rule.lr is not None and not has_base:
             raise ValueError(
                 f"{where}.lr: the schedule is scaled by it ÷ optimizer.params.lr, which is "
                 f"{base!r}; give a number above 0 there"
@@ -126,14 +149,28 @@ def check_groups(groups: OptimizerGroups, config: Mapping[str, Any]) -> None:
                 f'{where}.warmup_steps: takes the place of "warmup_num_steps" in the scheduler\'s params, which has none; use a scheduler '
                 "with it, such as WarmupCosineLR"
             )
+    for key in MUON_RATES:
+        if key in params and not has_base:
+            raise ValueError(
+                f"optimizer.params.{key}: the schedule is scaled by it ÷ optimizer.params.lr, which "
+                f"is {base!r}; give a number above 0 there"
+            )
+    if groups.muon is not None and not steps_matrices(config["optimizer"]):
+        raise ValueError(
+            f"branches.optimizer_groups.muon: says what Muon steps, and the optimizer is "
+            f"{config['optimizer']['type']}; remove the key, or use Muon"
+        )
 
 
 class DescribesParameters(Protocol):
     """What is asked of a layer before it exists: the shape of each of its parameters, by its name
-    in the run."""
+    in the run, and which of them are tables of embeddings."""
 
     @property
     def canonical_parameters(self) -> Mapping[str, Sequence[int]]: ...
+
+    @property
+    def tables(self) -> Collection[str]: ...
 
 
 def settings_of(
@@ -146,6 +183,8 @@ def settings_of(
     the head last; `optimizer`: DeepSpeed's block; `apart`: a group for each branch. Raises ValueError for a pattern that matches no
     parameter."""
     params: Mapping[str, Any] = optimizer.get("params", {})
+    matrices = matrices_of(groups, layers, optimizer)
+    ratios = [params[key] / params["lr"] if key in params else 1.0 for key in MUON_RATES]
     found = {}
     for branch, specs in layers.items():
         held = [spec.canonical_parameters for spec in specs if spec.canonical_parameters]
@@ -158,24 +197,72 @@ def settings_of(
                     decay = 0.0
                 elif decay is None:
                     decay = params.get("weight_decay")
+                muon_ratio, adam_ratio = ratios
                 found[name] = Setting(
-                    scale * rule.layer_decay**depth,
+                    scale
+                    * rule.layer_decay**depth
+                    * (muon_ratio if name in matrices else adam_ratio),
                     decay,
                     rule.warmup_steps,
                     branch if apart else "",
+                    name in matrices,
                 )
-    for pattern in groups.no_decay or ():
-        if not any(fnmatchcase(name, pattern) for name in found):
-            raise ValueError(
-                f"branches.optimizer_groups.no_decay: {pattern!r} matches no "
-                f"parameter{nearest_pattern(pattern, list(found))}"
-            )
+    _refuse_idle("no_decay", groups.no_decay, found, "parameter")
     return found
+
+
+def matrices_of(
+    groups: OptimizerGroups,
+    layers: Mapping[str, Sequence[DescribesParameters]],
+    optimizer: Mapping[str, Any],
+) -> frozenset[str]:
+    """The canonical names of what Muon steps; none with another optimizer. Arguments and errors: as
+    `settings_of`."""
+    if not steps_matrices(optimizer):
+        return frozenset()
+    if groups.muon is None:
+        return frozenset(name for specs in layers.values() for name in _matrices_of_blocks(specs))
+    shapes = {
+        name: shape
+        for specs in layers.values()
+        for spec in specs
+        for name, shape in spec.canonical_parameters.items()
+    }
+    matrices = [name for name, shape in shapes.items() if len(shape) == 2]
+    _refuse_idle("muon", groups.muon, matrices, "parameter of two dimensions")
+    return frozenset(name for name in matrices if _matches(name, groups.muon))
+
+
+def _matrices_of_blocks(specs: Sequence[DescribesParameters]) -> list[str]:
+    alike: dict[str, list[str]] = defaultdict(list)  # without their numbers -> names
+    found_in: dict[str, set[int]] = defaultdict(set)  # the same -> layers
+    for place, spec in enumerate(specs):
+        for name, shape in spec.canonical_parameters.items():
+            if len(shape) == 2 and name.endswith("weight") and name not in spec.tables:
+                key = _NUMBER.sub("#", name)
+                alike[key].append(name)
+                found_in[key].add(place)
+    return [name for key, names in alike.items() if len(found_in[key]) > 1 for name in names]
+
+
+def _refuse_idle(
+    key: str, patterns: Sequence[str] | None, names: Collection[str], kind: str
+) -> None:
+    for pattern in patterns or ():
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(
+                f"branches.optimizer_groups.{key}: {pattern!r} matches no "
+                f"{kind}{nearest_pattern(pattern, list(names))}"
+            )
 
 
 def _is_not_decayed(name: str, shape: Sequence[int], patterns: Sequence[str] | None) -> bool:
     if patterns is None:
         return len(shape) <= 1
+    return _matches(name, patterns)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 

@@ -16,8 +16,8 @@ import torch
 from torch.optim import Optimizer
 
 from engine.checks import AUTO
-from engine.optimizer.classes import ADAM_SWITCHES, make_schedule, optimizer_class, with_length
-from engine.optimizer.parameter_groups import GroupSchedule, OptimizerGroups, Setting
+from engine.optimizer.classes import class_params, make_schedule, optimizer_class, with_length
+from engine.optimizer.parameter_groups import MUON_RATES, GroupSchedule, OptimizerGroups, Setting
 
 LONG, FEW = 10**9, 1  # steps
 CLOSE = 5_000  # steps, of which each is looked at
@@ -49,6 +49,10 @@ def preview(
             momenta.append(_momentum(optimizer.param_groups[0]))
             for group, rate in groups.rates(schedule.rates, base).items():
                 peaks[group] = max(rate, peaks.get(group, rate))
+    params = _without_auto(config["optimizer"].get("params", {}))
+    for key, of in zip(MUON_RATES, ("matrices", "all others")):
+        if key in params:
+            peaks[of] = max(rates.values()) * params[key] / params["lr"]
     own = "".join(f", {group} at most {peak:.4g}" for group, peak in peaks.items())
     name = optimizer_class(config).__name__
     return f"{_settings(name, optimizer, momenta)}; {_rates(kind, rates)}{own}"
@@ -92,8 +96,8 @@ def _advance(schedule: GroupSchedule, steps: int) -> None:
 def _stand_in(config: Mapping[str, Any]) -> Optimizer:
     cls, parameter = optimizer_class(config), torch.zeros(1, requires_grad=True)
     params = _without_auto(config["optimizer"].get("params", {}))
-    if cls.__module__.startswith("torch."):
-        return cls([parameter], **{k: v for k, v in params.items() if k not in ADAM_SWITCHES})  # type: ignore[call-arg]
+    if cls.__module__.startswith(("torch.", "engine.")):
+        return cls([parameter], **class_params(params))  # type: ignore[call-arg]
     signature = inspect.signature(cls).parameters.values()
     defaults = {p.name: p.default for p in signature if p.default is not p.empty}
     return Optimizer([parameter], {**defaults, **params})
@@ -112,7 +116,8 @@ def _settings(name: str, optimizer: Optimizer, momenta: list[float]) -> str:
     group, least, most = optimizer.param_groups[0], min(momenta), max(momenta)
     first = f"{least:.4g}" if least == most else f"{least:.4g} to {most:.4g}"
     words = [f"betas {first} and {group['betas'][1]:.4g}"] if "betas" in group else []
-    words += [f"momentum {first}"] if "momentum" in group else []
+    if "momentum" in group:  # beside betas no schedule changes it
+        words.append(f"momentum {group['momentum']:.4g}" if words else f"momentum {first}")
     numbers = {key: group[key] for key in ("eps", "weight_decay") if key in group}
     words += [f"{key.replace('_', ' ')} {value}" for key, value in numbers.items()]
     return ", ".join([name, *words])

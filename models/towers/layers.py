@@ -246,6 +246,20 @@ class LayerSpec:
             for local, parameter in self.template.named_parameters()
         }
 
+    @property
+    def tables(self) -> frozenset[str]:
+        """Of these names those of tables of embeddings."""
+        embeddings = {
+            id(module.weight)
+            for module in self.template.modules()
+            if isinstance(module, nn.Embedding)
+        }
+        return frozenset(
+            self.template.canonical_names[local]
+            for local, parameter in self.template.named_parameters()
+            if id(parameter) in embeddings
+        )
+
     def build(self, seed: int, weights: Weights | None = None) -> Layer:
         """Make this layer, and no other, real: on the CPU, in fp32.
 
