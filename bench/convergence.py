@@ -65,6 +65,10 @@ PRETRAINED = f"{MINILM} text_weights={{minilm}}"
 LOCKED = f'{PRETRAINED} branches.locked={{"text":true}}'
 TEXT_RATE = 'branches.optimizer_groups={"text":{"lr":%s}}'
 
+ADAM = '{"type":"AdamW","params":{"lr":%s,"betas":[0.9,0.98],"eps":1e-6,"weight_decay":0.1,"torch_adam":true}}'
+MUON = ADAM.replace("AdamW", "Muon").replace(',"torch_adam":true', "")
+OPTIMIZER = f"{TINY_VIT} optimizer="
+
 # experiment -> variant -> its settings; `ranks` is the number of processes (2).
 EXPERIMENTS = {
     "split": {
@@ -102,6 +106,10 @@ EXPERIMENTS = {
         "contrastive alone": "",
         "with matching": FUSION,
         "weights measured": f"{FUSION} loss_weights=measured loss_weights_every=10",
+    },
+    "muon": {  # a ResNet has no matrices but kernels
+        **{f"AdamW, {lr}": OPTIMIZER + ADAM % lr for lr in (1e-3, 5e-4, 2e-3)},
+        **{f"Muon, {lr}": OPTIMIZER + MUON % lr for lr in (1e-3, 5e-4, 2e-3)},
     },
     "precision": {"fp32": "", "bf16": BF16},
     "precision-vit": {
