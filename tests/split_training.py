@@ -52,6 +52,12 @@ from models.towers.fusion import FusionSizes
 SEED = 5
 FIRST_INDEX = 10_000  # of the samples in their source
 LR, WEIGHT_DECAY = 1e-3, 0.1
+# what Muon steps of the towers vit+clip
+MATRICES = (
+    "image.encoder.layers.*_?.*.weight",
+    "image.*.in_proj_weight",
+    "text.encoder.layers.?.*.weight",
+)
 NAMES = ("image", "text", "audio", "video")
 PAIRS = {
     "one": (("image", "text"),),
@@ -809,6 +815,9 @@ def recipe_of(case: Case) -> unsplit.Recipe:
 
     names = ("locked", "optimizer_groups", "scheduler", "clipping", "skipped", "precision")
     given = {name: getattr(case, name) for name in (*names, "loss_scale")}
+    if case.optimizer.get("type") == "Muon":
+        patterns = case.optimizer_groups.get("muon", MATRICES)
+        given |= {"muon": case.optimizer["params"], "matrices": patterns}
     return unsplit.Recipe(case.seed, layer_seed, lr=LR, weight_decay=WEIGHT_DECAY, **given)
 
 

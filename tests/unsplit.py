@@ -3,7 +3,7 @@
 Nothing here is of engine/, nor of the arithmetic in models/losses/. An objective is read as a record:
 the terms, the rows that they compare, their losses and weights. Every micro-batch runs through the
 whole towers; which rows belong together follows from what it brings of them (places, indices, keys,
-weights); autograd differentiates one loss over all rows of the global batch; torch.optim.AdamW steps.
+weights); autograd differentiates one loss over all rows of the global batch; torch.optim.AdamW steps, or Muon by hand.
 Batch normalisation sees micro-batches on both sides, since that is what a micro-batch means to it.
 
 M rows of the first side of a pair, N of the second, D embedding width.
@@ -61,6 +61,8 @@ class Recipe:
     clipping: Mapping[str, float] = field(default_factory=dict)
     skipped: Sequence[int] = ()
     loss_scale: int = LOSS_SCALE
+    muon: Mapping[str, Any] = field(default_factory=dict)  # params; empty: all by AdamW
+    matrices: Sequence[str] = ()  # patterns of what Muon steps
 
 
 Layers = Mapping[str, Sequence[nn.Module]]
@@ -419,12 +421,15 @@ def train(
     every = [layer.train() for own in layers.values() for layer in own]
     named = {layer.canonical_names[n]: p for layer in every for n, p in layer.named_parameters()}
     lock(recipe.locked, layers)
-    optimizer = torch.optim.AdamW(groups_by_hand(recipe, named, layers), lr=recipe.lr)
+    groups = groups_by_hand(recipe, named, layers)
+    optimizer = torch.optim.AdamW([g for g in groups if not g["muon"]], lr=recipe.lr)
+    muon = [g for g in groups if g["muon"]]
     steps, norms, gradients, clipped = [], [], {}, {}
     for step, batch in enumerate(batches):
         steps.append(losses_of(objective, layers, named, batch, recipe, step))
         factor = recipe.loss_scale if recipe.precision == "fp16" else 1
-        optimizer.zero_grad()
+        for parameter in named.values():
+            parameter.grad = None
         (factor * steps[-1].whole).backward()
         learned = {n: p for n, p in named.items() if p.requires_grad}
         for parameter in learned.values():
@@ -438,10 +443,12 @@ def train(
             limit = recipe.clipping.get(group, math.inf)
             norms[-1][group] = float(nn.utils.clip_grad_norm_(members, limit))
         clipped = clipped or {n: p.grad.clone() for n, p in learned.items()}
-        for group in optimizer.param_groups:
+        for group in (*optimizer.param_groups, *muon):
             group["lr"] = group["highest"] * warmth(recipe.scheduler, step, group["warmup_steps"])
         if step not in recipe.skipped:
             optimizer.step()
+            for group in muon:
+                step_matrix(group, recipe.muon)
     return {
         "losses": [each.whole.item() for each in steps],
         "losses_by_name": [each.by_name for each in steps],
@@ -509,7 +516,30 @@ def groups_by_hand(
         decay = 0.0 if undecayed else own.get("weight_decay", recipe.weight_decay)
         groups.append({"params": [parameter], "weight_decay": decay, "highest": rate})
         groups[-1]["warmup_steps"] = own.get("warmup_steps")
+        named_so = any(fnmatch(name, pattern) for pattern in recipe.matrices)
+        muon = named_so and parameter.dim() == 2
+        groups[-1]["muon"] = muon
+        key = "muon_lr" if muon else "adam_lr"
+        groups[-1]["highest"] *= recipe.muon.get(key, recipe.lr) / recipe.lr
     return groups
+
+
+@torch.no_grad()
+def step_matrix(group: dict[str, Any], params: Mapping[str, Any]) -> None:
+    """Muon as Jordan (2024) and Liu et al. (2025) write it down, in float64."""
+    (matrix,) = group["params"]
+    gradient, momentum = matrix.grad.double(), params.get("momentum", 0.95)
+    kept = group.setdefault("kept", torch.zeros_like(gradient))
+    kept.mul_(momentum).add_(gradient, alpha=1 - momentum)
+    x = (1 - momentum) * gradient + momentum * kept if params.get("nesterov", True) else kept
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(params.get("ns_steps", 5)):
+        gram = x @ x.mT if len(x) <= x.shape[1] else x.mT @ x  # x times either is the same
+        quintic = -4.7750 * gram + 2.0315 * gram @ gram
+        x = 3.4445 * x + (quintic @ x if len(x) <= x.shape[1] else x @ quintic)
+    rate = group["lr"]
+    matrix.mul_(1 - rate * group["weight_decay"])
+    matrix.sub_((rate * 0.2 * max(matrix.shape) ** 0.5 * x).to(matrix.dtype))
 
 
 def warmth(scheduler: Mapping[str, Any], step: int, warmup_steps: int | None) -> float:

@@ -231,6 +231,9 @@ def _state_of(held: Tensor, shards: list[Shard], shared: SharedReader) -> dict[s
         return {}
     state: dict[str, Any] = {}
     for kind in reader.optimizer_kinds:
+        # an optimizer may keep other tensors for one parameter than for another
+        if with_state and all(reader.shape(kind, shard.name) is None for shard in with_state):
+            continue
         state[kind.removeprefix(OPTIMIZER)] = whole = torch.zeros_like(held)
         for shard in with_state:
             _fill(whole, shard, kind, shared)

@@ -15,7 +15,7 @@ With Muon (`engine/optimizer/muon.py`) the matrices of blocks have groups of the
 multiplied by `muon_lr` / `lr`, and that of all others by `adam_lr` / `lr`, where the optimizer's
 params have these. A block is a layer of which a branch has several, so a matrix of one is a
 parameter of two dimensions, named `…weight`, which occurs in several layers under names that differ
-in a number alone, and which is no table of embeddings. Embeddings, projections, norms and the head
+in numbers alone, and which is no table of embeddings. Embeddings, projections, norms and the head
 are stepped by AdamW; `muon` says it by names instead.
 
 Reading, checking and grouping are plain Python; `GroupSchedule` acts on one rank's optimizer and
@@ -40,7 +40,7 @@ from engine.config.implied import steps_matrices
 from engine.optimizer.clipping_rules import HEAD
 
 MUON_RATES = ("muon_lr", "adam_lr")  # of Muon's params: of matrices, of all others
-_NUMBER = re.compile(r"(?<=[._])\d+(?=\.)")  # of a layer: blocks.3., encoder_layer_3.
+_NUMBER = re.compile(r"\d+")  # of a layer: blocks.3, encoder_layer_3
 
 
 @block

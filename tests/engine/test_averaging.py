@@ -73,6 +73,8 @@ def test_averaged_weights_are_the_mean_of_what_was_trained(tmp_path):
         )
         for stage, precision in AVERAGED
     ]
+    muon = {"type": "Muon", "params": {"lr": 1e-3}}
+    cases.append((replace(fork, optimizer=muon), str(tmp_path / "muon")))
     trained = run_cases(3, train_and_average, cases)
     for (case, _), results, resumed in zip(cases, trained, run_cases(3, go_on, cases)):
         # of bf16 weights, whose history is rounded too

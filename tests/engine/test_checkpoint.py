@@ -170,6 +170,35 @@ def test_another_zero_stage_goes_on_from_the_same_state(tmp_path, stages, fusion
         before = results
 
 
+def test_what_muon_keeps_goes_on_under_another_zero_stage(tmp_path):
+    """0, 1, 2, 0 and 1 in turn, on one replica and on three: matrices have a momentum, all others
+    two moments and a count."""
+    muon = {"type": "Muon", "params": {"lr": 1e-3, "muon_lr": 2e-3}}
+    plain = Case("merged", {"merged": 1}, 2, 4, optimizer=muon, ema={"decay": 0.9})
+    three, one = replace(plain, replicas=3), replace(plain, replicas=1)
+    reference = run_ranks(1, train_from, one, 10)
+    before = None
+    for number, case in enumerate((one, plain, replace(three, zero_stage=2), one, three)):
+        case = replace(case, zero_stage=0) if number == 3 else case
+        source = tmp_path / f"step-{2 * number:08d}" if number else None
+        run = (case, 2, source, tmp_path, 2 * number + 2)
+        results = run_ranks(case.world_size, train_from, *run)
+        if before:
+            read, written = whole([r["start"] for r in results]), whole([r["end"] for r in before])
+            assert read.keys() == written.keys()
+            for key, tensor in written.items():  # nan, which no rank gave, would differ
+                assert torch.equal(tensor, read[key]), (number, key)
+            kinds = {}
+            for kind, name in read:
+                kinds.setdefault(name, set()).add(kind.removeprefix("optimizer."))
+            kept = {frozenset(own - {"parameter", "average"}) for own in kinds.values()}
+            assert kept == {frozenset({"momentum_buffer"}), frozenset({"exp_avg", "exp_avg_sq"})}
+            assert read["optimizer.momentum_buffer", "text.encoder.layers.0.mlp.fc1.weight"].any()
+        for at, loss in results[0]["losses"].items():
+            assert loss == pytest.approx(reference[0]["losses"][at], rel=1e-5), (number, at)
+        before = results
+
+
 def test_another_precision_goes_on_from_the_same_weights(tmp_path):
     """What is saved of a bf16 run are its fp32 weights and moments: fp32 takes them as they are,
     bf16 rounds a copy."""

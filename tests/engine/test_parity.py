@@ -461,6 +461,7 @@ STILL = [
     fork_of_three((1, 1, 1), (1, 1, 2), (8, 24, 4), precision="bf16"),
     three("merged", {"merged": 1}, 2, 4),
     three("merged", {"merged": 1}, 2, 4, zero_stage=2),
+    three("merged", {"merged": 1}, 2, 4, optimizer={"type": "Muon", "params": {"lr": LR}}),
 ]
 
 
