@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -18,7 +19,12 @@ from engine.communication import Signature, empty_tensors, signature_of
 from engine.compiling import compile_layer, compiling
 from engine.layer_keys import layer_key
 from engine.optimizer.locking import Trainable
-from engine.optimizer.parameter_groups import Setting, groups_of_names
+from engine.optimizer.parameter_groups import (
+    OptimizerGroups,
+    Setting,
+    groups_of_names,
+    matrices_of,
+)
 from engine.topology import Stage, StageGraph
 
 ALIGNED = 8  # elements of bf16 and fp16: the 16 bytes that kernels read at once
@@ -352,6 +358,27 @@ def learned_parameters(spec: DescribesLayer) -> list[str]:
         if not parameter.requires_grad
     }
     return [name for name in spec.canonical_parameters if name not in still]
+
+
+def num_muon(
+    groups: OptimizerGroups,
+    layers: Mapping[str, Sequence[DescribesLayer]],
+    optimizer: Mapping[str, Any],
+) -> dict[str, list[int]]:
+    """By branch, of each layer the elements that Muon steps where the layer learns; 0 with another
+    optimizer. Arguments and errors: as `settings_of`."""
+    matrices = matrices_of(groups, layers, optimizer)
+    return {
+        branch: [
+            sum(
+                math.prod(spec.canonical_parameters[name])
+                for name in (learned_parameters(spec) if matrices else ())
+                if name in matrices
+            )
+            for spec in specs
+        ]
+        for branch, specs in layers.items()
+    }
 
 
 def _most_groups(

@@ -439,7 +439,7 @@ def check_hardware(
     optimizer = config.get("optimizer", {}).get("type", "")
     if device == "cpu" and optimizer.lower() in NEEDS_GPU:
         raise ValueError(
-            f'optimizer.type {optimizer!r}: DeepSpeed has it for GPUs only; on a CPU give "AdamW", "Adam" or "SGD"'
+            f'optimizer.type {optimizer!r}: DeepSpeed has it for GPUs only; on a CPU give "AdamW", "Adam", "Muon" or "SGD"'
         )
 
 

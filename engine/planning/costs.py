@@ -17,7 +17,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError, with_config
 
-from engine.config.implied import averages_early, offloads, zero_stage
+from engine.config.implied import averages_early, offloads, steps_matrices, zero_stage
 from engine.optimizer.locking import LockedBlock
 
 # a number that may be infinite, for which JSON has null
@@ -77,6 +77,8 @@ class LayerCost:
 
     # of its parameters those that learn, where only some do (adapters); None: all
     num_learned: int | None = None
+    # of those that learn, in matrices that Muon steps
+    num_muon: int = 0
 
     def longer(self, factor: float) -> LayerCost:
         """With samples that cost so much more."""
@@ -201,11 +203,12 @@ class StateBytes:
     sharded: float
     gradient: float  # bytes per gradient that travel when replicas average
     weight: float = 4  # bytes per weight that travel when their owners hand them round (ZeRO)
+    muon_saves: float = 0  # of these bytes, in matrices that Muon steps
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> StateBytes:
-        """From DeepSpeed's configuration, for Adam. fp32: weight and gradient, two moments. Half
-        precision: weight and gradient in half, master weight and two moments in fp32. bf16 adds
+        """From DeepSpeed's configuration, for Adam; Muon has one moment of a matrix. fp32: weight
+        and gradient, two moments. Half precision: weight and gradient in half, master weight and two moments in fp32. bf16 adds
         gradients up in fp32, and those in half go at once unless `immediate_grad_update` is off.
         Under ZeRO-2 they always do, and the sums are sharded; under ZeRO-3 all of it is in fp32, and
         sharded. State that is offloaded to the CPU is not counted."""
@@ -229,6 +232,7 @@ class StateBytes:
             sharded,
             4 if bf16 or not fp16 else 2,
             weight,
+            4 if steps_matrices(config.get("optimizer", {})) else 0,
         )
 
 
@@ -353,6 +357,18 @@ def with_learned(costs: CostModel, num_learned: Mapping[str, Sequence[int | None
         branch: [
             replace(layer, num_learned=number)
             for layer, number in zip(line, num_learned[branch], strict=True)
+        ]
+        for branch, line in costs.layers.items()
+    }
+    return replace(costs, layers=layers)
+
+
+def with_matrices(costs: CostModel, num_muon: Mapping[str, Sequence[int]]) -> CostModel:
+    """The costs of towers of whose layers Muon steps so many parameters, by branch."""
+    layers = {
+        branch: [
+            replace(layer, num_muon=number)
+            for layer, number in zip(line, num_muon[branch], strict=True)
         ]
         for branch, line in costs.layers.items()
     }

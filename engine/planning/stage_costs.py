@@ -31,7 +31,7 @@ LOGITS_COPIES = 4
 
 class LayersCost(NamedTuple):
     """The layers of one stage, one micro-batch. `replay_s`: of a second forward; `num_parameters`
-    that learn, `num_frozen` that do not.
+    that learn, `num_muon` of these in matrices that Muon steps, `num_frozen` that do not.
 
     `kept_bytes`: from its forward to its backward; `working_bytes`: during a pass only.
     """
@@ -40,6 +40,7 @@ class LayersCost(NamedTuple):
     replay_s: float
     backward_s: float
     num_parameters: int
+    num_muon: int
     num_frozen: int
     largest_layer: int  # its parameters
     kept_bytes: float
@@ -313,8 +314,9 @@ def stage_costs(
 def _state_bytes(stage: Stage, own: LayersCost, costs: CostModel) -> float:
     """What a rank holds throughout, with the layers that are whole for a while under ZeRO-3: one
     with its gradients, as they came and in fp32 as they travel, and the next."""
-    state = costs.state
+    state, owners = costs.state, stage.replicas if costs.sharded_optimizer else 1
     learned = own.num_parameters * (state.whole + state.sharded / stage.replicas)
+    learned -= own.num_muon * state.muon_saves / owners
     if not costs.sharded_weights:
         return learned + own.num_frozen * state.weight
     whole = own.largest_layer * (3 * state.weight + FLOAT_BYTES)
@@ -369,6 +371,7 @@ def _sum_of_layers(pieces: Sequence[tuple[str, range, int]], costs: CostModel) -
         replay_s=replay_s,
         backward_s=backward_s,
         num_parameters=sum(layer.num_trained for layer, _ in layers),
+        num_muon=sum(layer.num_muon for layer, _ in layers if layer.trainable),
         num_frozen=sum(layer.num_parameters - layer.num_trained for layer, _ in layers),
         largest_layer=max((layer.num_parameters for layer, _ in layers), default=0),
         kept_bytes=kept_bytes,

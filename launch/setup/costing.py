@@ -22,9 +22,10 @@ from data.prepared import PreparedData
 from data.progress import progress_bar
 from data.stored.kinds import is_text, text_of
 from data.streams.several import texts_alone
-from engine.config.implied import precision_of
+from engine.config.implied import precision_of, steps_matrices
 from engine.config.reading import AUTO, MEASURE, BranchesBlock
 from engine.json_messages import from_first_rank
+from engine.module import num_muon
 from engine.objective import Pair
 from engine.planning.costs import (
     CostModel,
@@ -37,6 +38,7 @@ from engine.planning.costs import (
     cost_model_from_json,
     cost_model_to_json,
     with_learned,
+    with_matrices,
 )
 from engine.planning.devices import find_device
 from engine.planning.measured import device_identity, digest
@@ -126,7 +128,8 @@ def run_costs(
             costs = _with_phrases(costs, data, inputs, lengths)
     costs = replace(costs, further=further_rows(model, data, inputs))
     costs = cost_model_from_json(from_first_rank(cost_model_to_json(costs)))
-    return with_learned(costs, model.num_learned)
+    matrices = num_muon(block.learning(inputs.branches), model.layers, config["optimizer"])
+    return with_matrices(with_learned(costs, model.num_learned), matrices)
 
 
 def run_plan(
@@ -153,11 +156,13 @@ def run_plan(
         branch: [(layer.name, layer.num_parameters, asdict(layer.activation_bytes)) for layer in of]
         for branch, of in costs.layers.items()
     }
+    matrices = {branch: [layer.num_muon for layer in of] for branch, of in costs.layers.items()}
     key = {
         "ranks": processes.world_size,
         "costs": digest(memory),
         "longest": str(longest),
         "optimizer": config["optimizer"]["type"],
+        **({"matrices": digest(matrices)} if steps_matrices(config["optimizer"]) else {}),
         **{name: config.get(name) for name in OF_MEMORY},
         **{name: getattr(block, name) for name in (*BRANCHES_SPLIT, "locked", "train", "compile")},
     }

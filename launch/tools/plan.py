@@ -36,8 +36,10 @@ from data.modules import import_modules
 from data.options import branches_of, derived_of
 from data.stored.derived import Derived
 from engine.config.reading import AUTO, BranchesBlock, changed, read_config
+from engine.module import num_muon
 from engine.objective import scalars_of
-from engine.planning.costs import CostModel, FurtherRows, with_learned
+from engine.optimizer.parameter_groups import OptimizerGroups, optimizer_groups
+from engine.planning.costs import CostModel, FurtherRows, with_learned, with_matrices
 from engine.planning.devices import DEVICES, find_device
 from engine.planning.planner import Candidate, Search, search_plans
 from engine.schedule import SCHEDULES
@@ -238,9 +240,11 @@ def cost_model(
     options: PlanOptions,
     config: Mapping[str, Any],
     adapters: Mapping[str, LoRA] = MappingProxyType({}),
+    groups: OptimizerGroups | None = None,
 ) -> CostModel:
     """Estimated: counted operations of both towers against the device's data sheet. `adapters`: by
-    branch, of the towers that learn in them alone."""
+    branch, of the towers that learn in them alone; `groups`: None: no block says which parameters
+    learn how."""
     pairs = pairs_of(options.pairs, build_loss("infonce"))
     named = dict(vars(options))
     for branch in branches_of(options.pairs):
@@ -268,6 +272,9 @@ def cost_model(
         ],
     )
     costs = with_learned(costs, {tower.branch: num_learned(tower.specs) for tower in towers})
+    layers = {tower.branch: tower.specs for tower in towers}
+    groups = groups or optimizer_groups(None, tuple(layers))
+    costs = with_matrices(costs, num_muon(groups, layers, config.get("optimizer", {})))
     ranks_per_node = options.gpus_per_node or costs.machine.ranks_per_node
     return replace(costs, machine=replace(costs.machine, ranks_per_node=ranks_per_node))
 
@@ -326,7 +333,8 @@ def _once(values: list[str]) -> str:
 
 def main(options: PlanOptions) -> None:
     config, block = configuration(options)
-    costs = cost_model(options, config, adapting(block))
+    groups = block.learning(branches_of(options.pairs))
+    costs = cost_model(options, config, adapting(block), groups)
     search = search_plans(config, block, options.gpus, costs)
     show(plan_table(search, config["train_batch_size"], options.top).for_terminal())
     print(search.why())

@@ -81,7 +81,9 @@ def test_bytes_of_a_parameters_state():
         (offloaded | {"bf16": halves}, 2, 4),
     ):
         state = StateBytes.of(config)
-        assert (state.whole, state.sharded) == (whole, sharded), config
+        assert (state.whole, state.sharded, state.muon_saves) == (whole, sharded, 0), config
+        muon = StateBytes.of(config | {"optimizer": {"type": "Muon"}})
+        assert muon == replace(state, muon_saves=4), "a second moment"
 
 
 # -- estimates

@@ -177,7 +177,7 @@ def test_a_schedule_that_would_replace_a_value_is_refused():
 
 
 def test_another_optimizer_or_schedule_is_refused_with_the_one_to_use():
-    taken = "only AdamW, Adam, Lion, Lamb and SGD are taken, so use AdamW"
+    taken = "only AdamW, Adam, Muon, Lion, Lamb and SGD are taken, so use AdamW"
     for kind in ("Adagrad", "adagrad", "RMSprop", "Adafactor", "LBFGS"):
         with refused(f"optimizer.type: got '{kind}'; {taken}"):
             checked({"type": "WarmupLR"}, kind, lr=LR)

@@ -147,6 +147,27 @@ def test_regions_take_memory():
     assert regions - without > 2 * 50 * rows * options.embed_dim * 4
 
 
+def test_muon_takes_one_moment_less_of_each_matrix():
+    """Shared by the replicas, as all of the optimizer's state under ZeRO-1."""
+    options = planned("2 --layout merged --micro-batch-size 32", *TOWERS)
+    config, block = configuration(options)
+    block = replace(block, schedule="batch_sync", stages={"merged": 1}, replicas=2)
+    found = {}
+    for kind in ("AdamW", "Muon"):
+        config["optimizer"] = {"type": kind, "params": {"lr": 1e-3}}
+        costs = cost_model(options, config)
+        matrices = {
+            branch: sum(layer.num_muon for layer in layers)
+            for branch, layers in costs.layers.items()
+        }
+        found[kind] = matrices, search_plans(config, block, 2, costs).best.peak_bytes
+    (none, adam), (matrices, muon) = found.values()
+    assert none == {"image": 0, "text": 0}
+    width = 256  # four matrices of attention in each of 4 blocks, two of four times the size
+    assert matrices == {"image": 0, "text": 4 * (4 + 2 * 4) * width**2}
+    assert adam - muon == pytest.approx(4 * matrices["text"] / 2)
+
+
 def test_a_mistake_is_one_line(capsys):
     for arguments, message in (
         ("", "the following arguments are required: --gpus"),
