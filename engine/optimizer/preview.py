@@ -117,7 +117,7 @@ def _settings(name: str, optimizer: Optimizer, momenta: list[float]) -> str:
     first = f"{least:.4g}" if least == most else f"{least:.4g} to {most:.4g}"
     words = [f"betas {first} and {group['betas'][1]:.4g}"] if "betas" in group else []
     if "momentum" in group:  # beside betas no schedule changes it
-        words.append(f"momentum {group['momentum']:.4g}" if words else f"momentum {first}")
+        words.insert(0, f"momentum {group['momentum']:.4g}" if words else f"momentum {first}")
     numbers = {key: group[key] for key in ("eps", "weight_decay") if key in group}
     words += [f"{key.replace('_', ' ')} {value}" for key, value in numbers.items()]
     return ", ".join([name, *words])

@@ -155,7 +155,7 @@ def test_the_first_screen_names_its_settings():
     config = {"train_batch_size": 8, "optimizer": UNEQUAL}
     said = preview(config, optimizer_groups(None, BRANCHES), 9)
     assert said == (
-        "Muon, betas 0.9 and 0.999, momentum 0.9, eps 1e-08, weight decay 0.1; "
+        "Muon, momentum 0.9, betas 0.9 and 0.999, eps 1e-08, weight decay 0.1; "
         "lr 0.001, constant, matrices at most 0.002, all others at most 0.0005"
     )
 

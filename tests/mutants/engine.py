@@ -6,6 +6,7 @@ PARITY = "tests/engine/test_parity.py"
 ROWS = f"tests/engine/test_term_batch.py {PARITY}"
 CLIPPING = f"tests/engine/test_clipping.py {PARITY}"
 CHECKPOINTS = "tests/engine/test_checkpoint_files.py tests/engine/test_checkpoint.py"
+MUON = "tests/engine/test_muon.py"
 ORDER = "tests/engine/test_schedule.py tests/engine/test_message_order.py"
 
 MUTANTS = (
@@ -422,5 +423,37 @@ MUTANTS = (
         'return dist.PrefixStore("wye-", store)',
         "who reaches the store cannot guess the keys of the run",
         "tests/engine/test_processes.py tests/test_network.py",
+    ),
+    Mutant(
+        "pieces-not-taken-back",
+        "engine/optimizer/whole_matrices.py",
+        "            part.copy_(result)",
+        "            part.copy_(part)",
+        "a piece gets what its owner has computed of the whole matrix",
+        MUON,
+    ),
+    Mutant(
+        "owner-is-the-lowest",
+        "engine/optimizer/whole_matrices.py",
+        "key=lambda replica: (owned[replica], replica)",
+        "key=lambda replica: replica",
+        "matrices that all replicas hold alike are shared out",
+        MUON,
+    ),
+    Mutant(
+        "scaled-by-the-shorter-side",
+        "engine/optimizer/muon.py",
+        "return RMS * math.sqrt(max(shape))",
+        "return RMS * math.sqrt(min(shape))",
+        "an update of Muon is as large as one of AdamW",
+        MUON,
+    ),
+    Mutant(
+        "every-layer-is-a-block",
+        "engine/optimizer/parameter_groups.py",
+        "if len(found_in[key]) > 1 for name in names",
+        "if len(found_in[key]) > 0 for name in names",
+        "Muon steps no pooler and no embeddings",
+        MUON,
     ),
 )
