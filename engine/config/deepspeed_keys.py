@@ -194,8 +194,9 @@ def _params_model(
 ) -> type[BaseModel]:
     """`switches`, `rates`: what is read beside the arguments of the class."""
     fields: dict[str, Any] = {name: (Switch, False) for name in switches}
-    words = Positive.__metadata__[-1].description
-    fields |= {name: (Positive, Field(None, description=words)) for name in rates}
+    rate = RULES["lr"]
+    words = rate.__metadata__[-1].description
+    fields |= {name: (rate, Field(None, description=words)) for name in rates}
     for name, parameter in inspect.signature(cls).parameters.items():
         rule = RULES.get(name) or _by_type(parameter)
         if name in NOT_WRITTEN or rule is None:

@@ -166,10 +166,12 @@ class Muon(torch.optim.Optimizer):
         momentum = group["momentum"]
         updates = {}
         for tensor in stepped:
-            buffer = self._kept(tensor, "momentum_buffer")
-            buffer.lerp_(tensor.grad, 1 - momentum)
-            nesterov = group["nesterov"]
-            updates[id(tensor)] = tensor.grad.lerp(buffer, momentum) if nesterov else buffer.clone()
+            gradient, buffer = tensor.grad, self._kept(tensor, "momentum_buffer")
+            assert gradient is not None, "others are passed over"
+            buffer.lerp_(gradient, 1 - momentum)
+            updates[id(tensor)] = (
+                gradient.lerp(buffer, momentum) if group["nesterov"] else buffer.clone()
+            )
         dtype = computed_in(stepped[0].device)
         self._matrices.replace(
             number, updates, lambda matrix: orthogonalised(matrix, group["ns_steps"]), dtype

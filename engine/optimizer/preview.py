@@ -51,7 +51,7 @@ def preview(
                 peaks[group] = max(rate, peaks.get(group, rate))
     params = _without_auto(config["optimizer"].get("params", {}))
     for key, of in zip(MUON_RATES, ("matrices", "all others")):
-        if key in params:
+        if key in params and "lr" in params:
             peaks[of] = max(rates.values()) * params[key] / params["lr"]
     own = "".join(f", {group} at most {peak:.4g}" for group, peak in peaks.items())
     name = optimizer_class(config).__name__

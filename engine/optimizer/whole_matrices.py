@@ -107,7 +107,8 @@ def trade_of(told: Sequence[Iterable[Piece]], replica: int) -> Trade:
 
 
 class WholeMatrices:
-    """The matrices of some parameter groups, as this replica holds them.
+    """The matrices of some parameter groups, as this replica holds them. All replicas of the stage
+    make it together.
 
     `groups`: of each, the shards of its matrices on this rank; `told[r][g]`: the pieces of cut
     matrices of group g that replica r holds; `comm`: None where nothing is cut.
@@ -127,6 +128,11 @@ class WholeMatrices:
             pieces = [of_replica[g] for of_replica in told]
             if comm and any(pieces):
                 self._trades[g] = trade_of(pieces, comm.replica), comm
+        for trade, trading in self._trades.values():
+            # NCCL connects two ranks with their first message: now, not in the middle of a step
+            nothing = torch.zeros(sum(trade.num_sent), dtype=torch.uint8, device=trading.device)
+            came = trading.trade_with_replicas(nothing, trade.num_sent, trade.num_got)
+            trading.trade_with_replicas(came, trade.num_got, trade.num_sent)
 
     def shards(self, group: int) -> list[Shard]:
         """Of the matrices of a group on this rank."""

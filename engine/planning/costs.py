@@ -208,15 +208,17 @@ class StateBytes:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> StateBytes:
         """From DeepSpeed's configuration, for Adam; Muon has one moment of a matrix. fp32: weight
-        and gradient, two moments. Half precision: weight and gradient in half, master weight and two moments in fp32. bf16 adds
-        gradients up in fp32, and those in half go at once unless `immediate_grad_update` is off.
+        and gradient, two moments. Half precision: weight and gradient in half, master weight and
+        two moments in fp32. bf16 adds gradients up in fp32, and those in half go at once unless
+        `immediate_grad_update` is off.
         Under ZeRO-2 they always do, and the sums are sharded; under ZeRO-3 all of it is in fp32, and
         sharded. State that is offloaded to the CPU is not counted."""
         stage, offloaded = zero_stage(config), offloads(config)
         bf16, fp16 = (config.get(key, {}).get("enabled", False) for key in ("bf16", "fp16"))
         weight = 2 if bf16 or fp16 else 4
+        muon_saves = 4 if steps_matrices(config.get("optimizer", {})) else 0
         if stage == 3:
-            return cls(0, 16, 4, weight)
+            return cls(0, 16, 4, weight, muon_saves)
         at_once = bf16 and config["bf16"].get("immediate_grad_update", True)
         gradient = (0 if at_once else weight) + (4 if bf16 else 0)
         # ZeRO keeps an fp32 copy of its slice also under fp32
@@ -232,7 +234,7 @@ class StateBytes:
             sharded,
             4 if bf16 or not fp16 else 2,
             weight,
-            4 if steps_matrices(config.get("optimizer", {})) else 0,
+            muon_saves,
         )
 
 

@@ -154,7 +154,8 @@ def settle(
     if not open_places and not open_options:
         return options, dict(config), block, ""
     kind = config["optimizer"]["type"]
-    if kind.lower() not in ("adam", "adamw") and any(
+    # Muon's updates are as large as AdamW's, and it learns at its rates (bench/EVIDENCE.md, "Muon")
+    if kind.lower() not in ("adam", "adamw", "muon") and any(
         place.startswith("optimizer.") for place in open_places
     ):
         raise ValueError(

@@ -398,13 +398,14 @@ def test_file_names_tell_the_truth():
         enabled = [key for key in ("fp16", "bf16") if read.get(key, {}).get("enabled")]
         assert (enabled or ["fp32"])[0] in name.split("_"), name
         assert read["zero_optimization"]["stage"] == stages.get(name[:5], 1), name
-        kinds = ("zero1", *stages, "cpu", "lit", "lora", "fork", "pipeline", "feed")
+        kinds = ("zero1", *stages, "cpu", "muon", "lit", "lora", "fork", "pipeline", "feed")
         assert name.startswith(tuple(f"{kind}_" for kind in kinds)), name
         is_fork = any(word in name for word in ("fork", "pipeline", "feed"))
         assert is_fork == (block.layout == "fork"), name
         assert ("feed" in name) == (balancing(block).strategy == "feed"), name
         assert ("offload" in name) == ("offload_optimizer" in read["zero_optimization"]), name
         assert ("lit" in name) == bool(block.locking()), name
+        assert ("muon" in name) == (read["optimizer"]["type"] == "Muon"), name
         of_branches = ("branches.gradient_clipping", "branches.optimizer_groups")
         by_recipe = {"optimizer.params.lr", "scheduler.params.warmup_num_steps", *of_branches}
         assert by_recipe <= set(asked(read, block)), name

@@ -137,6 +137,15 @@ def test_nothing_open_nothing_said_and_another_optimizer_is_given_numbers():
         settled(config=config)
 
 
+def test_muon_has_the_numbers_of_adamw():
+    auto = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
+    found = []
+    for kind in ("AdamW", "Muon"):
+        config = {"train_batch_size": 8, "optimizer": {"type": kind, "params": auto}}
+        found.append(settled(config=config)[1]["optimizer"]["params"])
+    assert found[0] == found[1] and "auto" not in found[0].values()
+
+
 def test_the_rate_falls_with_the_root_of_the_batch_and_is_lower_for_pretrained_towers():
     preset, lr = PRESETS["pretrained"], "optimizer.params.lr"
     quarter = preset.values(32, 100, {"image": False, "text": True})
