@@ -3,13 +3,15 @@ names, or names.
 
 The list and the sentences around a name lie beside the shards or one folder above, as
 CLIP_benchmark lays its data sets out: `classnames.txt`, a name a line, and
-`zeroshot_classification_templates.txt`, a sentence a line with `{c}` for the class.
+`zeroshot_classification_templates.txt`, a sentence a line with `{c}` for the class. There also lies
+`dataset_type.txt`, with what a set is for where that is not classes.
 """
 
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import NamedTuple
 
 from common.output import brief
@@ -31,6 +33,9 @@ from data.formats.specs import existing, is_remote, local_path
 from data.stored.roots import is_inside
 
 TEMPLATES_FILE = "zeroshot_classification_templates.txt"
+TYPE_FILE = "dataset_type.txt"
+CLASSIFICATION, RETRIEVAL, MULTILABEL = TYPES = ("classification", "retrieval", "multilabel")
+"""What `dataset_type.txt` may say; the first goes without saying."""
 NUMBER = re.compile(r"[+-]?\d+", re.ASCII)
 NAME_LIMIT = 1000  # characters
 
@@ -108,9 +113,24 @@ def classes_of(
     return Classes(names, templates, (given or of, made_of))
 
 
+def type_beside(shard: str) -> str | None:
+    """What the file beside a shard, or one folder above, says the set is for: of `TYPES`; None:
+    there is none on this machine. Errors: ValueError for another word, OSError."""
+    file = None if is_remote(shard) else _first(shard, TYPE_FILE)
+    if file is None:
+        return None
+    word = read_text(file).strip().lower()
+    if word not in TYPES:
+        raise ValueError(
+            f"{file}: {brief(word)}; one of {', '.join(TYPES)} is needed{near(word, TYPES)}"
+        )
+    return word
+
+
 def local_stamps(shard: str, options: Mapping[str, str]) -> list[Stamp]:
-    """Of the files on this machine that the classes of a shard follow from."""
-    files = [*_beside(shard, NAMES_FILE), *_beside(shard, TEMPLATES_FILE), *options.values()]
+    """Of the files on this machine that the classes and the captions of a shard follow from."""
+    beside = (_beside(shard, name) for name in (NAMES_FILE, TEMPLATES_FILE, TYPE_FILE))
+    files = [*chain(*beside), *options.values()]
     there = (local_path(file) for file in files if not is_remote(file))
     return [stamp(file) for file in there if os.path.isfile(file)]
 
@@ -132,7 +152,8 @@ def _beside(shard: str, name: str) -> Iterator[str]:
 
 
 def _first(shard: str, name: str) -> str | None:
-    """The first of these that is there; a link that leads out of its folder is not followed."""
+    """The first of these that is there; a link that leads out of its folder is not followed, but
+    for those of the hub's cache."""
     for file in _beside(shard, name):
         if is_remote(file):
             # stores also say the second of what is not there
@@ -140,8 +161,9 @@ def _first(shard: str, name: str) -> str | None:
                 local_copies([file])
                 return file
         elif os.path.isfile(file):
-            folder = os.path.realpath(os.path.dirname(file))
-            if is_inside(folder, os.path.realpath(file)):
+            folder, true = os.path.realpath(os.path.dirname(file)), os.path.realpath(file)
+            cached = folder.rpartition("/snapshots/")[0]  # a revision there has links to its blobs
+            if is_inside(folder, true) or (cached and is_inside(f"{cached}/blobs", true)):
                 return file
     return None
 

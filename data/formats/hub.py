@@ -33,7 +33,7 @@ def folder_shards(spec: str, kind: str, folder: str, split: str | None) -> list[
     """The shards in a folder and below it, sorted, or those of a split, or of several,
     `train+test`. `spec` begins messages. Errors: ValueError where it is not clear which these are;
     OSError."""
-    folder = _of_cache(spec, folder)
+    folder = of_cache(spec, folder)
     splits: dict[str, list[str]] = defaultdict(list)
     for path in _shards(spec, kind, folder):
         splits[_split_of(path)].append(path)
@@ -45,7 +45,7 @@ def folder_shards(spec: str, kind: str, folder: str, split: str | None) -> list[
     return [os.path.join(folder, path) for path in found]
 
 
-def _of_cache(spec: str, folder: str) -> str:
+def of_cache(spec: str, folder: str) -> str:
     """In the hub's cache a data set has a folder for each revision, with links to its files."""
     revisions = os.path.join(folder, "snapshots")
     if not (os.path.isdir(revisions) and os.path.isdir(os.path.join(folder, "blobs"))):

@@ -18,7 +18,13 @@ from typing import Any, BinaryIO, cast
 
 from common.secrets import redact
 from data.bad_samples import ABSENCES, BadSample, Captions, checked_captions
-from data.formats.classes import Classes, classes_beside, local_stamps
+from data.formats.classes import (
+    RETRIEVAL,
+    Classes,
+    classes_beside,
+    local_stamps,
+    type_beside,
+)
 from data.formats.prompts import OPTIONS
 from data.formats.rows import (
     LEFTOVER,
@@ -159,7 +165,7 @@ class WebdatasetFormat(ShardsFormat):
             missing = BadSample("orphan-member", f"no {modality} among {listed}")
             kind = stored(modality)
             if isinstance(kind, StoredText):
-                values[modality] = self._text(shard, members, used, beside)
+                values[modality] = self._text(file, shard, members, used, beside)
                 if values[modality] is None and CLASS in members:
                     used.add(CLASS)
                     found = attempt(self._class_captions, file, shard, members[CLASS])
@@ -184,11 +190,18 @@ class WebdatasetFormat(ShardsFormat):
         return values, beside
 
     def _text(
-        self, shard: "_Shard", members: Members, used: set[str], beside: list[Unused]
+        self, file: str, shard: "_Shard", members: Members, used: set[str], beside: list[Unused]
     ) -> Captions | BadSample | None:
         if self.captions == "classes":
             return None
-        return _first_good_text(shard, members, used, beside, self.captions == "lines")
+        is_lines = self.captions == "lines" or self.captions is None and self._marked_lines(file)
+        return _first_good_text(shard, members, used, beside, is_lines)
+
+    @cached_property
+    def _marked_lines(self) -> Callable[[str], bool]:
+        """Whether the set of a shard, by its file, says that each line is a caption."""
+        of_folder = lru_cache(None)(lambda folder: type_beside(f"{folder}/shard") == RETRIEVAL)
+        return lambda file: of_folder(os.path.dirname(self._addresses[file]))
 
     def _class_captions(self, file: str, shard: "_Shard", member: Media) -> dict[str, Any]:
         """The class and its captions. Raises BadSample."""
@@ -259,6 +272,17 @@ def keys_and_captions(
             if texts is None and CLASS in found[1]:
                 raise ValueError(f"{name}: {found[0]} has no text, but a class")
             yield found[0], texts.good if isinstance(texts, Captions) else []
+
+
+def whole_samples(file: BinaryIO, size: int, name: str) -> Iterator[tuple[str, Members]]:
+    """Key and members of each sample of a shard. Errors: ValueError, also for a shard that is
+    damaged or ends early."""
+    shard = _shard_of(file, size, name)
+    for found in shard.samples():
+        if not isinstance(found, Unused):
+            yield found
+    if shard.fault:
+        raise ValueError(f"{name} is {shard.fault}; get it again")
 
 
 def _shard_of(file: BinaryIO, size: int, name: str) -> "_Shard":

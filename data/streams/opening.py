@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from common.sizes import sized
+from data.formats.classes import RETRIEVAL, TYPE_FILE, type_beside
 from data.formats.parquet import LABEL, columns
 from data.formats.prompts import OPTIONS as CLASS_OPTIONS
 from data.formats.rows import DEFAULT_PAIRS, Pairs
@@ -57,6 +59,7 @@ def open_stream_listed(
     `cache_bytes`: limit of the shards that are kept on this machine; None: half of what is free
     there. Errors: ValueError, OSError."""
     names, options = named_shards(spec)
+    options = _with_marked_captions(spec, names, options)
     of_shards = {key: value for key, value in options.items() if key in of_shards_known()}
     folder = cache_folder() / "streams"
     asked = Filter(
@@ -91,6 +94,26 @@ def named_shards(spec: str) -> tuple[list[str], dict[str, str]]:
     if options.keys() & {*columns(), LABEL} and endings[0] != ".parquet":
         raise ValueError(f"data spec '{spec:.1000}': only .parquet has columns; leave them out")
     return names, options
+
+
+def _with_marked_captions(
+    spec: str, names: Sequence[str], options: dict[str, str]
+) -> dict[str, str]:
+    """With captions=lines where the shards' own mark says it, and no option says how captions are
+    made. Errors: ValueError where not all shards are of one kind."""
+    if "captions" in options or ending_of(names[0]) != ".tar":
+        return options
+    folders = {name.rpartition("/")[0]: name for name in names if not is_remote(name)}
+    marked = {folder: type_beside(name) == RETRIEVAL for folder, name in folders.items()}
+    if not any(marked.values()):
+        return options
+    if not all(marked.values()) or any(map(is_remote, names)):
+        first = next(folder for folder, is_marked in marked.items() if is_marked)
+        raise ValueError(
+            f"data spec '{spec:.1000}': {first} has a caption a line, by its {TYPE_FILE}, and others of "
+            "its shards do not say so; give captions=lines for all, or a --data for each"
+        )
+    return {**options, "captions": "lines"}
 
 
 def _unseen(spec: str, options: dict[str, str]) -> Unseen | None:

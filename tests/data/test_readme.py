@@ -49,6 +49,7 @@ def test_every_flag_it_names_exists():
         "--gpus",
         "--picture",
         "--classify",
+        "--benchmark",
     }
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)) <= known | of_commands
 
