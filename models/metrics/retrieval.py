@@ -175,6 +175,15 @@ def relevant_ranks(own: Tensor, other: Tensor, relevance: Relevance) -> Tensor:
     return best_ranks(queries, candidates, relevance.query, relevance.candidate)
 
 
+def rank_bounds(own: Tensor, other: Tensor, relevance: Relevance) -> tuple[Tensor, Tensor]:
+    """`relevant_ranks`, and the same with each tie as ranked behind the best right answer. A rank
+    that follows from the order of rows, as that of `torch.topk`, lies between them."""
+    queries, candidates = own[relevance.query_row], other[relevance.candidate_row]
+    pairs = (relevance.query, relevance.candidate)
+    last = best_ranks(queries, candidates, *pairs)
+    return last, best_ranks(queries, candidates, *pairs, margin=lambda best: -TOLERANCE)
+
+
 DUAL_SCALE = 100.0  # of the similarities in the softmax: the largest that CLIP trains with
 
 

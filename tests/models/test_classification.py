@@ -3,19 +3,29 @@
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import balanced_accuracy_score, top_k_accuracy_score
+from sklearn.metrics import (
+    average_precision_score,
+    balanced_accuracy_score,
+    f1_score,
+    top_k_accuracy_score,
+)
 from sklearn.neighbors import KNeighborsClassifier
 from torch.nn import functional as F
 
 from models.metrics.classification import (
     NEIGHBOURS,
     TEMPERATURE,
+    average_precision,
     class_embeds,
     class_ranks,
+    f1_macro,
+    mean_average_precision,
     neighbour_accuracy,
+    predicted_classes,
     probe_accuracy,
     zero_shot_accuracy,
 )
+from models.metrics.retrieval import TOLERANCE
 
 
 def clusters(per_class, num_classes=4, width=8, spread=0.5, seed=0):
@@ -121,3 +131,56 @@ def test_a_linear_probe_learns_and_is_the_same_each_time():
 def test_too_few_images_are_refused():
     with pytest.raises(ValueError, match="at least 5 training images of 2 classes; there are 3"):
         probe_accuracy(torch.eye(3), torch.arange(3), torch.eye(3), torch.arange(3))
+
+
+def test_mean_average_precision_is_scikit_learns(monkeypatch):
+    """Of a class without an image it is 0; blocks leave no trace."""
+    image, label = clusters(40)
+    target = F.one_hot(label, 5).bool() | (
+        torch.randn(160, 5, generator=torch.Generator().manual_seed(5)) > 1.5
+    )
+    target[:, 4] = False
+    classes = F.normalize(torch.randn(5, 8, generator=torch.Generator().manual_seed(5)), dim=1)
+    scores = (image.double() @ classes.double().T).numpy()
+    expected = [average_precision_score(target[:, k], scores[:, k]) for k in range(4)]
+    for size in (1 << 26, 1):
+        monkeypatch.setattr("models.metrics.retrieval.BLOCK_BYTES", size)
+        found = mean_average_precision(image, target, classes, torch.arange(5))
+        assert found == pytest.approx(sum(expected) / 5, abs=1e-12)
+
+
+def test_ties_of_precision_are_before_or_behind_in_any_order():
+    """Of three that tie the positive is last, or first; one that is not a number is never behind."""
+    score = torch.tensor([0.5, 0.9, 0.5, 0.5 + 5e-7, 0.1], dtype=torch.float64)
+    positive = torch.tensor([True, True, False, False, False])
+    for order in (range(5), (4, 3, 2, 1, 0), (2, 0, 4, 1, 3)):
+        own = score[[*order]], positive[[*order]]
+        assert average_precision(*own) == (1 + 2 / 4) / 2
+        assert average_precision(*own, -TOLERANCE) == 1
+    score[2] = torch.nan
+    assert average_precision(score, positive, -TOLERANCE) == (1 / 2 + 2 / 3) / 2
+
+
+def test_f1_of_classes_that_are_there_is_scikit_learns():
+    draw = torch.Generator().manual_seed(5)
+    label, predicted = (torch.randint(0, n, (200,), generator=draw) for n in (6, 9))
+    expected = f1_score(label, predicted, labels=label.unique(), average="macro")
+    assert f1_macro(predicted, label) == pytest.approx(expected, abs=1e-12)
+    assert f1_macro(torch.full((4,), 7), torch.tensor([0, 1, 0, 1])) == 0
+
+
+def test_what_an_image_is_taken_for_agrees_with_its_rank():
+    """Also where a wrong class ties with the right one, which is then not what it is taken for."""
+    image, label = clusters(30, spread=1.5)
+    classes = clusters(1, spread=0.0)[0]
+    for margin in (TOLERANCE, -TOLERANCE):
+        ranks = class_ranks(image, label, classes, margin=margin)
+        found = predicted_classes(image, label, classes, torch.arange(4), ranks)
+        assert torch.equal(found == label, ranks == 0) and 0 < (ranks == 0).sum() < len(ranks)
+        assert torch.equal(found, (image @ classes.T).argmax(1))
+    twice, same = torch.cat([classes, classes]), torch.arange(8)
+    expected = (image @ classes.T).argmax(1)
+    for margin, right in ((TOLERANCE, 0), (-TOLERANCE, int((expected == label).sum()))):
+        ranks = class_ranks(image, label, twice, margin=margin)
+        found = predicted_classes(image, label, twice, same, ranks)
+        assert torch.equal(found % 4, expected) and int((found == label).sum()) == right
