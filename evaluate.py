@@ -9,6 +9,7 @@ python evaluate.py RUN_DIR --rerank 32                  of a run with --fusion: 
 python evaluate.py RUN_DIR --prefix 64                  by the first 64 numbers of each embedding
 python evaluate.py RUN_DIR --classify imagefolder:TEST --classify-train imagefolder:TRAIN
 python evaluate.py RUN_DIR --classify 'audiofolder:TEST?templates=the sound of {}'
+python evaluate.py RUN_DIR --benchmark DIR              all sets of CLIP_benchmark's layout in DIR
 python evaluate.py RUN_DIR --embeddings OUT             values as memory-mapped arrays
 python evaluate.py RUN_DIR --embeddings OUT --query "a red apple" --picture apples.png
 python evaluate.py RUN_DIR --query bark.wav --find image   the images most like a sound
@@ -53,6 +54,7 @@ if __name__ != "__mp_main__":
     from data.stored.derived import REGIONS
     from launch.inference.annotations import annotation_figures, annotation_rows, protocol
     from launch.inference.annotations import title as title_of
+    from launch.inference.benchmarks import measure_sets, open_sets, tables_of
     from launch.inference.classes import (
         benchmark_metrics,
         classification,
@@ -91,6 +93,8 @@ def main(arguments: argparse.Namespace) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     if arguments.embeddings and arguments.query is None:
         refuse_other_content(arguments.embeddings)
+    # before the model: what is wrong with a set is said at once
+    sets, notes = open_sets(arguments.benchmark) if arguments.benchmark else ([], [])
     device, results = arguments.device, arguments.run_dir
     if arguments.imported:
         arguments.run_dir, results = public_model(arguments.imported), Path()
@@ -117,11 +121,15 @@ def main(arguments: argparse.Namespace) -> None:
         numbers["prefix"] = arguments.prefix
         model["checkpoint"] = f"{name}, first {arguments.prefix} numbers"
     pictures: list[Callable[[], None]] = []
-    if arguments.classify:
+    output = arguments.json or results / output_name(arguments, name)
+    if arguments.benchmark:
+        numbers |= {"benchmark": arguments.benchmark, "ties": TIES, "notes": notes}
+        found = measure_sets(embedder, sets, lambda own: write_numbers(output, {**numbers, **own}))
+        tables = tables_of(found, model["checkpoint"], arguments.precision, notes)
+    elif arguments.classify:
         found, *tables = of_classes(arguments, embedder, model["checkpoint"])
     else:
         found, tables, pictures = of_pairs(arguments, embedder, model)
-    output = arguments.json or results / output_name(arguments, name)
     write_numbers(output, {**numbers, **found})
     for table in tables:
         show(table)
@@ -139,8 +147,9 @@ def name_of(arguments: argparse.Namespace, trained: Trained) -> str:
 
 def output_name(arguments: argparse.Namespace, name: str) -> str:
     """A name for each kind of question, so that no answer is written over another."""
-    parts = ["classes" if arguments.classify else "evaluation", name]
-    for spec in filter(None, (arguments.classify, arguments.val_data)):
+    kinds = {"benchmark": arguments.benchmark, "classes": arguments.classify}
+    parts = [next((kind for kind, given in kinds.items() if given), "evaluation"), name]
+    for spec in filter(None, (*kinds.values(), arguments.val_data)):
         parts.append(re.sub(r"\W+", "-", redact(spec)).strip("-"))
         if redact(spec) != spec:  # addresses may differ in what is hidden alone
             parts.append(_short_hash(spec))

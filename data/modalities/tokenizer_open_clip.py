@@ -3,11 +3,13 @@
 A model whose configuration names a tokenizer of the Hugging Face hub has that one, from its folder
 where there is one. All others have CLIP's own, which is made of the vocabulary inside of OpenCLIP's
 package and needs no network. What OpenCLIP does to a text before (`clean` in the configuration)
-becomes the tokenizer's normalizer, but for ftfy's repair of broken encodings and HTML entities.
+becomes the tokenizer's normalizer, but for ftfy's repair of broken encodings and HTML entities, which
+`repaired` is.
 """
 
 from __future__ import annotations
 
+import html
 import string
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +19,7 @@ from tokenizers import Regex, normalizers
 from transformers import AutoTokenizer, CLIPTokenizer, PreTrainedTokenizerBase
 
 from common.files import read_json
+from common.output import brief
 
 PREFIX, CONFIG = "open_clip:", "open_clip_config.json"
 START, END = "<|startoftext|>", "<|endoftext|>"  # as transformers spells CLIP's two special tokens
@@ -46,6 +49,23 @@ def open_clip_tokenizer(where: str) -> PreTrainedTokenizerBase:
         [*cleaned, *([own] if own is not None else [])]
     )
     return tokenizer
+
+
+def repaired(text: str) -> str:
+    """A text as all tokenizers of OpenCLIP read it (`basic_clean` of its tokenizer.py): encodings,
+    curled quotes and HTML entities repaired. Errors: ImportError where that may change it and ftfy
+    is not installed."""
+    if text.isascii() and text.isprintable() and "&" not in text:
+        return text.strip()
+    try:
+        from ftfy import fix_text
+    except ImportError as error:
+        raise ImportError(
+            f"the text {brief(text)} is read by OpenCLIP's tokenizers as the package ftfy repairs it; "
+            "install it with pip install -r requirements-models.txt"
+        ) from error
+    # twice, as there: &amp;amp; is &
+    return html.unescape(html.unescape(fix_text(text))).strip()
 
 
 def text_config(model: str) -> dict[str, Any]:

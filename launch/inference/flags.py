@@ -51,6 +51,9 @@ def make_parser() -> CommandParser:
     about = "with it: train a linear probe and find neighbours in these"
     add("--classify-train", type=SPEC, metavar="SPEC", help=about)
     add_root_flag(parser, "--val-data, --classify and --classify-train")
+    about = "instead: all sets in a folder in the layout of CLIP_benchmark (wds_*), as it measures "
+    about += "them, and DataComp's averages; see launch/README.md"
+    add("--benchmark", action=Once, metavar="DIR", help=about)
     about = "also put the K nearest candidates of each query in the order of the fusion's scores"
     add("--rerank", type=at_least(1), metavar="K", help=about)
     about = "write the embeddings to this folder; with --query: search in it"
@@ -120,6 +123,11 @@ NOT_TOGETHER = {
         ("query", "embeddings", "picture", "rerank", "val_data", "captions", "regions"),
         "--classify tells classes; {other} is of pairs, run it again for that",
     ),
+    "benchmark": (
+        ("classify", "query", "embeddings", "picture", "rerank", "val_data", "captions", "regions"),
+        "--benchmark measures sets as they lie in a folder; {other} is of other samples, run it again "
+        "for that",
+    ),
     "query": (
         ("rerank", "captions", "json", "regions"),
         "--query searches; {other} is of retrieval, run it again for that",
@@ -150,10 +158,10 @@ def refuse(parser: CommandParser, given: argparse.Namespace) -> None:
     if given.classify_train and not given.classify:
         parser.error("--classify-train trains on what --classify is tested with; give that too")
     searched = given.query is not None and given.embeddings
-    if given.imported and not (given.val_data or given.classify or searched):
+    if given.imported and not (given.val_data or given.classify or given.benchmark or searched):
         parser.error(
-            "--import: a public model has no samples of its own; give some with --val-data SPEC or "
-            "--classify SPEC"
+            "--import: a public model has no samples of its own; give some with --val-data SPEC, "
+            "--classify SPEC or --benchmark DIR"
         )
     if given.query is not None and not given.query.strip():
         parser.error("--query is empty; give a text or a file")

@@ -457,6 +457,7 @@ def test_what_does_not_go_together_is_refused_before_anything_is_loaded(monkeypa
     for arguments, words in (
         ("--classify-train imagefolder:x", "--classify-train trains on what"),
         ("--classify imagefolder:x --query apple", "--classify tells classes"),
+        ("--benchmark . --classify imagefolder:x", "--benchmark measures sets as they lie"),
         ("--query ", "--query is empty"),
         ("--number 0 --query apple", "--number: 0 is below 1"),
         ("--number 4", "--number is of --query"),
@@ -498,6 +499,7 @@ def test_each_question_has_a_file_of_its_own(monkeypatch):
         ["--captions", "all"],
         ["--prefix", "8"],
         ["--classify", "imagefolder:x"],
+        ["--benchmark", "sets"],
         ["--val-data", "demo"],
     ]
     for end in ("b.jsonl", "c.jsonl"):
