@@ -57,6 +57,11 @@ class Stage:
         return self.next is None
 
     @property
+    def is_tail(self) -> bool:
+        """The name of version 0.1, which schedules of one's own may ask for."""
+        return self.is_last
+
+    @property
     def has_backward(self) -> bool:
         return bool(self.trained)
 

@@ -136,8 +136,8 @@ class FullyShardedBackend:
         self._batch_size = config["train_batch_size"]
         sharding.shard_stage(module)
         self._layers = module.forward_funcs
-        # of each parameter the share of this replica, flat; empty where it has none
-        self._shares = {id(p): _local(p).view(-1) for p in module.parameters()}
+        # of each parameter the share of this replica, some of its rows; empty where it has none
+        self._shares = {id(p): _local(p) for p in module.parameters()}
         # what is stepped: the same memory
         self._stepped = {
             id(p): nn.Parameter(self._shares[id(p)])
@@ -204,7 +204,7 @@ class FullyShardedBackend:
         for parameter in self._learned:
             if (stepped := self._stepped.get(id(parameter))) is not None:
                 grad = parameter.grad
-                stepped.grad = None if grad is None else _local(grad).view(-1)
+                stepped.grad = None if grad is None else _local(grad)
 
     def step(self, is_finite: Callable[[], bool]) -> bool:
         applied = is_finite()
@@ -247,7 +247,7 @@ class FullyShardedBackend:
 
     def stepped(self, parameter: nn.Parameter) -> Tensor | None:
         stepped = self._stepped.get(id(parameter))
-        return None if stepped is None else stepped.detach()
+        return None if stepped is None else stepped.detach().view(-1)
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         stepped = self._stepped.get(id(parameter))

@@ -106,7 +106,7 @@ MUTANTS = (
     Mutant(
         "ties-win",
         "models/metrics/classification.py",
-        "before = ~(similarity < of_right - TOLERANCE)",
+        "before = ~(similarity < of_right - margin)",
         "before = similarity > of_right",
         "a collapsed model scores nothing",
         "tests/models/test_classification.py tests/models/test_retrieval.py",
