@@ -69,6 +69,7 @@ class LayerSharding:
             return
         layer.register_forward_hook(_reach_all)
         fully_shard(layer, mesh=self._mesh, reshard_after_forward=True, mp_policy=self._precision)
+        _Passing(layer)
 
     def shard_stage(self, module: nn.Module) -> None:
         """Of the module around them, behind all of them: it knows when a backward is over."""
@@ -95,11 +96,35 @@ class _ReachAll(torch.autograd.Function):
 def _reach_all(layer: nn.Module, _: Any, made: dict[str, Tensor]) -> dict[str, Tensor] | None:
     """Every parameter of a layer gets a gradient in every backward, also one that this micro-batch
     has not used: the replicas add up what has a gradient, and must agree on what that is."""
-    learned = [parameter for parameter in layer.parameters() if parameter.requires_grad]
-    name = next((name for name, tensor in made.items() if tensor.requires_grad), None)
-    if not learned or name is None or not torch.is_grad_enabled():
+    if not torch.is_grad_enabled():
         return None
-    return {**made, name: _ReachAll.apply(made[name], *learned)}
+    learned: list[Tensor] = [p for p in layer.parameters() if p.requires_grad]
+    found = dict(made)
+    for name, tensor in made.items():
+        if tensor.requires_grad:
+            found[name], learned = _ReachAll.apply(tensor, *learned), []
+    return found
+
+
+class _Passing:
+    """Hooks around those of `fully_shard`, which gathers a layer in the backward as soon as the
+    gradient of anything that leaves it has come: tensors that it does not read, such as embeddings
+    of another branch, go past it."""
+
+    def __init__(self, layer: nn.Module):
+        self._past: dict[str, Tensor] = {}
+        if hasattr(layer, "reads"):
+            layer.register_forward_pre_hook(self._let_past, prepend=True)
+            layer.register_forward_hook(self._join)
+
+    def _let_past(self, layer: Any, given: tuple[dict[str, Tensor]]) -> tuple[dict[str, Tensor]]:
+        known = {*layer.reads, *getattr(layer, "reads_if_given", ()), *getattr(layer, "drops", ())}
+        self._past = {name: tensor for name, tensor in given[0].items() if name not in known}
+        return ({name: tensor for name, tensor in given[0].items() if name in known},)
+
+    def _join(self, _: Any, __: Any, made: dict[str, Tensor]) -> dict[str, Tensor]:
+        past, self._past = self._past, {}
+        return {**past, **made}
 
 
 @contextlib.contextmanager
