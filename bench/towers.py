@@ -138,7 +138,10 @@ def configuration(
     batch_sync, the schedule; `deepspeed`: keys of DeepSpeed in place of those below."""
     from engine.config.reading import check_config
 
-    return check_config(laid_over(_written(setup, branches), deepspeed), BRANCHES)
+    written = laid_over(_written(setup, branches), deepspeed)
+    if written["zero_optimization"]["stage"] == 3:  # which has no buckets
+        written["zero_optimization"] = {"stage": 3}
+    return check_config(written, BRANCHES)
 
 
 def _written(setup: Setup, branches: Mapping[str, Any]) -> dict[str, Any]:
