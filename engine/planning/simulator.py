@@ -197,7 +197,7 @@ def most_kept(graph: StageGraph, batches: Batches, costs: CostModel) -> dict[str
     most = {branch: batch.num_micro_batches for branch, batch in batches.items()}
     for stage, own in zip(graph.stages, stage_costs(graph, batches, costs, False)):
         layers, loss = own.layers, own.loss
-        free_bytes = room_bytes(graph, costs) - own.fixed_bytes
+        free_bytes = room_bytes(graph, costs) - own.fixed_bytes - own.whole_bytes
         free_bytes -= max(layers.working_bytes, loss.work_bytes if loss else 0.0)
         free_bytes -= loss.rows_bytes if loss else 0.0
         # without activations or without a limit (costs that were estimated, where the layout is

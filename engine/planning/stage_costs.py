@@ -195,6 +195,7 @@ class StageCosts(NamedTuple):
     averaged_bytes: float
     backward_bytes: float
     pass_bytes: float
+    whole_bytes: float  # of layers that are whole for a while under ZeRO-3
 
     def works_s(self, counts: Counts) -> float:
         """Of the passes and the losses of a step."""
@@ -221,7 +222,8 @@ class StageCosts(NamedTuple):
 
     def activation_bytes(self, counts: Counts) -> float:
         """At most."""
-        return counts.in_flight * self.layers.kept_bytes + self.layers.working_bytes
+        kept_bytes = counts.in_flight * self.layers.kept_bytes
+        return kept_bytes + self.layers.working_bytes + self.whole_bytes
 
     def peak_bytes(self, counts: Counts) -> float:
         """Everything. A last stage has the loss's embeddings throughout; logits and pairs are gone
@@ -306,21 +308,28 @@ def stage_costs(
                 * (weight_bytes + (0.0 if costs.sharded_gradients else 2 * gradient_bytes)),
                 backward_bytes=others * times * gradient_bytes if costs.sharded_gradients else 0.0,
                 pass_bytes=others * pass_bytes,
+                whole_bytes=_whole_bytes(own, costs),
             )
         )
     return found
 
 
 def _state_bytes(stage: Stage, own: LayersCost, costs: CostModel) -> float:
-    """What a rank holds throughout, with the layers that are whole for a while under ZeRO-3: one
-    with its gradients, as they came and in fp32 as they travel, and the next."""
+    """What a rank holds throughout."""
     state, owners = costs.state, stage.replicas if costs.sharded_optimizer else 1
     learned = own.num_parameters * (state.whole + state.sharded / stage.replicas)
     learned -= own.num_muon * state.muon_saves / owners
     if not costs.sharded_weights:
         return learned + own.num_frozen * state.weight
-    whole = own.largest_layer * (3 * state.weight + FLOAT_BYTES)
-    return learned + own.num_frozen * FLOAT_BYTES / stage.replicas + whole
+    return learned + own.num_frozen * FLOAT_BYTES / stage.replicas
+
+
+def _whole_bytes(own: LayersCost, costs: CostModel) -> float:
+    """Of a layer its weights, as they came and in their places, and its gradients, as they were made
+    and in fp32, as they travel."""
+    if not costs.sharded_weights:
+        return 0.0
+    return own.largest_layer * (3 * costs.state.weight + FLOAT_BYTES)
 
 
 def loading_s(samples: Mapping[str, float], loading: Loading) -> float:

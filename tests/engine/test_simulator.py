@@ -379,6 +379,31 @@ def test_under_zero_2_every_backward_averages_its_gradients():
     assert many - few == pytest.approx((3 - 1) * 2 * 12 * 4 * 3 / 4)
 
 
+def test_under_zero_3_every_pass_gathers_the_weights():
+    """A ring of 4 replicas, 3 micro-batches: 12 weights of 2 bytes go round once in each of 3
+    forwards and 3 backwards, which also send the gradients once; nothing is sent at the end."""
+    machine = replace(FREE, link_bytes_per_s=10.0, link_latency_s=0.25)
+    own = [layer(num_parameters=8), layer(num_parameters=4)]
+    text = [layer(), layer()]
+    costs = model(own, text, machine, StateBytes(0, 16, 4, 2), sharded_gradients=True)
+    costs = replace(costs, sharded_weights=True)
+    graph = merged({branch: [range(2)] for branch in BRANCHES}, 4)
+    result = simulate(graph, both(4, 1, 3), "batch_sync", costs, timeline=True)
+    names = ("ForwardPass", "BackwardPass", "ReduceGrads", "OptimizerStep")
+    took = {n: sum(span.end_s - span.start_s for span in of(result, 0, n)) for n in names}
+    gather_s, average_s = (3 * (12 * each / 4 / 10 + 0.25) for each in (2, 4))
+    assert took["ForwardPass"] == pytest.approx(3 * gather_s)
+    assert took["BackwardPass"] == pytest.approx(3 * (gather_s + average_s))
+    assert took["ReduceGrads"] == took["OptimizerStep"] == 0
+    (stage,) = result.stages
+    exchanged = 2 * 3 * 3 * (16 + 4)  # both branches: 3 × the own rows' labels and log-sum-exps
+    assert stage.sent_bytes == pytest.approx(3 / 4 * 12 * (6 * 2 + 3 * 4) + exchanged)
+    plain = replace(costs, sharded_weights=False)
+    bytes_of = [simulate(graph, both(4, 1, 3), "batch_sync", c).stages[0] for c in (costs, plain)]
+    # of the larger layer: its weights twice, its gradients, and these in fp32
+    assert bytes_of[0].activation_bytes - bytes_of[1].activation_bytes == 8 * (3 * 2 + 4)
+
+
 def test_hops_of_a_ring_within_a_node_and_between_nodes():
     """A part passes all other ranks, so of the hops between nodes all but one."""
     machine = replace(FREE, link_latency_s=1.0, node_latency_s=100.0, ranks_per_node=4)
