@@ -368,8 +368,9 @@ class ForkEngine:
         are missing or are of other samples, OutOfMemory where an allocation fails.
         """
         self.module.eval()
-        self.runner.run(ForwardOnly(self.stage, num_micro_batches), data_iter, self.global_steps)
-        self.backend.join_forwards(num_micro_batches)
+        with self.backend.forwards_only(num_micro_batches):
+            schedule = ForwardOnly(self.stage, num_micro_batches)
+            self.runner.run(schedule, data_iter, self.global_steps)
         own = {}
         if self.stage.is_last:
             outputs = self.runner.outputs

@@ -457,8 +457,9 @@ class DeepSpeedBackend:
     def step(self, is_finite: Callable[[], bool]) -> bool:
         return self._engine.run_step(is_finite)
 
-    def join_forwards(self, number: int) -> None:
+    def forwards_only(self, number: int) -> AbstractContextManager[None]:
         """A forward needs no other replica."""
+        return contextlib.nullcontext()
 
     # -- parameters
 

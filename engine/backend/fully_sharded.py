@@ -161,6 +161,7 @@ class FullyShardedBackend:
         self._batch_size = config["train_batch_size"]
         sharding.shard_stage(module)
         self._layers = module.forward_funcs
+        _gather_in_order(self._layers[module.num_locked_first :])
         # of each parameter the share of this replica, some of its rows; empty where it has none
         self._shares = {id(p): _local(p) for p in module.parameters()}
         # what is stepped: the same memory
@@ -243,8 +244,11 @@ class FullyShardedBackend:
             self._counters[name] += number
         return applied
 
-    def join_forwards(self, number: int) -> None:
+    @contextlib.contextmanager
+    def forwards_only(self, number: int) -> Iterator[None]:
+        """A replica with fewer gathers the layers as often as the one with most."""
         most = max(self._comm.gather_counts(number))
+        yield
         for _ in range(number, most):
             for layer in self._layers:
                 if isinstance(layer, FSDPModule):
@@ -306,6 +310,14 @@ class FullyShardedBackend:
 
     def sent_bytes(self, num_steps: int) -> float:
         return self._sent_bytes
+
+
+def _gather_in_order(layers: Sequence[nn.Module]) -> None:
+    """While a backward runs a layer, gather the one before it. By itself torch takes the order of
+    all forwards since the last backward, of which replicas may have done unlike numbers."""
+    sharded = [layer for layer in layers if isinstance(layer, FSDPModule)]
+    for before, layer in zip([*sharded[:1], *sharded], sharded):
+        layer.set_modules_to_backward_prefetch([before])  # of the first itself, which is there
 
 
 def _numel(layer: nn.Module) -> int:

@@ -8,6 +8,7 @@ every replica of the stage does. Clipping, averages, checkpoints and metrics see
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -89,9 +90,9 @@ class Backend(Protocol):
         """Step the optimizer and the rates, unless a gradient of any rank is not finite; whether it
         did. `is_finite` is asked where nothing here finds out; all ranks call it together."""
 
-    def join_forwards(self, number: int) -> None:
-        """Take part in the forwards that other replicas of the stage have done beyond this one's
-        `number`, none of them with a backward. All replicas call it together."""
+    def forwards_only(self, number: int) -> AbstractContextManager[None]:
+        """In here are `number` forwards without a backward, and as many as they like on the other
+        replicas of the stage. All of them enter together."""
 
     # -- parameters
 
