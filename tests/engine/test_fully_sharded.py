@@ -6,6 +6,7 @@ from ranks import about, run_cases
 from split_training import assemble, check_gradients, fork_of, merged_of, train_whole
 
 CASES = [
+    merged_of(1, 2, 12, zero_stage=3),  # one micro-batch
     merged_of(1, 2, 4, zero_stage=3, locked={"image": True}),
     fork_of((1, 2), (1, 1), {"image": 4, "text": 6}, zero_stage=3),
     fork_of((1, 2), (1, 1), {"image": 4, "text": 6}, zero_stage=3, schedule="replay"),
