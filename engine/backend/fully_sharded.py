@@ -164,11 +164,13 @@ class FullyShardedBackend:
         _gather_in_order(self._layers[module.num_locked_first :])
         # of each parameter the share of this replica, some of its rows; empty where it has none
         self._shares = {id(p): _local(p) for p in module.parameters()}
+        # Muon has messages for a group, also on a replica that has no row of any of its matrices
+        by_all = {id(p) for group in parameter_groups if group.get("muon") for p in group["params"]}
         # what is stepped: the same memory
         self._stepped = {
             id(p): nn.Parameter(self._shares[id(p)])
             for p in module.parameters()
-            if p.requires_grad and self._shares[id(p)].numel()
+            if p.requires_grad and (self._shares[id(p)].numel() or id(p) in by_all)
         }
         self._learned = [p for p in module.parameters() if p.requires_grad]
         self.optimizer = make_optimizer(
@@ -276,11 +278,11 @@ class FullyShardedBackend:
 
     def stepped(self, parameter: nn.Parameter) -> Tensor | None:
         stepped = self._stepped.get(id(parameter))
-        return None if stepped is None else stepped.detach().view(-1)
+        return stepped.detach().view(-1) if stepped is not None and stepped.numel() else None
 
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         stepped = self._stepped.get(id(parameter))
-        return None if stepped is None else stepped.grad
+        return stepped.grad if stepped is not None and stepped.numel() else None
 
     def reduced_gradient(self, parameter: nn.Parameter) -> tuple[Tensor, float] | None:
         gradient = self.gradient(parameter)
