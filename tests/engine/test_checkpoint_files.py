@@ -314,7 +314,9 @@ def _resumed(checkpoint, replica, replicas, shapes, exchange):
     engine = SimpleNamespace(
         module=SimpleNamespace(canonical_parameters=held, canonical_buffers={}),
         backend=SimpleNamespace(
-            optimizer=torch.optim.AdamW(held.values()), shards=lambda: _whole(held)
+            optimizer=torch.optim.AdamW(held.values()),
+            shards=lambda: _whole(held),
+            weights_replaced=lambda: None,
         ),
         stage=SimpleNamespace(replicas=replicas),
         average=None,
