@@ -113,7 +113,7 @@ class StageModule(StageLayers):
         batch_norm_locked: bool,
         shard_layer: Callable[[nn.Module], None] | None,
     ) -> None:
-        device = get_accelerator().device_name(self.local_rank)
+        self._device = get_accelerator().device_name(self.local_rank)
         self._locked_norms: list[nn.Module] = []
         learns = [learns for branch in graph.branches for learns in trainable[branch]]
         branches = [branch for branch in graph.branches for _ in trainable[branch]]
@@ -128,7 +128,7 @@ class StageModule(StageLayers):
                 self._locked_norms += still(layer)
             if branches[index] in self._compiled:
                 compile_layer(layer)
-            layer.to(device)
+            layer.to(self._device)
             if shard_layer:
                 shard_layer(layer)
             self.forward_funcs.append(layer)
@@ -159,12 +159,12 @@ class StageModule(StageLayers):
         ]
         self.placeholders = nn.ParameterList()
         for _ in range(len(self.parameter_groups), number):
-            placeholder = nn.Parameter(
-                torch.zeros(1, device=next(iter(parameters.values())).device)
-            )
+            placeholder = nn.Parameter(torch.zeros(1, device=self._device))
             self.add_stage_parameter(placeholder)
             self.placeholders.append(placeholder)
             self.parameter_groups.append((Setting(1.0, 0.0, None), [placeholder]))
+        if not self.parameter_groups:  # a schedule asks for one
+            self.parameter_groups.append((Setting(1.0, 0.0, None), []))
 
     @property
     def canonical_parameters(self) -> dict[str, nn.Parameter]:

@@ -5,6 +5,9 @@ from fully_sharded_cases import evaluate_unlike_numbers
 from ranks import about, run_cases
 from split_training import assemble, check_gradients, fork_of, merged_of, train_whole
 
+from engine.optimizer.classes import make_optimizer
+from engine.optimizer.parameter_groups import GroupSchedule, Setting
+
 CASES = [
     merged_of(1, 2, 12, zero_stage=3),  # one micro-batch
     merged_of(1, 2, 4, zero_stage=3, locked={"image": True}),
@@ -40,3 +43,14 @@ def test_a_replica_holds_its_share_behind_a_step():
     total = sum(number for _, number in results[0]["held"].values())
     shares = [sum(held for held, _ in result["held"].values()) / total for result in results]
     assert all(0.4 < share < 0.6 for share in shares), shares
+
+
+def test_a_stage_in_which_nothing_learns_has_a_schedule():
+    """Its group is empty: without a projection, a locked tower and its head have nothing to step."""
+    adamw = {"type": "AdamW", "params": {"lr": 0.5, "torch_adam": True}}
+    for block in (adamw, {"type": "Muon", "params": {"lr": 0.5}}):
+        optimizer = make_optimizer({"optimizer": block}, [{"params": []}])
+        schedule = GroupSchedule(optimizer, lambda _: None, [Setting(1.0, 0.0, None)], [])
+        optimizer.step()
+        schedule.step()
+        assert schedule.rates == {None: 0.5}
